@@ -1,0 +1,50 @@
+"""The errors a user may meet, all under one root, so that a command can print them without a traceback.
+
+Every message names what came, what was expected and what to do about it.
+
+    SlipstreamError
+    ├── ConfigError        a key, a value or a combination of them is wrong
+    ├── ProtocolError      a peer sent something that is not a valid message
+    ├── HandshakeRefused   the two sides do not fit together (model, version, run)
+    ├── DeadlineExceeded   a wait ran out; the message names the knob to raise
+    ├── PushFailed         weights did not reach the server whole
+    ├── ParityError        server and learner disagree about the same tokens
+    ├── DataError          prompts cannot be read or do not fit
+    └── RewardError        a reward function broke its contract
+"""
+
+
+class SlipstreamError(Exception):
+    """Root of every error that is the user's to solve rather than ours to debug."""
+
+
+class ConfigError(SlipstreamError):
+    """A config key, value or combination is wrong."""
+
+
+class ProtocolError(SlipstreamError):
+    """A peer sent bytes that are not a valid message."""
+
+
+class HandshakeRefused(SlipstreamError):
+    """The server refused the learner; the message carries both sides' values."""
+
+
+class DeadlineExceeded(SlipstreamError):
+    """A wait ran out of time; the message names the knob to raise."""
+
+
+class PushFailed(SlipstreamError):
+    """A weight transfer did not complete."""
+
+
+class ParityError(SlipstreamError):
+    """Server and learner give different logprobs to the same tokens under the same weights."""
+
+
+class DataError(SlipstreamError):
+    """Prompts cannot be read, lack a column or do not fit the server's limits."""
+
+
+class RewardError(SlipstreamError):
+    """A reward function cannot be loaded or broke its contract."""

@@ -1,0 +1,319 @@
+"""Every message on the wire, and the codec that turns one into ZeroMQ frames and back.
+
+    learner ── Hello, Generate, Ack, Cancel, Score, PushBegin, PushAbort ──▶ server
+    learner ◀── Welcome, Refused, Pulse, Group, GroupFailed, Scores, PushReady, PushDone, PushFailed ── server
+
+A message is multipart: one msgpack header, then one raw little-endian frame per array. The header says which dtype and
+length each frame must have, and nothing is used before the frames agree with it.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar
+
+import msgspec
+import numpy as np
+
+from protocol.errors import ProtocolError
+
+PROTOCOL_VERSION = 1
+
+M = TypeVar("M")
+
+_DTYPES = {"int32": np.dtype("<i4"), "float32": np.dtype("<f4")}
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, eq=False, tag=True, forbid_unknown_fields=True):
+    """Base of all messages: frozen, tagged by class name, unknown fields refused."""
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fields=True):
+    """Base of the structs that messages are made of."""
+
+
+# --- handshake ---------------------------------------------------------------------------------------------------
+
+
+class ModelFingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What must be equal on both sides for token ids and tensors to mean the same."""
+
+    architecture: str
+    vocab_size: int
+    tokenizer_hash: str
+    """First 16 hex digits of a SHA-256 over the tokenizer's files."""
+
+
+class Hello(Message):
+    """First message of a learner, repeated until the server answers."""
+
+    run: str
+    protocol_version: int
+    model: ModelFingerprint
+
+
+class Welcome(Message):
+    """The server accepts the run and says what it can do."""
+
+    server_id: str
+    """New at every start of the server: a changed id means that it has lost its weights and its groups."""
+    policy_version: int | None
+    """None until the first push."""
+    num_workers: int
+    dtype: str
+    transports: list[str]
+    max_model_len: int
+    max_concurrent_sequences: int
+
+
+class Refused(Message):
+    """The handshake failed; `reason` names both sides' values and the remedy."""
+
+    reason: str
+
+
+class Pulse(Message):
+    """Sent by the server every second: its state, and the sign that it is alive."""
+
+    server_id: str
+    policy_version: int | None
+    groups_running: int
+    groups_unacked: int
+    tokens_generated: int
+    idle_s: float
+    """Seconds since the start of the server in which no group was running."""
+
+
+# --- generation --------------------------------------------------------------------------------------------------
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the completions of a group are sampled."""
+
+    num_completions: int
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    """Completion i is sampled with seed + i."""
+    stop_token_ids: tuple[int, ...] = ()
+
+
+class Generate(Message):
+    """Ask for one group. Sent again with the same id it is answered once more, not generated twice."""
+
+    group_id: str
+    prompt_token_ids: np.ndarray
+    sampling: Sampling
+    deadline_s: float
+
+    def __post_init__(self) -> None:
+        _check_array(self.prompt_token_ids, "int32", "prompt_token_ids")
+
+
+class Completion(Part):
+    """One completion with the logprobs of the policy that sampled it.
+
+    Example: token_ids=[7, 3, 1], behaviour_logprobs=[-0.2, -1.1, -0.1], versions=[(4, 2), (5, 1)], finish_reason="stop":
+    two tokens sampled by policy version 4, one by version 5.
+    """
+
+    token_ids: np.ndarray
+    behaviour_logprobs: np.ndarray
+    versions: list[tuple[int, int]]
+    finish_reason: Literal["stop", "length"]
+
+    def __post_init__(self) -> None:
+        _check_array(self.token_ids, "int32", "token_ids")
+        _check_array(self.behaviour_logprobs, "float32", "behaviour_logprobs")
+        num_tokens = len(self.token_ids)
+        if len(self.behaviour_logprobs) != num_tokens:
+            raise ValueError(f"{num_tokens} token ids but {len(self.behaviour_logprobs)} behaviour logprobs")
+        if any(count < 1 for _, count in self.versions) or sum(count for _, count in self.versions) != num_tokens:
+            raise ValueError(f"versions {self.versions} do not cover {num_tokens} tokens")
+
+    @property
+    def oldest_version(self) -> int:
+        return min(version for version, _ in self.versions)
+
+
+class Group(Message):
+    """All completions of one prompt."""
+
+    group_id: str
+    completions: list[Completion]
+
+    @property
+    def oldest_version(self) -> int:
+        return min(completion.oldest_version for completion in self.completions if completion.versions)
+
+
+class GroupFailed(Message):
+    """The group will not come; sent again only if `retryable`."""
+
+    group_id: str
+    code: Literal["invalid_prompt", "deadline", "engine_error", "not_ready"]
+    message: str
+    retryable: bool
+
+
+class Ack(Message):
+    """The learner has the groups in its ledger; the server may forget them."""
+
+    group_ids: list[str]
+
+
+class Cancel(Message):
+    """The learner no longer wants these groups."""
+
+    group_ids: list[str]
+
+
+class Score(Message):
+    """Ask for the logprobs the server's policy gives to a fixed token sequence."""
+
+    request_id: str
+    token_ids: np.ndarray
+    deadline_s: float
+
+    def __post_init__(self) -> None:
+        _check_array(self.token_ids, "int32", "token_ids")
+
+
+class Scores(Message):
+    """`logprobs[i]` belongs to `token_ids[i + 1]`; `error` is set instead when scoring failed."""
+
+    request_id: str
+    logprobs: np.ndarray
+    policy_version: int | None
+    error: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_array(self.logprobs, "float32", "logprobs")
+
+
+# --- weight push -------------------------------------------------------------------------------------------------
+
+
+class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One tensor of the model: its checkpoint name, shape and the dtype it travels in."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The tensors of a push in the order of their bytes, layer by layer."""
+
+    tensors: tuple[TensorSpec, ...]
+    bucket_bytes: int
+
+
+class Rendezvous(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the ranks of one epoch meet. The learner is rank 0, the workers of the server are ranks 1..N."""
+
+    transport: Literal["gloo"]
+    host: str
+    port: int
+    world_size: int
+    timeout_s: float
+
+
+class PushBegin(Message):
+    """Start of a push. `rendezvous` and `manifest` come only with the first push of an epoch."""
+
+    epoch: str
+    version: int
+    rendezvous: Rendezvous | None = None
+    manifest: Manifest | None = None
+
+
+class PushReady(Message):
+    """Generation is paused and the workers are about to receive."""
+
+    epoch: str
+    version: int
+
+
+class PushDone(Message):
+    """The server generates with the new version; `checksum` is of the bytes it received."""
+
+    epoch: str
+    version: int
+    checksum: str
+    pause_s: float
+    receive_s: float
+    load_s: float
+    stall_s: float
+    """Seconds in which nothing was generated: pause + receive + load + resume."""
+
+
+class PushFailed(Message):
+    """The push did not complete. `weights_intact`: the server goes on with the old weights; else it waits for a resend."""
+
+    epoch: str
+    version: int
+    state: str
+    message: str
+    weights_intact: bool
+
+
+class PushAbort(Message):
+    """The learner gives up on an epoch; the server leaves it and forgets its group."""
+
+    epoch: str
+
+
+LearnerMessage = Hello | Generate | Ack | Cancel | Score | PushBegin | PushAbort
+ServerMessage = Welcome | Refused | Pulse | Group | GroupFailed | Scores | PushReady | PushDone | PushFailed
+
+
+# --- codec -------------------------------------------------------------------------------------------------------
+
+
+def _check_array(array: np.ndarray, dtype: str, field: str) -> None:
+    if array.dtype != _DTYPES[dtype] or array.ndim != 1:
+        raise ValueError(f"{field} must be a flat {dtype} array, got {array.ndim}-d {array.dtype}")
+
+
+def encode(message: msgspec.Struct) -> list[bytes | memoryview]:
+    """Return the frames of a message: the header, then one frame per array, in the order the header names them."""
+    arrays: list[np.ndarray] = []
+
+    def enc_hook(value: Any) -> list[Any]:
+        if not isinstance(value, np.ndarray):
+            raise NotImplementedError(f"cannot encode {type(value).__name__}")
+        arrays.append(np.ascontiguousarray(value))
+        return [len(arrays) - 1, value.dtype.name, len(value)]
+
+    header = msgspec.msgpack.encode(message, enc_hook=enc_hook)
+    return [header, *(array.data.cast("B") if len(array) else b"" for array in arrays)]
+
+
+def decode(frames: Sequence[bytes | memoryview], expected: type[M]) -> M:
+    """Decode the frames of one message of type `expected` (a union of messages).
+
+    Raises ProtocolError if the header does not fit `expected` or a frame differs from what the header announces.
+    """
+
+    def dec_hook(wanted: type, value: Any) -> Any:
+        if wanted is not np.ndarray:
+            raise NotImplementedError(f"cannot decode {wanted}")
+        return _array_from_frame(value, frames)
+
+    if not frames:
+        raise ProtocolError("a message without frames came; expected a msgpack header")
+    try:
+        return msgspec.msgpack.decode(frames[0], type=expected, dec_hook=dec_hook)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise ProtocolError(f"not a valid message: {error}") from error
+
+
+def _array_from_frame(announced: Any, frames: Sequence[bytes | memoryview]) -> np.ndarray:
+    match announced:
+        case [int(index), str(dtype), int(length)] if dtype in _DTYPES and 0 <= index < len(frames) - 1 and length >= 0:
+            frame = frames[index + 1]
+            if len(frame) != length * _DTYPES[dtype].itemsize:
+                raise ValueError(f"frame {index} has {len(frame)} bytes, announced were {length} of {dtype}")
+            return np.frombuffer(frame, dtype=_DTYPES[dtype])
+    raise ValueError(f"no frame fits the announced array {str(announced)[:80]}; {len(frames) - 1} frames came")
