@@ -1,0 +1,46 @@
+PYTHON ?= python3
+ARGS ?=
+
+.DEFAULT_GOAL := help
+
+VENV := .venv
+PY := $(VENV)/bin/python
+# The path is in the name because an environment that was moved with its checkout does not work.
+STAMP := $(VENV)/.installed-$(shell echo '$(CURDIR)' | cksum | cut -d ' ' -f 1)
+
+# What cannot start cannot be up to date.
+ifneq ($(shell $(PY) -c 'print("starts")' 2>/dev/null),starts)
+$(STAMP): FORCE
+endif
+
+.PHONY: help install demo test lint lock clean FORCE
+FORCE:
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(STAMP)  ## install the CPU stack into .venv (PYTHON=python3.12 picks the Python)
+	@echo "$(VENV) is up to date; next: make demo"
+
+demo: $(STAMP)  ## train a tiny model on the CPU with the whole system, ends with a report
+	@$(PY) -m deploy.colocate deploy/recipes/reverse.toml $(ARGS)
+
+test: $(STAMP)  ## run the tests that need no GPU (ARGS="-k loss -x")
+	@$(PY) -m pytest -m "not gpu and not slow" $(ARGS)
+
+lint: $(STAMP)  ## ruff, formatting and mypy
+	@$(PY) -m ruff check
+	@$(PY) -m ruff format --check
+	@$(PY) -m mypy
+
+lock:  ## resolve deploy/cpu.lock anew
+	@$(PYTHON) deploy/cpu_environment.py lock
+
+clean:  ## remove .venv, runs/ and all caches
+	@rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml deploy/cpu.lock
+	@command -v $(PYTHON) >/dev/null || { echo "install: '$(PYTHON)' was not found; install Python 3.11 or newer, or name it: make install PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) deploy/cpu_environment.py install
+	@touch $@
