@@ -1,25 +1,26 @@
-"""Every message on the wire, and the codec that turns one into ZeroMQ frames and back.
+"""Every message on the wire.
 
     learner ── Hello, Generate, Ack, Cancel, Score, PushBegin, PushAbort ──▶ server
     learner ◀── Welcome, Refused, Pulse, Group, GroupFailed, Scores, PushReady, PushDone, PushFailed ── server
 
-A message is multipart: one msgpack header, then one raw little-endian frame per array. The header says which dtype and
-length each frame must have, and nothing is used before the frames agree with it.
+Frozen and tagged: one typed decoder per direction tells them apart (codec.py), `match` dispatches them. Arrays are checked
+as a message is made, so an invalid one exists on neither side.
 """
 
-from collections.abc import Sequence
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 import msgspec
 import numpy as np
 
-from protocol.errors import ProtocolError
-
 PROTOCOL_VERSION = 1
 
-M = TypeVar("M")
+DTYPES = {"int32": np.dtype("<i4"), "float32": np.dtype("<f4")}
+"""The arrays a message may carry, by the name the header gives them."""
 
-_DTYPES = {"int32": np.dtype("<i4"), "float32": np.dtype("<f4")}
+
+def _check_array(array: np.ndarray, dtype: str, field: str) -> None:
+    if array.dtype != DTYPES[dtype] or array.ndim != 1:
+        raise ValueError(f"{field} must be a flat {dtype} array, got {array.ndim}-d {array.dtype}")
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, eq=False, tag=True, forbid_unknown_fields=True):
@@ -266,54 +267,3 @@ class PushAbort(Message):
 
 LearnerMessage = Hello | Generate | Ack | Cancel | Score | PushBegin | PushAbort
 ServerMessage = Welcome | Refused | Pulse | Group | GroupFailed | Scores | PushReady | PushDone | PushFailed
-
-
-# --- codec -------------------------------------------------------------------------------------------------------
-
-
-def _check_array(array: np.ndarray, dtype: str, field: str) -> None:
-    if array.dtype != _DTYPES[dtype] or array.ndim != 1:
-        raise ValueError(f"{field} must be a flat {dtype} array, got {array.ndim}-d {array.dtype}")
-
-
-def encode(message: msgspec.Struct) -> list[bytes | memoryview]:
-    """Return the frames of a message: the header, then one frame per array, in the order the header names them."""
-    arrays: list[np.ndarray] = []
-
-    def enc_hook(value: Any) -> list[Any]:
-        if not isinstance(value, np.ndarray):
-            raise NotImplementedError(f"cannot encode {type(value).__name__}")
-        arrays.append(np.ascontiguousarray(value))
-        return [len(arrays) - 1, value.dtype.name, len(value)]
-
-    header = msgspec.msgpack.encode(message, enc_hook=enc_hook)
-    return [header, *(array.data.cast("B") if len(array) else b"" for array in arrays)]
-
-
-def decode(frames: Sequence[bytes | memoryview], expected: type[M]) -> M:
-    """Decode the frames of one message of type `expected` (a union of messages).
-
-    Raises ProtocolError if the header does not fit `expected` or a frame differs from what the header announces.
-    """
-
-    def dec_hook(wanted: type, value: Any) -> Any:
-        if wanted is not np.ndarray:
-            raise NotImplementedError(f"cannot decode {wanted}")
-        return _array_from_frame(value, frames)
-
-    if not frames:
-        raise ProtocolError("a message without frames came; expected a msgpack header")
-    try:
-        return msgspec.msgpack.decode(frames[0], type=expected, dec_hook=dec_hook)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise ProtocolError(f"not a valid message: {error}") from error
-
-
-def _array_from_frame(announced: Any, frames: Sequence[bytes | memoryview]) -> np.ndarray:
-    match announced:
-        case [int(index), str(dtype), int(length)] if dtype in _DTYPES and 0 <= index < len(frames) - 1 and length >= 0:
-            frame = frames[index + 1]
-            if len(frame) != length * _DTYPES[dtype].itemsize:
-                raise ValueError(f"frame {index} has {len(frame)} bytes, announced were {length} of {dtype}")
-            return np.frombuffer(frame, dtype=_DTYPES[dtype])
-    raise ValueError(f"no frame fits the announced array {str(announced)[:80]}; {len(frames) - 1} frames came")

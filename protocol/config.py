@@ -1,0 +1,129 @@
+"""Loading of the one TOML file that both processes read, with flags on top.
+
+Top-level keys are shared: both sides must see the same values. `[server]` and `[learner]` are private: each process types
+its own section and leaves the other unread. Precedence: flag > file > default. An unknown key is an error.
+"""
+
+import contextlib
+import difflib
+import io
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+import tyro
+
+from protocol.errors import ConfigError
+
+
+class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Keys that server and learner must agree on."""
+
+    model: str
+    """A local directory, a hub name, or `tiny:digits` (a 0.1M-parameter model made at first use)."""
+    run_dir: str
+    """Directory of this run: metrics, ledger, checkpoints, report."""
+    endpoint: str = "tcp://127.0.0.1:5757"
+    """Where the server listens and the learner connects."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """In which the server computes, and in which weights travel."""
+    seed: int = 0
+    """Seeds the data order, the sampling and the learner."""
+
+
+C = TypeVar("C", bound=SharedConfig)
+
+
+def load_config(config_type: type[C], argv: Sequence[str], program: str) -> C:
+    """Read `run.toml [--section.key value ...]` from `argv`.
+
+    Raises ConfigError for a missing file, an unknown key or a value of the wrong type or range.
+    """
+    path, flags = _split(argv, program)
+    base = _from_file(config_type, path) if path else None
+    return _with_flags(config_type, base, flags, program)
+
+
+def to_toml(config: msgspec.Struct) -> str:
+    """Return the resolved config as TOML; keys that are None are left out, for TOML has no null."""
+    return msgspec.toml.encode(_without_none(msgspec.to_builtins(config))).decode()
+
+
+def _split(argv: Sequence[str], program: str) -> tuple[Path | None, list[str]]:
+    if argv and not argv[0].startswith("-"):
+        return Path(argv[0]), list(argv[1:])
+    if {"-h", "--help"} & set(argv):
+        return None, ["--help"]
+    raise ConfigError(f"no config file came; expected: {program} run.toml [--key value ...]")
+
+
+def _from_file(config_type: type[C], path: Path) -> C:
+    try:
+        raw = tomllib.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ConfigError(f"there is no config file {path}; the recipes are in deploy/recipes/") from error
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as TOML: {error}") from error
+    _refuse_unknown_keys(config_type, raw, str(path), prefix="")
+    try:
+        return msgspec.convert(raw, config_type)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {_explain(str(error), raw)}") from error
+
+
+def _refuse_unknown_keys(struct: type[msgspec.Struct], raw: dict[str, Any], path: str, prefix: str) -> None:
+    """Check before msgspec does, for it names the section but not what could have been meant."""
+    fields = {field.name: field.type for field in msgspec.structs.fields(struct)}
+    for key, value in raw.items():
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1)
+            hint = f"did you mean {prefix}{near[0]}?" if near else f"known keys: {', '.join(sorted(fields))}"
+            raise ConfigError(f"{path}: unknown key {prefix}{key} = {value!r}; {hint}")
+        section = fields[key]
+        if isinstance(section, type) and issubclass(section, msgspec.Struct) and isinstance(value, dict):
+            _refuse_unknown_keys(section, value, path, f"{prefix}{key}.")
+
+
+def _explain(message: str, raw: dict[str, Any]) -> str:
+    """Turn msgspec's `Expected int, got str - at $.learner.steps` into one that also shows the value that came."""
+    problem, _, location = message.partition(" - at `$")
+    keys = location.strip("`.").split(".") if location else []
+    value: Any = raw
+    for key in keys:
+        value = value.get(key.split("[")[0]) if isinstance(value, dict) else value
+    return f"{'.'.join(keys)} = {value!r}: {problem}" if keys and not isinstance(value, dict) else message
+
+
+def _with_flags(config_type: type[C], base: C | None, flags: list[str], program: str) -> C:
+    if base is not None and not flags:
+        return base
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            default = {} if base is None else {"default": base}
+            config = tyro.cli(config_type, args=flags, prog=f"{program} run.toml", **default)
+    except SystemExit as exit_:
+        if exit_.code in (0, None):
+            raise
+        raise ConfigError(_plain(complaint.getvalue())) from exit_
+    # Tyro builds the structs field by field; only a conversion runs every check again.
+    try:
+        return msgspec.convert(msgspec.to_builtins(config), config_type)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_explain(str(error), msgspec.to_builtins(config))) from error
+
+
+def _plain(box: str) -> str:
+    """Take tyro's text out of the box it draws around it."""
+    lines = (line.strip("│╭╮╰╯─ \n") for line in box.splitlines())
+    return " ".join(line for line in lines if line)
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, (list, tuple)):
+        return [_without_none(item) for item in value]
+    return value

@@ -1,0 +1,117 @@
+"""The codec gives back what it got, and refuses everything else."""
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.codec import decode, encode, pack, unpack
+from protocol.errors import ProtocolError
+from protocol.messages import Completion, Generate, Group, LearnerMessage, Sampling, ServerMessage, Welcome
+
+finite_float32 = st.floats(width=32, allow_nan=False)
+
+
+@st.composite
+def completions(draw: st.DrawFn) -> Completion:
+    logprobs = draw(st.lists(finite_float32, max_size=20))
+    num_tokens = len(logprobs)
+    token_ids = draw(st.lists(st.integers(0, 2**31 - 1), min_size=num_tokens, max_size=num_tokens))
+    split = draw(st.integers(0, num_tokens))
+    versions = [(version, count) for version, count in [(4, split), (7, num_tokens - split)] if count]
+    return Completion(
+        token_ids=np.array(token_ids, np.int32),
+        behaviour_logprobs=np.array(logprobs, np.float32),
+        versions=versions,
+        finish_reason="stop",
+    )
+
+
+@given(st.lists(completions(), max_size=5), st.text(max_size=20))
+def test_a_group_survives_the_wire_bit_for_bit(sent: list[Completion], group_id: str) -> None:
+    frames = [bytes(frame) for frame in encode(Group(group_id=group_id, completions=sent))]
+    received = decode(frames, ServerMessage)
+    assert isinstance(received, Group) and received.group_id == group_id
+    for before, after in zip(sent, received.completions, strict=True):
+        assert before.token_ids.tobytes() == after.token_ids.tobytes()
+        assert before.behaviour_logprobs.tobytes() == after.behaviour_logprobs.tobytes()
+        assert before.versions == after.versions
+
+
+def generate() -> Generate:
+    return Generate(
+        group_id="3.0",
+        prompt_token_ids=np.arange(5, dtype=np.int32),
+        sampling=Sampling(num_completions=2, max_tokens=4),
+        deadline_s=1.0,
+    )
+
+
+def test_a_stored_message_is_the_sent_one() -> None:
+    stored = unpack(pack(generate()), Generate)
+    assert stored.prompt_token_ids.tolist() == [0, 1, 2, 3, 4] and stored.sampling == generate().sampling
+
+
+@given(st.lists(st.binary(max_size=50), max_size=4))
+def test_garbage_is_a_protocol_error_and_nothing_else(frames: list[bytes]) -> None:
+    with pytest.raises(ProtocolError):
+        decode(frames, LearnerMessage)
+
+
+@given(st.data())
+def test_a_damaged_message_is_refused_or_still_valid(data: st.DataObject) -> None:
+    frames = [bytearray(frame) for frame in encode(generate())]
+    frame = frames[data.draw(st.integers(0, len(frames) - 1))]
+    frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        message = decode([bytes(frame) for frame in frames], LearnerMessage)
+    except ProtocolError:
+        return
+    assert isinstance(message, LearnerMessage)
+
+
+@pytest.mark.parametrize(
+    ("tamper", "expected"),
+    [
+        (lambda frames: frames[:-1], "no frame fits"),
+        (lambda frames: [frames[0], frames[1] + b"\0\0\0\0"], "announced were 5"),
+        (lambda frames: [frames[0].replace(b"int32", b"int64"), frames[1]], "no frame fits"),
+        (lambda frames: [frames[0].replace(b"int32", b"float32"[:5]), frames[1]], "no frame fits"),
+        (lambda frames: [frames[0].replace(b"Generate", b"Delete!!"), frames[1]], "Delete!!"),
+    ],
+)
+def test_frames_that_differ_from_the_header_are_refused(tamper, expected: str) -> None:
+    with pytest.raises(ProtocolError, match=expected):
+        decode(tamper([bytes(frame) for frame in encode(generate())]), LearnerMessage)
+
+
+def test_an_unknown_field_is_refused() -> None:
+    header = msgspec.msgpack.encode({"type": "Ack", "group_ids": [], "extra": 1})
+    with pytest.raises(ProtocolError, match="extra"):
+        decode([header], LearnerMessage)
+
+
+def test_a_learner_message_is_not_a_server_message() -> None:
+    with pytest.raises(ProtocolError, match="Generate"):
+        decode([bytes(frame) for frame in encode(generate())], Welcome | Group)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"behaviour_logprobs": np.zeros(2, np.float32)}, "3 token ids but 2 behaviour logprobs"),
+        ({"versions": [(1, 2)]}, "do not cover 3 tokens"),
+        ({"versions": [(1, 3), (2, 0)]}, "do not cover 3 tokens"),
+        ({"token_ids": np.zeros(3, np.int64)}, "flat int32"),
+    ],
+)
+def test_a_completion_that_contradicts_itself_cannot_be_made(fields, expected: str) -> None:
+    good = {
+        "token_ids": np.zeros(3, np.int32),
+        "behaviour_logprobs": np.zeros(3, np.float32),
+        "versions": [(1, 3)],
+        "finish_reason": "stop",
+    }
+    with pytest.raises(ValueError, match=expected):
+        Completion(**(good | fields))

@@ -1,0 +1,101 @@
+"""Precedence flag > file > default, and errors that name key, value and remedy."""
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import pytest
+
+from protocol.config import SharedConfig, load_config, to_toml
+from protocol.errors import ConfigError
+
+
+class Loss(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The loss."""
+
+    clip_low: float = 0.2
+    """Lower clip."""
+    kind: Literal["a", "b"] = "a"
+    """Kind."""
+
+    def __post_init__(self) -> None:
+        if self.clip_low < 0:
+            raise ValueError(f"clip_low = {self.clip_low} must not be negative")
+
+
+class Side(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One side."""
+
+    steps: int
+    """Steps."""
+    names: tuple[str, ...] = ("x",)
+    """Names."""
+    cores: tuple[int, ...] | None = None
+    """Cores."""
+    loss: Loss = Loss()
+
+
+class Run(SharedConfig):
+    """A run."""
+
+    learner: Side
+    """One side."""
+
+
+TOML = 'model = "m"\nrun_dir = "r"\n[learner]\nsteps = 3\n'
+
+
+def load(tmp_path: Path, toml: str, *flags: str) -> Run:
+    path = tmp_path / "run.toml"
+    path.write_text(toml)
+    return load_config(Run, [str(path), *flags], "learner train")
+
+
+def test_a_flag_beats_the_file_and_the_file_beats_the_default(tmp_path: Path) -> None:
+    toml = TOML + "[learner.loss]\nclip_low = 0.1\n"
+    assert load(tmp_path, TOML).learner.loss.clip_low == 0.2
+    assert load(tmp_path, toml).learner.loss.clip_low == 0.1
+    run = load(tmp_path, toml, "--learner.loss.clip-low", "0.3", "--learner.names", "p", "q", "--seed", "7")
+    assert (run.learner.loss.clip_low, run.learner.names, run.seed, run.learner.steps) == (0.3, ("p", "q"), 7, 3)
+
+
+def test_the_resolved_config_reads_back_as_the_same(tmp_path: Path) -> None:
+    run = load(tmp_path, TOML, "--learner.cores", "1", "2")
+    assert load(tmp_path, to_toml(run)) == run
+
+
+@pytest.mark.parametrize(
+    ("toml", "flags", "expected"),
+    [
+        (TOML + "stesp = 4\n", (), r"unknown key learner\.stesp = 4; did you mean learner\.steps\?"),
+        ("modle = 1\n" + TOML, (), r"unknown key modle = 1; did you mean model\?"),
+        (TOML + "[learner.loss]\nzzz = 1\n", (), r"unknown key learner\.loss\.zzz = 1; known keys: clip_low, kind"),
+        (TOML.replace("3", '"three"'), (), r"learner\.steps = 'three': Expected `int`"),
+        (TOML + '[learner.loss]\nkind = "c"\n', (), r"learner\.loss\.kind = 'c'"),
+        (TOML + "[learner.loss]\nclip_low = -1.0\n", (), r"clip_low = -1\.0 must not be negative"),
+        ('model = "m"\n[learner]\nsteps = 1\n', (), "missing required field `run_dir`"),
+        ("model = \n", (), "cannot be read as TOML"),
+        (TOML, ("--learner.loss.clip-low", "-1"), r"clip_low = -1\.0 must not be negative"),
+        (TOML, ("--learner.los", "1"), r"--learner\.los"),
+        (TOML, ("--seed", "x"), r"invalid literal for int.*'x'"),
+    ],
+)
+def test_a_wrong_config_is_refused_with_key_value_and_remedy(
+    tmp_path: Path, toml: str, flags: tuple[str, ...], expected: str
+) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        load(tmp_path, toml, *flags)
+
+
+def test_a_missing_file_and_a_missing_argument_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"no config file nope\.toml.*deploy/recipes"):
+        load_config(Run, ["nope.toml"], "learner train")
+    with pytest.raises(ConfigError, match=r"expected: learner train run\.toml"):
+        load_config(Run, ["--seed", "1"], "learner train")
+
+
+def test_help_prints_every_key_with_its_text(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load_config(Run, ["--help"], "learner train")
+    printed = capsys.readouterr().out
+    assert "--learner.loss.clip-low" in printed and "Lower clip." in printed and "--endpoint" in printed
