@@ -63,7 +63,7 @@ class ServerChannel:
                 f"cannot listen on {endpoint}: {error.strerror}. "
                 "Stop the process that holds the port, or choose another with `endpoint` in the config."
             ) from error
-        self.endpoint: str = self._socket.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0")
+        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     async def receive(self) -> tuple[bytes, LearnerMessage | ProtocolError]:
         """Return the next message and its sender; a malformed one comes back as the error, so the caller can answer."""

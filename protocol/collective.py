@@ -83,7 +83,7 @@ class _GlooCollective:
 
     def __init__(self, store: TCPStore, epoch: str, *, rank: int, rendezvous: Rendezvous, own_host: str) -> None:
         self._epoch, self._timeout_s = epoch, rendezvous.timeout_s
-        options = ProcessGroupGloo._Options()
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         # Without a named device gloo listens on whatever the host name resolves to.
         options._devices = [ProcessGroupGloo.create_device(hostname=own_host)]
         options._timeout = timedelta(seconds=rendezvous.timeout_s)
@@ -98,7 +98,7 @@ class _GlooCollective:
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         try:
-            self._group.broadcast([tensor], options).wait()
+            self._group.broadcast([tensor], options).wait()  # type: ignore[attr-defined]
         except RuntimeError as error:
             raise PushFailed(
                 f"broadcast of {tensor.nbytes} bytes in epoch {self._epoch} failed: {error} "

@@ -102,8 +102,8 @@ def _with_flags(config_type: type[C], base: C | None, flags: list[str], program:
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
-            default = {} if base is None else {"default": base}
-            config = tyro.cli(config_type, args=flags, prog=f"{program} run.toml", **default)
+            default = tyro.MISSING_NONPROP if base is None else base
+            config = tyro.cli(config_type, args=flags, prog=f"{program} run.toml", default=default)
     except SystemExit as exit_:
         if exit_.code in (0, None):
             raise

@@ -48,7 +48,7 @@ def send_weights(collective: Collective, manifest: Manifest, tensors: NamedTenso
                 raise ValueError(f"the manifest expects {spec.name}, the model gave {name}")
             view.copy_(tensor)
         collective.broadcast(buffer)
-        digest.update(buffer.numpy())
+        digest.update(buffer.numpy().data)
     return digest.hexdigest()[:16]
 
 
@@ -71,7 +71,7 @@ def receive_weights(
         buffer = torch.empty(_num_bytes(bucket), dtype=torch.uint8)
         collective.broadcast(buffer)
         received = time.monotonic()
-        digest.update(buffer.numpy())
+        digest.update(buffer.numpy().data)
         load([(spec.name, view) for spec, view in _views(bucket, buffer)])
         receive_s += received - started
         load_s += time.monotonic() - received

@@ -1,0 +1,129 @@
+"""Model files: the built-in tiny model, local directories, and fingerprints that depend on contents alone."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from protocol.errors import ConfigError
+from protocol.model_files import TINY_DIGITS_CHARACTERS, fingerprint, resolve_model
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLIPSTREAM_HOME", str(tmp_path_factory.mktemp("home")))
+        return resolve_model("tiny:digits")
+
+
+def test_importing_it_loads_no_torch_no_transformers_and_no_vllm():
+    code = "import sys, protocol, protocol.model_files; print({'torch', 'transformers', 'vllm'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_the_tiny_model_is_a_gpt2_of_a_tenth_of_a_million_parameters(tiny):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    config = model.config
+    assert type(model).__name__ == "GPT2LMHeadModel"
+    assert (config.n_layer, config.n_embd, config.n_head, config.n_positions) == (2, 64, 2, 64)
+    assert 100_000 <= model.num_parameters() <= 110_000
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert config.resid_pdrop == config.embd_pdrop == config.attn_pdrop == 0
+
+
+def test_the_tiny_tokenizer_gives_back_the_exact_text(tiny):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    for text in ("48213907>", "1 + 2 = 3, 4", "  0", TINY_DIGITS_CHARACTERS):
+        ids = tokenizer(text)["input_ids"]
+        assert len(ids) == len(text)
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == text
+        assert tokenizer.decode([*ids, tokenizer.eos_token_id]) == text + "<eos>"
+
+
+def test_special_tokens_are_the_same_in_tokenizer_config_and_generation_config(tiny):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    for file in ("config.json", "generation_config.json"):
+        config = json.loads((tiny / file).read_text())
+        assert config["eos_token_id"] == tokenizer.eos_token_id
+        assert config["pad_token_id"] == tokenizer.pad_token_id
+    assert json.loads((tiny / "config.json").read_text())["vocab_size"] == len(tokenizer)
+    assert (tiny / "model.safetensors").is_file()
+
+
+def test_the_tiny_model_is_made_once_and_the_same_everywhere(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("SLIPSTREAM_HOME", str(tmp_path))
+    other = resolve_model("tiny:digits")
+    assert other == tmp_path / "tiny-digits-v1"
+    assert (other / "model.safetensors").read_bytes() == (tiny / "model.safetensors").read_bytes()
+    assert fingerprint(other) == fingerprint(tiny)
+    made = (other / "model.safetensors").stat().st_mtime_ns
+    assert resolve_model("tiny:digits") == other
+    assert (other / "model.safetensors").stat().st_mtime_ns == made
+
+
+def test_processes_that_race_for_the_tiny_model_all_get_a_whole_one(tmp_path):
+    code = "from protocol.model_files import *; path = resolve_model('tiny:digits'); print(path, fingerprint(path))"
+    environment = {**os.environ, "SLIPSTREAM_HOME": str(tmp_path)}
+    racers = [
+        subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    outputs = [racer.communicate(timeout=120)[0] for racer in racers]
+    assert [racer.returncode for racer in racers] == [0, 0]
+    assert outputs[0] == outputs[1]
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny-digits-v1"]
+
+
+def test_a_fingerprint_depends_on_contents_and_not_on_dates_or_weights(tiny, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny, copy)
+    for file in copy.iterdir():
+        os.utime(file, (0, 0))
+    (copy / "model.safetensors").unlink()
+    (copy / "README.md").write_text("mine")
+    assert fingerprint(copy) == fingerprint(tiny)
+    assert (fingerprint(tiny).architecture, len(fingerprint(tiny).tokenizer_hash)) == ("GPT2LMHeadModel", 16)
+
+    tokenizer = (copy / "tokenizer.json").read_text()
+    (copy / "tokenizer.json").write_text(tokenizer.replace('"<eos>"', '"<end>"'))
+    assert fingerprint(copy).tokenizer_hash != fingerprint(tiny).tokenizer_hash
+
+
+def test_a_local_directory_is_taken_as_it_is(tiny):
+    assert resolve_model(str(tiny)) == tiny
+
+
+def test_a_directory_without_a_model_or_without_a_tokenizer_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match=r"without config.json"):
+        resolve_model(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"architectures": ["A"], "vocab_size": 3}')
+    with pytest.raises(ConfigError, match="holds no tokenizer"):
+        fingerprint(tmp_path)
+
+
+def test_a_name_that_is_nothing_says_what_it_could_be(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=r"'tiny:letters' is not a built-in model; the only one is 'tiny:digits'"):
+        resolve_model("tiny:letters")
+    with pytest.raises(ConfigError, match="there is no such directory"):
+        resolve_model("./no/such")
+    with pytest.raises(ConfigError, match=r"'nobody/none' is neither a local directory nor can it be downloaded"):
+        resolve_model("nobody/none")
+    with pytest.raises(ConfigError, match="neither a local directory nor"):
+        resolve_model("no such name")
