@@ -1,0 +1,67 @@
+"""Built-in reward functions, named in the config without a module. They have TRL's signature, as a user's have.
+
+They run in the reward workers, after a group has come back and before its advantages. Invariant: pure functions of their
+arguments; `None` means that a completion cannot be scored, never that it is wrong.
+"""
+
+import logging
+import re
+from collections.abc import Sequence
+from typing import Any
+
+_THINK_FORMAT = re.compile(r"^<think>.*?</think>\s*<answer>.*?</answer>$", re.DOTALL)
+
+
+def completion_text(completion: Any) -> str:
+    """Return the text of a completion: itself, or the content of the last message of a conversational one."""
+    return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
+def exact_match(completions: Sequence[Any], answer: Sequence[Any], **kwargs: Any) -> list[float | None]:
+    """1 if the completion, without surrounding white space, is the `answer` column; else 0."""
+    pairs = zip(completions, answer, strict=True)
+    return [float(completion_text(completion).strip() == str(gold).strip()) for completion, gold in pairs]
+
+
+def share_right(completions: Sequence[Any], answer: Sequence[Any], **kwargs: Any) -> list[float | None]:
+    """Share of the `answer` column's characters that are in their places, the end counted as one more character.
+
+    Without the end, a model that has every character right has hardly a reason to stop.
+    """
+    return [
+        _share_right(completion_text(completion), str(gold))
+        for completion, gold in zip(completions, answer, strict=True)
+    ]
+
+
+def think_format(completions: Sequence[Any], **kwargs: Any) -> list[float | None]:
+    """1 if the whole completion is `<think>…</think><answer>…</answer>`; else 0."""
+    return [float(_THINK_FORMAT.match(completion_text(completion)) is not None) for completion in completions]
+
+
+def math_equivalence(completions: Sequence[Any], answer: Sequence[Any], **kwargs: Any) -> list[float | None]:
+    """1 if the completion's last answer is mathematically the `answer` column; None if the column holds no mathematics.
+
+    Of a GSM8K answer only what follows `####` counts. math-verify's own timeouts are off, for they need signals; the
+    deadline of the reward function ends what does not end by itself.
+    """
+    from math_verify import parse, verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of every timeout that is off
+    rewards: list[float | None] = []
+    golds: dict[str, Any] = {}
+    for completion, column in zip(completions, answer, strict=True):
+        text = str(column).rpartition("####")[2].strip()
+        if text not in golds:
+            golds[text] = parse(text, parsing_timeout=None) or parse(f"${text}$", parsing_timeout=None)
+        found = parse(completion_text(completion), parsing_timeout=None)
+        rewards.append(float(verify(golds[text], found, timeout_seconds=None)) if golds[text] else None)
+    return rewards
+
+
+def _share_right(text: str, gold: str) -> float:
+    matches = sum(one == other for one, other in zip(text, gold, strict=False))
+    return (matches + (len(text) == len(gold))) / (len(gold) + 1)
+
+
+BUILT_IN = {function.__name__: function for function in (exact_match, share_right, think_format, math_equivalence)}

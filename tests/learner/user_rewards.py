@@ -1,0 +1,107 @@
+"""A user's file of reward functions: the four of the Hugging Face course's page on GRPO, and some that misbehave."""
+
+import os
+import re
+import sys
+import time
+
+
+def reward_func(completions, **kwargs):
+    return [float(len(completion)) for completion in completions]
+
+
+def reward_len(completions, **kwargs):
+    ideal_length = 20
+    return [-abs(ideal_length - len(completion)) for completion in completions]
+
+
+def format_reward(completions, **kwargs):
+    pattern = r"<think>(.*?)</think>\s*<answer>(.*?)</answer>"
+    rewards = []
+    for completion in completions:
+        match = re.search(pattern, completion, re.DOTALL)
+        if match is None:
+            rewards.append(0.0)
+        elif len(match.group(1).strip()) > 20 and match.group(2).strip():
+            rewards.append(1.0)
+        else:
+            rewards.append(0.5)
+    return rewards
+
+
+def problem_reward(completions, answers, **kwargs):
+    rewards = []
+    for completion, correct_answer in zip(completions, answers, strict=True):
+        found = re.search(r"<answer>(.*?)</answer>", completion)
+        rewards.append(1.0 if found and found.group(1) == correct_answer else 0.0)
+    return rewards
+
+
+def sees_what_trl_passes(prompts, completions, completion_ids, answer, level, **kwargs):
+    assert prompts == [[{"role": "user", "content": "2+2"}]] * 2
+    assert completions == [[{"role": "assistant", "content": "4"}], [{"role": "assistant", "content": "5"}]]
+    assert completion_ids == [[7], [8]]
+    assert (answer, level, kwargs) == (["4", "4"], [1, 1], {})
+    return [float(completion[0]["content"] == gold) for completion, gold in zip(completions, answer, strict=True)]
+
+
+async def asynchronous(completions, **kwargs):
+    return [1.0 for _ in completions]
+
+
+def first_only(completions, **kwargs):
+    return [2.0] + [None] * (len(completions) - 1)
+
+
+def raises(completions, **kwargs):
+    return [1 / len(text) for text in ["", *completions]]
+
+
+def returns_one(completions, **kwargs):
+    return [1.0]
+
+
+def returns_text(completions, **kwargs):
+    return ["good" for _ in completions]
+
+
+def returns_nan(completions, **kwargs):
+    return [float("nan") for _ in completions]
+
+
+def returns_nothing(completions, **kwargs):
+    pass
+
+
+def exits(completions, **kwargs):
+    sys.exit(3)
+
+
+def dies(completions, **kwargs):
+    os._exit(7)
+
+
+def spins(completions, **kwargs):
+    while True:
+        pass
+
+
+def sleeps(completions, **kwargs):
+    time.sleep(1000)
+
+
+def slow_if_told(completions, seconds, **kwargs):
+    time.sleep(seconds[0])
+    return [0.0 for _ in completions]
+
+
+def loads_torch(completions, **kwargs):
+    heavy = {"torch", "transformers", "zmq", "vllm", "datasets"} & set(sys.modules)
+    return [float(len(heavy)) for _ in completions]
+
+
+def takes_no_kwargs(completions):
+    return [0.0 for _ in completions]
+
+
+not_callable = 3
