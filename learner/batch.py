@@ -1,0 +1,120 @@
+"""Scored groups to the padded tensors of a forward pass. Between rollouts and the loss.
+
+Suffixes: G completions of a group, B rows (completions), S tokens of a row (prompt + completion, padded right),
+T = S - 1 predicted tokens: index t of a _BT tensor belongs to token t + 1 of its row.
+"""
+
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import torch
+
+from protocol.messages import Completion, Part
+
+
+class ScoredGroup(Part):
+    """One group ready to be trained on. `rewards_G[i] is None` when completion i is unscorable."""
+
+    group_id: str
+    slot: int
+    prompt_token_ids: np.ndarray
+    completions: list[Completion]
+    rewards_G: list[float | None]
+    advantages_G: list[float]
+    rewards_by_function: dict[str, list[float | None]]
+
+    @property
+    def oldest_version(self) -> int:
+        return min(completion.oldest_version for completion in self.completions)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(completion.token_ids) for completion in self.completions)
+
+    @property
+    def has_signal(self) -> bool:
+        return any(advantage != 0.0 for advantage in self.advantages_G)
+
+
+class Row(msgspec.Struct, frozen=True, eq=False):
+    """One completion with its prompt."""
+
+    prompt_token_ids: np.ndarray
+    completion: Completion
+    advantage: float
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.completion.token_ids)
+
+
+class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """Tensors of one forward pass, on the learner's device."""
+
+    token_ids_BS: torch.Tensor
+    attention_mask_BS: torch.Tensor
+    mask_BT: torch.Tensor
+    behaviour_logprobs_BT: torch.Tensor
+    versions_BT: torch.Tensor
+    advantages_B: torch.Tensor
+
+
+def training_rows(groups: list[ScoredGroup]) -> list[Row]:
+    """All completions of the groups that carry signal."""
+    return [
+        Row(group.prompt_token_ids, completion, advantage)
+        for group in groups
+        if group.has_signal
+        for completion, advantage in zip(group.completions, group.advantages_G, strict=True)
+    ]
+
+
+def micro_batches(rows: list[Row], max_tokens: int, device: torch.device) -> Iterator[MicroBatch]:
+    """Cut rows, longest first, into micro-batches of at most `max_tokens` padded tokens each (a longer row goes alone).
+
+    Without rows comes one row that is masked out, so that every rank takes part in the backward pass.
+    """
+    rows = sorted(rows, key=lambda row: row.num_tokens, reverse=True)
+    if not rows:
+        yield _pad([_masked_row()], device, trained=False)
+    start = 0
+    while start < len(rows):
+        count = max(1, max_tokens // rows[start].num_tokens)
+        yield _pad(rows[start : start + count], device, trained=True)
+        start += count
+
+
+def _masked_row() -> Row:
+    completion = Completion(
+        token_ids=np.zeros(1, np.int32), behaviour_logprobs=np.zeros(1, np.float32), versions=[(0, 1)], finish_reason="stop"
+    )  # fmt: skip
+    return Row(np.zeros(1, np.int32), completion, 0.0)
+
+
+def _pad(rows: list[Row], device: torch.device, *, trained: bool) -> MicroBatch:
+    shape_BS = (len(rows), max(row.num_tokens for row in rows))
+    shape_BT = (shape_BS[0], shape_BS[1] - 1)
+    token_ids_BS = np.zeros(shape_BS, np.int64)
+    attention_mask_BS = np.zeros(shape_BS, np.int64)
+    mask_BT = np.zeros(shape_BT, bool)
+    behaviour_logprobs_BT = np.zeros(shape_BT, np.float32)
+    versions_BT = np.full(shape_BT, -1, np.int64)
+    for b, row in enumerate(rows):
+        first, end = len(row.prompt_token_ids), row.num_tokens
+        token_ids_BS[b, :first] = row.prompt_token_ids
+        token_ids_BS[b, first:end] = row.completion.token_ids
+        attention_mask_BS[b, :end] = 1
+        mask_BT[b, first - 1 : end - 1] = trained
+        behaviour_logprobs_BT[b, first - 1 : end - 1] = row.completion.behaviour_logprobs
+        versions = row.completion.versions
+        versions_BT[b, first - 1 : end - 1] = np.repeat([v for v, _ in versions], [count for _, count in versions])
+    advantages_B = np.array([row.advantage for row in rows], np.float32)
+    return MicroBatch(
+        token_ids_BS=torch.from_numpy(token_ids_BS).to(device),
+        attention_mask_BS=torch.from_numpy(attention_mask_BS).to(device),
+        mask_BT=torch.from_numpy(mask_BT).to(device),
+        behaviour_logprobs_BT=torch.from_numpy(behaviour_logprobs_BT).to(device),
+        versions_BT=torch.from_numpy(versions_BT).to(device),
+        advantages_B=torch.from_numpy(advantages_B).to(device),
+    )

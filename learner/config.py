@@ -1,0 +1,196 @@
+"""The learner's section of the config, with every default and every check between keys.
+
+Each field's text is what `learner train --help` prints.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+import tyro
+
+from learner.data import DataConfig
+from learner.rewards import RewardConfig
+from protocol.config import SharedConfig
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of the learner's sections."""
+
+
+def _require(condition: bool, problem: str) -> None:
+    """Raise ValueError, which the loader turns into a ConfigError with the section's name."""
+    if not condition:
+        raise ValueError(problem)
+
+
+class SamplingConfig(Section):
+    """How completions are sampled."""
+
+    num_completions: int = 8
+    """Completions per prompt: the size of a group."""
+    max_tokens: int = 512
+    """A completion that reaches it is truncated and counted."""
+    temperature: float = 1.0
+    """Applied by the server to sample and by the learner to the same logits."""
+    seeded: bool = False
+    """Sample every completion with a seed of its own, so that runs repeat; slower on GPUs."""
+
+    def __post_init__(self) -> None:
+        _require(
+            self.num_completions >= 2,
+            f"num_completions = {self.num_completions}: a group needs at least 2, else it has no baseline",
+        )
+        _require(self.max_tokens >= 1, f"max_tokens = {self.max_tokens} must be at least 1")
+        _require(0 < self.temperature <= 2, f"temperature = {self.temperature} must be above 0 and at most 2")
+
+
+class LossConfig(Section):
+    """The objective: PPO's clip against the stored behaviour logprobs, summed over tokens, plus KL to the reference."""
+
+    clip_low: float = 0.2
+    """A ratio below 1 - clip_low has no gradient when the advantage is negative."""
+    clip_high: float = 0.28
+    """A ratio above 1 + clip_high has no gradient when the advantage is positive (DAPO's clip-higher)."""
+    kl_coef: float = 0.0
+    """Weight of the k3 KL to the reference; needs a reference."""
+
+    def __post_init__(self) -> None:
+        _require(0 < self.clip_low < 1, f"clip_low = {self.clip_low} must lie between 0 and 1")
+        _require(
+            self.clip_high >= self.clip_low,
+            f"clip_high = {self.clip_high} must not be below clip_low = {self.clip_low}",
+        )
+        _require(self.kl_coef >= 0, f"kl_coef = {self.kl_coef} must not be negative")
+
+
+class ReferenceConfig(Section):
+    """The model the KL is measured against."""
+
+    kind: Literal["none", "fixed", "every"] = "none"
+    """none; fixed: the initial weights; every: a copy of the policy, taken anew every `every_steps` steps."""
+    every_steps: int = 0
+    """With kind = "every": optimizer steps between two refreshes."""
+
+    def __post_init__(self) -> None:
+        if self.kind == "every":
+            _require(self.every_steps >= 1, f'every_steps = {self.every_steps}: kind = "every" needs at least 1')
+        else:
+            _require(
+                self.every_steps == 0,
+                f'every_steps = {self.every_steps} does nothing with kind = "{self.kind}"; remove it or set kind = "every"',
+            )
+
+
+class OptimizerConfig(Section):
+    """AdamW and its learning rate."""
+
+    learning_rate: float = 1e-6
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls after the warm-up."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises from 0."""
+    beta1: float = 0.9
+    """AdamW's first-moment decay."""
+    beta2: float = 0.95
+    """AdamW's second-moment decay."""
+    weight_decay: float = 0.0
+    """AdamW's weight decay."""
+    max_grad_norm: float = 1.0
+    """Gradients are clipped to this norm."""
+
+
+class PushConfig(Section):
+    """The transfer of weights into the server."""
+
+    timeout_s: float = 60.0
+    """Deadline of every arrow of a push: ready, each broadcast, done."""
+    bucket_mib: int = 256
+    """Size of the flat buckets the weights travel in."""
+    max_attempts: int = 3
+    """A failed push is tried again in a new epoch; after so many failures the run stops."""
+
+    def __post_init__(self) -> None:
+        _require(self.timeout_s > 0, f"timeout_s = {self.timeout_s} must be above 0")
+        _require(self.bucket_mib >= 1, f"bucket_mib = {self.bucket_mib} must be at least 1")
+        _require(self.max_attempts >= 1, f"max_attempts = {self.max_attempts} must be at least 1")
+
+
+class ParityConfig(Section):
+    """The check that server and learner give the same logprobs to the same tokens under the same weights."""
+
+    max_abs_logprob: float | None = None
+    """Bound on the mean |Δ logprob|; the run stops above it. Unset: 1e-3 in float32, 0.15 in bfloat16."""
+    every_steps: int = 20
+    """How often the fixed sequences are scored again on both sides; 0: only at the start."""
+
+    def bound(self, dtype: str) -> float:
+        if self.max_abs_logprob is not None:
+            return self.max_abs_logprob
+        return 1e-3 if dtype == "float32" else 0.15
+
+
+class LearnerConfig(Section):
+    """What the learner does."""
+
+    data: DataConfig
+    """Where the prompts come from."""
+    reward: RewardConfig
+    """What scores the completions."""
+    steps: int
+    """Optimizer steps of the run."""
+    groups_per_step: int = 16
+    """Groups that make the batch of one optimizer step."""
+    max_staleness: int = 2
+    """How many versions behind the learner the oldest token of a consumed group may be; 0 is the synchronous algorithm."""
+    advantage_scale: Literal["group", "none"] = "group"
+    """group: divide by the group's standard deviation (Bessel) + 1e-4; none: only subtract the mean (Dr. GRPO)."""
+    micro_batch_tokens: int = 16384
+    """Padded tokens per forward pass; lower it when memory runs out. The result does not depend on it."""
+    gradient_checkpointing: bool = False
+    """Trade a second forward pass for memory."""
+    sampling: SamplingConfig = SamplingConfig()
+    loss: LossConfig = LossConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    push: PushConfig = PushConfig()
+    parity: ParityConfig = ParityConfig()
+    checkpoint_every: int = 50
+    """Steps between checkpoints; one is always written at the end."""
+    trackers: tuple[Literal["tensorboard"], ...] = ("tensorboard",)
+    """Where metrics go besides metrics.jsonl."""
+    dashboard_port: int = 8765
+    """Port of the live dashboard on 127.0.0.1; 0 turns it off."""
+    connect_timeout_s: float = 120.0
+    """How long to wait for the server, at the start and whenever it is gone."""
+    group_deadline_s: float = 600.0
+    """How long the server may take over one group before it is asked for again."""
+    max_group_attempts: int = 3
+    """A prompt whose group fails so often is recorded as failed and left out."""
+    cpu_cores: tuple[int, ...] | None = None
+    """Cores to run on, as positions in the list of cores this process may use; torch gets as many threads."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "groups_per_step", "micro_batch_tokens", "checkpoint_every", "max_group_attempts"):
+            _require(getattr(self, name) >= 1, f"{name} = {getattr(self, name)} must be at least 1")
+        _require(self.max_staleness >= 0, f"max_staleness = {self.max_staleness} must not be negative")
+        has_reference = self.reference.kind != "none"
+        _require(
+            has_reference or self.loss.kl_coef == 0,
+            f"loss.kl_coef = {self.loss.kl_coef} needs a reference; "
+            'set reference.kind to "fixed" or "every", or kl_coef to 0',
+        )
+        _require(
+            not has_reference or self.loss.kl_coef > 0,
+            f'reference.kind = "{self.reference.kind}" with loss.kl_coef = 0 costs a forward pass and changes nothing; '
+            'set kl_coef above 0 or reference.kind to "none"',
+        )
+
+
+class LearnerRun(SharedConfig):
+    """Train a model: `learner train run.toml`."""
+
+    learner: LearnerConfig
+    """What the learner does."""
+    server: Annotated[dict[str, Any], tyro.conf.Suppress] = msgspec.field(default_factory=dict)
+    """The server's section: not read here."""

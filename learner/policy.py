@@ -1,0 +1,60 @@
+"""The policy: loading it, and the logprobs it gives to the tokens of a micro-batch.
+
+Suffixes: B rows, S tokens of a row, T = S - 1 predicted tokens, V vocabulary.
+"""
+
+import copy
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from learner.batch import MicroBatch
+
+
+def load_policy(path: Path, *, gradient_checkpointing: bool) -> PreTrainedModel:
+    """Load the model in float32 (optimizer steps at RL learning rates vanish in bfloat16), dropout off.
+
+    Dropout would make the learner disagree with the server about every token.
+    """
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    return model
+
+
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(path)
+
+
+def frozen_copy(model: nn.Module) -> nn.Module:
+    """Return a copy that is never trained."""
+    return copy.deepcopy(model).eval().requires_grad_(False)
+
+
+def token_logprobs(model: nn.Module, batch: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (logprobs_BT, entropy_BT) of the next-token distributions at `temperature`; entropy has no gradient.
+
+    Logits are taken to float32 first, as the server does (`processed_logprobs`).
+    """
+    output = model(input_ids=batch.token_ids_BS, attention_mask=batch.attention_mask_BS, use_cache=False)
+    logits_BTV = output.logits[:, :-1].float() / temperature
+    log_normalizer_BT = logits_BTV.logsumexp(dim=-1)
+    targets_BT1 = batch.token_ids_BS[:, 1:].unsqueeze(-1)
+    logprobs_BT = logits_BTV.gather(-1, targets_BT1).squeeze(-1) - log_normalizer_BT
+    with torch.no_grad():
+        mean_logit_BT = (logits_BTV.softmax(dim=-1) * logits_BTV).sum(dim=-1)
+        entropy_BT = log_normalizer_BT - mean_logit_BT
+    return logprobs_BT, entropy_BT
+
+
+@torch.no_grad()
+def sequence_logprobs(model: nn.Module, token_ids: list[int], device: torch.device) -> torch.Tensor:
+    """Return the logprobs of token_ids[1:], each given what stands before it, on the CPU."""
+    token_ids_S = torch.tensor(token_ids, device=device)
+    logits_TV = model(input_ids=token_ids_S.unsqueeze(0), use_cache=False).logits[0, :-1].float()
+    return logits_TV.log_softmax(dim=-1).gather(-1, token_ids_S[1:].unsqueeze(-1)).squeeze(-1).cpu()

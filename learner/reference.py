@@ -1,0 +1,55 @@
+"""The reference model the KL is measured against, and when it is refreshed.
+
+Its logprobs are computed in the step that uses them, so one step never mixes two anchors; its weights and version go into
+the checkpoint, so a resume never re-anchors it.
+"""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from learner.batch import MicroBatch
+from learner.config import ReferenceConfig
+from learner.policy import frozen_copy, token_logprobs
+
+WEIGHTS_FILE = "reference.safetensors"
+
+
+class Reference:
+    """A frozen copy of the policy as it was at `version`."""
+
+    def __init__(self, config: ReferenceConfig, policy: nn.Module, temperature: float) -> None:
+        self._config, self._temperature = config, temperature
+        self._model = frozen_copy(policy)
+        self.version = 0
+
+    @torch.no_grad()
+    def logprobs(self, batch: MicroBatch) -> torch.Tensor:
+        """Return the logprobs_BT of a micro-batch at the sampling temperature."""
+        logprobs_BT, _ = token_logprobs(self._model, batch, self._temperature)
+        return logprobs_BT
+
+    def after_step(self, policy: nn.Module, version: int) -> None:
+        """Copy the policy into the reference when `kind = "every"` and it is time."""
+        if self._config.kind == "every" and version % self._config.every_steps == 0:
+            with torch.no_grad():
+                for mine, current in zip(self._model.parameters(), policy.parameters(), strict=True):
+                    mine.copy_(current)
+            self.version = version
+
+    def save(self, directory: Path) -> None:
+        tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in self._model.named_parameters()}
+        save_file(tensors, directory / WEIGHTS_FILE)
+
+    def load(self, directory: Path, version: int) -> None:
+        tensors = load_file(directory / WEIGHTS_FILE)
+        with torch.no_grad():
+            for name, parameter in self._model.named_parameters():
+                parameter.copy_(tensors[name])
+        self.version = version
+
+
+def make_reference(config: ReferenceConfig, policy: nn.Module, temperature: float) -> Reference | None:
+    return None if config.kind == "none" else Reference(config, policy, temperature)
