@@ -1,0 +1,1 @@
+"""Ways to start Slipstream: one node (colocate.py) and recipes."""

@@ -1,0 +1,69 @@
+"""The learner's commands: train, report.
+
+    learner train run.toml [--resume] [--key value ...]
+    learner report RUN_DIR [--json]
+
+Several ranks: `accelerate launch -m learner train run.toml`.
+"""
+
+import logging
+import sys
+from pathlib import Path
+
+from protocol.errors import ConfigError, SlipstreamError
+
+USAGE = """usage: learner train run.toml [--resume] [--dry-run] [--key value ...]   train; --help lists the keys
+       learner report RUN_DIR [--json]                        the report of a run"""
+
+
+def main() -> None:
+    """Run one command; an error that is the user's to solve is printed without a traceback, exit code 2."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        match sys.argv[1:]:
+            case ["train", *arguments]:
+                train_command(arguments)
+            case ["report", run_dir, *flags] if set(flags) <= {"--json"} and not run_dir.startswith("-"):
+                report_command(Path(run_dir), as_json="--json" in flags)
+            case ["-h" | "--help"]:
+                print(USAGE)
+            case arguments:
+                raise ConfigError(f"unknown command {' '.join(arguments)!r}\n{USAGE}")
+    except SlipstreamError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def train_command(arguments: list[str]) -> None:
+    from learner.config import LearnerRun
+    from protocol.config import load_config, to_toml
+    from protocol.cores import bind_cores
+
+    switches = {"--resume", "--dry-run"} & set(arguments)
+    run = load_config(LearnerRun, [argument for argument in arguments if argument not in switches], "learner train")
+    if "--dry-run" in switches:
+        print(to_toml(run))
+        return
+    bind_cores(run.learner.cpu_cores)  # before torch is imported: OpenMP reads its thread count once
+    from learner.train import train
+
+    train(run, resume="--resume" in switches)
+
+
+def report_command(run_dir: Path, *, as_json: bool) -> None:
+    import msgspec
+
+    from learner.report import write_report
+    from learner.summary import summarize
+
+    if as_json:
+        print(msgspec.json.encode(summarize(run_dir)).decode())
+    else:
+        print(f"wrote {write_report(run_dir)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""Ctrl-C and SIGTERM: once, the step is finished and a checkpoint written; twice, the learner stops now."""
+
+import logging
+import signal
+from types import FrameType, TracebackType
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+
+class Interrupt:
+    """`requested` turns true at the first signal; the second raises KeyboardInterrupt."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "Interrupt":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+        log.warning("stopping after this step, with a checkpoint; once more to stop now")

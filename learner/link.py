@@ -1,0 +1,205 @@
+"""The learner's link to one inference server: handshake, liveness, requests and their replies.
+
+    consumes: ServerMessage from the channel      produces: groups (to a callback), replies to push and score
+    waits for: Welcome after Hello, a Pulse each second      unblocked by: whatever server listens at the endpoint
+
+The server may die and come back at any moment. The link notices within DEAD_AFTER_S, says hello until it is welcomed
+again, and tells by `server_id` whether the weights it pushed are still there. It runs in one event loop; nothing blocks.
+"""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+
+from protocol.channel import LearnerChannel
+from protocol.errors import DeadlineExceeded, HandshakeRefused, ProtocolError, PushFailed, SlipstreamError
+from protocol.messages import (
+    Ack,
+    Generate,
+    Group,
+    GroupFailed,
+    Hello,
+    Message,
+    Pulse,
+    PushAbort,
+    PushBegin,
+    PushDone,
+    PushReady,
+    Refused,
+    Score,
+    Scores,
+    ServerMessage,
+    Welcome,
+)
+from protocol.messages import PushFailed as PushFailedMessage
+
+HELLO_INTERVAL_S = 0.5
+DEAD_AFTER_S = 3.0
+"""Silence after which the server is taken for dead: three pulses."""
+SEND_TIMEOUT_S = 3.0
+LIVENESS_CHECK_S = 0.5
+
+log = logging.getLogger(__name__)
+
+PushReply = PushReady | PushDone | PushFailedMessage
+R = TypeVar("R", PushReady, PushDone)
+
+
+class ServerLink:
+    """One server as the learner sees it. `on_group` and `on_welcome` are called in the link's event loop."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        hello: Hello,
+        *,
+        on_group: Callable[[Group | GroupFailed], None],
+        on_welcome: Callable[[Welcome], None],
+    ) -> None:
+        self.endpoint = endpoint
+        self.welcome: Welcome | None = None
+        self.server_idle_frac: float | None = None
+        """Share of the last second in which the server had no group to work on."""
+        self._hello, self._on_group, self._on_welcome = hello, on_group, on_welcome
+        self._channel = LearnerChannel(endpoint)
+        self._last_heard_s = time.monotonic()
+        self._last_pulse: tuple[Pulse, float] | None = None
+        self._connected = False
+        self._push_replies: asyncio.Queue[PushReply] = asyncio.Queue()
+        self._scores: dict[str, asyncio.Future[Scores]] = {}
+
+    @property
+    def connected(self) -> bool:
+        """True while the server that welcomed this run still pulses."""
+        return self._connected
+
+    async def run(self) -> None:
+        """Keep the link up until cancelled. Raises HandshakeRefused, ProtocolError."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._receive())
+            tasks.create_task(self._stay_connected())
+
+    def close(self) -> None:
+        self._channel.close()
+
+    async def _stay_connected(self) -> None:
+        while True:
+            if self._connected and time.monotonic() - self._last_heard_s > DEAD_AFTER_S:
+                log.warning(
+                    "no sign of the server at %s for %.0f s; waiting for it to come back", self.endpoint, DEAD_AFTER_S
+                )
+                self._connected = False
+            if not self._connected:
+                await self._try_send(self._hello, HELLO_INTERVAL_S)
+            await asyncio.sleep(HELLO_INTERVAL_S)
+
+    async def _receive(self) -> None:
+        while True:
+            message = await self._channel.receive()
+            self._last_heard_s = time.monotonic()
+            self._dispatch(message)
+
+    def _dispatch(self, message: ServerMessage) -> None:
+        match message:
+            case Welcome():
+                self._welcomed(message)
+            case Refused(reason=reason):
+                raise HandshakeRefused(f"the server at {self.endpoint} refused this run: {reason}")
+            case Pulse():
+                self._pulsed(message)
+            case Group() | GroupFailed():
+                self._on_group(message)
+            case Scores(request_id=request_id):
+                waiting = self._scores.pop(request_id, None)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(message)
+            case PushReady() | PushDone() | PushFailedMessage():
+                self._push_replies.put_nowait(message)
+
+    def _welcomed(self, welcome: Welcome) -> None:
+        if self.welcome is None or welcome.server_id != self.welcome.server_id:
+            log.info("connected to server %s at %s", welcome.server_id, self.endpoint)
+        elif not self._connected:
+            log.info("connected again to server %s", welcome.server_id)
+        self.welcome, self._connected = welcome, True
+        self._on_welcome(welcome)
+
+    def _pulsed(self, pulse: Pulse) -> None:
+        now, before = time.monotonic(), self._last_pulse
+        if before is not None and before[0].server_id == pulse.server_id:
+            self.server_idle_frac = min(1.0, (pulse.idle_s - before[0].idle_s) / max(now - before[1], 1e-3))
+        self._last_pulse = (pulse, now)
+
+    async def _try_send(self, message: Message, timeout_s: float) -> bool:
+        try:
+            await self._channel.send(message, timeout_s)
+        except DeadlineExceeded:
+            return False
+        return True
+
+    async def generate(self, request: Generate) -> bool:
+        """Ask for a group; False if the server cannot be reached now (the request stays outstanding)."""
+        return await self._try_send(request, SEND_TIMEOUT_S)
+
+    async def acknowledge(self, group_ids: list[str]) -> None:
+        """Let the server forget groups. A lost ack costs only a duplicate, which the ledger recognises."""
+        await self._try_send(Ack(group_ids=group_ids), SEND_TIMEOUT_S)
+
+    async def score(self, token_ids: list[int], timeout_s: float) -> Scores:
+        """Return the server's logprobs of a sequence. Raises DeadlineExceeded, SlipstreamError."""
+        request = Score(request_id=uuid.uuid4().hex, token_ids=np.array(token_ids, np.int32), deadline_s=timeout_s)
+        waiting: asyncio.Future[Scores] = asyncio.get_running_loop().create_future()
+        self._scores[request.request_id] = waiting
+        try:
+            await self._channel.send(request, SEND_TIMEOUT_S)
+            scores = await asyncio.wait_for(waiting, timeout_s)
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"the server at {self.endpoint} did not score {len(token_ids)} tokens within {timeout_s} s "
+                "(learner.push.timeout_s)"
+            ) from error
+        finally:
+            self._scores.pop(request.request_id, None)
+        if scores.error is not None:
+            raise SlipstreamError(f"the server at {self.endpoint} cannot score {len(token_ids)} tokens: {scores.error}")
+        return scores
+
+    async def begin_push(self, begin: PushBegin, timeout_s: float) -> None:
+        """Send PushBegin and wait for PushReady. Raises PushFailed, DeadlineExceeded."""
+        await self._channel.send(begin, SEND_TIMEOUT_S)
+        await self._push_reply(PushReady, begin.epoch, begin.version, timeout_s)
+
+    async def finish_push(self, epoch: str, version: int, timeout_s: float) -> PushDone:
+        """Wait for PushDone. Raises PushFailed, DeadlineExceeded."""
+        return await self._push_reply(PushDone, epoch, version, timeout_s)
+
+    async def abort_push(self, epoch: str) -> None:
+        await self._try_send(PushAbort(epoch=epoch), SEND_TIMEOUT_S)
+
+    async def _push_reply(self, wanted: type[R], epoch: str, version: int, timeout_s: float) -> R:
+        deadline = time.monotonic() + timeout_s
+        server_id = self.welcome.server_id if self.welcome else None
+        while True:
+            try:
+                reply = await asyncio.wait_for(self._push_replies.get(), LIVENESS_CHECK_S)
+            except TimeoutError as error:
+                if not self._connected or self.welcome is None or self.welcome.server_id != server_id:
+                    raise PushFailed(f"the server at {self.endpoint} went away before {wanted.__name__}") from error
+                if time.monotonic() > deadline:
+                    raise DeadlineExceeded(
+                        f"no {wanted.__name__} for version {version} from {self.endpoint} within {timeout_s} s "
+                        "(learner.push.timeout_s)"
+                    ) from error
+                continue
+            if (reply.epoch, reply.version) != (epoch, version):
+                continue  # a late reply of an epoch that was given up
+            if isinstance(reply, PushFailedMessage):
+                raise PushFailed(f"the server failed in state {reply.state}: {reply.message}")
+            if not isinstance(reply, wanted):
+                raise ProtocolError(f"{type(reply).__name__} came for version {version}, expected {wanted.__name__}")
+            return reply

@@ -1,0 +1,367 @@
+"""Rollouts: keeps the server busy within the staleness bound and turns what comes back into scored groups.
+
+    loop           consumes              produces                        waits for                    unblocked by
+    _admit         prompts, by slot      Generate, ledger: admitted      room under the admission     publish (a new version),
+                                                                         rule, a server with weights  a failed group
+    link.run       messages              groups to _receive              the server                   the server
+    _receive       Group                 ledger: received, then Ack,     the reward workers           a reward or its timeout
+                                         ledger: scored, ready groups
+    take (main     ready groups,         the batch of one step           the next groups in slot      _receive
+    thread)        in slot order                                         order
+
+A slot is a place in the endless sequence of prompts. Groups are taken strictly in slot order: that makes the staleness
+bound exact, keeps long completions from being overtaken, and makes the batches the same after a resume.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Coroutine, Iterable
+from typing import Any
+
+import msgspec
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from learner.admission import num_admissible
+from learner.advantages import group_advantages
+from learner.batch import ScoredGroup
+from learner.config import LearnerRun
+from learner.data import Prompt, Prompts
+from learner.ledger import Ledger, Row
+from learner.link import ServerLink
+from learner.loop_thread import LoopThread
+from learner.rewards import GroupRewards, RewardWorkers, raise_if_broken
+from protocol.codec import pack, unpack
+from protocol.errors import DataError, DeadlineExceeded, ProtocolError
+from protocol.messages import Generate, Group, GroupFailed, Hello, Sampling, Welcome
+
+log = logging.getLogger(__name__)
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """A group the server owes us."""
+
+    group_id: str
+    slot: int
+    attempt: int
+    prompt: Prompt
+
+
+class Rollouts:
+    """Runs in the loop thread; `take`, `publish` and `wait_for_server` are the main thread's side."""
+
+    def __init__(
+        self,
+        run: LearnerRun,
+        hello: Hello,
+        prompts: Prompts,
+        tokenizer: PreTrainedTokenizerBase,
+        ledger: Ledger,
+        workers: RewardWorkers,
+        version: int,
+    ) -> None:
+        self._run, self._config = run, run.learner
+        self._prompts, self._tokenizer, self._ledger, self._workers = prompts, tokenizer, ledger, workers
+        self._version = version
+        self._failure: BaseException | None = None
+        self._outstanding: dict[str, Request] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._scoring: set[int] = set()
+        self._ready: dict[int, ScoredGroup] = {}
+        self._changed = threading.Condition()
+        self._served_by: str | None = None
+        self._wake = asyncio.Event()
+        self._resume_from_ledger()
+        self.thread = LoopThread("rollouts")
+        self.link: ServerLink = self.thread.call(self._connect(hello), timeout_s=10)
+
+    # --- the main thread's side ----------------------------------------------------------------------------------
+
+    def wait_for_server(self, timeout_s: float) -> Welcome:
+        """Block until the server has welcomed this run. Raises DeadlineExceeded, HandshakeRefused."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while not self.link.connected:
+                self._raise_failure()
+                if not self._changed.wait(min(0.5, deadline - time.monotonic())) and time.monotonic() > deadline:
+                    raise DeadlineExceeded(
+                        f"no inference server answers at {self._run.endpoint} after {timeout_s:.0f} s; start one with "
+                        "`inference-server run.toml`, check `endpoint`, or raise learner.connect_timeout_s"
+                    )
+        assert self.link.welcome is not None
+        return self.link.welcome
+
+    def check_fits(self, welcome: Welcome) -> None:
+        """Raise DataError when a prompt and its completion may be longer than the server allows."""
+        row, num_tokens = self._prompts.longest()
+        max_tokens = self._config.sampling.max_tokens
+        if num_tokens + max_tokens > welcome.max_model_len:
+            raise DataError(
+                f"the prompt in row {row} has {num_tokens} tokens; with learner.sampling.max_tokens = {max_tokens} that is more "
+                f"than the server's {welcome.max_model_len}. Raise server.max_model_len, lower max_tokens or filter the data"
+            )
+
+    def publish(self, version: int) -> None:
+        """The connected server now generates with `version`: admit what the rule allows."""
+        assert self.link.welcome is not None
+        self._version, served_by = version, self.link.welcome.server_id
+        self.thread.loop.call_soon_threadsafe(self._published, served_by)
+
+    def take(self, num_groups: int, timeout_s: float) -> list[ScoredGroup] | None:
+        """Return the next groups in slot order, or None if they are not there within `timeout_s`.
+
+        Raises what stopped the rollouts: RewardError, DataError, HandshakeRefused, LedgerError.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                self._raise_failure()
+                self._drop_stale()
+                slots = self._head(num_groups)
+                if slots is not None:
+                    self._next_slot_to_take = slots[-1] + 1
+                    return [self._ready.pop(slot) for slot in slots]
+                if not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                    return None
+
+    @property
+    def waits_for(self) -> str:
+        """In words, what the next batch waits for."""
+        if not self.link.connected:
+            return f"the server at {self._run.endpoint}"
+        if self._scoring:
+            return f"{len(self._scoring)} groups to be scored"
+        return f"{len(self._outstanding)} groups from the server"
+
+    def close(self) -> None:
+        self.thread.stop()
+        self.link.close()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _head(self, num_groups: int) -> list[int] | None:
+        """The next `num_groups` slots that are not given up, if all of them are ready."""
+        slots: list[int] = []
+        slot = self._next_slot_to_take
+        while len(slots) < num_groups:
+            if slot in self._ready:
+                slots.append(slot)
+            elif slot not in self._given_up:
+                return None
+            slot += 1
+        return slots
+
+    def _drop_stale(self) -> None:
+        """The exception to the bound (a failed push, a resume): drop, count and send the prompt again."""
+        oldest_allowed = self._version - self._config.max_staleness
+        for slot, group in list(self._ready.items()):
+            if group.oldest_version < oldest_allowed and slot < self._next_slot_to_take + self._config.groups_per_step:
+                log.warning(
+                    "group %s is %d versions old; asking for it again",
+                    group.group_id,
+                    self._version - group.oldest_version,
+                )
+                del self._ready[slot]
+                attempt = int(group.group_id.partition(".")[2])
+                self.thread.loop.call_soon_threadsafe(self._ask_again, group.group_id, slot, attempt, "stale")
+
+    # --- resume --------------------------------------------------------------------------------------------------
+
+    def _resume_from_ledger(self) -> None:
+        """Take up every group where the ledger has it; an empty ledger is a new run."""
+        self._next_slot = self._ledger.next_slot()
+        self._given_up = set(self._ledger.given_up_slots())
+        self._next_slot_to_take = self._ledger.next_slot_to_consume()
+        self._unscored: list[Row] = []
+        for row in self._ledger.outstanding():
+            if row.state == "admitted":
+                request = Request(
+                    group_id=row.group_id, slot=row.slot, attempt=row.attempt, prompt=self._prompts.prompt_at(row.slot)
+                )
+                self._outstanding[row.group_id] = request
+            elif row.state == "received":
+                self._unscored.append(row)
+            else:
+                assert row.rewards is not None
+                rewards = msgspec.json.decode(row.rewards, type=GroupRewards)
+                self._ready[row.slot] = self._scored(row.slot, self._stored_group(row.group_id), rewards)
+
+    def _stored_group(self, group_id: str) -> Group:
+        return unpack(self._ledger.payload(group_id), Group)
+
+    # --- the loop thread's side ----------------------------------------------------------------------------------
+
+    async def _connect(self, hello: Hello) -> ServerLink:
+        link = ServerLink(self._run.endpoint, hello, on_group=self._on_group, on_welcome=self._on_welcome)
+        for row in self._unscored:
+            self._start_scoring(row.slot, self._stored_group(row.group_id))
+        for row in self._ledger.retries_due():
+            self._ask_again_as(row.slot, row.attempt + 1)
+        for work in (link.run(), self._admit()):
+            self._spawn(work)
+        return link
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run in the background; one that fails ends the run: the main thread raises the error at its next wait."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)  # the event loop itself keeps only a weak reference
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            self._fail(task.exception())
+
+    def _fail(self, error: BaseException | None) -> None:
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        if error is not None:
+            with self._changed:
+                self._failure = self._failure or error
+                self._changed.notify_all()
+
+    def _on_welcome(self, welcome: Welcome) -> None:
+        if welcome.server_id == self._served_by:
+            self._spawn(self._send(list(self._outstanding.values())))
+        with self._changed:
+            self._changed.notify_all()
+
+    def _published(self, served_by: str) -> None:
+        if served_by != self._served_by:
+            self._served_by = served_by
+            self._spawn(self._send(list(self._outstanding.values())))
+        self._wake.set()
+
+    async def _admit(self) -> None:
+        """Admit prompts whenever the rule has room and the server has this run's weights."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            admitted = self._next_slot - len(self._given_up)
+            running = len(self._outstanding)
+            num_groups = num_admissible(
+                accepted=admitted - running,
+                running=running,
+                version=self._version,
+                max_staleness=self._config.max_staleness,
+                groups_per_step=self._config.groups_per_step,
+                total_groups=self._config.steps * self._config.groups_per_step,
+            )
+            with self._ledger.batch():
+                requests = [self._request(self._next_slot + i, attempt=0) for i in range(num_groups)]
+            self._next_slot += num_groups
+            await self._send(requests)
+
+    def _request(self, slot: int, attempt: int) -> Request:
+        prompt = self._prompts.prompt_at(slot)
+        request = Request(group_id=f"{slot}.{attempt}", slot=slot, attempt=attempt, prompt=prompt)
+        epoch = self._prompts.epoch_of(slot)
+        self._ledger.admit(request.group_id, slot, attempt, epoch, prompt.prompt_id, self._version)
+        self._outstanding[request.group_id] = request
+        return request
+
+    async def _send(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            if not await self.link.generate(self._generate(request)):
+                return  # all that is outstanding is sent again when the server is back
+
+    def _generate(self, request: Request) -> Generate:
+        sampling = self._config.sampling
+        seed = (
+            (self._run.seed * 1_000_003 + request.slot * sampling.num_completions) % 2**31 if sampling.seeded else None
+        )
+        return Generate(
+            group_id=request.group_id,
+            prompt_token_ids=np.array(request.prompt.token_ids, np.int32),
+            sampling=Sampling(
+                num_completions=sampling.num_completions,
+                max_tokens=sampling.max_tokens,
+                temperature=sampling.temperature,
+                seed=seed,
+            ),
+            deadline_s=self._config.group_deadline_s,
+        )
+
+    def _on_group(self, message: Group | GroupFailed) -> None:
+        request = self._outstanding.get(message.group_id)
+        match message:
+            case Group():
+                self._spawn(self._receive(request, message))
+            case GroupFailed(retryable=False) if request is not None:
+                raise DataError(f"the server cannot complete prompt {request.prompt.prompt_id}: {message.message}")
+            case GroupFailed(code="not_ready"):
+                pass  # it is sent again after the next push
+            case GroupFailed() if request is not None:
+                log.warning("group %s failed (%s): %s", message.group_id, message.code, message.message)
+                self._ask_again(request.group_id, request.slot, request.attempt, message.code)
+
+    def _ask_again(self, group_id: str, slot: int, attempt: int, reason: str) -> None:
+        """Drop a group and ask for its prompt under the next attempt, or give the slot up."""
+        self._outstanding.pop(group_id, None)
+        if attempt + 1 < self._config.max_group_attempts or reason == "stale":
+            self._ledger.drop(group_id, reason)
+            self._ask_again_as(slot, attempt + 1)
+            return
+        self._ledger.drop(group_id, "failed")
+        log.error("prompt of slot %d is given up after %d attempts (learner.max_group_attempts)", slot, attempt + 1)
+        with self._changed:
+            self._given_up.add(slot)
+            self._changed.notify_all()
+        self._wake.set()
+
+    def _ask_again_as(self, slot: int, attempt: int) -> None:
+        request = self._request(slot, attempt)
+        if self._served_by is not None:
+            self._spawn(self._send([request]))
+
+    async def _receive(self, request: Request | None, group: Group) -> None:
+        """Commit a group, then acknowledge it, then score it. A duplicate is only acknowledged."""
+        if request is not None:
+            self._check(request, group)
+            num_tokens = sum(len(completion.token_ids) for completion in group.completions)
+            is_new = self._ledger.receive(group.group_id, pack(group), group.oldest_version, num_tokens)
+            del self._outstanding[group.group_id]
+            if is_new:
+                self._start_scoring(request.slot, group)
+        await self.link.acknowledge([group.group_id])
+
+    def _check(self, request: Request, group: Group) -> None:
+        wanted = self._config.sampling.num_completions
+        if len(group.completions) != wanted:
+            raise ProtocolError(
+                f"group {group.group_id} has {len(group.completions)} completions, asked for were {wanted}"
+            )
+
+    def _start_scoring(self, slot: int, group: Group) -> None:
+        self._scoring.add(slot)
+        self._spawn(self._score(slot, group))
+
+    async def _score(self, slot: int, group: Group) -> None:
+        prompt = self._prompts.prompt_at(slot)
+        token_ids_G = [completion.token_ids.tolist() for completion in group.completions]
+        texts_G = self._tokenizer.batch_decode(token_ids_G, skip_special_tokens=True)
+        rewards = await asyncio.wrap_future(self._workers.submit(prompt, texts_G, token_ids_G))
+        raise_if_broken(rewards)
+        scorable = [reward for reward in rewards.rewards if reward is not None]
+        mean = sum(scorable) / len(scorable) if scorable else None
+        self._ledger.score(group.group_id, msgspec.json.encode(rewards).decode(), mean)
+        scored = self._scored(slot, group, rewards)
+        with self._changed:
+            self._scoring.discard(slot)
+            self._ready[slot] = scored
+            self._changed.notify_all()
+
+    def _scored(self, slot: int, group: Group, rewards: GroupRewards) -> ScoredGroup:
+        return ScoredGroup(
+            group_id=group.group_id,
+            slot=slot,
+            prompt_token_ids=np.array(self._prompts.prompt_at(slot).token_ids, np.int32),
+            completions=group.completions,
+            rewards_G=rewards.rewards,
+            advantages_G=group_advantages(rewards.rewards, self._config.advantage_scale),
+            rewards_by_function=rewards.by_function,
+        )

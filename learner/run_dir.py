@@ -1,0 +1,89 @@
+"""The directory of one run: who may write into it, and where each file is.
+
+A run never overwrites another's: an existing run is resumed with --resume and the same config, or refused.
+"""
+
+import fcntl
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from learner.config import LearnerRun
+from protocol.config import to_toml
+from protocol.errors import ConfigError
+
+MAY_CHANGE_AT_RESUME = {"endpoint", "run_dir", "server", "learner.steps", "learner.checkpoint_every", "learner.trackers",
+                        "learner.dashboard_port", "learner.connect_timeout_s", "learner.group_deadline_s", "learner.push",
+                        "learner.parity", "learner.cpu_cores", "learner.micro_batch_tokens", "learner.reward.timeout_s",
+                        "learner.reward.num_workers"}  # fmt: skip
+"""Keys that do not change what is learned, so a run may go on with other values."""
+
+
+class RunDir:
+    """An opened run directory, locked against a second learner until the process ends."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.toml"
+        self.metrics = path / "metrics.jsonl"
+        self.samples = path / "samples.jsonl"
+        self.ledger = path / "ledger.db"
+        self.checkpoints = self.checkpoints_of(path)
+        self.tensorboard = path / "tensorboard"
+        path.mkdir(parents=True, exist_ok=True)
+        self._lock = (path / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"another learner is writing into {path}; wait for it or choose another run_dir"
+            ) from error
+
+    @staticmethod
+    def checkpoints_of(path: str | Path) -> Path:
+        """Where checkpoints are; a rank that does not own the directory needs to know only this."""
+        return Path(path) / "checkpoints"
+
+
+def open_run_dir(run: LearnerRun, *, resume: bool) -> RunDir:
+    """Create or reopen the directory and store the resolved config in it. Raises ConfigError."""
+    path = Path(run.run_dir)
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"run_dir = {path} is a file; choose a directory")
+    exists = (path / "config.toml").exists()
+    if exists and not resume:
+        raise ConfigError(
+            f"{path} already holds a run; go on with it by --resume, or choose another directory with --run-dir"
+        )
+    if not exists and path.exists() and any(entry.name != ".lock" for entry in path.iterdir() if entry.name != "logs"):
+        raise ConfigError(f"{path} is not empty and holds no run; choose another directory with --run-dir")
+    if not exists and resume:
+        raise ConfigError(f"{path} holds no run to resume; leave --resume out, or point --run-dir at the run")
+    run_dir = RunDir(path)
+    if exists:
+        _refuse_other_config(run_dir.config, run)
+    run_dir.config.write_text(to_toml(run))
+    return run_dir
+
+
+def _refuse_other_config(path: Path, run: LearnerRun) -> None:
+    before, now = _flat(tomllib.loads(path.read_text())), _flat(tomllib.loads(to_toml(run)))
+    changed = [
+        key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key) and not _may_change(key)
+    ]
+    if changed:
+        differences = "; ".join(f"{key} was {before.get(key)!r}, is {now.get(key)!r}" for key in changed)
+        raise ConfigError(
+            f"{path.parent} belongs to another config: {differences}. Restore these values to resume it, or choose another run_dir"
+        )
+
+
+def _may_change(key: str) -> bool:
+    return any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE_AT_RESUME)
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat

@@ -1,0 +1,120 @@
+"""What a run tells: metrics.jsonl, one console line per step, samples.jsonl, TensorBoard. Only rank 0 has one."""
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+from learner.run_dir import RunDir
+
+log = logging.getLogger(__name__)
+
+MAX_SAMPLED_COMPLETIONS = 4
+
+
+class StepTimer:
+    """Wall time of the named phases of one step; what no phase covers is `other`."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._phases: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self._phases[phase] = self._phases.get(phase, 0.0) + time.monotonic() - started
+
+    def metrics(self) -> dict[str, float]:
+        """Return time/<phase>, time/other and time/step in seconds."""
+        step_s = time.monotonic() - self._started
+        phases = self._phases | {"other": step_s - sum(self._phases.values()), "step": step_s}
+        return {f"time/{phase}": seconds for phase, seconds in phases.items()}
+
+
+class RunLog:
+    """Appends to the files of a run. A resumed run goes on counting seconds where it stopped."""
+
+    def __init__(self, run_dir: RunDir, trackers: tuple[str, ...], num_steps: int) -> None:
+        self._num_steps = num_steps
+        self._metrics = _open_lines(run_dir, run_dir.metrics.name)
+        self._samples = _open_lines(run_dir, run_dir.samples.name)
+        self._started = time.monotonic() - _elapsed_before(run_dir)
+        self._tensorboard = None
+        if "tensorboard" in trackers:
+            from torch.utils.tensorboard import SummaryWriter  # slow to import, and optional
+
+            self._tensorboard = SummaryWriter(run_dir.tensorboard)
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        """Record one optimizer step everywhere."""
+        line = {"step": step, "time": time.time(), "elapsed_s": time.monotonic() - self._started}
+        _write_line(self._metrics, line | metrics)
+        if self._tensorboard is not None:
+            for name, value in metrics.items():
+                self._tensorboard.add_scalar(name, value, step)
+        sys.stdout.write(console_line(step, self._num_steps, metrics) + "\n")
+        sys.stdout.flush()
+
+    def sample(self, step: int, prompt: Any, completions: list[str], rewards: list[float | None]) -> None:
+        """Keep a few completions of one group for the report."""
+        kept = slice(MAX_SAMPLED_COMPLETIONS)
+        _write_line(
+            self._samples, {"step": step, "prompt": prompt, "completions": completions[kept], "rewards": rewards[kept]}
+        )
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._samples.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+
+def console_line(step: int, num_steps: int, metrics: dict[str, float]) -> str:
+    """One line a person can read while it scrolls by.
+
+    Example: Step  12/300 | 0.31s | reward 0.437 | loss -0.0121 | clipped 1.3% | staleness 1.2 | grad 0.41 | 5,120 tok/s
+    """
+    parts = [
+        f"Step {step:>{len(str(num_steps))}}/{num_steps}",
+        f"{metrics['time/step']:.2f}s",
+        f"reward {metrics['reward/mean']:.3f}",
+    ]
+    if "reward/exact_match" in metrics:
+        parts.append(f"exact {metrics['reward/exact_match']:.3f}")
+    parts += [f"loss {metrics['loss/policy']:+.4f}", f"clipped {metrics['loss/clipped_frac']:.1%}"]
+    if "reference/kl" in metrics:
+        parts.append(f"KL {metrics['reference/kl']:.4f}")
+    parts += [
+        f"staleness {metrics['staleness/mean']:.1f}",
+        f"grad {metrics['optim/grad_norm']:.2f}",
+        f"{metrics['perf/tokens_per_s']:,.0f} tok/s",
+        f"wait {metrics['time/wait_for_batch']:.2f}s",
+        f"push {metrics['push/seconds']:.2f}s",
+    ]
+    return " | ".join(parts)
+
+
+def _open_lines(run_dir: RunDir, name: str) -> TextIO:
+    """Open a JSON-lines file to append; a last line cut off by a kill is ended so that the next one stands alone."""
+    path = run_dir.path / name
+    if path.exists() and path.stat().st_size:
+        whole = path.read_bytes()
+        if not whole.endswith(b"\n"):
+            path.write_bytes(whole[: whole.rfind(b"\n") + 1])
+    return path.open("a", encoding="utf-8")
+
+
+def _elapsed_before(run_dir: RunDir) -> float:
+    lines = run_dir.metrics.read_text().splitlines()
+    return json.loads(lines[-1])["elapsed_s"] if lines else 0.0
+
+
+def _write_line(file: TextIO, record: dict[str, Any]) -> None:
+    file.write(json.dumps(record) + "\n")
+    file.flush()
