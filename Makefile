@@ -23,6 +23,7 @@ install: $(STAMP)  ## install the CPU stack into .venv (PYTHON=python3.12 picks 
 	@echo "$(VENV) is up to date; next: make demo"
 
 demo: $(STAMP)  ## train a tiny model on the CPU with the whole system, ends with a report
+	@if [ -e runs/demo ]; then mv runs/demo "runs/demo-$$(date -r runs/demo +%Y%m%d-%H%M%S)"; fi
 	@$(PY) -m deploy.colocate deploy/recipes/reverse.toml $(ARGS)
 
 test: $(STAMP)  ## run the tests that need no GPU (ARGS="-k loss -x")

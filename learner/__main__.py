@@ -19,7 +19,8 @@ USAGE = """usage: learner train run.toml [--resume] [--dry-run] [--key value ...
 def main() -> None:
     """Run one command; an error that is the user's to solve is printed without a traceback, exit code 2."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    for library in ("httpx", "accelerate", "datasets"):  # one line per file they touch
+        logging.getLogger(library).setLevel(logging.ERROR)
     try:
         match sys.argv[1:]:
             case ["train", *arguments]:
@@ -50,19 +51,22 @@ def train_command(arguments: list[str]) -> None:
     bind_cores(run.learner.cpu_cores)  # before torch is imported: OpenMP reads its thread count once
     from learner.train import train
 
-    train(run, resume="--resume" in switches)
+    run_dir = train(run, resume="--resume" in switches)
+    if run_dir is not None:
+        report_command(run_dir, as_json=False)
 
 
 def report_command(run_dir: Path, *, as_json: bool) -> None:
     import msgspec
 
     from learner.report import write_report
-    from learner.summary import summarize
+    from learner.summary import as_text, summarize
 
+    summary = summarize(run_dir)
     if as_json:
-        print(msgspec.json.encode(summarize(run_dir)).decode())
+        print(msgspec.json.encode(summary).decode())
     else:
-        print(f"wrote {write_report(run_dir)}")
+        print(f"\n{as_text(summary)}\n\nreport: {write_report(run_dir)}")
 
 
 if __name__ == "__main__":

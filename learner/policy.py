@@ -7,6 +7,7 @@ import copy
 from pathlib import Path
 
 import torch
+import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -18,6 +19,7 @@ def load_policy(path: Path, *, gradient_checkpointing: bool) -> PreTrainedModel:
 
     Dropout would make the learner disagree with the server about every token.
     """
+    transformers.utils.logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     for module in model.modules():
         if isinstance(module, nn.Dropout):

@@ -86,12 +86,16 @@ class Rollouts:
             while not self.link.connected:
                 self._raise_failure()
                 if not self._changed.wait(min(0.5, deadline - time.monotonic())) and time.monotonic() > deadline:
-                    raise DeadlineExceeded(
-                        f"no inference server answers at {self._run.endpoint} after {timeout_s:.0f} s; start one with "
-                        "`inference-server run.toml`, check `endpoint`, or raise learner.connect_timeout_s"
-                    )
+                    raise self.no_server(timeout_s)
         assert self.link.welcome is not None
         return self.link.welcome
+
+    def no_server(self, timeout_s: float) -> DeadlineExceeded:
+        """The error for a server that has not answered for `timeout_s`."""
+        return DeadlineExceeded(
+            f"no inference server answers at {self._run.endpoint} after {timeout_s:.0f} s; start one with "
+            "`inference-server run.toml`, check `endpoint`, or raise learner.connect_timeout_s"
+        )
 
     def check_fits(self, welcome: Welcome) -> None:
         """Raise DataError when a prompt and its completion may be longer than the server allows."""

@@ -5,6 +5,7 @@ A run never overwrites another's: an existing run is resumed with --resume and t
 
 import fcntl
 import tomllib
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,14 @@ class RunDir:
             raise ConfigError(
                 f"another learner is writing into {path}; wait for it or choose another run_dir"
             ) from error
+
+    @property
+    def run_id(self) -> str:
+        """This run's name on the wire: the directory's, and a part that no other run on any machine has."""
+        path = self.path / "run_id"
+        if not path.exists():
+            path.write_text(f"{self.path.name}-{uuid.uuid4().hex[:8]}")
+        return path.read_text()
 
     @staticmethod
     def checkpoints_of(path: str | Path) -> Path:

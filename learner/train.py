@@ -11,6 +11,7 @@ that may wait has a deadline.
 import logging
 import time
 from contextlib import ExitStack
+from pathlib import Path
 
 import msgspec
 import torch
@@ -64,14 +65,16 @@ class Leader(msgspec.Struct, frozen=True, eq=False):
     tokenizer: PreTrainedTokenizerBase
 
 
-def train(run: LearnerRun, *, resume: bool) -> None:
-    """Train until `learner.steps`, or until interrupted; leave a checkpoint. Raises SlipstreamError."""
+def train(run: LearnerRun, *, resume: bool) -> Path | None:
+    """Train until `learner.steps`, or until interrupted; leave a checkpoint. Raises SlipstreamError.
+
+    Returns the run directory to report on: None before the first step and on all ranks but the first.
+    """
     config = run.learner
     accelerator = Accelerator(mixed_precision="bf16" if run.dtype == "bfloat16" else "no")
     set_seed(run.seed)
     with ExitStack() as cleanup:
         run_dir = open_run_dir(run, resume=resume) if accelerator.is_main_process else None
-        interrupt = cleanup.enter_context(Interrupt())
         trainee = make_trainee(run, accelerator)
         checkpoints = run_dir.checkpoints if run_dir else RunDir.checkpoints_of(run.run_dir)
         checkpoint = find_checkpoint(checkpoints) if resume else None
@@ -80,6 +83,7 @@ def train(run: LearnerRun, *, resume: bool) -> None:
         ledger = leader.ledger if leader else None
         if leader is not None:
             connect(leader, accelerator.unwrap_model(trainee.policy), version, run, accelerator.device)
+        interrupt = cleanup.enter_context(Interrupt())
 
         for step in range(version + 1, config.steps + 1):
             timer = StepTimer()
@@ -104,10 +108,11 @@ def train(run: LearnerRun, *, resume: bool) -> None:
                 trainee.reference.after_step(policy, version)
                 metrics["reference/version"] = float(trainee.reference.version)
             if leader is not None:
-                report(leader, step, groups, metrics, timer, policy, accelerator.device, run)
+                record(leader, step, groups, metrics, timer, policy, accelerator.device, run)
             if step % config.checkpoint_every == 0 and step < config.steps:
                 save_checkpoint(accelerator, checkpoints, version, trainee.reference, ledger)
         save_checkpoint(accelerator, checkpoints, version, trainee.reference, ledger)
+    return run_dir.path if run_dir and version else None
 
 
 def make_trainee(run: LearnerRun, accelerator: Accelerator) -> Trainee:
@@ -147,7 +152,7 @@ def make_leader(
     workers = RewardWorkers(config.reward)
     cleanup.callback(workers.close)
     model_fingerprint = fingerprint(model_path)
-    hello = Hello(run=str(run_dir.path.resolve()), protocol_version=PROTOCOL_VERSION, model=model_fingerprint)
+    hello = Hello(run=run_dir.run_id, protocol_version=PROTOCOL_VERSION, model=model_fingerprint)
     rollouts = Rollouts(run, hello, prompts, tokenizer, ledger, workers, version)
     cleanup.callback(rollouts.close)
     policy = accelerator.unwrap_model(trainee.policy)
@@ -176,18 +181,21 @@ def wait_for_batch(
     leader: Leader, version: int, config: LearnerConfig, interrupt: Interrupt
 ) -> list[ScoredGroup] | None:
     """Return the groups of the next step, or None when interrupted. A server that came back is given the weights."""
-    rollouts, noted = leader.rollouts, time.monotonic()
+    rollouts, pusher = leader.rollouts, leader.pusher
+    last_connected = last_note = time.monotonic()
     while not interrupt.requested:
-        if not rollouts.link.connected:
-            rollouts.wait_for_server(config.connect_timeout_s)
-        if not leader.pusher.server_has_weights:
-            leader.pusher.push(version)
-            rollouts.publish(version)
+        if rollouts.link.connected:
+            last_connected = time.monotonic()
+            if not pusher.server_has_weights:
+                pusher.push(version)
+                rollouts.publish(version)
+        elif time.monotonic() - last_connected > config.connect_timeout_s:
+            raise rollouts.no_server(config.connect_timeout_s)
         groups = rollouts.take(config.groups_per_step, WAIT_SLICE_S)
         if groups is not None:
             return groups
-        if time.monotonic() - noted > WAITING_NOTE_S:
-            noted = time.monotonic()
+        if time.monotonic() - last_note > WAITING_NOTE_S:
+            last_note = time.monotonic()
             log.info("waiting for %s", rollouts.waits_for)
     return None
 
@@ -210,7 +218,7 @@ def push_metrics(push: PushReport) -> dict[str, float]:
     }
 
 
-def report(
+def record(
     leader: Leader,
     step: int,
     groups: list[ScoredGroup],
@@ -220,23 +228,21 @@ def report(
     device: torch.device,
     run: LearnerRun,
 ) -> None:
-    """Watch parity, then log the step everywhere."""
-    config = run.learner
-    if "policy/mismatch_abs_logprob" in metrics:
-        check_mismatch(
-            metrics["policy/mismatch_abs_logprob"], config.parity.bound(run.dtype), run.dtype, "fresh tokens"
-        )
-    if config.parity.every_steps and step % config.parity.every_steps == 0:
+    """Log the step everywhere, and stop the run when server and learner no longer agree."""
+    parity = run.learner.parity
+    if parity.every_steps and step % parity.every_steps == 0:
         with timer("parity"):
             metrics["parity/abs_logprob"] = leader.parity.measure(policy, step, device)
     times = timer.metrics()
     metrics |= times
-    if leader.rollouts.link.server_idle_frac is not None:
-        metrics["perf/server_idle_frac"] = leader.rollouts.link.server_idle_frac
     metrics["perf/tokens_per_s"] = metrics["rollout/tokens"] / times["time/step"]
     metrics["perf/learner_idle_frac"] = times["time/wait_for_batch"] / times["time/step"]
+    if leader.rollouts.link.server_idle_frac is not None:
+        metrics["perf/server_idle_frac"] = leader.rollouts.link.server_idle_frac
     leader.log.step(step, metrics)
     leader.log.sample(step, *sample_of(groups[0], leader.tokenizer))
+    if "policy/mismatch_abs_logprob" in metrics:
+        check_mismatch(metrics["policy/mismatch_abs_logprob"], parity.bound(run.dtype), run.dtype, "fresh tokens")
 
 
 def sample_of(group: ScoredGroup, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[str], list[float | None]]:

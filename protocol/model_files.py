@@ -153,6 +153,7 @@ def _write_tiny_model(path: Path) -> None:
     """Write a GPT-2 of 0.1M parameters: 2 layers, width 64, 2 heads, 64 positions, random weights of a fixed seed."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers.utils.logging import disable_progress_bar
 
     tokenizer = _tiny_tokenizer()
     config = GPT2Config(
@@ -174,6 +175,7 @@ def _write_tiny_model(path: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(TINY_DIGITS_SEED)
         model = GPT2LMHeadModel(config)
+    disable_progress_bar()
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
 
