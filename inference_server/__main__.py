@@ -1,0 +1,147 @@
+"""`inference-server run.toml`: read the config, bind cores, take the ports, start vLLM, serve until a signal comes.
+
+Nothing heavy is imported before the cores are bound: torch reads the number of threads only once.
+"""
+
+import asyncio
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any, NoReturn
+
+from inference_server.config import ServerConfig, ServerRun
+from inference_server.engine import EngineDead
+from protocol.config import load_config
+from protocol.cores import bind_cores
+from protocol.errors import ConfigError, SlipstreamError
+
+log = logging.getLogger("inference_server")
+
+
+def main() -> None:
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signal_number, _quit_while_starting)
+    try:
+        run = load_config(ServerRun, sys.argv[1:], program="inference-server")
+        _start_logging()
+        bind_cores(run.server.cpu_cores)
+        _set_environment(run)
+        asyncio.run(_serve(run))
+    except SlipstreamError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _quit_while_starting(*_: object) -> NoReturn:
+    """There is nothing to save yet, and an exception would be raised wherever the starting engine happens to be, which
+    may swallow it."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    log.info("stopped while starting")
+    os._exit(0)
+
+
+def _start_logging() -> None:
+    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    # On our own loggers, because libraries set the root's level while they are imported.
+    for package in ("inference_server", "protocol"):
+        logging.getLogger(package).setLevel(logging.INFO)
+
+
+def _set_environment(run: ServerRun) -> None:
+    """Settings that vLLM and torch, also those of child processes, read from the environment."""
+    os.environ.update(
+        VLLM_NO_USAGE_STATS="1",
+        DO_NOT_TRACK="1",
+        VLLM_ENGINE_READY_TIMEOUT_S=str(run.server.start_timeout_s),
+    )
+    defaults = {
+        # Threads of the CPU backend stay where sched_setaffinity put them.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # What vLLM and torch warn of on a CPU is about things that do not exist there.
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "TORCH_LOGS": "-torch",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "PYTHONWARNINGS": "ignore::FutureWarning,ignore::UserWarning:multiprocessing.resource_tracker",
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+
+
+def _listen(config: ServerConfig) -> socket.socket | None:
+    """Take the HTTP port before the engine starts; None when HTTP is off."""
+    if config.http_port == 0:
+        return None
+    try:
+        return socket.create_server((config.http_host, config.http_port))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {config.http_host}:{config.http_port}: {os.strerror(error.errno or 0)}. "
+            "Stop the process that holds the port, or choose another with server.http_port (0 turns HTTP off)."
+        ) from error
+
+
+async def _serve(run: ServerRun) -> None:
+    """Start everything in the order in which it can fail cheaply, serve, and take it down again."""
+    from protocol.channel import ServerChannel
+    from protocol.model_files import fingerprint, resolve_model
+
+    started_at = time.monotonic()
+    with contextlib.ExitStack() as open_things:
+        channel = ServerChannel(run.endpoint)
+        open_things.callback(channel.close)
+        listener = _listen(run.server)
+        if listener is not None:
+            open_things.callback(listener.close)
+        model_path = resolve_model(run.model)
+        model = fingerprint(model_path)
+        os.environ["HF_HUB_OFFLINE"] = "1"  # the model's files are here now
+        log.info("starting vLLM with %s", run.model)
+        from inference_server.vllm_engine import VllmEngine
+
+        engine = VllmEngine(run, model_path)
+        open_things.callback(engine.close)
+        from inference_server.http import build_http
+        from inference_server.server import Server
+
+        server = Server(channel, engine, model, run.server)
+        parts = [server.serve()]
+        if listener is not None:
+            http = await build_http(engine.llm, str(model_path), run.model, server.status)
+            parts.append(http.serve_on(listener))
+        where = f"http://{run.server.http_host}:{run.server.http_port}" if listener else "off"
+        log.info(
+            "ready after %.1f s: model %s, %d worker(s), learners at %s, HTTP at %s",
+            time.monotonic() - started_at, run.model, engine.limits.num_workers, channel.endpoint, where,
+        )  # fmt: skip
+        await _until_signal(parts)
+
+
+async def _until_signal(parts: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run all parts until a signal comes; one that ends before that ends the server, with its error."""
+    stop = asyncio.Event()
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(signal_number, stop.set)
+    stopped = asyncio.create_task(stop.wait())
+    tasks = [asyncio.create_task(part) for part in parts]
+    done, _ = await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    if stopped not in done:
+        stopped.cancel()
+        raise next(
+            (result for result in results if isinstance(result, Exception)), EngineDead("a part of the server ended")
+        )
+    log.info("stopping")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""The server's side of the config file: the `[server]` section."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+import tyro
+
+from protocol.config import SharedConfig
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Keys only the inference server reads."""
+
+    max_model_len: Annotated[int, msgspec.Meta(gt=0)] | None = None
+    """Longest prompt + completion in tokens; by default what the model's config allows."""
+    max_concurrent_sequences: Annotated[int, msgspec.Meta(gt=0)] = 256
+    """Sequences in one decoding step; further ones wait inside the engine."""
+    kv_cache_memory_mib: Annotated[int, msgspec.Meta(gt=0)] | None = None
+    """Memory for keys and values; by default what gpu_memory_utilization leaves over."""
+    block_size: Annotated[int, msgspec.Meta(gt=0)] | None = None
+    """Tokens per KV block, the grain in which completions share their prompt; 32 suits short prompts on a CPU."""
+    enforce_eager: bool = False
+    """Skip compilation and CUDA graphs: starts sooner, generates slower."""
+    tensor_parallel_size: Annotated[int, msgspec.Meta(gt=0)] = 1
+    """Workers that share one copy of the model."""
+    gpu_memory_utilization: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.9
+    """Share of the device's memory that the engine may use (on a CPU: of the machine's memory)."""
+    kv_on_push: Literal["keep", "recompute"] = "keep"
+    """What becomes of the keys and values of sequences in flight when new weights arrive."""
+    http_host: str = "127.0.0.1"
+    """Address of the OpenAI API, /status and /metrics."""
+    http_port: Annotated[int, msgspec.Meta(ge=0, lt=65536)] = 8000
+    """Port of the OpenAI API, /status and /metrics; 0 turns them off."""
+    cpu_cores: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(min_length=1)] | None = None
+    """Bind to these positions within the cores this process may use, one compute thread each."""
+    orphan_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0
+    """How long the groups of a learner that cannot be reached are kept."""
+    start_timeout_s: Annotated[int, msgspec.Meta(gt=0)] = 600
+    """Longest time for loading the model and warming up."""
+    pause_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0
+    """Longest time in which the engine must have paused, taken a version label or resumed around a push."""
+
+
+class ServerRun(SharedConfig):
+    """Configuration of `inference-server`."""
+
+    server: ServerConfig = ServerConfig()
+    learner: Annotated[dict[str, Any], tyro.conf.Suppress] = msgspec.field(default_factory=dict)
+    """The learner's section, unread here."""

@@ -1,0 +1,98 @@
+"""What the server needs from an engine: the seam between the protocol and vLLM.
+
+`vllm_engine.py` implements it on vLLM, `tests/fakes.py` as a script. Nothing here imports vllm.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from protocol.errors import SlipstreamError
+from protocol.messages import Completion, Manifest, Rendezvous, Sampling
+
+
+class EngineDead(SlipstreamError):
+    """The engine has stopped for good; only a restart of the server helps."""
+
+
+class EngineFailed(SlipstreamError):
+    """The engine could not do one request; others are not affected."""
+
+
+class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine was built for.
+
+    Example: EngineLimits(max_model_len=64, vocab_size=32, dtype="float32", num_workers=1, max_concurrent_sequences=256)
+    """
+
+    max_model_len: int
+    vocab_size: int
+    dtype: str
+    num_workers: int
+    max_concurrent_sequences: int
+
+
+class PushOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """What every worker is told of one push; `rendezvous` and `manifest` come with the first push of an epoch."""
+
+    epoch: str
+    version: int
+    rendezvous: Rendezvous | None = None
+    manifest: Manifest | None = None
+
+
+class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
+    """How one push went on one worker. Workers return failures: an exception would desynchronise vLLM's executor."""
+
+    rank: int
+    ok: bool
+    state: str
+    """How far it came: joining, receiving, loading or done."""
+    weights_intact: bool
+    """False once new tensors have been loaded, until a whole push has succeeded."""
+    checksum: str = ""
+    join_s: float = 0.0
+    receive_s: float = 0.0
+    load_s: float = 0.0
+    error: str = ""
+
+
+class Engine(Protocol):
+    """Generates, scores and takes new weights. All methods raise EngineDead once the engine has stopped."""
+
+    @property
+    def limits(self) -> EngineLimits: ...
+
+    async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling) -> list[Completion]:
+        """Sample the completions of one group; cancelling the call frees their places. Raises EngineFailed."""
+        ...
+
+    async def score(self, token_ids: np.ndarray) -> tuple[np.ndarray, int]:
+        """Return the logprobs of `token_ids[1:]` and the version of the policy that gave them. Raises EngineFailed."""
+        ...
+
+    async def pause(self) -> None:
+        """Stop sampling, keep the sequences in flight; what is asked for from now on waits for `resume`."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def receive_push(self, order: PushOrder) -> Sequence[WorkerReport]:
+        """Let every worker receive and load the weights of a push; blocks generation."""
+        ...
+
+    async def leave_epoch(self, epoch: str) -> None:
+        """Close the collective of an epoch on every worker, if it is the current one."""
+        ...
+
+    async def set_version(self, version: int) -> None:
+        """Label the tokens sampled from now on."""
+        ...
+
+    def check_alive(self) -> None:
+        """Raise EngineDead if the engine has stopped."""
+        ...
+
+    def close(self) -> None: ...

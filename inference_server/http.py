@@ -1,0 +1,75 @@
+"""vLLM's own OpenAI application on the engine that also serves the learner, with /status and our metrics beside it."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import uvicorn
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.metrics.prometheus import get_prometheus_registry
+
+Status = Callable[[], dict[str, Any]]
+
+SHUTDOWN_TIMEOUT_S = 1
+
+
+class HttpServer(uvicorn.Server):
+    """Uvicorn inside the server's own event loop."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the signals alone: the server ends this one."""
+        yield
+
+    async def serve_on(self, listener: socket.socket) -> None:
+        """Serve until cancelled, then let open requests end within SHUTDOWN_TIMEOUT_S."""
+        serving = asyncio.create_task(self.serve(sockets=[listener]))
+        try:
+            await asyncio.shield(serving)
+        except asyncio.CancelledError:
+            self.should_exit = True
+            await serving
+            raise
+
+
+async def build_http(llm: AsyncLLM, model_path: str, served_name: str, status: Status) -> HttpServer:
+    """Return a server of vLLM's OpenAI routes, /health and /metrics, and of our /status."""
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(
+        ["--model", model_path, "--served-model-name", served_name, "--disable-uvicorn-access-log"]
+    )
+    tasks = await llm.get_supported_tasks()
+    app = build_app(args, tasks, llm.model_config)
+    await init_app_state(llm, app.state, args, tasks)
+    app.add_api_route("/status", status, methods=["GET"])
+    get_prometheus_registry().register(_Metrics(status))
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S, lifespan="on"
+    )
+    return HttpServer(config)
+
+
+class _Metrics(Collector):
+    """Our numbers in Prometheus' form, read from the status whenever they are asked for."""
+
+    def __init__(self, status: Status) -> None:
+        self._status = status
+
+    def collect(self) -> Iterator[Metric]:
+        status = self._status()
+        version = -1 if status["policy_version"] is None else status["policy_version"]
+        yield GaugeMetricFamily("slipstream_policy_version", "Policy version served, -1 before the first push", version)
+        yield GaugeMetricFamily("slipstream_groups_running", "Groups being sampled", status["groups_running"])
+        yield GaugeMetricFamily("slipstream_groups_unacked", "Finished groups kept", status["groups_unacked"])
+        yield GaugeMetricFamily("slipstream_idle_frac", "Share of time without a running group", status["idle_frac"])
+        yield CounterMetricFamily("slipstream_pushes", "Pushes completed", status["pushes_done"])
+        yield CounterMetricFamily("slipstream_pushes_failed", "Pushes failed", status["pushes_failed"])
+        yield CounterMetricFamily("slipstream_push_stall_seconds", "Generation stalled", status["push_stall_s"])
+        yield CounterMetricFamily("slipstream_tokens", "Tokens sampled for groups", status["tokens_generated"])

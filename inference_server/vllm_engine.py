@@ -1,0 +1,221 @@
+"""vLLM behind the server's `Engine` interface.
+
+One `AsyncLLM` serves groups and the OpenAI API alike. Every request gets a prefix cache salt with the policy version,
+so keys and values of an old policy are never shared with a request of a new one.
+"""
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from vllm import SamplingParams
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMClientError
+from vllm.inputs.engine import tokens_input
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from inference_server.config import ServerRun
+from inference_server.engine import EngineDead, EngineFailed, EngineLimits, PushOrder, WorkerReport
+from protocol.errors import ConfigError
+from protocol.messages import Completion, Sampling
+
+TRANSFER_ENGINE = "slipstream"
+"""Registered by worker.py, which only the workers import."""
+
+
+class VersionedLLM(AsyncLLM):
+    """AsyncLLM whose requests wait while a push is under way and never share a prefix with another policy version."""
+
+    num_pushes = 0
+    """In the salt instead of the version: two runs on one server both have a version 3."""
+    admitting: asyncio.Event
+
+    async def generate(self, prompt: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
+        await self.admitting.wait()
+        salt = f"push {self.num_pushes}"
+        if isinstance(prompt, dict):
+            user_salt = prompt.get("cache_salt")
+            prompt = {**prompt, "cache_salt": f"{salt}/{user_salt}" if user_salt else salt}
+        async for output in super().generate(prompt, *args, **kwargs):
+            yield output
+
+    def __del__(self) -> None:
+        """Nothing: VllmEngine.close has shut down, and AsyncLLM's own fails in a half torn-down interpreter."""
+
+
+class VllmEngine:
+    """The Engine on vLLM; `llm` is for the OpenAI application."""
+
+    def __init__(self, run: ServerRun, model_path: Path) -> None:
+        self.llm = _start(run, model_path)
+        self.llm.admitting = asyncio.Event()
+        self.llm.admitting.set()
+        self._clear_cache_on_push = run.server.kv_on_push == "recompute"
+        self._num_requests = 0
+        config = self.llm.vllm_config
+        self.limits = EngineLimits(
+            max_model_len=config.model_config.max_model_len,
+            vocab_size=config.model_config.get_vocab_size(),
+            dtype=str(config.model_config.dtype).removeprefix("torch."),
+            num_workers=config.parallel_config.world_size,
+            max_concurrent_sequences=config.scheduler_config.max_num_seqs,
+        )
+        self._eos_token_ids = _eos_token_ids(model_path, self.limits.vocab_size)
+
+    async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling) -> list[Completion]:
+        params = SamplingParams(
+            # One request with n completions costs the front end half of what n requests cost; inside they are the same.
+            n=sampling.num_completions,
+            seed=sampling.seed,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_tokens,
+            stop_token_ids=sorted(self._eos_token_ids | set(sampling.stop_token_ids)),
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+        )
+        outputs = (await self._run(prompt_token_ids, params)).outputs
+        return [_completion(output) for output in sorted(outputs, key=lambda output: output.index)]
+
+    async def score(self, token_ids: np.ndarray) -> tuple[np.ndarray, int]:
+        params = SamplingParams(
+            temperature=1.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True,
+            detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
+        )  # fmt: skip
+        output = await self._run(token_ids, params)
+        logprobs = np.asarray(output.prompt_logprobs.logprobs, dtype=np.float32)
+        return logprobs, int(output.outputs[0].weight_versions[0].version)
+
+    async def _run(self, token_ids: np.ndarray, params: SamplingParams) -> RequestOutput:
+        """Run one request to its only output."""
+        self._num_requests += 1
+        try:
+            async for output in self.llm.generate(tokens_input(token_ids.tolist()), params, str(self._num_requests)):
+                return output
+        except EngineDeadError as error:
+            raise EngineDead(_DEAD) from error
+        except (VLLMClientError, EngineGenerateError, ValueError) as error:
+            raise EngineFailed(f"{type(error).__name__}: {error or error.__cause__}") from error
+        raise EngineFailed("vLLM ended a request without an output")
+
+    async def pause(self) -> None:
+        self.llm.admitting.clear()
+        if self._clear_cache_on_push:
+            await self._call(self.llm.pause_generation(mode="keep", clear_cache=True))
+        else:
+            # pause_generation is this and a sleep of 20 ms "for more intuitive ordering", a third of the stall.
+            await self._call(self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
+
+    async def resume(self) -> None:
+        await self._call(self.llm.resume_generation())
+        self.llm.admitting.set()
+
+    async def receive_push(self, order: PushOrder) -> list[WorkerReport]:
+        args = (msgspec.msgpack.encode(order),)
+        replies = await self._call(self.llm.collective_rpc("receive_push", args=args))
+        return [msgspec.msgpack.decode(reply, type=WorkerReport) for reply in replies]
+
+    async def leave_epoch(self, epoch: str) -> None:
+        await self._call(self.llm.collective_rpc("leave_epoch", args=(epoch,)))
+
+    async def set_version(self, version: int) -> None:
+        await self._call(self.llm.update_weight_version(str(version)))
+        self.llm.num_pushes += 1
+
+    async def _call(self, call: Any) -> Any:
+        try:
+            return await call
+        except EngineDeadError as error:
+            raise EngineDead(_DEAD) from error
+
+    def check_alive(self) -> None:
+        if self.llm.errored:
+            raise EngineDead(_DEAD)
+
+    def close(self) -> None:
+        # There is nothing to save in the engine's process, and left alone it takes 3 s to unload.
+        self.llm.shutdown(timeout=0.5)
+
+
+def _completion(output: CompletionOutput) -> Completion:
+    if output.finish_reason not in ("stop", "length"):
+        raise EngineFailed(f"vLLM ended a completion with finish_reason {output.finish_reason!r}")
+    return Completion(
+        token_ids=np.asarray(output.token_ids, dtype=np.int32),
+        behaviour_logprobs=np.asarray(output.logprobs.logprobs, dtype=np.float32),
+        versions=[(int(span.version), span.end - span.start) for span in output.weight_versions],
+        finish_reason=output.finish_reason,
+    )
+
+
+_DEAD = "the vLLM engine has died; its own error is in the log above. Restart the server: the learner will push again"
+
+
+def _start(run: ServerRun, model_path: Path) -> VersionedLLM:
+    server = run.server
+    on_cpu = current_platform.is_cpu()
+    in_engine_process = on_cpu and server.tensor_parallel_size == 1
+    if in_engine_process:
+        # Without it vLLM puts the CPU worker into a third process: 4 s more to start and two hops more per step.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    kv_cache_bytes = None if server.kv_cache_memory_mib is None else server.kv_cache_memory_mib << 20
+    optional: dict[str, Any] = {"block_size": server.block_size} if server.block_size else {}
+    args = AsyncEngineArgs(
+        model=str(model_path),
+        served_model_name=[run.model],
+        dtype=run.dtype,
+        seed=run.seed,
+        max_model_len=server.max_model_len,
+        max_num_seqs=server.max_concurrent_sequences,
+        kv_cache_memory_bytes=kv_cache_bytes,
+        gpu_memory_utilization=server.gpu_memory_utilization,
+        enforce_eager=server.enforce_eager,
+        tensor_parallel_size=server.tensor_parallel_size,
+        distributed_executor_backend="uni" if in_engine_process else None,
+        enable_prefix_caching=True,
+        use_tqdm_on_load=sys.stderr.isatty(),
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",
+        weight_transfer_config=WeightTransferConfig(backend=TRANSFER_ENGINE),
+        worker_extension_cls="inference_server.worker.PushWorker",
+        **optional,
+    )
+    try:
+        return VersionedLLM.from_engine_args(args)
+    except (ValueError, RuntimeError, OSError) as error:
+        raise ConfigError(
+            f"vLLM cannot serve model {run.model}: {_reason(error)} Look at the keys of [server]: max_model_len, "
+            "kv_cache_memory_mib, block_size, tensor_parallel_size, gpu_memory_utilization."
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    """Take the sentence out of what pydantic wraps around it."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    text = " ".join(line for line in lines if "validation error for" not in line and "errors.pydantic.dev" not in line)
+    return text.removeprefix("Value error, ").split(" [type=")[0]
+
+
+def _eos_token_ids(model_path: Path, vocab_size: int) -> set[int]:
+    """Return every id that ends a completion; vLLM itself looks only at the tokenizer when it is set to be neutral."""
+    for name in ("generation_config.json", "config.json"):
+        file = model_path / name
+        eos = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
+        if eos is not None:
+            return {token for token in (eos if isinstance(eos, list) else [eos]) if 0 <= token < vocab_size}
+    return set()

@@ -1,0 +1,213 @@
+"""A scripted engine behind the real server on a real socket: records what it was asked, answers what it was told to.
+
+engine = ScriptedEngine()
+with ServerThread(engine) as server:       # or, inside a loop: async with serving(engine) as server
+    ...  # connect a learner to server.endpoint
+assert engine.calls[0] == "pause"
+"""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from inference_server.config import ServerConfig
+from inference_server.engine import EngineDead, EngineFailed, EngineLimits, PushOrder, WorkerReport
+from inference_server.server import Server
+from protocol.channel import ServerChannel
+from protocol.messages import Completion, ModelFingerprint, Sampling
+
+MODEL = ModelFingerprint(architecture="GPT2LMHeadModel", vocab_size=32, tokenizer_hash="0123456789abcdef")
+LIMITS = EngineLimits(max_model_len=64, vocab_size=32, dtype="float32", num_workers=1, max_concurrent_sequences=256)
+
+Complete = Callable[[list[int], int], list[int]]
+"""From prompt and index in the group to the completion's tokens."""
+
+
+def count_up(prompt: list[int], index: int) -> list[int]:
+    """The default script: as many tokens as the index says, and one more."""
+    return [(prompt[-1] + 1 + i) % LIMITS.vocab_size for i in range(index + 1)]
+
+
+class ScriptedEngine:
+    """Speaks the Engine interface. Without a script it completes by `complete` and really receives pushes over gloo."""
+
+    def __init__(self, complete: Complete = count_up, limits: EngineLimits = LIMITS, logprob: float = -0.5) -> None:
+        self.limits = limits
+        self.complete, self.logprob = complete, logprob
+        self.calls: list[str] = []
+        """Names of the control calls, in order."""
+        self.prompts: list[list[int]] = []
+        self.cancelled = 0
+        self.version: int | None = None
+        self.weights: dict[str, Any] = {}
+        """Tensors of the last push, by name."""
+        self.orders: list[PushOrder] = []
+        self.scripted_reports: list[Sequence[WorkerReport]] = []
+        """When set, pushes return these, one after the other, without any transport."""
+        self.fail_with: EngineFailed | EngineDead | None = None
+        """When set, generate, score and pause raise it."""
+        self.release = asyncio.Event()
+        """Clear it to hold completions back, set it to let them go."""
+        self.release.set()
+        self.release_pause = asyncio.Event()
+        self.release_pause.set()
+        self._open = asyncio.Event()
+        self._open.set()
+        self._collective: Any = None
+        self._manifest: Any = None
+
+    async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling) -> list[Completion]:
+        self.prompts.append(prompt_token_ids.tolist())
+        try:
+            await self._open.wait()
+            await self.release.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        self._maybe_fail()
+        assert self.version is not None
+        return [
+            self._completion(prompt_token_ids.tolist(), index, sampling) for index in range(sampling.num_completions)
+        ]
+
+    def _completion(self, prompt: list[int], index: int, sampling: Sampling) -> Completion:
+        tokens = self.complete(prompt, index)
+        kept = tokens[: sampling.max_tokens]
+        return Completion(
+            token_ids=np.array(kept, dtype=np.int32),
+            behaviour_logprobs=np.full(len(kept), self.logprob, dtype=np.float32),
+            versions=[(self.version, len(kept))] if kept else [],  # type: ignore[list-item]
+            finish_reason="stop" if len(tokens) <= sampling.max_tokens else "length",
+        )
+
+    async def score(self, token_ids: np.ndarray) -> tuple[np.ndarray, int]:
+        await self.release.wait()
+        self._maybe_fail()
+        assert self.version is not None
+        return np.full(len(token_ids) - 1, self.logprob, dtype=np.float32), self.version
+
+    async def pause(self) -> None:
+        self.calls.append("pause")
+        self._maybe_fail()
+        await self.release_pause.wait()
+        self._open.clear()
+
+    async def resume(self) -> None:
+        self.calls.append("resume")
+        self._open.set()
+
+    async def receive_push(self, order: PushOrder) -> Sequence[WorkerReport]:
+        self.calls.append("receive_push")
+        self.orders.append(order)
+        if self.scripted_reports:
+            return self.scripted_reports.pop(0)
+        return [await asyncio.to_thread(self._receive, order)]
+
+    def _receive(self, order: PushOrder) -> WorkerReport:
+        from protocol.collective import join_collective
+        from protocol.errors import PushFailed
+        from protocol.weights import receive_weights
+
+        weights: dict[str, Any] = {}
+        try:
+            if order.rendezvous is not None:
+                self._close_collective()
+                self._collective = join_collective(order.epoch, order.rendezvous, rank=1)
+                self._manifest = order.manifest
+            received = receive_weights(self._collective, self._manifest, weights.update)
+        except PushFailed as error:
+            self._close_collective()
+            return report(ok=False, state="receiving", weights_intact=not weights, error=str(error))
+        self.weights = weights
+        return report(checksum=received.checksum, receive_s=received.receive_s, load_s=received.load_s)
+
+    async def leave_epoch(self, epoch: str) -> None:
+        self.calls.append(f"leave_epoch {epoch}")
+        self._close_collective()
+
+    async def set_version(self, version: int) -> None:
+        self.calls.append(f"set_version {version}")
+        self.version = version
+
+    def check_alive(self) -> None:
+        if isinstance(self.fail_with, EngineDead):
+            raise self.fail_with
+
+    def close(self) -> None:
+        self.calls.append("close")
+        self._close_collective()
+
+    def _maybe_fail(self) -> None:
+        if self.fail_with is not None:
+            raise self.fail_with
+
+    def _close_collective(self) -> None:
+        if self._collective is not None:
+            self._collective.close()
+            self._collective = None
+
+
+def report(**changes: Any) -> WorkerReport:
+    """What a worker says of a push that went well, with changes."""
+    good = WorkerReport(rank=0, ok=True, state="done", weights_intact=True, checksum="c0ffee")
+    return msgspec.structs.replace(good, **changes)
+
+
+class Serving(msgspec.Struct):
+    """A server that runs, and where."""
+
+    server: Server
+    endpoint: str
+    task: asyncio.Task[None]
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    engine: ScriptedEngine,
+    config: ServerConfig = ServerConfig(),  # noqa: B008  (frozen)
+    model: ModelFingerprint = MODEL,
+    endpoint: str = "tcp://127.0.0.1:*",
+) -> AsyncIterator[Serving]:
+    """Run the real server on a scripted engine in the current loop."""
+    channel = ServerChannel(endpoint)
+    server = Server(channel, engine, model, config)
+    task = asyncio.create_task(server.serve())
+    try:
+        yield Serving(server=server, endpoint=channel.endpoint, task=task)
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, EngineDead):
+            await task
+        channel.close()
+        engine.close()
+
+
+class ServerThread:
+    """The same in a thread of its own, for learners that bring their own loop or have none."""
+
+    def __init__(self, engine: ScriptedEngine, **options: Any) -> None:
+        self.engine, self._options = engine, options
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+        self.endpoint = ""
+
+    async def _run(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        async with serving(self.engine, **self._options) as running:
+            self.endpoint = running.endpoint
+            self._ready.set()
+            await self._stop.wait()
+
+    def __enter__(self) -> "ServerThread":
+        self._thread.start()
+        assert self._ready.wait(timeout=10), "the scripted server did not start within 10 s"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(timeout=10)

@@ -1,0 +1,129 @@
+"""A learner that does what a test says: the real channel and the real sending half of a push, nothing else."""
+
+import asyncio
+import uuid
+from typing import Any, TypeVar
+
+import numpy as np
+
+from protocol.channel import LearnerChannel
+from protocol.messages import (
+    PROTOCOL_VERSION,
+    Generate,
+    Hello,
+    Message,
+    ModelFingerprint,
+    Pulse,
+    PushBegin,
+    PushDone,
+    PushFailed,
+    PushReady,
+    Sampling,
+    Welcome,
+)
+from tests.fakes import MODEL
+
+TIMEOUT_S = 20.0
+M = TypeVar("M")
+
+
+class ScriptedLearner:
+    """Keeps whatever comes that a test did not wait for, so that the order of unrelated messages does not matter."""
+
+    def __init__(self, endpoint: str, run: str = "run-a", model: ModelFingerprint = MODEL) -> None:
+        self.channel = LearnerChannel(endpoint)
+        self.run, self.model = run, model
+        self.unread: list[Any] = []
+        self._meeting: Any = None
+        self._collective: Any = None
+        self.epoch = ""
+        self.num_workers = 1
+
+    async def send(self, message: Message) -> None:
+        await self.channel.send(message, TIMEOUT_S)
+
+    async def receive(self, kind: type[M] | tuple[type[M], ...], timeout_s: float = TIMEOUT_S) -> M:
+        """Return the next message of a kind; others are kept for later, pulses dropped unless asked for."""
+        for index, message in enumerate(self.unread):
+            if isinstance(message, kind):
+                return self.unread.pop(index)
+        async with asyncio.timeout(timeout_s):
+            while True:
+                message = await self.channel.receive()
+                if isinstance(message, kind):
+                    return message
+                if not isinstance(message, Pulse):
+                    self.unread.append(message)
+
+    async def hello(self, protocol_version: int = PROTOCOL_VERSION) -> None:
+        await self.send(Hello(run=self.run, protocol_version=protocol_version, model=self.model))
+
+    async def join(self) -> Welcome:
+        await self.hello()
+        return await self.receive(Welcome)
+
+    async def generate(self, group_id: str, prompt: list[int], deadline_s: float = TIMEOUT_S, **sampling: Any) -> None:
+        wanted = {"num_completions": 2, "max_tokens": 5, **sampling}
+        await self.send(
+            Generate(
+                group_id=group_id, prompt_token_ids=np.array(prompt, dtype=np.int32),
+                sampling=Sampling(**wanted), deadline_s=deadline_s,
+            )
+        )  # fmt: skip
+
+    # --- the sending half of a push ----------------------------------------------------------------------------------
+
+    async def begin_push(
+        self, version: int, tensors: list, bucket_bytes: int = 1 << 20, timeout_s: float = 10.0
+    ) -> Any:
+        """Begin the first push of a new epoch; return its manifest once the server is ready and the group is formed."""
+        from protocol.collective import Meeting
+        from protocol.weights import make_manifest
+
+        if self._meeting is None:
+            self._meeting = Meeting("127.0.0.1", timeout_s)
+        self.epoch = uuid.uuid4().hex[:8]
+        rendezvous = self._meeting.rendezvous(self.num_workers)
+        manifest = make_manifest(tensors, tensors[0][1].dtype, bucket_bytes)
+        await self.send(PushBegin(epoch=self.epoch, version=version, rendezvous=rendezvous, manifest=manifest))
+        await self.receive(PushReady)
+        self._collective = await asyncio.to_thread(self._meeting.host_collective, self.epoch, rendezvous)
+        return manifest
+
+    async def push(self, version: int, tensors: list, bucket_bytes: int = 1 << 20) -> tuple[PushDone | PushFailed, str]:
+        """Push in a new epoch; return what the server said and the checksum of what was sent."""
+        manifest = await self.begin_push(version, tensors, bucket_bytes)
+        return await self._send(manifest, tensors)
+
+    async def push_again(self, version: int, tensors: list) -> tuple[PushDone | PushFailed, str]:
+        """Push in the epoch there is."""
+        from protocol.weights import make_manifest
+
+        await self.send(PushBegin(epoch=self.epoch, version=version))
+        await self.receive(PushReady)
+        return await self._send(make_manifest(tensors, tensors[0][1].dtype, 1 << 20), tensors)
+
+    async def _send(self, manifest: Any, tensors: list) -> tuple[PushDone | PushFailed, str]:
+        from protocol.weights import send_weights
+
+        checksum = await asyncio.to_thread(send_weights, self._collective, manifest, tensors)
+        return await self.receive((PushDone, PushFailed)), checksum
+
+    async def break_push(self, manifest: Any, tensors: list) -> PushFailed:
+        """Send the first bucket of a push and vanish from the collective."""
+        from protocol.messages import Manifest
+        from protocol.weights import send_weights
+
+        first = Manifest(tensors=manifest.tensors[:1], bucket_bytes=manifest.bucket_bytes)
+        await asyncio.to_thread(send_weights, self._collective, first, tensors[:1])
+        self.close_collective()
+        return await self.receive(PushFailed)
+
+    def close_collective(self) -> None:
+        if self._collective is not None:
+            self._collective.close()
+            self._collective = None
+
+    def close(self) -> None:
+        self.close_collective()
+        self.channel.close()

@@ -1,0 +1,528 @@
+"""The server over real sockets, in front of a scripted engine: handshakes, groups, pushes, faults."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import numpy as np
+import pytest
+
+from inference_server.config import ServerConfig
+from inference_server.engine import EngineDead, EngineFailed
+from protocol.messages import (
+    PROTOCOL_VERSION,
+    Ack,
+    Cancel,
+    Generate,
+    Group,
+    GroupFailed,
+    Hello,
+    Manifest,
+    ModelFingerprint,
+    Pulse,
+    PushAbort,
+    PushBegin,
+    PushDone,
+    PushFailed,
+    PushReady,
+    Refused,
+    Rendezvous,
+    Score,
+    Scores,
+    Welcome,
+)
+from tests.fakes import MODEL, ScriptedEngine, Serving, report, serving
+from tests.inference_server.scripted_learner import ScriptedLearner
+
+TIMEOUT_S = 30.0
+RENDEZVOUS = Rendezvous(transport="gloo", host="127.0.0.1", port=1, world_size=2, timeout_s=5)
+
+Test = Callable[[ScriptedEngine, Serving, ScriptedLearner], Awaitable[None]]
+
+
+def run_with_server(test: Test, config: ServerConfig = ServerConfig()) -> None:  # noqa: B008  (frozen)
+    async def run() -> None:
+        engine = ScriptedEngine()
+        async with serving(engine, config) as running:
+            learner = ScriptedLearner(running.endpoint)
+            try:
+                await asyncio.wait_for(test(engine, running, learner), TIMEOUT_S)
+            finally:
+                learner.close()
+
+    asyncio.run(run())
+
+
+def begin(version: int, epoch: str = "e1") -> PushBegin:
+    return PushBegin(epoch=epoch, version=version, rendezvous=RENDEZVOUS, manifest=Manifest(tensors=(), bucket_bytes=1))
+
+
+async def join_and_push(engine: ScriptedEngine, learner: ScriptedLearner, version: int = 0) -> None:
+    """Be welcomed and give the engine weights, without any transport."""
+    await learner.join()
+    engine.scripted_reports.append([report()])
+    await learner.send(begin(version))
+    await learner.receive(PushDone)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+# --- handshake ---------------------------------------------------------------------------------------------------
+
+
+def test_a_learner_is_welcomed_with_what_the_server_can_do() -> None:
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        welcome = await learner.join()
+        assert (welcome.policy_version, welcome.num_workers, welcome.dtype) == (None, 1, "float32")
+        assert (welcome.max_model_len, welcome.max_concurrent_sequences, welcome.transports) == (64, 256, ["gloo"])
+        again = await learner.join()
+        assert again.server_id == welcome.server_id
+
+    run_with_server(test)
+
+
+def test_another_protocol_version_is_refused_with_both_versions() -> None:
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        await learner.hello(protocol_version=99)
+        reason = (await learner.receive(Refused)).reason
+        assert "version 99" in reason and f"the server {PROTOCOL_VERSION}" in reason and "install the same" in reason
+
+    run_with_server(test)
+
+
+def test_another_model_is_refused_with_both_models() -> None:
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        other = ModelFingerprint(architecture="Qwen2ForCausalLM", vocab_size=151936, tokenizer_hash="ffff")
+        await learner.send(Hello(run="run-a", protocol_version=PROTOCOL_VERSION, model=other))
+        reason = (await learner.receive(Refused)).reason
+        assert "Qwen2ForCausalLM with 151936 tokens" in reason and f"{MODEL.architecture} with 32 tokens" in reason
+
+    run_with_server(test)
+
+
+def test_a_second_run_is_refused_while_the_first_is_connected_and_served_after_it_left() -> None:
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        await join_and_push(engine, learner, version=7)
+        second = ScriptedLearner(running.endpoint, run="run-b")
+        await second.hello()
+        assert "busy with run run-a" in (await second.receive(Refused)).reason
+        learner.channel.close()
+        answer: Welcome | Refused = Refused(reason="not asked yet")
+        while isinstance(answer, Refused):
+            await asyncio.sleep(0.05)
+            await second.hello()
+            answer = await second.receive((Welcome, Refused))
+        assert answer.policy_version is None, "weights of another run are no weights"
+        await second.generate("g", [1, 2])
+        assert (await second.receive(GroupFailed)).code == "not_ready"
+        second.close()
+
+    run_with_server(test)
+
+
+def test_a_malformed_message_is_answered_once_and_its_sender_ignored() -> None:
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        await learner.join()
+        stranger = ScriptedLearner(running.endpoint, run="run-b")
+        await stranger.channel._socket.send_multipart([b"\xc1 not msgpack"])
+        assert "malformed message" in (await stranger.receive(Refused)).reason
+        await stranger.hello()
+        with pytest.raises(TimeoutError):
+            await stranger.receive((Welcome, Refused), timeout_s=0.3)
+        assert await learner.join()
+        stranger.close()
+
+    run_with_server(test)
+
+
+@pytest.mark.parametrize("kind", ["generate", "score", "push"])
+def test_a_request_before_hello_gets_an_answer_of_its_own_kind(kind: str) -> None:
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        if kind == "generate":
+            await learner.generate("g", [1])
+            failed = await learner.receive(GroupFailed)
+            assert failed.retryable and "Hello" in failed.message
+        elif kind == "score":
+            await learner.send(Score(request_id="s", token_ids=np.array([1, 2], dtype=np.int32), deadline_s=1))
+            assert "Hello" in ((await learner.receive(Scores)).error or "")
+        else:
+            await learner.send(begin(0))
+            assert (await learner.receive(PushFailed)).weights_intact
+
+    run_with_server(test)
+
+
+# --- groups ------------------------------------------------------------------------------------------------------
+
+
+def test_a_group_comes_with_tokens_logprobs_and_the_version_that_sampled_them() -> None:
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        await join_and_push(engine, learner, version=4)
+        await learner.generate("0.1", [5, 6], num_completions=3, max_tokens=2)
+        group = await learner.receive(Group)
+        assert group.group_id == "0.1"
+        assert [c.token_ids.tolist() for c in group.completions] == [[7], [7, 8], [7, 8]]
+        assert [c.versions for c in group.completions] == [[(4, 1)], [(4, 2)], [(4, 2)]]
+        assert [c.finish_reason for c in group.completions] == ["stop", "stop", "length"]
+
+    run_with_server(test)
+
+
+def test_generating_before_the_first_push_fails_retryably() -> None:
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        await learner.join()
+        await learner.generate("g", [1])
+        failed = await learner.receive(GroupFailed)
+        assert (failed.code, failed.retryable) == ("not_ready", True)
+
+    run_with_server(test)
+
+
+def test_a_running_group_is_not_generated_twice_and_a_finished_one_is_sent_again() -> None:
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        await join_and_push(engine, learner)
+        engine.release.clear()
+        await learner.generate("g", [1])
+        await learner.generate("g", [1])
+        await until(lambda: len(engine.prompts) == 1)
+        engine.release.set()
+        first = await learner.receive(Group)
+        await learner.generate("g", [1])
+        second = await learner.receive(Group)
+        assert first.group_id == second.group_id == "g" and len(engine.prompts) == 1
+        await learner.send(Ack(group_ids=["g"]))
+        await learner.generate("g", [1])
+        await learner.receive(Group)
+        assert len(engine.prompts) == 2
+
+    run_with_server(test)
+
+
+def test_unacknowledged_groups_are_sent_again_after_a_reconnect() -> None:
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        await join_and_push(engine, learner)
+        for group_id in ("a", "b"):
+            await learner.generate(group_id, [1])
+            await learner.receive(Group)
+        await learner.send(Ack(group_ids=["a"]))
+        await until(lambda: running.server.status()["groups_unacked"] == 1)
+        learner.channel.close()
+        again = ScriptedLearner(running.endpoint)
+        welcome = await again.join()
+        assert welcome.policy_version == 0
+        assert (await again.receive(Group)).group_id == "b"
+        again.close()
+
+    run_with_server(test)
+
+
+def test_a_group_that_finishes_while_the_learner_is_away_is_kept_for_it() -> None:
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        await join_and_push(engine, learner)
+        engine.release.clear()
+        await learner.generate("g", [1])
+        await until(lambda: bool(engine.prompts))
+        learner.channel.close()
+        engine.release.set()
+        await until(lambda: running.server.status()["groups_unacked"] == 1)
+        again = ScriptedLearner(running.endpoint)
+        await again.join()
+        assert (await again.receive(Group)).group_id == "g"
+        again.close()
+
+    run_with_server(test)
+
+
+def test_groups_without_an_ack_are_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference_server.server.PULSE_INTERVAL_S", 0.05)
+    monkeypatch.setattr("inference_server.groups.Groups.resend.__defaults__", (0.1,))
+
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        await join_and_push(engine, learner)
+        await learner.generate("g", [1])
+        assert [(await learner.receive(Group)).group_id for _ in range(3)] == ["g"] * 3
+
+    run_with_server(test)
+
+
+def test_a_learner_that_stays_away_loses_its_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference_server.server.PULSE_INTERVAL_S", 0.05)
+
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        await join_and_push(engine, learner)
+        engine.release.clear()
+        await learner.generate("g", [1])
+        await until(lambda: bool(engine.prompts))
+        learner.channel.close()
+        await until(lambda: engine.cancelled == 1)
+        assert running.server.status()["run"] is None and running.server.status()["groups_running"] == 0
+
+    run_with_server(test, ServerConfig(orphan_timeout_s=0.2))
+
+
+def test_a_group_past_its_deadline_fails_with_a_remedy_and_is_aborted() -> None:
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        await join_and_push(engine, learner)
+        engine.release.clear()
+        await learner.generate("g", [1], deadline_s=0.01)
+        failed = await learner.receive(GroupFailed)
+        assert (failed.code, failed.retryable) == ("deadline", True)
+        assert "0.01 s" in failed.message and "server.max_concurrent_sequences" in failed.message
+        assert engine.cancelled == 1
+
+    run_with_server(test)
+
+
+def test_a_cancelled_group_is_aborted_and_may_be_asked_for_again() -> None:
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        await join_and_push(engine, learner)
+        engine.release.clear()
+        await learner.generate("g", [1])
+        await until(lambda: bool(engine.prompts))
+        await learner.send(Cancel(group_ids=["g", "unknown"]))
+        await learner.generate("g", [2])
+        await until(lambda: engine.cancelled == 1 and len(engine.prompts) == 2)
+        engine.release.set()
+        assert (await learner.receive(Group)).completions[0].token_ids.tolist() == [3]
+
+    run_with_server(test)
+
+
+def test_an_engine_error_fails_one_group_and_the_next_one_comes() -> None:
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        await join_and_push(engine, learner)
+        engine.fail_with = EngineFailed("out of luck")
+        await learner.generate("a", [1])
+        failed = await learner.receive(GroupFailed)
+        assert (failed.code, failed.message, failed.retryable) == ("engine_error", "out of luck", True)
+        engine.fail_with = None
+        await learner.generate("b", [1])
+        assert (await learner.receive(Group)).group_id == "b"
+
+    run_with_server(test)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "expected"),
+    [
+        ([], {}, "no tokens"),
+        ([1, 32], {}, "token id 32; expected 0 to 31"),
+        ([1, -1], {}, "token id -1"),
+        ([1] * 60, {"max_tokens": 5}, "together 65; the server allows 64 (server.max_model_len)"),
+        ([1], {"max_tokens": 0}, "max_tokens is 0, expected at least 1"),
+        ([1], {"num_completions": 0}, "num_completions is 0, expected 1 to 16384"),
+        ([1], {"temperature": 2.5}, "temperature is 2.5, expected 0, or 0.01 to 2"),
+        ([1], {"temperature": 0.001}, "temperature is 0.001"),
+        ([1], {"temperature": 0.0}, "all completions would be equal"),
+        ([1], {"temperature": float("nan")}, "temperature is nan"),
+        ([1], {"top_p": 0.0}, "top_p is 0.0"),
+        ([1], {"top_k": -2}, "top_k is -2"),
+        ([1], {"seed": -5}, "seed is -5"),
+        ([1], {"stop_token_ids": (32,)}, "ids below the vocabulary's 32"),
+    ],
+)
+def test_what_the_engine_could_not_stand_never_reaches_it(prompt: list[int], sampling: dict, expected: str) -> None:
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        await join_and_push(engine, learner)
+        await learner.generate("g", prompt, **sampling)
+        failed = await learner.receive(GroupFailed)
+        assert (failed.code, failed.retryable) == ("invalid_prompt", False)
+        assert expected in failed.message and not engine.prompts
+
+    run_with_server(test)
+
+
+def test_scores_come_with_their_version_and_errors_with_the_reason() -> None:
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        await join_and_push(engine, learner, version=3)
+
+        async def score(token_ids: list[int], deadline_s: float = 5) -> Scores:
+            tokens = np.array(token_ids, dtype=np.int32)
+            await learner.send(Score(request_id="s", token_ids=tokens, deadline_s=deadline_s))
+            return await learner.receive(Scores)
+
+        scores = await score([1, 2, 3])
+        assert (scores.logprobs.tolist(), scores.policy_version, scores.error) == ([-0.5, -0.5], 3, None)
+        assert "expected 2 to 63" in ((await score([1])).error or "")
+        assert "token id 99" in ((await score([1, 99])).error or "")
+        engine.release.clear()
+        assert "deadline of 0.01 s" in ((await score([1, 2], deadline_s=0.01)).error or "")
+
+    run_with_server(test)
+
+
+# --- pushes ------------------------------------------------------------------------------------------------------
+
+
+def test_a_push_pauses_receives_labels_and_resumes_in_this_order() -> None:
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        await learner.join()
+        engine.scripted_reports.append([report(rank=0, receive_s=1.0), report(rank=1, receive_s=2.0, load_s=0.5)])
+        await learner.send(begin(5))
+        ready = await learner.receive(PushReady)
+        done = await learner.receive(PushDone)
+        assert (ready.epoch, ready.version) == (done.epoch, done.version) == ("e1", 5)
+        assert (done.checksum, done.receive_s, done.load_s) == ("c0ffee", 2.0, 0.5)
+        assert engine.calls == ["pause", "receive_push", "set_version 5", "resume"]
+        status = running.server.status()
+        assert (status["policy_version"], status["push_state"], status["pushes_done"]) == (5, "idle", 1)
+
+    run_with_server(test)
+
+
+def test_a_real_push_over_gloo_arrives_in_the_scripted_engine() -> None:
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        import torch
+
+        await learner.join()
+        for version in (1, 2):
+            tensors = [("a", torch.full((3, 4), float(version))), ("b", torch.arange(5.0))]
+            outcome, checksum = await (learner.push if version == 1 else learner.push_again)(version, tensors)
+            assert isinstance(outcome, PushDone) and outcome.checksum == checksum
+            assert engine.weights["a"].tolist() == tensors[0][1].tolist()
+
+    run_with_server(test)
+
+
+def test_generation_goes_on_with_the_old_weights_when_a_push_fails_before_loading() -> None:
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        await join_and_push(engine, learner, version=1)
+        engine.scripted_reports.append([report(ok=False, state="receiving", error="the sender is gone")])
+        await learner.send(begin(2, epoch="e2"))
+        failed = await learner.receive(PushFailed)
+        assert (failed.version, failed.state, failed.weights_intact) == (2, "receiving", True)
+        assert "worker 0 failed while receiving: the sender is gone" in failed.message
+        await learner.generate("g", [1])
+        assert (await learner.receive(Group)).completions[0].versions == [(1, 1)]
+
+    run_with_server(test)
+
+
+@pytest.mark.parametrize(
+    "reports",
+    [
+        [report(ok=False, state="loading", weights_intact=False, error="boom")],
+        [report(rank=0), report(rank=1, ok=False, state="receiving", error="late")],
+        [report(rank=0, checksum="aa"), report(rank=1, checksum="bb")],
+    ],
+    ids=["failed while loading", "one of two workers failed", "different bytes"],
+)
+def test_torn_weights_stay_paused_until_a_whole_push_succeeds(reports: list) -> None:
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        await join_and_push(engine, learner, version=1)
+        engine.scripted_reports.append(reports)
+        await learner.send(begin(2, epoch="e2"))
+        assert not (await learner.receive(PushFailed)).weights_intact
+        assert running.server.status()["push_state"] == "torn"
+        await learner.generate("g", [1])
+        # A push that fails before loading anything does not heal.
+        engine.scripted_reports.append([report(ok=False, state="joining", weights_intact=True, error="no way")])
+        await learner.send(begin(2, epoch="e3"))
+        assert not (await learner.receive(PushFailed)).weights_intact
+        engine.scripted_reports.append([report()])
+        await learner.send(begin(3, epoch="e4"))
+        await learner.receive(PushDone)
+        assert (await learner.receive(Group)).completions[0].versions == [(3, 1)]
+        assert running.server.status()["push_state"] == "idle"
+
+    run_with_server(test)
+
+
+def test_an_unknown_epoch_without_a_rendezvous_fails_before_the_pause() -> None:
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        await learner.join()
+        await learner.send(PushBegin(epoch="e9", version=1))
+        failed = await learner.receive(PushFailed)
+        assert failed.weights_intact and "e9" in failed.message and "begin a new epoch" in failed.message
+        assert engine.calls == []
+
+    run_with_server(test)
+
+
+def test_a_failed_push_ends_its_epoch() -> None:
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        await join_and_push(engine, learner)
+        engine.scripted_reports.append([report(ok=False, state="receiving", error="x")])
+        await learner.send(PushBegin(epoch="e1", version=2))
+        await learner.receive(PushFailed)
+        await learner.send(PushBegin(epoch="e1", version=2))
+        assert "begin a new epoch" in (await learner.receive(PushFailed)).message
+
+    run_with_server(test)
+
+
+def test_a_pause_that_does_not_come_names_its_knob() -> None:
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        await learner.join()
+        engine.release_pause.clear()
+        await learner.send(begin(1))
+        failed = await learner.receive(PushFailed)
+        assert failed.state == "pausing" and "server.pause_timeout_s" in failed.message and failed.weights_intact
+        assert engine.calls[-1] == "resume"
+
+    run_with_server(test, ServerConfig(pause_timeout_s=0.05))
+
+
+def test_an_abort_leaves_the_epoch() -> None:
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        await join_and_push(engine, learner)
+        await learner.send(PushAbort(epoch="another"))
+        await learner.send(PushAbort(epoch="e1"))
+        await until(lambda: engine.calls[-1] == "leave_epoch e1")
+        await learner.send(PushBegin(epoch="e1", version=1))
+        assert "begin a new epoch" in (await learner.receive(PushFailed)).message
+
+    run_with_server(test)
+
+
+# --- life --------------------------------------------------------------------------------------------------------
+
+
+def test_pulses_say_what_the_server_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference_server.server.PULSE_INTERVAL_S", 0.02)
+
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        await join_and_push(engine, learner, version=2)
+        await learner.generate("g", [1], num_completions=2)
+        await learner.receive(Group)
+        pulse = await learner.receive(Pulse)
+        while pulse.tokens_generated == 0:
+            pulse = await learner.receive(Pulse)
+        assert (pulse.policy_version, pulse.groups_unacked, pulse.tokens_generated) == (2, 1, 3)
+        assert pulse.server_id == running.server.status()["server_id"]
+
+    run_with_server(test)
+
+
+def test_a_dead_engine_ends_the_server_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference_server.server.PULSE_INTERVAL_S", 0.02)
+
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        await join_and_push(engine, learner)
+        engine.fail_with = EngineDead("it is gone")
+        with pytest.raises(EngineDead, match="it is gone"):
+            await running.task
+
+    run_with_server(test)
+
+
+def test_messages_of_many_groups_do_not_block_each_other() -> None:
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        await join_and_push(engine, learner)
+        engine.release.clear()
+        for index in range(50):
+            await learner.generate(f"g{index}", [1])
+        await until(lambda: running.server.status()["groups_running"] == 50)
+        assert (await learner.join()).policy_version == 0
+        engine.release.set()
+        groups = {(await learner.receive(Group)).group_id for _ in range(50)}
+        assert groups == {f"g{index}" for index in range(50)}
+
+    run_with_server(test)
+
+
+def test_generate_round_trips_through_the_wire_types() -> None:
+    with pytest.raises(ValueError, match="int32"):
+        Generate(group_id="g", prompt_token_ids=np.zeros(2), sampling=None, deadline_s=1)  # type: ignore[arg-type]

