@@ -36,9 +36,14 @@ class RunDir:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
+            self.close()
             raise ConfigError(
                 f"another learner is writing into {path}; wait for it or choose another run_dir"
             ) from error
+
+    def close(self) -> None:
+        """Let another learner write here."""
+        self._lock.close()
 
     @property
     def run_id(self) -> str:
@@ -68,9 +73,9 @@ def open_run_dir(run: LearnerRun, *, resume: bool) -> RunDir:
         raise ConfigError(f"{path} is not empty and holds no run; choose another directory with --run-dir")
     if not exists and resume:
         raise ConfigError(f"{path} holds no run to resume; leave --resume out, or point --run-dir at the run")
-    run_dir = RunDir(path)
     if exists:
-        _refuse_other_config(run_dir.config, run)
+        _refuse_other_config(path / "config.toml", run)
+    run_dir = RunDir(path)
     run_dir.config.write_text(to_toml(run))
     return run_dir
 

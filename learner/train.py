@@ -75,6 +75,8 @@ def train(run: LearnerRun, *, resume: bool) -> Path | None:
     set_seed(run.seed)
     with ExitStack() as cleanup:
         run_dir = open_run_dir(run, resume=resume) if accelerator.is_main_process else None
+        if run_dir is not None:
+            cleanup.callback(run_dir.close)
         trainee = make_trainee(run, accelerator)
         checkpoints = run_dir.checkpoints if run_dir else RunDir.checkpoints_of(run.run_dir)
         checkpoint = find_checkpoint(checkpoints) if resume else None

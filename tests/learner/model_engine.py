@@ -1,0 +1,74 @@
+"""An engine that samples from a real transformers model, whose weights come only from pushes: vLLM's part, slowly.
+
+Every completion has a seed of its own, so what is sampled depends on weights, prompt and seed alone.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from inference_server.engine import EngineLimits
+from protocol.messages import Completion, Sampling
+from protocol.model_files import fingerprint, resolve_model
+from tests.fakes import ScriptedEngine, ServerThread
+
+TINY_LIMITS = EngineLimits(
+    max_model_len=64, vocab_size=16, dtype="float32", num_workers=1, max_concurrent_sequences=256
+)
+
+
+@torch.no_grad()
+def sample(model: Any, prompt: list[int], seed: int, max_tokens: int) -> tuple[list[int], list[float]]:
+    """Sample one completion up to and including <eos>; return tokens and their logprobs."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    while len(tokens) < max_tokens and (not tokens or tokens[-1] != model.config.eos_token_id):
+        logprobs_V = model(torch.tensor([prompt + tokens])).logits[0, -1].log_softmax(-1)
+        tokens.append(int(torch.multinomial(logprobs_V.exp(), 1, generator=generator)))
+        logprobs.append(float(logprobs_V[tokens[-1]]))
+    return tokens, logprobs
+
+
+class ModelEngine(ScriptedEngine):
+    """The scripted engine with a model in it. Unseeded requests are numbered."""
+
+    def __init__(self, model_path: Path) -> None:
+        super().__init__(limits=TINY_LIMITS)
+        self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+        self._num_unseeded = 0
+
+    async def set_version(self, version: int) -> None:
+        await super().set_version(version)
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(self.weights[name])
+
+    def _completion(self, prompt: list[int], index: int, sampling: Sampling) -> Completion:
+        if sampling.seed is None:
+            self._num_unseeded += 1
+        seed = self._num_unseeded if sampling.seed is None else sampling.seed + index
+        tokens, logprobs = sample(self.model, prompt, seed, sampling.max_tokens)
+        assert self.version is not None
+        return Completion(
+            token_ids=np.array(tokens, np.int32),
+            behaviour_logprobs=np.array(logprobs, np.float32),
+            versions=[(self.version, len(tokens))],
+            finish_reason="stop" if tokens[-1] == self.model.config.eos_token_id else "length",
+        )
+
+    async def score(self, token_ids: np.ndarray) -> tuple[np.ndarray, int]:
+        ids = torch.from_numpy(token_ids.astype(np.int64))
+        with torch.no_grad():
+            logprobs_TV = self.model(ids[None]).logits[0, :-1].log_softmax(-1)
+        assert self.version is not None
+        return logprobs_TV.gather(1, ids[1:, None])[:, 0].numpy(), self.version
+
+
+def tiny_server(engine: ScriptedEngine | None = None) -> ServerThread:
+    """A server of the tiny model on a free port."""
+    path = resolve_model("tiny:digits")
+    return ServerThread(engine or ModelEngine(path), model=fingerprint(path))

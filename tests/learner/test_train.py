@@ -1,0 +1,237 @@
+"""Whole runs of the learner against the real server with a transformers model in place of vLLM."""
+
+import json
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from learner.config import LearnerRun
+from learner.data import Prompts
+from learner.policy import load_tokenizer
+from learner.train import train
+from protocol.errors import ConfigError, DataError, HandshakeRefused, ParityError, RewardError
+from protocol.model_files import resolve_model
+from tests.fakes import ScriptedEngine
+from tests.learner.model_engine import ModelEngine, sample, tiny_server
+
+GROUPS_PER_STEP, NUM_COMPLETIONS, MAX_TOKENS = 3, 4, 5
+
+
+def make_run(tmp_path: Path, endpoint: str, **learner: Any) -> LearnerRun:
+    """A run of a few seconds: reverse 4 digits, everything else as a test wants it."""
+    settings = {
+        "steps": 4,
+        "groups_per_step": GROUPS_PER_STEP,
+        "data": {"task": "reverse", "num_digits": 4, "num_prompts": 8},
+        "reward": {"functions": ["share_right", "exact_match"], "weights": [1.0, 0.0]},
+        "sampling": {"num_completions": NUM_COMPLETIONS, "max_tokens": MAX_TOKENS},
+        "optimizer": {"learning_rate": 2e-3},
+        "trackers": [],
+        "dashboard_port": 0,
+        "connect_timeout_s": 20,
+        "push": {"timeout_s": 20},
+    }
+    return msgspec.convert(
+        {
+            "model": "tiny:digits",
+            "run_dir": str(tmp_path / "run"),
+            "endpoint": endpoint,
+            "dtype": "float32",
+            "learner": settings | learner,
+        },
+        LearnerRun,
+    )
+
+
+def metrics_of(run: LearnerRun) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (Path(run.run_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+def rows_of(run: LearnerRun, columns: str, where: str = "1") -> list[tuple]:
+    with sqlite3.connect(Path(run.run_dir) / "ledger.db") as ledger:
+        return ledger.execute(f"SELECT {columns} FROM groups WHERE {where} ORDER BY slot").fetchall()
+
+
+def plain_loop(run: LearnerRun, num_steps: int) -> tuple[list[float], Any]:
+    """Synchronous GRPO on one page: sample, score, subtract the mean, clip, step. Returns losses and the model."""
+    path = resolve_model("tiny:digits")
+    tokenizer = load_tokenizer(path)
+    prompts = Prompts(run.learner.data, tokenizer, run.seed)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    losses = []
+    for step in range(num_steps):
+        terms, num_tokens = [], 0
+        for slot in range(step * GROUPS_PER_STEP, (step + 1) * GROUPS_PER_STEP):
+            prompt = prompts.prompt_at(slot)
+            gold = prompt.columns["answer"]
+            samples = [
+                sample(model, prompt.token_ids, run.seed * 1_000_003 + slot * NUM_COMPLETIONS + i, MAX_TOKENS)
+                for i in range(NUM_COMPLETIONS)
+            ]
+            texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens, _ in samples]
+            rewards = torch.tensor(
+                [(sum(a == b for a, b in zip(t, gold, strict=False)) + (len(t) == len(gold))) / 5 for t in texts]
+            )
+            advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+            for (tokens, behaviour), advantage in zip(samples, advantages, strict=True):
+                ids = torch.tensor([prompt.token_ids + tokens])
+                logprobs = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+                ratio = (logprobs[len(prompt.token_ids) - 1 :] - torch.tensor(behaviour)).exp()
+                terms.append(-torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage).sum())
+                num_tokens += len(tokens)
+        loss = torch.stack(terms).sum() / num_tokens
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model
+
+
+def seeded() -> dict[str, Any]:
+    return {
+        "max_staleness": 0,
+        "sampling": {"num_completions": NUM_COMPLETIONS, "max_tokens": MAX_TOKENS, "seeded": True},
+    }
+
+
+def test_staleness_zero_gives_the_losses_of_a_plain_loop_step_for_step(tmp_path: Path) -> None:
+    with tiny_server() as server:
+        run = make_run(tmp_path, server.endpoint, **seeded())
+        train(run, resume=False)
+    losses, model = plain_loop(run, num_steps=4)
+    metrics = metrics_of(run)
+    assert [line["loss/policy"] for line in metrics] == pytest.approx(losses, abs=1e-5)
+    assert any(abs(loss) > 1e-3 for loss in losses)
+    assert all(line["staleness/max"] == 0 for line in metrics)
+    # Not tensor by tensor: Adam makes whole steps of the rounding noise in gradients that are zero in theory.
+    ids = torch.arange(3, 15)[None]
+    torch.testing.assert_close(server.engine.model(ids).logits, model(ids).logits, atol=1e-3, rtol=1e-3)
+
+
+def test_a_run_in_two_parts_ends_with_the_weights_of_one_run(tmp_path: Path) -> None:
+    reference = {"reference": {"kind": "every", "every_steps": 2}, "loss": {"kl_coef": 0.1}, "checkpoint_every": 2}
+    weights = []
+    for name, parts in (("whole", [6]), ("parts", [3, 6])):
+        with tiny_server() as server:
+            for i, steps in enumerate(parts):
+                run = make_run(tmp_path / name, server.endpoint, **seeded(), **reference, steps=steps)
+                train(run, resume=i > 0)
+            weights.append(server.engine.weights)
+            assert [line["step"] for line in metrics_of(run)] == [1, 2, 3, 4, 5, 6]
+            assert [line["reference/version"] for line in metrics_of(run)] == [0, 2, 2, 4, 4, 6]
+    for name, tensor in weights[0].items():
+        assert torch.equal(tensor, weights[1][name]), name
+
+
+def test_every_prompt_is_consumed_once_in_every_epoch_of_the_data(tmp_path: Path) -> None:
+    with tiny_server() as server:
+        run = make_run(tmp_path, server.endpoint, steps=8)  # 8 steps of 3 groups: 3 epochs of 8 prompts
+        train(run, resume=False)
+    consumed = rows_of(run, "epoch, prompt_id", "state = 'consumed'")
+    assert sorted(consumed) == [(epoch, prompt_id) for epoch in range(3) for prompt_id in range(8)]
+    assert rows_of(run, "count(*)") == [(24,)]
+    assert max(line["staleness/max"] for line in metrics_of(run)) <= 2
+
+
+def test_a_group_that_failed_is_asked_for_again_and_one_that_always_fails_is_recorded(tmp_path: Path) -> None:
+    class Stubborn(ModelEngine):
+        """Fails the prompt of slot 1 always and that of slot 4 once."""
+
+        bad: dict[str, int]
+
+        def _completion(self, prompt, index, sampling):
+            from inference_server.engine import EngineFailed
+
+            if self.bad.get(str(prompt), 0) > 0:
+                self.bad[str(prompt)] -= 1
+                raise EngineFailed("scripted failure")
+            return super()._completion(prompt, index, sampling)
+
+    engine = Stubborn(resolve_model("tiny:digits"))
+    with tiny_server(engine) as server:
+        run = make_run(tmp_path, server.endpoint, steps=2)
+        prompts = Prompts(run.learner.data, load_tokenizer(resolve_model("tiny:digits")), run.seed)
+        engine.bad = {str(prompts.prompt_at(1).token_ids): 10**6, str(prompts.prompt_at(4).token_ids): 1}
+        train(run, resume=False)
+    assert rows_of(run, "slot, attempt, reason", "state = 'dropped'") == [
+        (1, 0, "engine_error"), (1, 1, "engine_error"), (1, 2, "failed"), (4, 0, "engine_error"),
+    ]  # fmt: skip
+    assert rows_of(run, "slot, attempt", "state = 'consumed'") == [(0, 0), (2, 0), (3, 0), (4, 1), (5, 0), (6, 0)]
+
+
+def test_metrics_have_the_names_of_the_design(tmp_path: Path) -> None:
+    with tiny_server() as server:
+        run = make_run(tmp_path, server.endpoint, steps=2, parity={"every_steps": 1})
+        train(run, resume=False)
+    expected = {
+        "reward/mean", "reward/std", "reward/share_right", "reward/exact_match", "loss/policy", "loss/clipped_frac",
+        "policy/entropy", "policy/mismatch_kl", "staleness/mean", "staleness/max", "rollout/completion_length_mean",
+        "rollout/truncated_frac", "push/seconds", "push/stall_seconds", "time/wait_for_batch", "time/step",
+        "perf/tokens_per_s", "perf/learner_idle_frac", "optim/lr", "optim/grad_norm", "parity/abs_logprob",
+    }  # fmt: skip
+    assert expected <= metrics_of(run)[0].keys()
+
+
+def test_a_server_with_another_model_refuses_and_both_sides_are_named(tmp_path: Path) -> None:
+    from tests.fakes import ServerThread
+
+    with ServerThread(ScriptedEngine()) as server, pytest.raises(HandshakeRefused) as caught:
+        train(make_run(tmp_path, server.endpoint), resume=False)
+    assert "GPT2LMHeadModel with 16 tokens" in str(caught.value) and "with 32 tokens" in str(caught.value)
+
+
+def test_a_server_that_scores_otherwise_stops_the_run_before_the_first_step(tmp_path: Path) -> None:
+    class Wrong(ModelEngine):
+        async def score(self, token_ids):
+            logprobs, version = await super().score(token_ids)
+            return logprobs - 0.01, version
+
+    with (
+        tiny_server(Wrong(resolve_model("tiny:digits"))) as server,
+        pytest.raises(ParityError, match=r"0\.01.*bound is 0\.001"),
+    ):
+        train(make_run(tmp_path, server.endpoint), resume=False)
+
+
+def test_a_prompt_longer_than_the_server_allows_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    run_of = {"sampling": {"num_completions": 2, "max_tokens": 60}}
+    with (
+        tiny_server() as server,
+        pytest.raises(DataError, match=r"5 tokens.*max_tokens = 60.*64.*server\.max_model_len"),
+    ):
+        train(make_run(tmp_path, server.endpoint, **run_of), resume=False)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        ("raises", r"raises.*ValueError.*no such answer"),
+        ("wrong_length", r"wrong_length.*4 completions"),
+        ("never_returns", r"never_returns.*1 s.*learner\.reward\.timeout_s"),
+    ],
+)
+def test_a_broken_reward_function_stops_the_run_with_its_name(tmp_path: Path, function: str, expected: str) -> None:
+    reward = {"functions": [f"tests/learner/broken_rewards.py:{function}"], "timeout_s": 1.0}
+    with tiny_server() as server, pytest.raises(RewardError, match=expected):
+        train(make_run(tmp_path, server.endpoint, reward=reward), resume=False)
+
+
+def test_a_run_directory_is_refused_or_resumed_but_never_overwritten(tmp_path: Path) -> None:
+    with tiny_server() as server:
+        run = make_run(tmp_path, server.endpoint, steps=1)
+        train(run, resume=False)
+        with pytest.raises(ConfigError, match=r"already holds a run.*--resume"):
+            train(run, resume=False)
+        other = make_run(tmp_path, server.endpoint, steps=1, max_staleness=5)
+        with pytest.raises(ConfigError, match=r"another config: learner\.max_staleness was 2, is 5"):
+            train(other, resume=True)
+        with pytest.raises(ConfigError, match="holds no run to resume"):
+            train(make_run(tmp_path / "new", server.endpoint), resume=True)
+    assert len(metrics_of(run)) == 1

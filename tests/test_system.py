@@ -1,0 +1,178 @@
+"""The user's commands on real vLLM: two processes, real sockets, kills in the middle; judged by what they leave behind."""
+
+import json
+import os
+import re
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+ROOT = Path(__file__).parent.parent
+RECIPE = "deploy/recipes/reverse.toml"
+TIMEOUT_S = 120
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+class Server:
+    """`inference-server` as a user starts it, on ports of its own."""
+
+    def __init__(self, log: Path) -> None:
+        self.port, self.http_port, self._log = free_port(), free_port(), log
+        self.shared = ["--endpoint", f"tcp://127.0.0.1:{self.port}"]
+        self.start()
+
+    def start(self) -> None:
+        command = [
+            sys.executable,
+            "-m",
+            "inference_server",
+            RECIPE,
+            *self.shared,
+            "--server.http-port",
+            str(self.http_port),
+        ]
+        with self._log.open("a") as log:
+            self._process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+
+    def wait_until_ready(self) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while "ready after" not in self._log.read_text():
+            assert self._process.poll() is None and time.monotonic() < deadline, self._log.read_text()
+            time.sleep(0.1)
+
+    def kill(self) -> None:
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def stop(self) -> int:
+        self._process.send_signal(signal.SIGTERM)
+        return self._process.wait(TIMEOUT_S)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(tmp_path_factory.mktemp("server") / "server.log")
+    server.wait_until_ready()
+    yield server
+    assert server.stop() == 0
+
+
+def start_learner(server: Server, run_dir: Path, *flags: str) -> subprocess.Popen[str]:
+    small = ["--learner.data.num-prompts", "16", "--learner.groups-per-step", "4", "--learner.checkpoint-every", "3"]
+    command = [sys.executable, "-m", "learner", "train", RECIPE, *server.shared, "--run-dir", str(run_dir)]
+    command += [*small, "--learner.dashboard-port", "0", *flags]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(learner: subprocess.Popen[str]) -> str:
+    output, _ = learner.communicate(timeout=TIMEOUT_S)
+    assert learner.returncode == 0, output
+    return output
+
+
+def steps_done(run_dir: Path) -> int:
+    metrics = run_dir / "metrics.jsonl"
+    return metrics.read_text().count("\n") if metrics.exists() else 0
+
+
+def wait_for_step(run_dir: Path, step: int, learner: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while steps_done(run_dir) < step:
+        assert learner.poll() is None, learner.communicate()[0]
+        assert time.monotonic() < deadline, f"step {step} was not reached"
+        time.sleep(0.05)
+
+
+def report_of(run_dir: Path) -> dict[str, float]:
+    command = [sys.executable, "-m", "learner", "report", str(run_dir), "--json"]
+    return json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+
+
+def assert_every_group_is_accounted_for(run_dir: Path, num_steps: int) -> None:
+    """Each prompt once per epoch of the data, four groups to every step, nothing left over."""
+    with sqlite3.connect(run_dir / "ledger.db") as ledger:
+        consumed = ledger.execute("SELECT epoch, prompt_id FROM groups WHERE state = 'consumed'").fetchall()
+        per_step = ledger.execute("SELECT step, count(*) FROM groups WHERE state = 'consumed' GROUP BY step").fetchall()
+    assert len(consumed) == len(set(consumed)) == 4 * num_steps
+    assert per_step == [(step, 4) for step in range(1, num_steps + 1)]
+    report = report_of(run_dir)
+    assert (report["groups_lost"], report["groups_outstanding"], report["steps"]) == (0, 0, num_steps)
+
+
+def test_a_run_trains_while_an_openai_client_is_served_and_a_second_run_follows(server: Server, tmp_path: Path) -> None:
+    learner = start_learner(server, tmp_path / "first", "--learner.steps", "12")
+    wait_for_step(tmp_path / "first", 2, learner)
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{server.http_port}/v1", api_key="none") as client:
+        answer = client.completions.create(model="tiny:digits", prompt="12345678>", max_tokens=9)
+    assert learner.poll() is None and re.fullmatch(r"[0-9>+=, ]{0,9}", answer.choices[0].text)
+    output = finish(learner)
+    assert "Step 12/12" in output and "0 lost" in output and "report.html" in output
+    assert_every_group_is_accounted_for(tmp_path / "first", 12)  # 48 groups: 3 epochs of 16 prompts
+    report = report_of(tmp_path / "first")
+    assert report["mismatch_mean_abs_logprob"] <= 1e-4 and report["staleness_max"] <= 2
+
+    finish(start_learner(server, tmp_path / "second", "--learner.steps", "4", "--learner.max-staleness", "0"))
+    metrics = [json.loads(line) for line in (tmp_path / "second" / "metrics.jsonl").read_text().splitlines()]
+    # At staleness 0 every token is sampled by the very weights that are trained: vLLM's logprobs are the learner's.
+    assert all(line["staleness/max"] == 0 and line["policy/mismatch_abs_logprob"] <= 1e-5 for line in metrics)
+    assert all(line["loss/clipped_frac"] == 0 and abs(line["policy/mismatch_kl"]) <= 1e-6 for line in metrics)
+
+
+def test_a_learner_killed_in_the_middle_resumes_and_loses_nothing(server: Server, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    learner = start_learner(server, run_dir, "--learner.steps", "12")
+    wait_for_step(run_dir, 5, learner)
+    learner.kill()
+    learner.communicate()
+    output = finish(start_learner(server, run_dir, "--learner.steps", "12", "--resume"))
+    assert "resumed from" in output
+    assert_every_group_is_accounted_for(run_dir, 12)
+
+
+def test_ctrl_c_finishes_the_step_and_leaves_a_checkpoint_to_resume_from(server: Server, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    learner = start_learner(server, run_dir, "--learner.steps", "500")
+    wait_for_step(run_dir, 2, learner)
+    learner.send_signal(signal.SIGINT)
+    output = finish(learner)
+    assert "stopping after this step" in output
+    done = steps_done(run_dir)
+    assert (run_dir / "checkpoints" / f"step-{done:06d}" / "state.json").exists()
+    finish(start_learner(server, run_dir, "--learner.steps", str(done + 2), "--resume"))
+    assert report_of(run_dir)["steps"] == done + 2
+
+
+def test_a_server_killed_in_the_middle_comes_back_and_the_run_goes_on(tmp_path: Path) -> None:
+    server = Server(tmp_path / "server.log")  # the learner is started at the same moment: it waits
+    run_dir = tmp_path / "run"
+    learner = start_learner(server, run_dir, "--learner.steps", "60", "--learner.groups-per-step", "4")
+    wait_for_step(run_dir, 3, learner)
+    server.kill()
+    server.start()
+    output = finish(learner)
+    assert "no sign of the server" in output or "went away" in output
+    assert_every_group_is_accounted_for(run_dir, 60)
+    assert server.stop() == 0
+
+
+def test_colocate_runs_both_and_ends_both(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "deploy.colocate", RECIPE, "--run-dir", str(tmp_path / "run")]
+    command += ["--endpoint", f"tcp://127.0.0.1:{free_port()}", "--server.http-port", str(free_port())]
+    command += ["--learner.steps", "3", "--learner.dashboard-port", "0"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "learner | Step 3/3" in done.stdout and " server | " in done.stdout
+    assert report_of(tmp_path / "run")["groups_consumed"] == 48
+    assert (tmp_path / "run" / "logs" / "server.log").read_text().count("ready after") == 1
