@@ -1,7 +1,7 @@
-"""Server and learner on one node: `python -m deploy.colocate run.toml [--key value ...]`.
+"""Server and learner on one node: `python -m deploy.colocate run.toml [--resume] [--dry-run] [--key value ...]`.
 
     starts both ─▶ prefixes their lines ─▶ passes signals on ─▶ ends the server when the learner ends, and the learner
-    when the server ends ─▶ writes the report
+    when the server ends
 
 A run without GPUs whose config names no `cpu_cores` gets half of the cores for each process. Everything the two print
 also goes to RUN_DIR/logs/.
@@ -18,7 +18,7 @@ from typing import IO
 
 from inference_server.config import ServerRun
 from learner.config import LearnerRun
-from protocol.config import load_config
+from protocol.config import load_config, to_toml
 from protocol.errors import SlipstreamError
 
 GRACE_S = 20.0
@@ -76,12 +76,15 @@ def main() -> None:
 
 def colocate(arguments: list[str]) -> int:
     """Return the exit code of the learner, or 1 when the server ended first. Raises ConfigError."""
-    switches = [argument for argument in arguments if argument == "--resume"]
+    switches = [argument for argument in arguments if argument in ("--resume", "--dry-run")]
     arguments = [argument for argument in arguments if argument not in switches]
     learner_flags, server_flags = _flags_of_each(arguments[1:])
     config_file = arguments[:1]
     server_run = load_config(ServerRun, config_file + server_flags, "python -m deploy.colocate")
     learner_run = load_config(LearnerRun, config_file + learner_flags, "python -m deploy.colocate")
+    if "--dry-run" in switches:
+        print(to_toml(server_run))  # each side reads the other's section as it stands in the file
+        return 0
     server_cores, learner_cores = _split_cores(server_run.server.cpu_cores, learner_run.learner.cpu_cores)
     logs = Path(learner_run.run_dir) / "logs"
     logs.mkdir(parents=True, exist_ok=True)

@@ -27,6 +27,7 @@ from protocol.channel import ServerChannel
 from protocol.errors import ProtocolError
 from protocol.messages import (
     PROTOCOL_VERSION,
+    TRANSPORTS,
     Ack,
     Cancel,
     Generate,
@@ -48,7 +49,6 @@ from protocol.messages import (
 log = logging.getLogger(__name__)
 
 PULSE_INTERVAL_S = 1.0
-TRANSPORTS = ["gloo"]
 
 
 class Learner(msgspec.Struct):

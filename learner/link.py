@@ -20,6 +20,7 @@ from protocol.channel import LearnerChannel
 from protocol.errors import DeadlineExceeded, HandshakeRefused, ProtocolError, PushFailed, SlipstreamError
 from protocol.messages import (
     Ack,
+    Cancel,
     Generate,
     Group,
     GroupFailed,
@@ -149,6 +150,10 @@ class ServerLink:
     async def acknowledge(self, group_ids: list[str]) -> None:
         """Let the server forget groups. A lost ack costs only a duplicate, which the ledger recognises."""
         await self._try_send(Ack(group_ids=group_ids), SEND_TIMEOUT_S)
+
+    async def cancel(self, group_ids: list[str]) -> None:
+        """Tell the server that these groups are no longer wanted."""
+        await self._try_send(Cancel(group_ids=group_ids), SEND_TIMEOUT_S)
 
     async def score(self, token_ids: list[int], timeout_s: float) -> Scores:
         """Return the server's logprobs of a sequence. Raises DeadlineExceeded, SlipstreamError."""

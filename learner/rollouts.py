@@ -1,9 +1,9 @@
-"""Rollouts: keeps the server busy within the staleness bound and turns what comes back into scored groups.
+"""Rollouts: keeps the server busy within the staleness bound and hands out scored groups in slot order.
 
     loop           consumes              produces                        waits for                    unblocked by
-    _admit         prompts, by slot      Generate, ledger: admitted      room under the admission     publish (a new version),
-                                                                         rule, a server with weights  a failed group
-    link.run       messages              groups to _receive              the server                   the server
+    _admit         prompts, by slot      ledger: admitted, Generate      room under the admission     publish (a new version),
+                                                                         rule, a server with weights  a slot given up
+    link.run       messages              groups to _on_group             the server                   the server
     _receive       Group                 ledger: received, then Ack,     the reward workers           a reward or its timeout
                                          ledger: scored, ready groups
     take (main     ready groups,         the batch of one step           the next groups in slot      _receive
@@ -22,22 +22,22 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
-from learner.admission import num_admissible
-from learner.advantages import group_advantages
+from learner.admission import num_slots_allowed
 from learner.batch import ScoredGroup
 from learner.config import LearnerRun
 from learner.data import Prompt, Prompts
-from learner.ledger import Ledger, Row
+from learner.ledger import Ledger
 from learner.link import ServerLink
 from learner.loop_thread import LoopThread
-from learner.rewards import GroupRewards, RewardWorkers, raise_if_broken
-from protocol.codec import pack, unpack
+from learner.scoring import Scorer
+from protocol.codec import pack
 from protocol.errors import DataError, DeadlineExceeded, ProtocolError
 from protocol.messages import Generate, Group, GroupFailed, Hello, Sampling, Welcome
 
 log = logging.getLogger(__name__)
+
+CALL_TIMEOUT_S = 10.0
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,29 +53,27 @@ class Rollouts:
     """Runs in the loop thread; `take`, `publish` and `wait_for_server` are the main thread's side."""
 
     def __init__(
-        self,
-        run: LearnerRun,
-        hello: Hello,
-        prompts: Prompts,
-        tokenizer: PreTrainedTokenizerBase,
-        ledger: Ledger,
-        workers: RewardWorkers,
-        version: int,
+        self, run: LearnerRun, hello: Hello, prompts: Prompts, ledger: Ledger, scorer: Scorer, version: int
     ) -> None:
         self._run, self._config = run, run.learner
-        self._prompts, self._tokenizer, self._ledger, self._workers = prompts, tokenizer, ledger, workers
+        self._prompts, self._ledger, self._scorer = prompts, ledger, scorer
         self._version = version
-        self._failure: BaseException | None = None
+        self._served_by: str | None = None
+        """The server that has this run's weights."""
         self._outstanding: dict[str, Request] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._unsent: list[Request] = []
+        """Of the outstanding: those a resume found beyond the admission rule; they wait for it like new ones."""
         self._scoring: set[int] = set()
         self._ready: dict[int, ScoredGroup] = {}
         self._changed = threading.Condition()
-        self._served_by: str | None = None
+        self._failure: BaseException | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
-        self._resume_from_ledger()
+        self._next_slot = ledger.next_slot()
+        self._next_slot_to_take = ledger.next_slot_to_consume()
+        self._given_up = set(ledger.given_up_slots())
         self.thread = LoopThread("rollouts")
-        self.link: ServerLink = self.thread.call(self._connect(hello), timeout_s=10)
+        self.link: ServerLink = self.thread.call(self._start(hello), CALL_TIMEOUT_S)
 
     # --- the main thread's side ----------------------------------------------------------------------------------
 
@@ -96,16 +94,6 @@ class Rollouts:
             f"no inference server answers at {self._run.endpoint} after {timeout_s:.0f} s; start one with "
             "`inference-server run.toml`, check `endpoint`, or raise learner.connect_timeout_s"
         )
-
-    def check_fits(self, welcome: Welcome) -> None:
-        """Raise DataError when a prompt and its completion may be longer than the server allows."""
-        row, num_tokens = self._prompts.longest()
-        max_tokens = self._config.sampling.max_tokens
-        if num_tokens + max_tokens > welcome.max_model_len:
-            raise DataError(
-                f"the prompt in row {row} has {num_tokens} tokens; with learner.sampling.max_tokens = {max_tokens} that is more "
-                f"than the server's {welcome.max_model_len}. Raise server.max_model_len, lower max_tokens or filter the data"
-            )
 
     def publish(self, version: int) -> None:
         """The connected server now generates with `version`: admit what the rule allows."""
@@ -140,6 +128,9 @@ class Rollouts:
         return f"{len(self._outstanding)} groups from the server"
 
     def close(self) -> None:
+        """Let the server forget what was asked for; the ledger remembers it for a resume."""
+        if self.link.connected:
+            self.thread.call(self.link.cancel(list(self._outstanding)), CALL_TIMEOUT_S)
         self.thread.stop()
         self.link.close()
 
@@ -173,38 +164,22 @@ class Rollouts:
                 attempt = int(group.group_id.partition(".")[2])
                 self.thread.loop.call_soon_threadsafe(self._ask_again, group.group_id, slot, attempt, "stale")
 
-    # --- resume --------------------------------------------------------------------------------------------------
-
-    def _resume_from_ledger(self) -> None:
-        """Take up every group where the ledger has it; an empty ledger is a new run."""
-        self._next_slot = self._ledger.next_slot()
-        self._given_up = set(self._ledger.given_up_slots())
-        self._next_slot_to_take = self._ledger.next_slot_to_consume()
-        self._unscored: list[Row] = []
-        for row in self._ledger.outstanding():
-            if row.state == "admitted":
-                request = Request(
-                    group_id=row.group_id, slot=row.slot, attempt=row.attempt, prompt=self._prompts.prompt_at(row.slot)
-                )
-                self._outstanding[row.group_id] = request
-            elif row.state == "received":
-                self._unscored.append(row)
-            else:
-                assert row.rewards is not None
-                rewards = msgspec.json.decode(row.rewards, type=GroupRewards)
-                self._ready[row.slot] = self._scored(row.slot, self._stored_group(row.group_id), rewards)
-
-    def _stored_group(self, group_id: str) -> Group:
-        return unpack(self._ledger.payload(group_id), Group)
-
     # --- the loop thread's side ----------------------------------------------------------------------------------
 
-    async def _connect(self, hello: Hello) -> ServerLink:
+    async def _start(self, hello: Hello) -> ServerLink:
+        """Take up every group where the ledger has it (a new run has none), then begin."""
+        for row in self._ledger.outstanding():
+            if row.state == "admitted":
+                prompt = self._prompts.prompt_at(row.slot)
+                request = Request(group_id=row.group_id, slot=row.slot, attempt=row.attempt, prompt=prompt)
+                self._outstanding[row.group_id] = request
+                self._unsent.append(request)
+            elif row.state == "received":
+                self._spawn(self._score(row.slot, self._scorer.received(row)))
+            else:
+                self._ready[row.slot] = self._scorer.scored(row)
+        self._unsent += [self._request(row.slot, row.attempt + 1) for row in self._ledger.retries_due()]
         link = ServerLink(self._run.endpoint, hello, on_group=self._on_group, on_welcome=self._on_welcome)
-        for row in self._unscored:
-            self._start_scoring(row.slot, self._stored_group(row.group_id))
-        for row in self._ledger.retries_due():
-            self._ask_again_as(row.slot, row.attempt + 1)
         for work in (link.run(), self._admit()):
             self._spawn(work)
         return link
@@ -230,35 +205,38 @@ class Rollouts:
 
     def _on_welcome(self, welcome: Welcome) -> None:
         if welcome.server_id == self._served_by:
-            self._spawn(self._send(list(self._outstanding.values())))
+            self._send_again()
         with self._changed:
             self._changed.notify_all()
 
     def _published(self, served_by: str) -> None:
         if served_by != self._served_by:
             self._served_by = served_by
-            self._spawn(self._send(list(self._outstanding.values())))
+            self._send_again()
         self._wake.set()
 
+    def _send_again(self) -> None:
+        """All that was sent and has not come; an id the server still knows costs it nothing."""
+        self._spawn(self._send([request for request in self._outstanding.values() if request not in self._unsent]))
+
     async def _admit(self) -> None:
-        """Admit prompts whenever the rule has room and the server has this run's weights."""
+        """Send prompts whenever the rule has room and the server has this run's weights."""
         while True:
             await self._wake.wait()
             self._wake.clear()
-            admitted = self._next_slot - len(self._given_up)
-            running = len(self._outstanding)
-            num_groups = num_admissible(
-                accepted=admitted - running,
-                running=running,
+            num_slots = num_slots_allowed(
                 version=self._version,
                 max_staleness=self._config.max_staleness,
                 groups_per_step=self._config.groups_per_step,
                 total_groups=self._config.steps * self._config.groups_per_step,
+                num_given_up=len(self._given_up),
             )
             with self._ledger.batch():
-                requests = [self._request(self._next_slot + i, attempt=0) for i in range(num_groups)]
-            self._next_slot += num_groups
-            await self._send(requests)
+                new = [self._request(slot, attempt=0) for slot in range(self._next_slot, num_slots)]
+            self._next_slot = max(self._next_slot, num_slots)
+            waiting = self._unsent + new
+            self._unsent = [request for request in waiting if request.slot >= num_slots]
+            await self._send([request for request in waiting if request.slot < num_slots])
 
     def _request(self, slot: int, attempt: int) -> Request:
         prompt = self._prompts.prompt_at(slot)
@@ -291,10 +269,11 @@ class Rollouts:
         )
 
     def _on_group(self, message: Group | GroupFailed) -> None:
+        if isinstance(message, Group):
+            self._spawn(self._receive(message))
+            return
         request = self._outstanding.get(message.group_id)
         match message:
-            case Group():
-                self._spawn(self._receive(request, message))
             case GroupFailed(retryable=False) if request is not None:
                 raise DataError(f"the server cannot complete prompt {request.prompt.prompt_id}: {message.message}")
             case GroupFailed(code="not_ready"):
@@ -308,7 +287,7 @@ class Rollouts:
         self._outstanding.pop(group_id, None)
         if attempt + 1 < self._config.max_group_attempts or reason == "stale":
             self._ledger.drop(group_id, reason)
-            self._ask_again_as(slot, attempt + 1)
+            self._spawn(self._send([self._request(slot, attempt + 1)]))
             return
         self._ledger.drop(group_id, "failed")
         log.error("prompt of slot %d is given up after %d attempts (learner.max_group_attempts)", slot, attempt + 1)
@@ -317,55 +296,28 @@ class Rollouts:
             self._changed.notify_all()
         self._wake.set()
 
-    def _ask_again_as(self, slot: int, attempt: int) -> None:
-        request = self._request(slot, attempt)
-        if self._served_by is not None:
-            self._spawn(self._send([request]))
-
-    async def _receive(self, request: Request | None, group: Group) -> None:
+    async def _receive(self, group: Group) -> None:
         """Commit a group, then acknowledge it, then score it. A duplicate is only acknowledged."""
+        request = self._outstanding.pop(group.group_id, None)
         if request is not None:
-            self._check(request, group)
+            self._check(group)
             num_tokens = sum(len(completion.token_ids) for completion in group.completions)
-            is_new = self._ledger.receive(group.group_id, pack(group), group.oldest_version, num_tokens)
-            del self._outstanding[group.group_id]
-            if is_new:
-                self._start_scoring(request.slot, group)
+            self._ledger.receive(group.group_id, pack(group), group.oldest_version, num_tokens)
         await self.link.acknowledge([group.group_id])
+        if request is not None:
+            await self._score(request.slot, group)
 
-    def _check(self, request: Request, group: Group) -> None:
+    def _check(self, group: Group) -> None:
         wanted = self._config.sampling.num_completions
         if len(group.completions) != wanted:
             raise ProtocolError(
                 f"group {group.group_id} has {len(group.completions)} completions, asked for were {wanted}"
             )
 
-    def _start_scoring(self, slot: int, group: Group) -> None:
-        self._scoring.add(slot)
-        self._spawn(self._score(slot, group))
-
     async def _score(self, slot: int, group: Group) -> None:
-        prompt = self._prompts.prompt_at(slot)
-        token_ids_G = [completion.token_ids.tolist() for completion in group.completions]
-        texts_G = self._tokenizer.batch_decode(token_ids_G, skip_special_tokens=True)
-        rewards = await asyncio.wrap_future(self._workers.submit(prompt, texts_G, token_ids_G))
-        raise_if_broken(rewards)
-        scorable = [reward for reward in rewards.rewards if reward is not None]
-        mean = sum(scorable) / len(scorable) if scorable else None
-        self._ledger.score(group.group_id, msgspec.json.encode(rewards).decode(), mean)
-        scored = self._scored(slot, group, rewards)
+        self._scoring.add(slot)
+        scored = await self._scorer.score(slot, group)
         with self._changed:
             self._scoring.discard(slot)
             self._ready[slot] = scored
             self._changed.notify_all()
-
-    def _scored(self, slot: int, group: Group, rewards: GroupRewards) -> ScoredGroup:
-        return ScoredGroup(
-            group_id=group.group_id,
-            slot=slot,
-            prompt_token_ids=np.array(self._prompts.prompt_at(slot).token_ids, np.int32),
-            completions=group.completions,
-            rewards_G=rewards.rewards,
-            advantages_G=group_advantages(rewards.rewards, self._config.advantage_scale),
-            rewards_by_function=rewards.by_function,
-        )

@@ -1,4 +1,4 @@
-"""What a run tells: metrics.jsonl, one console line per step, samples.jsonl, TensorBoard. Only rank 0 has one."""
+"""What a run tells: metrics.jsonl, a console line per step, samples.jsonl, the dashboard, TensorBoard. Rank 0 has one."""
 
 import json
 import logging
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
+from learner.dashboard import Dashboard
 from learner.run_dir import RunDir
 
 log = logging.getLogger(__name__)
@@ -40,8 +41,10 @@ class StepTimer:
 class RunLog:
     """Appends to the files of a run. A resumed run goes on counting seconds where it stopped."""
 
-    def __init__(self, run_dir: RunDir, trackers: tuple[str, ...], num_steps: int) -> None:
-        self._num_steps = num_steps
+    def __init__(
+        self, run_dir: RunDir, trackers: tuple[str, ...], num_steps: int, dashboard: Dashboard | None = None
+    ) -> None:
+        self._num_steps, self._dashboard = num_steps, dashboard
         self._metrics = _open_lines(run_dir, run_dir.metrics.name)
         self._samples = _open_lines(run_dir, run_dir.samples.name)
         self._started = time.monotonic() - _elapsed_before(run_dir)
@@ -53,8 +56,10 @@ class RunLog:
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Record one optimizer step everywhere."""
-        line = {"step": step, "time": time.time(), "elapsed_s": time.monotonic() - self._started}
-        _write_line(self._metrics, line | metrics)
+        line = {"step": step, "time": time.time(), "elapsed_s": time.monotonic() - self._started} | metrics
+        _write_line(self._metrics, line)
+        if self._dashboard is not None:
+            self._dashboard.publish(step, line)
         if self._tensorboard is not None:
             for name, value in metrics.items():
                 self._tensorboard.add_scalar(name, value, step)

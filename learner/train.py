@@ -23,9 +23,12 @@ from transformers import PreTrainedTokenizerBase, get_scheduler
 from learner.batch import ScoredGroup
 from learner.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from learner.config import LearnerConfig, LearnerRun
+from learner.dashboard import Dashboard
 from learner.data import Prompts
+from learner.fit import check_fits
 from learner.interrupt import Interrupt
 from learner.ledger import Ledger
+from learner.loop_thread import LoopThread
 from learner.parity import ParityProbe, check_mismatch
 from learner.policy import load_policy, load_tokenizer
 from learner.push import Pusher, PushReport
@@ -35,6 +38,7 @@ from learner.rewards import RewardWorkers
 from learner.rollouts import Rollouts
 from learner.run_dir import RunDir, open_run_dir
 from learner.run_log import RunLog, StepTimer
+from learner.scoring import Scorer
 from learner.step import forward_backward, group_metrics, staleness
 from protocol.messages import PROTOCOL_VERSION, Hello
 from protocol.model_files import fingerprint, resolve_model
@@ -43,6 +47,7 @@ log = logging.getLogger(__name__)
 
 WAIT_SLICE_S = 0.5
 WAITING_NOTE_S = 15.0
+DASHBOARD_TIMEOUT_S = 10.0
 
 
 class Trainee(msgspec.Struct, frozen=True, eq=False):
@@ -62,6 +67,7 @@ class Leader(msgspec.Struct, frozen=True, eq=False):
     parity: ParityProbe
     ledger: Ledger
     log: RunLog
+    prompts: Prompts
     tokenizer: PreTrainedTokenizerBase
 
 
@@ -149,14 +155,16 @@ def make_leader(
     ledger = Ledger(run_dir.ledger)
     cleanup.callback(ledger.close)
     ledger.rewind(version)
-    run_log = RunLog(run_dir, config.trackers, config.steps)
-    cleanup.callback(run_log.close)
     workers = RewardWorkers(config.reward)
     cleanup.callback(workers.close)
     model_fingerprint = fingerprint(model_path)
     hello = Hello(run=run_dir.run_id, protocol_version=PROTOCOL_VERSION, model=model_fingerprint)
-    rollouts = Rollouts(run, hello, prompts, tokenizer, ledger, workers, version)
+    scorer = Scorer(prompts, tokenizer, workers, ledger, config)
+    rollouts = Rollouts(run, hello, prompts, ledger, scorer, version)
     cleanup.callback(rollouts.close)
+    dashboard = start_dashboard(rollouts.thread, run_dir, config.dashboard_port, cleanup)
+    run_log = RunLog(run_dir, config.trackers, config.steps, dashboard)
+    cleanup.callback(run_log.close)
     policy = accelerator.unwrap_model(trainee.policy)
     pusher = Pusher(rollouts, policy.named_parameters, getattr(torch, run.dtype), config.push, config.connect_timeout_s)
     cleanup.callback(pusher.close)
@@ -165,14 +173,23 @@ def make_leader(
         model_fingerprint.vocab_size, rollouts.link, rollouts.thread,
         config=config.parity, dtype=run.dtype, timeout_s=config.push.timeout_s,
     )  # fmt: skip
-    return Leader(rollouts, pusher, parity, ledger, run_log, tokenizer)
+    return Leader(rollouts, pusher, parity, ledger, run_log, prompts, tokenizer)
+
+
+def start_dashboard(thread: LoopThread, run_dir: RunDir, port: int, cleanup: ExitStack) -> Dashboard | None:
+    if port == 0:
+        return None
+    dashboard = thread.call(Dashboard.start(run_dir.path, port), DASHBOARD_TIMEOUT_S)
+    cleanup.callback(lambda: thread.call(dashboard.close(), DASHBOARD_TIMEOUT_S))
+    log.info("live dashboard: %s", dashboard.address)
+    return dashboard
 
 
 def connect(leader: Leader, policy: nn.Module, version: int, run: LearnerRun, device: torch.device) -> None:
     """Wait for the server, give it this run's weights, check that both sides agree, and open admission."""
     log.info("waiting for the inference server at %s", run.endpoint)
     welcome = leader.rollouts.wait_for_server(run.learner.connect_timeout_s)
-    leader.rollouts.check_fits(welcome)
+    check_fits(run, leader.prompts, welcome)
     leader.pusher.push(version)
     mismatch = leader.parity.measure(policy, version, device)
     log.info("parity: mean |Δ logprob| = %.1e between server and learner", mismatch)

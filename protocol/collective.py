@@ -15,8 +15,6 @@ from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, T
 from protocol.errors import PushFailed
 from protocol.messages import Rendezvous
 
-TRANSPORTS = ["gloo"]
-
 
 class Collective(Protocol):
     """What a push needs from a transport."""

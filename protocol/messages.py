@@ -210,6 +210,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     bucket_bytes: int
 
 
+TRANSPORTS = ["gloo"]
+"""What a push may travel by; both sides announce theirs."""
+
+
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the ranks of one epoch meet. The learner is rank 0, the workers of the server are ranks 1..N."""
 

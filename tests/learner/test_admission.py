@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.admission import num_admissible
+from learner.admission import num_slots_allowed
 
 
 @given(
@@ -22,15 +22,14 @@ def test_no_group_is_consumed_more_than_max_staleness_versions_after_its_admissi
     staleness: list[int] = []
     largest_gap = 0
     for choice in choices:
-        room = num_admissible(
-            accepted=next_slot - len(running),
-            running=len(running),
+        allowed = num_slots_allowed(
             version=version,
             max_staleness=max_staleness,
             groups_per_step=groups_per_step,
             total_groups=num_steps * groups_per_step,
+            num_given_up=0,
         )
-        for _ in range(room):
+        while next_slot < allowed:
             admitted_at[next_slot] = version
             running.append(next_slot)
             next_slot += 1
@@ -48,12 +47,12 @@ def test_no_group_is_consumed_more_than_max_staleness_versions_after_its_admissi
 
 
 def test_the_rule_lets_the_server_run_ahead_exactly_as_far_as_allowed() -> None:
-    def room(version: int, accepted: int, running: int) -> int:
-        return num_admissible(
-            accepted=accepted, running=running, version=version, max_staleness=2, groups_per_step=4, total_groups=100
+    def allowed(version: int, num_given_up: int = 0) -> int:
+        return num_slots_allowed(
+            version=version, max_staleness=2, groups_per_step=4, total_groups=100, num_given_up=num_given_up
         )
 
-    assert room(version=0, accepted=0, running=0) == 12
-    assert room(version=0, accepted=5, running=7) == 0
-    assert room(version=3, accepted=12, running=4) == 8
-    assert room(version=50, accepted=90, running=4) == 6
+    assert allowed(version=0) == 12
+    assert allowed(version=3) == 24
+    assert allowed(version=3, num_given_up=2) == 26
+    assert allowed(version=50) == 100

@@ -1,0 +1,105 @@
+"""The learner's commands as a user types them: every mistake gets one clear sentence, exit code 2 and no traceback."""
+
+import json
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+
+from tests.learner.model_engine import tiny_server
+
+ROOT = Path(__file__).parent.parent.parent
+RECIPE = "deploy/recipes/reverse.toml"
+
+
+def learner(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "learner", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def assert_refused(done: subprocess.CompletedProcess[str], expected: str) -> None:
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert re.search(f"^error: .*{expected}", last), done.stderr
+
+
+def free_endpoint() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_an_unknown_key_in_the_file(tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text((ROOT / RECIPE).read_text().replace("max_staleness", "max_stalenes"))
+    assert_refused(
+        learner("train", str(config)), r"unknown key learner\.max_stalenes = 2; did you mean learner\.max_staleness\?"
+    )
+
+
+def test_a_contradiction_between_keys() -> None:
+    flags = ["--learner.reference.kind", "fixed"]
+    assert_refused(
+        learner("train", RECIPE, *flags), r'reference\.kind = "fixed" with loss\.kl_coef = 0 .* changes nothing'
+    )
+
+
+def test_a_server_that_is_not_running(tmp_path: Path) -> None:
+    flags = ["--run-dir", str(tmp_path / "run"), "--endpoint", (endpoint := free_endpoint())]
+    done = learner("train", RECIPE, *flags, "--learner.connect-timeout-s", "1", "--learner.dashboard-port", "0")
+    assert_refused(
+        done, rf"no inference server answers at {endpoint} after 1 s; start one with `inference-server run\.toml`"
+    )
+
+
+def test_a_dataset_without_the_named_column(tmp_path: Path) -> None:
+    Dataset.from_list([{"question": "1+1", "answer": "2"}]).save_to_disk(tmp_path / "data")
+    config = tmp_path / "run.toml"
+    recipe = (ROOT / RECIPE).read_text()
+    config.write_text(
+        re.sub(r'task = "reverse"\nnum_digits = 8\nnum_prompts = 4096', f'dataset = "{tmp_path}/data"', recipe)
+    )
+    done = learner("train", str(config), "--run-dir", str(tmp_path / "run"), "--learner.dashboard-port", "0")
+    assert_refused(done, r"no column 'prompt'; its columns are: question, answer\. Set learner\.data\.prompt_column")
+
+
+def test_a_run_directory_that_belongs_to_another_config(tmp_path: Path) -> None:
+    flags = ["--run-dir", str(tmp_path / "run"), "--learner.dashboard-port", "0", "--learner.steps", "1"]
+    with tiny_server() as server:
+        flags += ["--endpoint", server.endpoint, "--learner.groups-per-step", "2"]
+        first = learner("train", RECIPE, *flags)
+        assert first.returncode == 0, first.stderr
+    assert_refused(learner("train", RECIPE, *flags), r"already holds a run; go on with it by --resume")
+    other = learner("train", RECIPE, *flags, "--resume", "--learner.optimizer.learning-rate", "1e-3")
+    assert_refused(other, r"another config: learner\.optimizer\.learning_rate was 0\.002, is 0\.001\. Restore")
+    report = learner("report", str(tmp_path / "run"), "--json")
+    assert json.loads(report.stdout)["groups_consumed"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["train"], r"no config file came; expected: learner train run\.toml"),
+        (["train", "nowhere.toml"], r"no config file nowhere\.toml"),
+        (["report", "nowhere"], r"nowhere"),
+        (["report", "--json"], "unknown command"),
+        (["trian", RECIPE], "unknown command 'trian"),
+    ],
+)
+def test_a_command_that_cannot_be_understood(arguments: list[str], expected: str) -> None:
+    done = learner(*arguments)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert re.search(expected, done.stderr), done.stderr
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "deploy" / "recipes").glob("*.toml")), ids=lambda path: path.stem)
+def test_every_recipe_is_valid_for_both_sides(recipe: Path) -> None:
+    done = learner("train", str(recipe), "--dry-run")
+    assert done.returncode == 0 and "[learner.data]" in done.stdout, done.stderr
+    command = [sys.executable, "-m", "deploy.colocate", str(recipe), "--dry-run"]
+    both = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert both.returncode == 0 and "[server]" in both.stdout, both.stderr
