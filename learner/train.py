@@ -13,62 +13,29 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-import msgspec
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import nn
-from transformers import PreTrainedTokenizerBase, get_scheduler
+from transformers import PreTrainedTokenizerBase
 
 from learner.batch import ScoredGroup
 from learner.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from learner.config import LearnerConfig, LearnerRun
-from learner.dashboard import Dashboard
-from learner.data import Prompts
 from learner.fit import check_fits
 from learner.interrupt import Interrupt
-from learner.ledger import Ledger
-from learner.loop_thread import LoopThread
-from learner.parity import ParityProbe, check_mismatch
-from learner.policy import load_policy, load_tokenizer
-from learner.push import Pusher, PushReport
+from learner.parity import check_mismatch
+from learner.parts import Leader, Trainee, make_leader, make_trainee
+from learner.push import PushReport
 from learner.ranks import share_groups
-from learner.reference import Reference, make_reference
-from learner.rewards import RewardWorkers
-from learner.rollouts import Rollouts
 from learner.run_dir import RunDir, open_run_dir
-from learner.run_log import RunLog, StepTimer
-from learner.scoring import Scorer
+from learner.run_log import StepTimer
 from learner.step import forward_backward, group_metrics, staleness
-from protocol.messages import PROTOCOL_VERSION, Hello
-from protocol.model_files import fingerprint, resolve_model
 
 log = logging.getLogger(__name__)
 
 WAIT_SLICE_S = 0.5
 WAITING_NOTE_S = 15.0
-DASHBOARD_TIMEOUT_S = 10.0
-
-
-class Trainee(msgspec.Struct, frozen=True, eq=False):
-    """What every rank trains: the policy as prepared by accelerate, its optimizer and its reference."""
-
-    policy: nn.Module
-    optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LRScheduler
-    reference: Reference | None
-
-
-class Leader(msgspec.Struct, frozen=True, eq=False):
-    """What only rank 0 has: the rollouts, the way to the server, the books."""
-
-    rollouts: Rollouts
-    pusher: Pusher
-    parity: ParityProbe
-    ledger: Ledger
-    log: RunLog
-    prompts: Prompts
-    tokenizer: PreTrainedTokenizerBase
 
 
 def train(run: LearnerRun, *, resume: bool) -> Path | None:
@@ -121,68 +88,6 @@ def train(run: LearnerRun, *, resume: bool) -> Path | None:
                 save_checkpoint(accelerator, checkpoints, version, trainee.reference, ledger)
         save_checkpoint(accelerator, checkpoints, version, trainee.reference, ledger)
     return run_dir.path if run_dir and version else None
-
-
-def make_trainee(run: LearnerRun, accelerator: Accelerator) -> Trainee:
-    """Load the policy and build what trains it."""
-    config, settings = run.learner, run.learner.optimizer
-    policy = load_policy(resolve_model(run.model), gradient_checkpointing=config.gradient_checkpointing)
-    optimizer = torch.optim.AdamW(
-        policy.parameters(),
-        lr=settings.learning_rate,
-        betas=(settings.beta1, settings.beta2),
-        weight_decay=settings.weight_decay,
-    )
-    names = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
-    # accelerate advances the scheduler once per rank at every step
-    scale = accelerator.num_processes
-    scheduler = get_scheduler(
-        names[settings.schedule], optimizer, settings.warmup_steps * scale, num_training_steps=config.steps * scale
-    )
-    policy, optimizer, scheduler = accelerator.prepare(policy, optimizer, scheduler)
-    reference = make_reference(config.reference, accelerator.unwrap_model(policy), config.sampling.temperature)
-    return Trainee(policy, optimizer, scheduler, reference)
-
-
-def make_leader(
-    run: LearnerRun, run_dir: RunDir, accelerator: Accelerator, trainee: Trainee, version: int, cleanup: ExitStack
-) -> Leader:
-    """Open the books, start the reward workers and the rollout thread; `cleanup` closes them in reverse."""
-    config = run.learner
-    model_path = resolve_model(run.model)
-    tokenizer = load_tokenizer(model_path)
-    prompts = Prompts(config.data, tokenizer, run.seed)
-    ledger = Ledger(run_dir.ledger)
-    cleanup.callback(ledger.close)
-    ledger.rewind(version)
-    workers = RewardWorkers(config.reward)
-    cleanup.callback(workers.close)
-    model_fingerprint = fingerprint(model_path)
-    hello = Hello(run=run_dir.run_id, protocol_version=PROTOCOL_VERSION, model=model_fingerprint)
-    scorer = Scorer(prompts, tokenizer, workers, ledger, config)
-    rollouts = Rollouts(run, hello, prompts, ledger, scorer, version)
-    cleanup.callback(rollouts.close)
-    dashboard = start_dashboard(rollouts.thread, run_dir, config.dashboard_port, cleanup)
-    run_log = RunLog(run_dir, config.trackers, config.steps, dashboard)
-    cleanup.callback(run_log.close)
-    policy = accelerator.unwrap_model(trainee.policy)
-    pusher = Pusher(rollouts, policy.named_parameters, getattr(torch, run.dtype), config.push, config.connect_timeout_s)
-    cleanup.callback(pusher.close)
-    parity = ParityProbe(
-        [prompts.prompt_at(slot).token_ids for slot in range(min(4, len(prompts)))],
-        model_fingerprint.vocab_size, rollouts.link, rollouts.thread,
-        config=config.parity, dtype=run.dtype, timeout_s=config.push.timeout_s,
-    )  # fmt: skip
-    return Leader(rollouts, pusher, parity, ledger, run_log, prompts, tokenizer)
-
-
-def start_dashboard(thread: LoopThread, run_dir: RunDir, port: int, cleanup: ExitStack) -> Dashboard | None:
-    if port == 0:
-        return None
-    dashboard = thread.call(Dashboard.start(run_dir.path, port), DASHBOARD_TIMEOUT_S)
-    cleanup.callback(lambda: thread.call(dashboard.close(), DASHBOARD_TIMEOUT_S))
-    log.info("live dashboard: %s", dashboard.address)
-    return dashboard
 
 
 def connect(leader: Leader, policy: nn.Module, version: int, run: LearnerRun, device: torch.device) -> None:

@@ -1,0 +1,39 @@
+"""Two ranks under accelerate train the same numbers as one, whatever the micro-batches."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from protocol.config import to_toml
+from tests.learner.model_engine import tiny_server
+from tests.learner.test_train import make_run, metrics_of, seeded
+
+ROOT = Path(__file__).parent.parent.parent
+LAUNCH = ["accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1", "--dynamo_backend", "no"]
+
+
+def run_ranks(tmp_path: Path, launch: list[str], **learner: object):
+    """Run the command, return what it wrote and the weights that reached the server."""
+    with tiny_server() as server:
+        reference = {"reference": {"kind": "every", "every_steps": 2}, "loss": {"kl_coef": 0.1}}
+        run = make_run(tmp_path, server.endpoint, **seeded(), **reference, **learner)
+        tmp_path.mkdir()
+        config = tmp_path / "run.toml"
+        config.write_text(to_toml(run))
+        command = [sys.executable, *launch, "learner", "train", str(config)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return metrics_of(run), server.engine.weights
+
+
+def test_two_ranks_and_small_micro_batches_give_the_losses_and_weights_of_one(tmp_path: Path) -> None:
+    one, weights_of_one = run_ranks(tmp_path / "one", ["-m"])
+    two, weights_of_two = run_ranks(tmp_path / "two", ["-m", *LAUNCH, "-m"], micro_batch_tokens=20)
+    for name in ("loss/policy", "loss/clipped_frac", "policy/entropy", "reference/kl", "optim/grad_norm", "optim/lr"):
+        assert [line[name] for line in two] == pytest.approx([line[name] for line in one], abs=1e-5), name
+    assert len(two) == 4
+    for name in ("transformer.wpe.weight", "transformer.h.0.mlp.c_fc.weight"):
+        torch.testing.assert_close(weights_of_two[name], weights_of_one[name], atol=1e-3, rtol=0)
