@@ -71,8 +71,8 @@ def make_trainee(run: LearnerRun, accelerator: Accelerator) -> Trainee:
     scheduler = get_scheduler(
         names[settings.schedule], optimizer, settings.warmup_steps * scale, num_training_steps=config.steps * scale
     )
+    reference = make_reference(config.reference, policy, accelerator, config.sampling.temperature)
     policy, optimizer, scheduler = accelerator.prepare(policy, optimizer, scheduler)
-    reference = make_reference(config.reference, accelerator.unwrap_model(policy), config.sampling.temperature)
     return Trainee(policy, optimizer, scheduler, reference)
 
 

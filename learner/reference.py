@@ -7,6 +7,7 @@ the checkpoint, so a resume never re-anchors it.
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -20,15 +21,18 @@ WEIGHTS_FILE = "reference.safetensors"
 class Reference:
     """A frozen copy of the policy as it was at `version`."""
 
-    def __init__(self, config: ReferenceConfig, policy: nn.Module, temperature: float) -> None:
-        self._config, self._temperature = config, temperature
-        self._model = frozen_copy(policy)
+    def __init__(
+        self, config: ReferenceConfig, policy: nn.Module, accelerator: Accelerator, temperature: float
+    ) -> None:
+        self._config, self._temperature, self._accelerator = config, temperature, accelerator
+        self._model = frozen_copy(policy).to(accelerator.device)
         self.version = 0
 
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch) -> torch.Tensor:
         """Return the logprobs_BT of a micro-batch at the sampling temperature."""
-        logprobs_BT, _ = token_logprobs(self._model, batch, self._temperature)
+        with self._accelerator.autocast():
+            logprobs_BT, _ = token_logprobs(self._model, batch, self._temperature)
         return logprobs_BT
 
     def after_step(self, policy: nn.Module, version: int) -> None:
@@ -51,5 +55,8 @@ class Reference:
         self.version = version
 
 
-def make_reference(config: ReferenceConfig, policy: nn.Module, temperature: float) -> Reference | None:
-    return None if config.kind == "none" else Reference(config, policy, temperature)
+def make_reference(
+    config: ReferenceConfig, policy: nn.Module, accelerator: Accelerator, temperature: float
+) -> Reference | None:
+    """Copy a policy that accelerate has not prepared yet, so that the copy is free of its wrappers."""
+    return None if config.kind == "none" else Reference(config, policy, accelerator, temperature)

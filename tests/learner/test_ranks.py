@@ -12,7 +12,16 @@ from tests.learner.model_engine import tiny_server
 from tests.learner.test_train import make_run, metrics_of, seeded
 
 ROOT = Path(__file__).parent.parent.parent
-LAUNCH = ["accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1", "--dynamo_backend", "no"]
+LAUNCH = [
+    "accelerate.commands.launch",
+    "--cpu",
+    "--num_processes",
+    "2",
+    "--num_machines",
+    "1",
+    "--dynamo_backend",
+    "no",
+]
 
 
 def run_ranks(tmp_path: Path, launch: list[str], **learner: object):

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM
 
 from learner.config import LearnerRun
@@ -16,7 +17,7 @@ from learner.policy import load_tokenizer
 from learner.train import train
 from protocol.errors import ConfigError, DataError, HandshakeRefused, ParityError, RewardError
 from protocol.model_files import resolve_model
-from tests.fakes import ScriptedEngine
+from tests.fakes import ScriptedEngine, ServerThread, report
 from tests.learner.model_engine import ModelEngine, sample, tiny_server
 
 GROUPS_PER_STEP, NUM_COMPLETIONS, MAX_TOKENS = 3, 4, 5
@@ -168,7 +169,7 @@ def test_a_group_that_failed_is_asked_for_again_and_one_that_always_fails_is_rec
 
 def test_metrics_have_the_names_of_the_design(tmp_path: Path) -> None:
     with tiny_server() as server:
-        run = make_run(tmp_path, server.endpoint, steps=2, parity={"every_steps": 1})
+        run = make_run(tmp_path, server.endpoint, steps=2, parity={"every_steps": 1}, trackers=["tensorboard"])
         train(run, resume=False)
     expected = {
         "reward/mean", "reward/std", "reward/share_right", "reward/exact_match", "loss/policy", "loss/clipped_frac",
@@ -176,12 +177,26 @@ def test_metrics_have_the_names_of_the_design(tmp_path: Path) -> None:
         "rollout/truncated_frac", "push/seconds", "push/stall_seconds", "time/wait_for_batch", "time/step",
         "perf/tokens_per_s", "perf/learner_idle_frac", "optim/lr", "optim/grad_norm", "parity/abs_logprob",
     }  # fmt: skip
-    assert expected <= metrics_of(run)[0].keys()
+    metrics = metrics_of(run)
+    assert expected <= metrics[0].keys()
+    events = EventAccumulator(str(Path(run.run_dir) / "tensorboard")).Reload()
+    logged = [(event.step, event.value) for event in events.Scalars("loss/policy")]
+    assert logged == [(line["step"], pytest.approx(line["loss/policy"])) for line in metrics]
+
+
+def test_a_push_that_fails_is_tried_again_in_a_new_epoch(tmp_path: Path) -> None:
+    engine = ModelEngine(resolve_model("tiny:digits"))
+    engine.scripted_reports = [[report(ok=False, state="joining", error="scripted failure")]]
+    with tiny_server(engine) as server:
+        run = make_run(tmp_path, server.endpoint, steps=2, push={"timeout_s": 2})
+        train(run, resume=False)
+    first, second = (order.epoch for order in engine.orders[:2])
+    assert first != second and engine.orders[1].rendezvous is not None
+    assert [order.version for order in engine.orders] == [0, 0, 1, 2]
+    assert len(metrics_of(run)) == 2
 
 
 def test_a_server_with_another_model_refuses_and_both_sides_are_named(tmp_path: Path) -> None:
-    from tests.fakes import ServerThread
-
     with ServerThread(ScriptedEngine()) as server, pytest.raises(HandshakeRefused) as caught:
         train(make_run(tmp_path, server.endpoint), resume=False)
     assert "GPT2LMHeadModel with 16 tokens" in str(caught.value) and "with 32 tokens" in str(caught.value)
