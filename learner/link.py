@@ -17,7 +17,7 @@ from typing import TypeVar
 import numpy as np
 
 from protocol.channel import LearnerChannel
-from protocol.errors import DeadlineExceeded, HandshakeRefused, ProtocolError, PushFailed, SlipstreamError
+from protocol.errors import DeadlineExceeded, HandshakeRefused, ProtocolError, PushFailed, ServerLost, SlipstreamError
 from protocol.messages import (
     Ack,
     Cancel,
@@ -71,6 +71,8 @@ class ServerLink:
         self._last_heard_s = time.monotonic()
         self._last_pulse: tuple[Pulse, float] | None = None
         self._connected = False
+        self._connection = 0
+        """Counts the welcomes after a silence or by another server."""
         self._push_replies: asyncio.Queue[PushReply] = asyncio.Queue()
         self._scores: dict[str, asyncio.Future[Scores]] = {}
 
@@ -123,10 +125,12 @@ class ServerLink:
                 self._push_replies.put_nowait(message)
 
     def _welcomed(self, welcome: Welcome) -> None:
-        if self.welcome is None or welcome.server_id != self.welcome.server_id:
-            log.info("connected to server %s at %s", welcome.server_id, self.endpoint)
-        elif not self._connected:
-            log.info("connected again to server %s", welcome.server_id)
+        is_new = self.welcome is None or welcome.server_id != self.welcome.server_id
+        if is_new or not self._connected:
+            self._connection += 1
+            log.info(
+                "connected to %s server %s at %s", "the" if is_new else "the same", welcome.server_id, self.endpoint
+            )
         self.welcome, self._connected = welcome, True
         self._on_welcome(welcome)
 
@@ -156,23 +160,34 @@ class ServerLink:
         await self._try_send(Cancel(group_ids=group_ids), SEND_TIMEOUT_S)
 
     async def score(self, token_ids: list[int], timeout_s: float) -> Scores:
-        """Return the server's logprobs of a sequence. Raises DeadlineExceeded, SlipstreamError."""
+        """Return the server's logprobs of a sequence. Raises ServerLost, DeadlineExceeded, SlipstreamError."""
+        connection = self._connection
         request = Score(request_id=uuid.uuid4().hex, token_ids=np.array(token_ids, np.int32), deadline_s=timeout_s)
         waiting: asyncio.Future[Scores] = asyncio.get_running_loop().create_future()
         self._scores[request.request_id] = waiting
+        deadline = time.monotonic() + timeout_s
         try:
-            await self._channel.send(request, SEND_TIMEOUT_S)
-            scores = await asyncio.wait_for(waiting, timeout_s)
-        except TimeoutError as error:
-            raise DeadlineExceeded(
-                f"the server at {self.endpoint} did not score {len(token_ids)} tokens within {timeout_s} s "
-                "(learner.push.timeout_s)"
-            ) from error
+            sent = await self._try_send(request, SEND_TIMEOUT_S)
+            while not waiting.done():
+                await asyncio.wait([waiting], timeout=LIVENESS_CHECK_S)
+                if not sent or self._is_gone(connection):
+                    raise ServerLost(f"the server at {self.endpoint} went away before it scored")
+                if time.monotonic() > deadline:
+                    raise DeadlineExceeded(
+                        f"the server at {self.endpoint} did not score {len(token_ids)} tokens within {timeout_s} s "
+                        "(learner.push.timeout_s)"
+                    )
         finally:
             self._scores.pop(request.request_id, None)
+        scores = waiting.result()
         if scores.error is not None:
-            raise SlipstreamError(f"the server at {self.endpoint} cannot score {len(token_ids)} tokens: {scores.error}")
+            kind = ServerLost if self._is_gone(connection) else SlipstreamError
+            raise kind(f"the server at {self.endpoint} cannot score {len(token_ids)} tokens: {scores.error}")
         return scores
+
+    def _is_gone(self, connection: int) -> bool:
+        """Whether the connection is silent or another has taken its place: what it was asked may never be answered."""
+        return not self._connected or self._connection != connection
 
     async def begin_push(self, begin: PushBegin, timeout_s: float) -> None:
         """Send PushBegin and wait for PushReady. Raises PushFailed, DeadlineExceeded."""
@@ -188,12 +203,12 @@ class ServerLink:
 
     async def _push_reply(self, wanted: type[R], epoch: str, version: int, timeout_s: float) -> R:
         deadline = time.monotonic() + timeout_s
-        server_id = self.welcome.server_id if self.welcome else None
+        connection = self._connection
         while True:
             try:
                 reply = await asyncio.wait_for(self._push_replies.get(), LIVENESS_CHECK_S)
             except TimeoutError as error:
-                if not self._connected or self.welcome is None or self.welcome.server_id != server_id:
+                if self._is_gone(connection):
                     raise PushFailed(f"the server at {self.endpoint} went away before {wanted.__name__}") from error
                 if time.monotonic() > deadline:
                     raise DeadlineExceeded(

@@ -43,7 +43,7 @@ class ParityProbe:
         self._bound, self._dtype = config.bound(dtype), dtype
 
     def measure(self, policy: nn.Module, version: int, device: torch.device) -> float:
-        """Return the mean |Δ logprob| over all tokens. Raises ParityError above the bound or for another version."""
+        """Return the mean |Δ logprob| over all tokens. Raises ParityError above the bound, ServerLost."""
         total, count = 0.0, 0
         for sequence in self._sequences:
             theirs = self._loop.call(self._link.score(sequence, self._timeout_s), self._timeout_s + 10)

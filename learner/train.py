@@ -31,6 +31,7 @@ from learner.ranks import share_groups
 from learner.run_dir import RunDir, open_run_dir
 from learner.run_log import StepTimer
 from learner.step import forward_backward, group_metrics, staleness
+from protocol.errors import ServerLost
 
 log = logging.getLogger(__name__)
 
@@ -93,12 +94,23 @@ def train(run: LearnerRun, *, resume: bool) -> Path | None:
 def connect(leader: Leader, policy: nn.Module, version: int, run: LearnerRun, device: torch.device) -> None:
     """Wait for the server, give it this run's weights, check that both sides agree, and open admission."""
     log.info("waiting for the inference server at %s", run.endpoint)
-    welcome = leader.rollouts.wait_for_server(run.learner.connect_timeout_s)
-    check_fits(run, leader.prompts, welcome)
-    leader.pusher.push(version)
-    mismatch = leader.parity.measure(policy, version, device)
+    mismatch = None
+    while mismatch is None:
+        welcome = leader.rollouts.wait_for_server(run.learner.connect_timeout_s)
+        check_fits(run, leader.prompts, welcome)
+        leader.pusher.push(version)
+        mismatch = measure_parity(leader, policy, version, device)
     log.info("parity: mean |Δ logprob| = %.1e between server and learner", mismatch)
     leader.rollouts.publish(version)
+
+
+def measure_parity(leader: Leader, policy: nn.Module, version: int, device: torch.device) -> float | None:
+    """Compare both sides on the fixed sequences; None if the server went away meanwhile. Raises ParityError."""
+    try:
+        return leader.parity.measure(policy, version, device)
+    except ServerLost as error:
+        log.warning("parity could not be measured: %s", error)
+        return None
 
 
 def wait_for_batch(
@@ -156,7 +168,9 @@ def record(
     parity = run.learner.parity
     if parity.every_steps and step % parity.every_steps == 0:
         with timer("parity"):
-            metrics["parity/abs_logprob"] = leader.parity.measure(policy, step, device)
+            mismatch = measure_parity(leader, policy, step, device)
+        if mismatch is not None:
+            metrics["parity/abs_logprob"] = mismatch
     times = timer.metrics()
     metrics |= times
     metrics["perf/tokens_per_s"] = metrics["rollout/tokens"] / times["time/step"]

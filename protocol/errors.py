@@ -8,6 +8,7 @@ Every message names what came, what was expected and what to do about it.
     ├── HandshakeRefused   the two sides do not fit together (model, version, run)
     ├── DeadlineExceeded   a wait ran out; the message names the knob to raise
     ├── PushFailed         weights did not reach the server whole
+    ├── ServerLost         the server went away in the middle of a request; it is waited for
     ├── ParityError        server and learner disagree about the same tokens
     ├── DataError          prompts cannot be read or do not fit
     └── RewardError        a reward function broke its contract
@@ -36,6 +37,10 @@ class DeadlineExceeded(SlipstreamError):
 
 class PushFailed(SlipstreamError):
     """A weight transfer did not complete."""
+
+
+class ServerLost(SlipstreamError):
+    """The server went away before it answered; whoever asked may wait for it and ask again."""
 
 
 class ParityError(SlipstreamError):
