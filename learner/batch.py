@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import torch
 
+from learner.normalization import Normalization, row_weight
 from protocol.messages import Completion, Part
 
 
@@ -37,12 +38,14 @@ class ScoredGroup(Part):
         return any(advantage != 0.0 for advantage in self.advantages_G)
 
 
-class Row(msgspec.Struct, frozen=True, eq=False):
+class Row(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """One completion with its prompt."""
 
     prompt_token_ids: np.ndarray
     completion: Completion
     advantage: float
+    weight: float
+    """Of each of its tokens in the loss of the step."""
 
     @property
     def num_tokens(self) -> int:
@@ -58,12 +61,26 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     behaviour_logprobs_BT: torch.Tensor
     versions_BT: torch.Tensor
     advantages_B: torch.Tensor
+    weights_B: torch.Tensor
 
 
-def training_rows(groups: list[ScoredGroup]) -> list[Row]:
-    """All completions of the groups that carry signal."""
+def training_rows(groups: list[ScoredGroup], normalization: Normalization, max_tokens: int) -> list[Row]:
+    """All completions of the groups that carry signal, weighed by the counts of all groups of the step."""
+    num_tokens = sum(group.num_tokens for group in groups)
+    num_rows = sum(len(group.completions) for group in groups)
     return [
-        Row(group.prompt_token_ids, completion, advantage)
+        Row(
+            prompt_token_ids=group.prompt_token_ids,
+            completion=completion,
+            advantage=advantage,
+            weight=row_weight(
+                normalization,
+                row_tokens=len(completion.token_ids),
+                num_tokens=num_tokens,
+                num_rows=num_rows,
+                max_tokens=max_tokens,
+            ),
+        )
         for group in groups
         if group.has_signal
         for completion, advantage in zip(group.completions, group.advantages_G, strict=True)
@@ -89,7 +106,7 @@ def _masked_row() -> Row:
     completion = Completion(
         token_ids=np.zeros(1, np.int32), behaviour_logprobs=np.zeros(1, np.float32), versions=[(0, 1)], finish_reason="stop"
     )  # fmt: skip
-    return Row(np.zeros(1, np.int32), completion, 0.0)
+    return Row(prompt_token_ids=np.zeros(1, np.int32), completion=completion, advantage=0.0, weight=0.0)
 
 
 def _pad(rows: list[Row], device: torch.device, *, trained: bool) -> MicroBatch:
@@ -110,6 +127,7 @@ def _pad(rows: list[Row], device: torch.device, *, trained: bool) -> MicroBatch:
         versions = row.completion.versions
         versions_BT[b, first - 1 : end - 1] = np.repeat([v for v, _ in versions], [count for _, count in versions])
     advantages_B = np.array([row.advantage for row in rows], np.float32)
+    weights_B = np.array([row.weight for row in rows], np.float32)
     return MicroBatch(
         token_ids_BS=torch.from_numpy(token_ids_BS).to(device),
         attention_mask_BS=torch.from_numpy(attention_mask_BS).to(device),
@@ -117,4 +135,5 @@ def _pad(rows: list[Row], device: torch.device, *, trained: bool) -> MicroBatch:
         behaviour_logprobs_BT=torch.from_numpy(behaviour_logprobs_BT).to(device),
         versions_BT=torch.from_numpy(versions_BT).to(device),
         advantages_B=torch.from_numpy(advantages_B).to(device),
+        weights_B=torch.from_numpy(weights_B).to(device),
     )

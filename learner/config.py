@@ -9,6 +9,7 @@ import msgspec
 import tyro
 
 from learner.data import DataConfig
+from learner.normalization import Normalization
 from learner.rewards import RewardConfig
 from protocol.config import SharedConfig
 
@@ -44,23 +45,76 @@ class SamplingConfig(Section):
         _require(0 < self.temperature <= 2, f"temperature = {self.temperature} must be above 0 and at most 2")
 
 
-class LossConfig(Section):
-    """The objective: PPO's clip against the stored behaviour logprobs, summed over tokens, plus KL to the reference."""
+Objective = Literal["grpo", "gspo", "cispo", "sapo", "dppo", "reinforce"]
 
-    clip_low: float = 0.2
-    """A ratio below 1 - clip_low has no gradient when the advantage is negative."""
-    clip_high: float = 0.28
-    """A ratio above 1 + clip_high has no gradient when the advantage is positive (DAPO's clip-higher)."""
+OBJECTIVE_DEFAULTS: dict[Objective, dict[str, float | None]] = {
+    "grpo": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None},
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": None},
+    "cispo": {"clip_high": 4.0},
+    "sapo": {"tau_positive": 1.0, "tau_negative": 1.05},
+    "dppo": {"tv_low": 0.2, "tv_high": 0.2, "log_ratio_penalty": 1e-3},
+    "reinforce": {},
+}
+"""Which of the loss's bounds an objective uses, and their defaults."""
+
+BOUNDS = sorted({bound for defaults in OBJECTIVE_DEFAULTS.values() for bound in defaults})
+
+
+class LossConfig(Section):
+    """The objective against the stored behaviour logprobs, its normalisation, and the KL to the reference."""
+
+    objective: Objective = "grpo"
+    """grpo: PPO's clip per token; gspo: per sequence; cispo: the ratio as a capped weight; sapo: a soft gate; dppo: a trust
+    region in probability; reinforce: no ratio."""
+    normalization: Normalization = "token"
+    """token: mean over all tokens of the step; sequence: mean over completions of their means; dr_grpo: a constant."""
+    clip_low: float | None = None
+    """grpo (0.2), gspo (3e-4): a ratio below 1 - clip_low has no gradient when the advantage is negative."""
+    clip_high: float | None = None
+    """grpo (0.28, DAPO's clip-higher), gspo (4e-4): a ratio above 1 + clip_high has no gradient when the advantage is
+    positive; cispo (4.0): the ratio counts at most 1 + clip_high."""
+    dual_clip: float | None = None
+    """grpo, gspo (off): a ratio above it has no gradient when the advantage is negative; above 1 + clip_high."""
+    tau_positive: float | None = None
+    """sapo (1.0): how fast the gate closes when the advantage is positive."""
+    tau_negative: float | None = None
+    """sapo (1.05): the same when it is negative."""
+    tv_low: float | None = None
+    """dppo (0.2): a token whose probability fell by more has no gradient when the advantage is negative."""
+    tv_high: float | None = None
+    """dppo (0.2): a token whose probability rose by more has no gradient when the advantage is positive."""
+    log_ratio_penalty: float | None = None
+    """dppo (1e-3): weight of (log ratio)²."""
     kl_coef: float = 0.0
     """Weight of the k3 KL to the reference; needs a reference."""
 
     def __post_init__(self) -> None:
-        _require(0 < self.clip_low < 1, f"clip_low = {self.clip_low} must lie between 0 and 1")
-        _require(
-            self.clip_high >= self.clip_low,
-            f"clip_high = {self.clip_high} must not be below clip_low = {self.clip_low}",
-        )
+        used = OBJECTIVE_DEFAULTS[self.objective]
+        for bound in BOUNDS:
+            value = getattr(self, bound)
+            _require(
+                value is None or bound in used,
+                f'{bound} = {value} does nothing with objective = "{self.objective}", which uses: {", ".join(used) or "no bound"}',
+            )
+            _require(value is None or value >= 0, f"{bound} = {value} must not be negative")
+        if "clip_low" in used:
+            low, high = self.value("clip_low"), self.value("clip_high")
+            _require(0 < low < 1, f"clip_low = {low} must lie between 0 and 1")
+            _require(high >= low, f"clip_high = {high} must not be below clip_low = {low}")
+            _require(
+                self.dual_clip is None or self.dual_clip > 1 + high,
+                f"dual_clip = {self.dual_clip} must be above 1 + clip_high = {1 + high}",
+            )
+        for tau in ("tau_positive", "tau_negative"):
+            _require(tau not in used or self.value(tau) > 0, f"{tau} must be above 0")
         _require(self.kl_coef >= 0, f"kl_coef = {self.kl_coef} must not be negative")
+
+    def value(self, bound: str) -> float:
+        """Return a bound as set, or the objective's default."""
+        value = getattr(self, bound)
+        default = OBJECTIVE_DEFAULTS[self.objective][bound]
+        assert value is not None or default is not None, bound
+        return value if value is not None else default  # type: ignore[return-value]
 
 
 class ReferenceConfig(Section):

@@ -12,7 +12,7 @@ from torch import nn
 
 from learner.batch import MicroBatch, ScoredGroup, micro_batches, training_rows
 from learner.config import LearnerConfig
-from learner.loss import grpo_loss
+from learner.loss import policy_loss
 from learner.policy import token_logprobs
 from learner.ranks import my_rows
 from learner.reference import Reference
@@ -29,19 +29,18 @@ def forward_backward(
     config: LearnerConfig,
 ) -> dict[str, float]:
     """Accumulate the gradient of the step's loss in `policy`; return the metrics of all ranks' tokens."""
-    num_tokens = sum(group.num_tokens for group in groups)
-    rows = my_rows(accelerator, training_rows(groups))
+    rows = my_rows(accelerator, training_rows(groups, config.loss.normalization, config.sampling.max_tokens))
     batches = list(micro_batches(rows, config.micro_batch_tokens, accelerator.device))
     total: Sums = {}
     for i, batch in enumerate(batches):
         is_last = i == len(batches) - 1
         with nullcontext() if is_last else accelerator.no_sync(policy):
-            loss, sums = _micro_batch_loss(policy, reference, batch, version, num_tokens, config)
+            loss, sums = _micro_batch_loss(policy, reference, batch, version, config)
             # DDP averages gradients over ranks; the loss is already a share of the global token mean.
             accelerator.backward(loss * accelerator.num_processes)
         total = {name: total.get(name, 0.0) + value for name, value in sums.items()}
     total = {name: accelerator.reduce(value, "sum") for name, value in total.items()}
-    return _loss_metrics({name: value.item() for name, value in total.items()}, num_tokens)
+    return _loss_metrics({name: value.item() for name, value in total.items()})
 
 
 def _micro_batch_loss(
@@ -49,17 +48,16 @@ def _micro_batch_loss(
     reference: Reference | None,
     batch: MicroBatch,
     version: int,
-    num_tokens: int,
     config: LearnerConfig,
 ) -> tuple[torch.Tensor, Sums]:
     logprobs_BT, entropy_BT = token_logprobs(policy, batch, config.sampling.temperature)
-    loss, sums = grpo_loss(
+    loss, sums = policy_loss(
         logprobs_BT=logprobs_BT,
         behaviour_logprobs_BT=batch.behaviour_logprobs_BT,
         advantages_B=batch.advantages_B,
+        weights_B=batch.weights_B,
         mask_BT=batch.mask_BT,
         reference_logprobs_BT=None if reference is None else reference.logprobs(batch),
-        num_tokens=num_tokens,
         config=config.loss,
     )
     # Only completions sampled by this version alone: behind an older token stand keys and values of older weights.
@@ -72,11 +70,11 @@ def _micro_batch_loss(
     return loss, sums
 
 
-def _loss_metrics(sums: dict[str, float], num_tokens: int) -> dict[str, float]:
-    """Turn sums into means: the loss over all tokens of the step, the rest over the tokens trained on."""
+def _loss_metrics(sums: dict[str, float]) -> dict[str, float]:
+    """Turn sums into means over the tokens trained on; the loss is weighed already."""
     trained = max(sums["tokens"], 1.0)
     metrics = {
-        "loss/policy": sums["loss"] / num_tokens,
+        "loss/policy": sums["loss"],
         "loss/clipped_frac": sums["clipped"] / trained,
         "policy/entropy": sums["entropy"] / trained,
         "policy/mismatch_kl": sums["mismatch_kl"] / trained,

@@ -20,6 +20,12 @@ def make_completion(token_ids: list[int], versions: list[tuple[int, int]] | None
     )
 
 
+def make_row(prompt: list[int], completion: Completion, advantage: float) -> Row:
+    return Row(
+        prompt_token_ids=np.array(prompt, np.int32), completion=completion, advantage=advantage, weight=2 * advantage
+    )
+
+
 def make_group(advantages_G: list[float], slot: int = 0) -> ScoredGroup:
     return ScoredGroup(
         group_id=f"{slot}.0",
@@ -33,20 +39,20 @@ def make_group(advantages_G: list[float], slot: int = 0) -> ScoredGroup:
 
 
 def test_index_t_belongs_to_token_t_plus_one() -> None:
-    row = Row(np.array([5, 6, 7], np.int32), make_completion([8, 9], [(1, 1), (2, 1)]), 0.5)
-    short = Row(np.array([4], np.int32), make_completion([3]), -0.5)
+    row = make_row([5, 6, 7], make_completion([8, 9], [(1, 1), (2, 1)]), 0.5)
+    short = make_row([4], make_completion([3]), -0.5)
     (batch,) = micro_batches([short, row], 100, CPU)
     assert batch.token_ids_BS.tolist() == [[5, 6, 7, 8, 9], [4, 3, 0, 0, 0]]
     assert batch.attention_mask_BS.tolist() == [[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]]
     assert batch.mask_BT.tolist() == [[False, False, True, True], [True, False, False, False]]
     assert batch.versions_BT.tolist() == [[-1, -1, 1, 2], [3, -1, -1, -1]]
     torch.testing.assert_close(batch.behaviour_logprobs_BT[0], torch.tensor([0.0, 0.0, -0.08, -0.09]))
-    assert batch.advantages_B.tolist() == [0.5, -0.5]
+    assert batch.advantages_B.tolist() == [0.5, -0.5] and batch.weights_B.tolist() == [1.0, -1.0]
 
 
 @given(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=20), st.integers(1, 80))
 def test_every_row_is_in_exactly_one_micro_batch_within_the_budget(lengths: list[tuple[int, int]], budget: int) -> None:
-    rows = [Row(np.full(p, 1, np.int32), make_completion([2 + i] * c), float(i)) for i, (p, c) in enumerate(lengths)]
+    rows = [make_row([1] * p, make_completion([2 + i] * c), float(i)) for i, (p, c) in enumerate(lengths)]
     batches = list(micro_batches(rows, budget, CPU))
     seen = sorted(advantage for batch in batches for advantage in batch.advantages_B.tolist())
     assert seen == [float(i) for i in range(len(rows))]
@@ -55,9 +61,12 @@ def test_every_row_is_in_exactly_one_micro_batch_within_the_budget(lengths: list
     assert sum(int(batch.mask_BT.sum()) for batch in batches) == sum(c for _, c in lengths)
 
 
-def test_groups_without_signal_are_not_trained_on() -> None:
-    rows = training_rows([make_group([0.0, 0.0]), make_group([1.0, -1.0], slot=1)])
-    assert [row.advantage for row in rows] == [1.0, -1.0]
+def test_groups_without_signal_are_not_trained_on_but_counted_in_the_weights() -> None:
+    groups = [make_group([0.0, 0.0]), make_group([1.0, -1.0], slot=1)]  # 4 completions of 2 tokens
+    for normalization, weight in (("token", 1 / 8), ("sequence", 1 / (4 * 2)), ("dr_grpo", 1 / (4 * 10))):
+        rows = training_rows(groups, normalization, max_tokens=10)
+        assert [row.advantage for row in rows] == [1.0, -1.0]
+        assert [row.weight for row in rows] == [weight, weight]
 
 
 def test_without_rows_there_is_one_that_is_masked_out() -> None:

@@ -25,7 +25,8 @@ def a_batch() -> MicroBatch:
         versions=[(0, 3)],
         finish_reason="stop",
     )
-    (batch,) = micro_batches([Row(np.array([1, 2], np.int32), completion, 1.0)], 100, torch.device("cpu"))
+    row = Row(prompt_token_ids=np.array([1, 2], np.int32), completion=completion, advantage=1.0, weight=1.0)
+    (batch,) = micro_batches([row], 100, torch.device("cpu"))
     return batch
 
 
