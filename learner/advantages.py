@@ -1,24 +1,60 @@
-"""Rewards of one group to advantages. Pure; in between scoring and the batch.
+"""Rewards to advantages. Pure; between scoring and the batch, over all groups of one optimizer step.
 
-Suffix: _G over the completions of one group.
+Suffixes: _P over the groups (prompts) of the step, _G over the completions of one group. A reward of None is unscorable:
+it is left out of every mean and deviation, and its advantage is 0. A group has no signal when fewer than two of its
+completions are scorable or all scorable ones are equal: all its advantages are 0.
 """
 
 import math
 import statistics
-from typing import Literal
+
+from learner.config import AdvantageConfig
 
 STD_EPSILON = 1e-4
 
+Rewards = list[list[float | None]]
 
-def group_advantages(rewards_G: list[float | None], scale: Literal["group", "none"]) -> list[float]:
-    """Return A_i = (r_i - mean) / (std + 1e-4), with Bessel's std (GRPO, arXiv 2402.03300 eq. 3); "none": r_i - mean.
 
-    A reward of None is unscorable: it is left out of mean and std and has advantage 0. Fewer than two scorable
-    completions, or all rewards equal, give zeros: such a group has no signal.
+def step_advantages(rewards_P_G: Rewards, config: AdvantageConfig) -> list[list[float]]:
+    """Return A = (r - baseline) / divisor for every completion of the step.
+
+    baseline mean:           the group's mean                               (GRPO, arXiv 2402.03300)
+    baseline leave_one_out:  the mean of the group's others                 (RLOO, arXiv 2402.14740)
+    scale group:             the group's standard deviation (Bessel) + 1e-4 (GRPO)
+    scale batch:             the deviation over all completions of the step + 1e-4
+    scale none:              1                                              (Dr. GRPO, arXiv 2503.20783)
     """
+    everything = [reward for rewards_G in rewards_P_G for reward in rewards_G if reward is not None]
+    batch_divisor = statistics.stdev(everything) + STD_EPSILON if len(everything) > 1 else 1.0
+    return [_group_advantages(rewards_G, config, batch_divisor) for rewards_G in rewards_P_G]
+
+
+def combined_advantages(
+    rewards_by_function_P: list[dict[str, list[float | None]]], weights: dict[str, float], config: AdvantageConfig
+) -> list[list[float]]:
+    """Return the advantages of each reward function alone, added up by weight, over their deviation in the step + 1e-4.
+
+    Keeps functions with small or rare rewards from drowning in the others' (GDPO; TRL's normalize_then_sum).
+    """
+    total_P_G = [[0.0] * len(next(iter(rewards.values()))) for rewards in rewards_by_function_P]
+    for name, weight in weights.items():
+        if weight == 0:
+            continue
+        advantages_P_G = step_advantages([rewards[name] for rewards in rewards_by_function_P], config)
+        for total_G, advantages_G in zip(total_P_G, advantages_P_G, strict=True):
+            total_G[:] = [total + weight * advantage for total, advantage in zip(total_G, advantages_G, strict=True)]
+    everything = [total for total_G in total_P_G for total in total_G]
+    divisor = statistics.pstdev(everything) + STD_EPSILON
+    return [[total / divisor for total in total_G] for total_G in total_P_G]
+
+
+def _group_advantages(rewards_G: list[float | None], config: AdvantageConfig, batch_divisor: float) -> list[float]:
     scorable = [reward for reward in rewards_G if reward is not None]
     if len(scorable) < 2 or min(scorable) == max(scorable):
         return [0.0] * len(rewards_G)
     mean = math.fsum(scorable) / len(scorable)
-    divisor = statistics.stdev(scorable) + STD_EPSILON if scale == "group" else 1.0
+    divisor = {"group": statistics.stdev(scorable) + STD_EPSILON, "batch": batch_divisor, "none": 1.0}[config.scale]
+    if config.baseline == "leave_one_out":
+        # r - (sum - r) / (n - 1) = (r - mean) · n / (n - 1)
+        divisor *= (len(scorable) - 1) / len(scorable)
     return [0.0 if reward is None else (reward - mean) / divisor for reward in rewards_G]

@@ -22,7 +22,6 @@ class ScoredGroup(Part):
     prompt_token_ids: np.ndarray
     completions: list[Completion]
     rewards_G: list[float | None]
-    advantages_G: list[float]
     rewards_by_function: dict[str, list[float | None]]
 
     @property
@@ -32,10 +31,6 @@ class ScoredGroup(Part):
     @property
     def num_tokens(self) -> int:
         return sum(len(completion.token_ids) for completion in self.completions)
-
-    @property
-    def has_signal(self) -> bool:
-        return any(advantage != 0.0 for advantage in self.advantages_G)
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -64,7 +59,9 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     weights_B: torch.Tensor
 
 
-def training_rows(groups: list[ScoredGroup], normalization: Normalization, max_tokens: int) -> list[Row]:
+def training_rows(
+    groups: list[ScoredGroup], advantages_P_G: list[list[float]], normalization: Normalization, max_tokens: int
+) -> list[Row]:
     """All completions of the groups that carry signal, weighed by the counts of all groups of the step."""
     num_tokens = sum(group.num_tokens for group in groups)
     num_rows = sum(len(group.completions) for group in groups)
@@ -81,9 +78,9 @@ def training_rows(groups: list[ScoredGroup], normalization: Normalization, max_t
                 max_tokens=max_tokens,
             ),
         )
-        for group in groups
-        if group.has_signal
-        for completion, advantage in zip(group.completions, group.advantages_G, strict=True)
+        for group, advantages_G in zip(groups, advantages_P_G, strict=True)
+        if any(advantages_G)
+        for completion, advantage in zip(group.completions, advantages_G, strict=True)
     ]
 
 

@@ -45,6 +45,17 @@ class SamplingConfig(Section):
         _require(0 < self.temperature <= 2, f"temperature = {self.temperature} must be above 0 and at most 2")
 
 
+class AdvantageConfig(Section):
+    """From the rewards of a group to how much better each completion was."""
+
+    baseline: Literal["mean", "leave_one_out"] = "mean"
+    """mean: the group's mean; leave_one_out: the mean of the group's other completions (RLOO)."""
+    scale: Literal["group", "batch", "none"] = "group"
+    """group: divide by the group's standard deviation (Bessel) + 1e-4; batch: by that of the step; none (Dr. GRPO)."""
+    combine: Literal["sum", "normalize_then_sum"] = "sum"
+    """With several reward functions: sum: add the rewards; normalize_then_sum: add the advantages of each (GDPO)."""
+
+
 Objective = Literal["grpo", "gspo", "cispo", "sapo", "dppo", "reinforce"]
 
 OBJECTIVE_DEFAULTS: dict[Objective, dict[str, float | None]] = {
@@ -197,13 +208,12 @@ class LearnerConfig(Section):
     """Groups that make the batch of one optimizer step."""
     max_staleness: int = 2
     """How many versions behind the learner the oldest token of a consumed group may be; 0 is the synchronous algorithm."""
-    advantage_scale: Literal["group", "none"] = "group"
-    """group: divide by the group's standard deviation (Bessel) + 1e-4; none: only subtract the mean (Dr. GRPO)."""
     micro_batch_tokens: int = 16384
     """Padded tokens per forward pass; lower it when memory runs out. The result does not depend on it."""
     gradient_checkpointing: bool = False
     """Trade a second forward pass for memory."""
     sampling: SamplingConfig = SamplingConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
     loss: LossConfig = LossConfig()
     reference: ReferenceConfig = ReferenceConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -228,6 +238,11 @@ class LearnerConfig(Section):
         for name in ("steps", "groups_per_step", "micro_batch_tokens", "checkpoint_every", "max_group_attempts"):
             _require(getattr(self, name) >= 1, f"{name} = {getattr(self, name)} must be at least 1")
         _require(self.max_staleness >= 0, f"max_staleness = {self.max_staleness} must not be negative")
+        num_weighted = sum(weight != 0 for weight in self.reward.weights or self.reward.functions)
+        _require(
+            self.advantage.combine == "sum" or num_weighted > 1,
+            f'advantage.combine = "normalize_then_sum" does nothing with {num_weighted} reward function; set it to "sum"',
+        )
         has_reference = self.reference.kind != "none"
         _require(
             has_reference or self.loss.kl_coef == 0,

@@ -91,7 +91,7 @@ def make_leader(
     cleanup.callback(workers.close)
     model_fingerprint = fingerprint(model_path)
     hello = Hello(run=run_dir.run_id, protocol_version=PROTOCOL_VERSION, model=model_fingerprint)
-    scorer = Scorer(prompts, tokenizer, workers, ledger, config)
+    scorer = Scorer(prompts, tokenizer, workers, ledger)
     rollouts = Rollouts(run, hello, prompts, ledger, scorer, version)
     cleanup.callback(rollouts.close)
     dashboard = start_dashboard(rollouts.thread, run_dir, config.dashboard_port, cleanup)

@@ -1,4 +1,4 @@
-"""From a group as the server sent it to one that can be trained on: text, rewards, ledger, advantages."""
+"""From a group as the server sent it to one that can be trained on: text, rewards, ledger."""
 
 import asyncio
 
@@ -6,9 +6,7 @@ import msgspec
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from learner.advantages import group_advantages
 from learner.batch import ScoredGroup
-from learner.config import LearnerConfig
 from learner.data import Prompts
 from learner.ledger import Ledger, Row
 from learner.rewards import GroupRewards, RewardWorkers, raise_if_broken
@@ -25,10 +23,8 @@ class Scorer:
         tokenizer: PreTrainedTokenizerBase,
         workers: RewardWorkers,
         ledger: Ledger,
-        config: LearnerConfig,
     ) -> None:
         self._prompts, self._tokenizer, self._workers, self._ledger = prompts, tokenizer, workers, ledger
-        self._scale = config.advantage_scale
 
     async def score(self, slot: int, group: Group) -> ScoredGroup:
         """Call the reward functions and commit their verdict. Raises RewardError if one breaks its contract."""
@@ -58,6 +54,5 @@ class Scorer:
             prompt_token_ids=np.array(self._prompts.prompt_at(slot).token_ids, np.int32),
             completions=group.completions,
             rewards_G=rewards.rewards,
-            advantages_G=group_advantages(rewards.rewards, self._scale),
             rewards_by_function=rewards.by_function,
         )

@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from learner.advantages import combined_advantages, step_advantages
 from learner.batch import MicroBatch, ScoredGroup, micro_batches, training_rows
 from learner.config import LearnerConfig
 from learner.loss import policy_loss
@@ -29,8 +30,9 @@ def forward_backward(
     config: LearnerConfig,
 ) -> dict[str, float]:
     """Accumulate the gradient of the step's loss in `policy`; return the metrics of all ranks' tokens."""
-    rows = my_rows(accelerator, training_rows(groups, config.loss.normalization, config.sampling.max_tokens))
-    batches = list(micro_batches(rows, config.micro_batch_tokens, accelerator.device))
+    advantages_P_G = advantages(groups, config)
+    rows = training_rows(groups, advantages_P_G, config.loss.normalization, config.sampling.max_tokens)
+    batches = list(micro_batches(my_rows(accelerator, rows), config.micro_batch_tokens, accelerator.device))
     total: Sums = {}
     for i, batch in enumerate(batches):
         is_last = i == len(batches) - 1
@@ -40,7 +42,17 @@ def forward_backward(
             accelerator.backward(loss * accelerator.num_processes)
         total = {name: total.get(name, 0.0) + value for name, value in sums.items()}
     total = {name: accelerator.reduce(value, "sum") for name, value in total.items()}
-    return _loss_metrics({name: value.item() for name, value in total.items()})
+    metrics = _loss_metrics({name: value.item() for name, value in total.items()})
+    return metrics | {"batch/no_signal_groups": float(sum(not any(advantages_G) for advantages_G in advantages_P_G))}
+
+
+def advantages(groups: list[ScoredGroup], config: LearnerConfig) -> list[list[float]]:
+    """The advantages_P_G of the groups of one step, as the config combines the reward functions."""
+    if config.advantage.combine == "sum":
+        return step_advantages([group.rewards_G for group in groups], config.advantage)
+    weights = config.reward.weights or (1.0,) * len(config.reward.names)
+    by_name = dict(zip(config.reward.names, weights, strict=True))
+    return combined_advantages([group.rewards_by_function for group in groups], by_name, config.advantage)
 
 
 def _micro_batch_loss(
@@ -94,7 +106,6 @@ def group_metrics(groups: list[ScoredGroup], version: int) -> dict[str, float]:
     metrics = {
         "reward/mean": _mean(rewards),
         "reward/std": statistics.pstdev(rewards) if rewards else 0.0,
-        "batch/no_signal_groups": float(sum(not group.has_signal for group in groups)),
         "batch/unscorable_completions": float(sum(reward is None for group in groups for reward in group.rewards_G)),
         "staleness/mean": _mean([float(value) for value in stalenesses]),
         "staleness/max": float(max(stalenesses)),

@@ -26,14 +26,13 @@ def make_row(prompt: list[int], completion: Completion, advantage: float) -> Row
     )
 
 
-def make_group(advantages_G: list[float], slot: int = 0) -> ScoredGroup:
+def make_group(slot: int = 0) -> ScoredGroup:
     return ScoredGroup(
         group_id=f"{slot}.0",
         slot=slot,
         prompt_token_ids=np.array([1, 2], np.int32),
-        completions=[make_completion([10 + g, 20 + g]) for g in range(len(advantages_G))],
-        rewards_G=[0.0] * len(advantages_G),
-        advantages_G=advantages_G,
+        completions=[make_completion([10 + g, 20 + g]) for g in range(2)],
+        rewards_G=[0.0, 1.0],
         rewards_by_function={},
     )
 
@@ -62,9 +61,9 @@ def test_every_row_is_in_exactly_one_micro_batch_within_the_budget(lengths: list
 
 
 def test_groups_without_signal_are_not_trained_on_but_counted_in_the_weights() -> None:
-    groups = [make_group([0.0, 0.0]), make_group([1.0, -1.0], slot=1)]  # 4 completions of 2 tokens
+    groups = [make_group(), make_group(slot=1)]  # 4 completions of 2 tokens
     for normalization, weight in (("token", 1 / 8), ("sequence", 1 / (4 * 2)), ("dr_grpo", 1 / (4 * 10))):
-        rows = training_rows(groups, normalization, max_tokens=10)
+        rows = training_rows(groups, [[0.0, 0.0], [1.0, -1.0]], normalization, max_tokens=10)
         assert [row.advantage for row in rows] == [1.0, -1.0]
         assert [row.weight for row in rows] == [weight, weight]
 

@@ -48,6 +48,11 @@ def test_a_contradiction_between_keys() -> None:
     )
 
 
+def test_a_setting_that_does_nothing() -> None:
+    done = learner("train", RECIPE, "--learner.advantage.combine", "normalize_then_sum")
+    assert_refused(done, r"normalize_then_sum.* does nothing with 1 reward function")
+
+
 def test_a_server_that_is_not_running(tmp_path: Path) -> None:
     flags = ["--run-dir", str(tmp_path / "run"), "--endpoint", (endpoint := free_endpoint())]
     done = learner("train", RECIPE, *flags, "--learner.connect-timeout-s", "1", "--learner.dashboard-port", "0")

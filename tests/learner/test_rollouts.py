@@ -125,7 +125,7 @@ def rollouts_on(server: HandServer, tmp_path: Path, version: int = 0, **learner:
     prompts = Prompts(run.learner.data, tokenizer, run.seed)
     ledger = Ledger(tmp_path / "ledger.db")
     with RewardWorkers(run.learner.reward) as workers:
-        scorer = Scorer(prompts, tokenizer, workers, ledger, run.learner)
+        scorer = Scorer(prompts, tokenizer, workers, ledger)
         rollouts = Rollouts(
             run, Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL), prompts, ledger, scorer, version
         )
@@ -258,7 +258,7 @@ def test_a_server_that_never_answers_ends_the_wait_with_the_remedy(tmp_path: Pat
         tokenizer = load_tokenizer(resolve_model("tiny:digits"))
         prompts, ledger = Prompts(run.learner.data, tokenizer, 0), Ledger(tmp_path / "ledger.db")
         with RewardWorkers(run.learner.reward) as workers:
-            scorer = Scorer(prompts, tokenizer, workers, ledger, run.learner)
+            scorer = Scorer(prompts, tokenizer, workers, ledger)
             rollouts = Rollouts(run, Hello(run="r", protocol_version=1, model=MODEL), prompts, ledger, scorer, 0)
             try:
                 rollouts.wait_for_server(1.0)
