@@ -97,7 +97,10 @@ class LossConfig(Section):
     log_ratio_penalty: float | None = None
     """dppo (1e-3): weight of (log ratio)²."""
     kl_coef: float = 0.0
-    """Weight of the k3 KL to the reference; needs a reference."""
+    """Weight of the KL to the reference; needs a reference."""
+    kl_estimator: Literal["k1", "k2", "k3", "k3_grad_k2"] = "k3"
+    """With d = log reference - log policy: k1: -d; k2: d² / 2; k3: exp(d) - d - 1; k3_grad_k2: the value of k3, the gradient
+    of k2, which is that of the KL itself."""
 
     def __post_init__(self) -> None:
         used = OBJECTIVE_DEFAULTS[self.objective]
@@ -119,6 +122,10 @@ class LossConfig(Section):
         for tau in ("tau_positive", "tau_negative"):
             _require(tau not in used or self.value(tau) > 0, f"{tau} must be above 0")
         _require(self.kl_coef >= 0, f"kl_coef = {self.kl_coef} must not be negative")
+        _require(
+            self.kl_coef > 0 or self.kl_estimator == "k3",
+            f'kl_estimator = "{self.kl_estimator}" does nothing with kl_coef = 0; remove it or set kl_coef',
+        )
 
     def value(self, bound: str) -> float:
         """Return a bound as set, or the objective's default."""
@@ -131,19 +138,29 @@ class LossConfig(Section):
 class ReferenceConfig(Section):
     """The model the KL is measured against."""
 
-    kind: Literal["none", "fixed", "every"] = "none"
-    """none; fixed: the initial weights; every: a copy of the policy, taken anew every `every_steps` steps."""
-    every_steps: int = 0
-    """With kind = "every": optimizer steps between two refreshes."""
+    kind: Literal["none", "fixed", "every", "ema"] = "none"
+    """none; fixed: the initial weights; every: a copy of the policy, taken anew every `every_steps` steps; ema: moved
+    towards the policy by `alpha` every `every_steps` steps."""
+    every_steps: int | None = None
+    """every, ema: optimizer steps between two refreshes."""
+    alpha: float | None = None
+    """ema: reference = (1 - alpha) · reference + alpha · policy, in float32 (TR-DPO, arXiv 2404.09656)."""
 
     def __post_init__(self) -> None:
-        if self.kind == "every":
-            _require(self.every_steps >= 1, f'every_steps = {self.every_steps}: kind = "every" needs at least 1')
-        else:
-            _require(
-                self.every_steps == 0,
-                f'every_steps = {self.every_steps} does nothing with kind = "{self.kind}"; remove it or set kind = "every"',
-            )
+        needed = {"none": (), "fixed": (), "every": ("every_steps",), "ema": ("every_steps", "alpha")}[self.kind]
+        for key in ("every_steps", "alpha"):
+            value = getattr(self, key)
+            if key in needed:
+                _require(value is not None, f'kind = "{self.kind}" needs {key}')
+            else:
+                _require(value is None, f'{key} = {value} does nothing with kind = "{self.kind}"; remove it')
+        _require(
+            self.every_steps is None or self.every_steps >= 1, f"every_steps = {self.every_steps} must be at least 1"
+        )
+        _require(
+            self.alpha is None or 0 < self.alpha < 1,
+            f'alpha = {self.alpha} must lie between 0 and 1; for a whole copy set kind = "every"',
+        )
 
 
 class OptimizerConfig(Section):
@@ -247,7 +264,7 @@ class LearnerConfig(Section):
         _require(
             has_reference or self.loss.kl_coef == 0,
             f"loss.kl_coef = {self.loss.kl_coef} needs a reference; "
-            'set reference.kind to "fixed" or "every", or kl_coef to 0',
+            'set reference.kind to "fixed", "every" or "ema", or kl_coef to 0',
         )
         _require(
             not has_reference or self.loss.kl_coef > 0,

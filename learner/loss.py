@@ -23,9 +23,7 @@ def policy_loss(
     reference_logprobs_BT: torch.Tensor | None,
     config: LossConfig,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The objective plus kl_coef times the k3 KL to the reference, each token weighed by its row's weight and summed.
-
-    k3 = exp(d) - d - 1, d = logp_reference - logp                                (Schulman 2020, "Approximating KL")
+    """The objective plus kl_coef times the KL to the reference, each token weighed by its row's weight and summed.
 
     Weights make the losses of micro-batches and ranks add up to the step's. Tokens whose behaviour logprob is not finite
     are left out. `sums` are sums over trained tokens, to be added over micro-batches and divided by their "tokens"; "loss"
@@ -45,11 +43,28 @@ def policy_loss(
         "mismatch_kl": (log_ratio_BT.detach().exp() - log_ratio_BT.detach() - 1).sum(),
     }
     if reference_logprobs_BT is not None:
-        d_BT = _log_ratio(_masked(reference_logprobs_BT, mask_BT), logprobs_BT)
-        k3_BT = d_BT.exp() - d_BT - 1
-        loss = loss + config.kl_coef * (weights_B1 * k3_BT).sum()
-        sums["reference_kl"] = k3_BT.detach().sum()
+        kl_BT = kl_estimate(_log_ratio(_masked(reference_logprobs_BT, mask_BT), logprobs_BT), config.kl_estimator)
+        loss = loss + config.kl_coef * (weights_B1 * kl_BT).sum()
+        sums["reference_kl"] = kl_BT.detach().sum()
     return loss, {name: value.float() for name, value in sums.items()}
+
+
+def kl_estimate(d_BT: torch.Tensor, estimator: str) -> torch.Tensor:
+    """Estimate the KL of the policy from the reference by d = logp_reference - logp  (Schulman 2020, "Approximating KL").
+
+    As a loss, the expected gradient of k1 is zero and that of k3 only near the KL's; that of k2 is the KL's.
+    """
+    match estimator:
+        case "k1":
+            return -d_BT
+        case "k2":
+            return d_BT**2 / 2
+        case "k3":
+            return d_BT.exp() - d_BT - 1
+        case "k3_grad_k2":
+            k2_BT, k3_BT = d_BT**2 / 2, d_BT.exp() - d_BT - 1
+            return k2_BT + (k3_BT - k2_BT).detach()
+    raise ValueError(f"unknown KL estimator {estimator!r}")
 
 
 def _masked(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ class Reference:
         self, config: ReferenceConfig, policy: nn.Module, accelerator: Accelerator, temperature: float
     ) -> None:
         self._config, self._temperature, self._accelerator = config, temperature, accelerator
-        self._model = frozen_copy(policy).to(accelerator.device)
+        self._model = frozen_copy(policy).float().to(accelerator.device)
         self.version = 0
 
     @torch.no_grad()
@@ -36,12 +36,17 @@ class Reference:
         return logprobs_BT
 
     def after_step(self, policy: nn.Module, version: int) -> None:
-        """Copy the policy into the reference when `kind = "every"` and it is time."""
-        if self._config.kind == "every" and version % self._config.every_steps == 0:
-            with torch.no_grad():
-                for mine, current in zip(self._model.parameters(), policy.parameters(), strict=True):
-                    mine.copy_(current)
-            self.version = version
+        """Refresh the reference when it is time: by a copy, or by alpha of the way.
+
+        The reference is kept in float32 whatever the policy computes in: in bfloat16 a small alpha would change nothing.
+        """
+        if self._config.every_steps is None or version % self._config.every_steps != 0:
+            return
+        alpha = 1.0 if self._config.alpha is None else self._config.alpha
+        with torch.no_grad():
+            for mine, current in zip(self._model.parameters(), policy.parameters(), strict=True):
+                mine.lerp_(current.to(mine), alpha)
+        self.version = version
 
     def save(self, directory: Path) -> None:
         tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in self._model.named_parameters()}

@@ -19,6 +19,9 @@ H = mpmath.mpf(10) ** -20
 CONFIGS = [
     LossConfig(),
     LossConfig(kl_coef=0.3),
+    LossConfig(kl_coef=0.3, kl_estimator="k1"),
+    LossConfig(kl_coef=0.3, kl_estimator="k2", normalization="dr_grpo"),
+    LossConfig(kl_coef=0.3, kl_estimator="k3_grad_k2"),
     LossConfig(clip_low=0.1, clip_high=0.5, dual_clip=3.0, normalization="sequence"),
     LossConfig(objective="gspo", normalization="sequence"),
     LossConfig(objective="gspo", clip_low=0.2, clip_high=0.3, dual_clip=2.0),
@@ -33,7 +36,8 @@ CONFIGS = [
 
 
 def name_of(config: LossConfig) -> str:
-    return f"{config.objective}-{config.normalization}-kl{config.kl_coef}-dual{config.dual_clip}"
+    kl = f"{config.kl_coef}{config.kl_estimator}" if config.kl_coef else "no"
+    return f"{config.objective}-{config.normalization}-{kl}-dual{config.dual_clip}"
 
 
 def clamp(value, low, high):
@@ -76,15 +80,22 @@ def token_losses(config: LossConfig, advantage, tokens):
             return [-advantage * p for p, _, _ in tokens]
 
 
+def kl(estimator: str, reference, logprob, frozen_logprob):
+    """Schulman's estimators; the straight-through one has the value of k3 and moves as k2 does."""
+    d, frozen = clamp(reference - logprob, -20, 20), clamp(reference - frozen_logprob, -20, 20)
+    k1, k2, k3 = -d, d**2 / 2, mpmath.exp(d) - d - 1
+    straight_through = mpmath.exp(frozen) - frozen - 1 + k2 - frozen**2 / 2
+    return {"k1": k1, "k2": k2, "k3": k3, "k3_grad_k2": straight_through}[estimator]
+
+
 def completion_loss(config: LossConfig, advantage, tokens, weight):
     """One completion's share of the loss. A token is (logprob, without gradient, behaviour, reference)."""
     kept = [token for token in tokens if math.isfinite(token[2])]
     if not kept:
         return mpmath.mpf(0)
     losses = token_losses(config, advantage, [token[:3] for token in kept])
-    for i, (p, _, _, reference) in enumerate(kept):
-        d = clamp(reference - p, -20, 20)
-        losses[i] += config.kl_coef * (mpmath.exp(d) - d - 1)
+    for i, (p, frozen, _, reference) in enumerate(kept):
+        losses[i] += config.kl_coef * kl(config.kl_estimator, reference, p, frozen)
     return weight * sum(losses)
 
 
@@ -237,6 +248,7 @@ def test_only_bounds_that_bind_are_counted(
         ({"clip_low": 0.3}, r"clip_high = 0\.28 must not be below clip_low = 0\.3"),
         ({"dual_clip": 1.1}, r"dual_clip = 1\.1 must be above 1 \+ clip_high"),
         ({"objective": "sapo", "tau_negative": 0.0}, "tau_negative must be above 0"),
+        ({"kl_estimator": "k1"}, r'kl_estimator = "k1" does nothing with kl_coef = 0'),
         ({"kl_coef": -1.0}, r"kl_coef = -1\.0 must not be negative"),
     ],
 )

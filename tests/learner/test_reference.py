@@ -63,6 +63,42 @@ def test_it_follows_the_policy_only_at_its_cadence(accelerator: Accelerator) -> 
     torch.testing.assert_close(reference.logprobs(batch), changed_BT.detach(), atol=1e-6, rtol=0)
 
 
+def test_a_moving_average_follows_its_formula_and_keeps_steps_that_bfloat16_would_lose(
+    accelerator: Accelerator,
+) -> None:
+    policy = load_policy(resolve_model("tiny:digits"), gradient_checkpointing=False)
+    start = {name: parameter.detach().clone().double() for name, parameter in policy.named_parameters()}
+    ema = ReferenceConfig(kind="ema", every_steps=2, alpha=0.001)
+    reference = make_reference(ema, policy, accelerator, temperature=1.0)
+    assert reference is not None
+    policy = policy.to(torch.bfloat16)
+    change(policy)
+    expected = dict(start)
+    for version in range(1, 9):
+        reference.after_step(policy, version)
+        if version % 2 == 0:
+            for name, parameter in policy.named_parameters():
+                expected[name] = 0.999 * expected[name] + 0.001 * parameter.detach().double()
+    for name, parameter in reference._model.named_parameters():
+        torch.testing.assert_close(parameter.double(), expected[name], atol=1e-6, rtol=1e-5)
+        assert (parameter.double() - start[name]).abs().max() > 1e-5
+    assert reference.version == 8
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"kind": "every"}, 'kind = "every" needs every_steps'),
+        ({"kind": "ema", "every_steps": 3}, 'kind = "ema" needs alpha'),
+        ({"kind": "fixed", "every_steps": 3}, 'every_steps = 3 does nothing with kind = "fixed"'),
+        ({"kind": "ema", "every_steps": 3, "alpha": 1.0}, r'alpha = 1\.0 must lie between 0 and 1.*"every"'),
+    ],
+)
+def test_settings_of_another_kind_are_refused(settings: dict, expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        ReferenceConfig(**settings)
+
+
 def test_a_saved_reference_comes_back_bit_for_bit_with_its_version(accelerator: Accelerator, tmp_path: Path) -> None:
     policy = load_policy(resolve_model("tiny:digits"), gradient_checkpointing=False)
     saved = make_reference(EVERY_TWO, policy, accelerator, temperature=0.7)
