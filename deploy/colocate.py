@@ -7,6 +7,7 @@ A run without GPUs whose config names no `cpu_cores` gets half of the cores for 
 also goes to RUN_DIR/logs/.
 """
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -19,11 +20,12 @@ from typing import IO
 from inference_server.config import ServerRun
 from learner.config import LearnerRun
 from protocol.config import load_config, to_toml
-from protocol.errors import SlipstreamError
+from protocol.errors import ConfigError, SlipstreamError
 
 GRACE_S = 20.0
 """Time a process gets to end by itself before it is killed."""
 POLL_S = 0.2
+PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 class Process:
@@ -33,7 +35,7 @@ class Process:
         self.name = name
         self._popen = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1, start_new_session=True,
-            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            env=os.environ | {"PYTHONUNBUFFERED": "1"}, preexec_fn=_end_with_parent,
         )  # fmt: skip
         assert self._popen.stdout is not None
         self._copier = threading.Thread(target=self._copy, args=(self._popen.stdout, log_file), daemon=True)
@@ -65,6 +67,11 @@ class Process:
         return self._popen.returncode
 
 
+def _end_with_parent() -> None:
+    """In the child: ask the kernel for a SIGTERM when colocate dies, however it dies."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def main() -> None:
     """Run both processes until the learner is done; exit with its code."""
     try:
@@ -76,6 +83,9 @@ def main() -> None:
 
 def colocate(arguments: list[str]) -> int:
     """Return the exit code of the learner, or 1 when the server ended first. Raises ConfigError."""
+    if not arguments or {"-h", "--help"} & set(arguments):
+        print(__doc__, "\nThe keys: `inference-server --help` and `learner train --help`.", sep="")
+        return 0
     switches = [argument for argument in arguments if argument in ("--resume", "--dry-run")]
     arguments = [argument for argument in arguments if argument not in switches]
     learner_flags, server_flags = _flags_of_each(arguments[1:])
@@ -87,7 +97,12 @@ def colocate(arguments: list[str]) -> int:
         return 0
     server_cores, learner_cores = _split_cores(server_run.server.cpu_cores, learner_run.learner.cpu_cores)
     logs = Path(learner_run.run_dir) / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"run_dir = {logs.parent} cannot be written: {error}; choose another with --run-dir"
+        ) from error
 
     python = [sys.executable, "-m"]
     server = Process(
@@ -102,7 +117,7 @@ def colocate(arguments: list[str]) -> int:
 
 def _supervise(server: Process, learner: Process) -> int:
     """Wait for the first to end, end the other; a signal goes to the learner, which then ends by itself."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: learner.signal(number))
     while server.returncode() is None and learner.returncode() is None:
         time.sleep(POLL_S)

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from inference_server.config import ServerConfig, ServerRun
 from inference_server.engine import EngineDead
-from protocol.config import load_config
+from protocol.config import load_config, to_toml
 from protocol.cores import bind_cores
 from protocol.errors import ConfigError, SlipstreamError
 
@@ -25,16 +25,24 @@ log = logging.getLogger("inference_server")
 
 
 def main() -> None:
-    for signal_number in (signal.SIGINT, signal.SIGTERM):
+    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signal_number, _quit_while_starting)
     try:
-        run = load_config(ServerRun, sys.argv[1:], program="inference-server")
+        arguments = [argument for argument in sys.argv[1:] if argument != "--dry-run"]
+        run = load_config(ServerRun, arguments, program="inference-server")
+        if "--dry-run" in sys.argv:
+            print(to_toml(run))
+            return
         _start_logging()
         bind_cores(run.server.cpu_cores)
         _set_environment(run)
         asyncio.run(_serve(run))
     except SlipstreamError as error:
         print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except ModuleNotFoundError as error:
+        extras = "[server-gpu], or make install for the CPU"
+        print(f"error: {error.name} is not installed; pip install slipstream-rl{extras}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -57,6 +65,7 @@ def _start_logging() -> None:
 def _set_environment(run: ServerRun) -> None:
     """Settings that vLLM and torch, also those of child processes, read from the environment."""
     os.environ.update(
+        SLIPSTREAM_SERVER_PID=str(os.getpid()),
         VLLM_NO_USAGE_STATS="1",
         DO_NOT_TRACK="1",
         VLLM_ENGINE_READY_TIMEOUT_S=str(run.server.start_timeout_s),
@@ -127,7 +136,7 @@ async def _serve(run: ServerRun) -> None:
 async def _until_signal(parts: Sequence[Coroutine[Any, Any, None]]) -> None:
     """Run all parts until a signal comes; one that ends before that ends the server, with its error."""
     stop = asyncio.Event()
-    for signal_number in (signal.SIGINT, signal.SIGTERM):
+    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(signal_number, stop.set)
     stopped = asyncio.create_task(stop.wait())
     tasks = [asyncio.create_task(part) for part in parts]

@@ -65,8 +65,11 @@ class Engine(Protocol):
     @property
     def limits(self) -> EngineLimits: ...
 
-    async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling) -> list[Completion]:
-        """Sample the completions of one group; cancelling the call frees their places. Raises EngineFailed."""
+    async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling) -> tuple[list[Completion], int]:
+        """Sample the completions of one group; return them and the policy version when they entered the engine.
+
+        Cancelling the call frees their places. Raises EngineFailed.
+        """
         ...
 
     async def score(self, token_ids: np.ndarray) -> tuple[np.ndarray, int]:

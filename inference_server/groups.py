@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import numpy as np
 
-from inference_server.engine import Engine, EngineDead, EngineFailed, EngineLimits
+from inference_server.engine import Engine, EngineFailed, EngineLimits
 from protocol.messages import Generate, Group, GroupFailed, Message, Sampling
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class Groups:
         group_id, sampling = request.group_id, request.sampling
         try:
             async with asyncio.timeout(request.deadline_s):
-                completions = await self._engine.generate(request.prompt_token_ids, sampling)
+                completions, entered_version = await self._engine.generate(request.prompt_token_ids, sampling)
         except TimeoutError:
             await self._deliver(
                 GroupFailed(
@@ -101,12 +101,14 @@ class Groups:
                     "a time, or raise server.max_concurrent_sequences",
                 )
             )  # fmt: skip
-        except (EngineFailed, EngineDead) as error:
+        except EngineFailed as error:  # EngineDead ends the server: the learner asks its successor for the same groups
             log.warning("group %s failed: %s", group_id, error)
             await self._deliver(GroupFailed(group_id=group_id, code="engine_error", message=str(error), retryable=True))
         else:
             self.tokens_generated += sum(len(completion.token_ids) for completion in completions)
-            self._finished[group_id] = Group(group_id=group_id, completions=completions)
+            self._finished[group_id] = Group(
+                group_id=group_id, entered_version=entered_version, completions=completions
+            )
             await self._send(group_id)
 
     async def _send(self, group_id: str) -> None:

@@ -37,6 +37,7 @@ class Pushes:
         self._engine, self._deliver, self._pause_timeout_s = engine, deliver, pause_timeout_s
         self._lock = asyncio.Lock()
         self._epoch: str | None = None
+        self._aborted_epochs: set[str] = set()
         self._epoch_timeout_s = 0.0
         self._weights_intact = True
         self._num_runs = 0
@@ -62,6 +63,7 @@ class Pushes:
 
     async def abort(self, abort: PushAbort) -> None:
         """Leave an epoch. A push that is receiving ends by itself: the learner has closed its side."""
+        self._aborted_epochs.add(abort.epoch)
         async with self._lock:
             if abort.epoch == self._epoch:
                 self._epoch = None
@@ -103,6 +105,8 @@ class Pushes:
         )  # fmt: skip
 
     def _enter_epoch(self, begin: PushBegin) -> None:
+        if begin.epoch in self._aborted_epochs:
+            raise _Failed(f"epoch {begin.epoch} was given up by the learner while the push waited")
         if begin.rendezvous is not None and begin.manifest is not None:
             self._epoch, self._epoch_timeout_s = begin.epoch, begin.rendezvous.timeout_s
         elif begin.epoch != self._epoch:

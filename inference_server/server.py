@@ -33,13 +33,11 @@ from protocol.messages import (
     Generate,
     GroupFailed,
     Hello,
-    LearnerMessage,
     Message,
     ModelFingerprint,
     Pulse,
     PushAbort,
     PushBegin,
-    PushFailed,
     Refused,
     Score,
     Scores,
@@ -113,7 +111,9 @@ class Server:
                 case Hello():
                     await self._greet(peer, message)
                 case _ if self._learner is None or self._learner.peer != peer:
-                    await self._turn_away(peer, message)
+                    # A connection that was lost and made again. It hears no pulse and so will say Hello: an answer here
+                    # would only keep it from noticing.
+                    log.info("%s on a connection that has not said Hello is ignored", type(message).__name__)
                 case Generate():
                     await self._ask(message)
                 case Ack(group_ids=group_ids):
@@ -153,6 +153,7 @@ class Server:
         if self._learner is None or self._learner.run != hello.run:
             self._groups.forget_all()
             self._pushes.forget_version()
+            self._server_id = uuid.uuid4().hex[:12]  # what the id stands for, the weights and the groups, is gone
             log.info("serving run %s", hello.run)
         self._learner = Learner(run=hello.run, peer=peer, reached_at=time.monotonic())
         limits = self._engine.limits
@@ -185,23 +186,6 @@ class Server:
                 f"the server is busy with run {self._learner.run}; wait for its end, stop it, or start another server"
             )
         return None
-
-    async def _turn_away(self, peer: bytes, message: LearnerMessage) -> None:
-        """Answer a peer that has not said Hello on this connection: its connection was lost, or the server is new."""
-        reason = "the server does not know this connection; say Hello first"
-        match message:
-            case Generate(group_id=group_id):
-                answer: Message | None = GroupFailed(
-                    group_id=group_id, code="not_ready", message=reason, retryable=True
-                )
-            case Score(request_id=request_id):
-                answer = _no_scores(request_id, reason)
-            case PushBegin(epoch=epoch, version=version):
-                answer = PushFailed(epoch=epoch, version=version, state="idle", message=reason, weights_intact=True)
-            case _:
-                answer = None
-        if answer is not None:
-            await self._channel.send(peer, answer)
 
     async def _ignore(self, peer: bytes, reason: str) -> None:
         """A peer that sends rubbish is told so once; from then on nothing it sends is looked at."""
@@ -264,7 +248,7 @@ class Server:
             return _no_scores(
                 request.request_id, f"not scored within the request's deadline of {request.deadline_s:g} s"
             )
-        except (EngineFailed, EngineDead) as error:
+        except EngineFailed as error:
             return _no_scores(request.request_id, str(error))
         return Scores(request_id=request.request_id, logprobs=logprobs, policy_version=version)
 
@@ -274,4 +258,4 @@ def _no_scores(request_id: str, error: str) -> Scores:
 
 
 def _in_words(model: ModelFingerprint) -> str:
-    return f"{model.architecture} with {model.vocab_size} tokens, tokenizer {model.tokenizer_hash}"
+    return f"{model.architecture} of {model.size} with {model.vocab_size} tokens, tokenizer {model.tokenizer_hash}"

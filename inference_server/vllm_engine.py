@@ -63,6 +63,8 @@ class VllmEngine:
         self.llm.admitting.set()
         self._clear_cache_on_push = run.server.kv_on_push == "recompute"
         self._num_requests = 0
+        self._version = -1
+        """Set by the first push; the server lets no group in before it."""
         config = self.llm.vllm_config
         self.limits = EngineLimits(
             max_model_len=config.model_config.max_model_len,
@@ -73,7 +75,9 @@ class VllmEngine:
         )
         self._eos_token_ids = _eos_token_ids(model_path, self.limits.vocab_size)
 
-    async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling) -> list[Completion]:
+    async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling) -> tuple[list[Completion], int]:
+        await self.llm.admitting.wait()  # so that the version is the one the request enters under
+        entered_version = self._version
         params = SamplingParams(
             # One request with n completions costs the front end half of what n requests cost; inside they are the same.
             n=sampling.num_completions,
@@ -90,7 +94,8 @@ class VllmEngine:
             skip_clone=True,
         )
         outputs = (await self._run(prompt_token_ids, params)).outputs
-        return [_completion(output) for output in sorted(outputs, key=lambda output: output.index)]
+        completions = [_completion(output) for output in sorted(outputs, key=lambda output: output.index)]
+        return completions, entered_version
 
     async def score(self, token_ids: np.ndarray) -> tuple[np.ndarray, int]:
         params = SamplingParams(
@@ -136,6 +141,7 @@ class VllmEngine:
     async def set_version(self, version: int) -> None:
         await self._call(self.llm.update_weight_version(str(version)))
         self.llm.num_pushes += 1
+        self._version = version
 
     async def _call(self, call: Any) -> Any:
         try:

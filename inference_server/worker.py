@@ -7,9 +7,15 @@ pass would kill the engine. Importing this module registers the weight transfer 
 `worker_extension_cls` in every worker before the model is loaded.
 """
 
+import contextlib
 import logging
+import os
+import select
+import signal
+import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -29,6 +35,8 @@ from protocol.weights import Received, receive_weights
 log = logging.getLogger(__name__)
 
 TRANSFER_ENGINE = "slipstream"
+SERVER_PID = "SLIPSTREAM_SERVER_PID"
+"""In the environment of every process the server starts."""
 
 # vLLM warns of every module that a push leaves alone: rotary tables and the tied head are so each time.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
@@ -108,6 +116,19 @@ class SlipstreamTransfer(WeightTransferEngine[JoinEpoch, ReceivePush]):
             if any(other.weight is head.weight for other in embeddings if other is not head):
                 head.quant_method.process_weights_after_loading(head)
 
+
+def _end_with_server(server_pid: int) -> None:
+    """Kill this process and its engine when the server is gone: vLLM's own processes outlive a SIGKILL of it for ever."""
+    with contextlib.suppress(ProcessLookupError):
+        select.select([os.pidfd_open(server_pid)], [], [])
+    engine_pid = os.getppid()  # of a worker with a process of its own; else the server, or who inherited us from it
+    if engine_pid not in (1, server_pid) and "EngineCore" in Path(f"/proc/{engine_pid}/cmdline").read_text():
+        os.kill(engine_pid, signal.SIGKILL)
+    os._exit(1)
+
+
+if SERVER_PID in os.environ:
+    threading.Thread(target=_end_with_server, args=(int(os.environ[SERVER_PID]),), daemon=True).start()
 
 if TRANSFER_ENGINE not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(TRANSFER_ENGINE, SlipstreamTransfer)

@@ -27,12 +27,15 @@ def main() -> None:
                 train_command(arguments)
             case ["report", run_dir, *flags] if set(flags) <= {"--json"} and not run_dir.startswith("-"):
                 report_command(Path(run_dir), as_json="--json" in flags)
-            case ["-h" | "--help"]:
+            case ["-h" | "--help"] | []:
                 print(USAGE)
             case arguments:
                 raise ConfigError(f"unknown command {' '.join(arguments)!r}\n{USAGE}")
     except SlipstreamError as error:
         print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except ModuleNotFoundError as error:
+        print(f"error: {error.name} is not installed; pip install 'slipstream-rl[learner]'", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -43,6 +46,8 @@ def train_command(arguments: list[str]) -> None:
     from protocol.config import load_config, to_toml
     from protocol.cores import bind_cores
 
+    if {"-h", "--help"} & set(arguments):
+        print(USAGE + "\n")
     switches = {"--resume", "--dry-run"} & set(arguments)
     run = load_config(LearnerRun, [argument for argument in arguments if argument not in switches], "learner train")
     if "--dry-run" in switches:

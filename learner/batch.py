@@ -13,6 +13,9 @@ import torch
 from learner.normalization import Normalization, row_weight
 from protocol.messages import Completion, Part
 
+UNKNOWN_VERSION = -1
+"""Of groups from before a restart: a version that is trained again may have other weights under the same number."""
+
 
 class ScoredGroup(Part):
     """One group ready to be trained on. `rewards_G[i] is None` when completion i is unscorable."""
@@ -23,6 +26,10 @@ class ScoredGroup(Part):
     completions: list[Completion]
     rewards_G: list[float | None]
     rewards_by_function: dict[str, list[float | None]]
+    num_timed_out: int
+    """Reward functions that did not score this group in time."""
+    entered_version: int
+    """The policy version when the group entered the engine; UNKNOWN_VERSION if a restart lies between."""
 
     @property
     def oldest_version(self) -> int:
@@ -41,6 +48,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     advantage: float
     weight: float
     """Of each of its tokens in the loss of the step."""
+    entered_version: int
 
     @property
     def num_tokens(self) -> int:
@@ -55,6 +63,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     mask_BT: torch.Tensor
     behaviour_logprobs_BT: torch.Tensor
     versions_BT: torch.Tensor
+    entered_versions_B: torch.Tensor
     advantages_B: torch.Tensor
     weights_B: torch.Tensor
 
@@ -70,6 +79,7 @@ def training_rows(
             prompt_token_ids=group.prompt_token_ids,
             completion=completion,
             advantage=advantage,
+            entered_version=group.entered_version,
             weight=row_weight(
                 normalization,
                 row_tokens=len(completion.token_ids),
@@ -103,7 +113,13 @@ def _masked_row() -> Row:
     completion = Completion(
         token_ids=np.zeros(1, np.int32), behaviour_logprobs=np.zeros(1, np.float32), versions=[(0, 1)], finish_reason="stop"
     )  # fmt: skip
-    return Row(prompt_token_ids=np.zeros(1, np.int32), completion=completion, advantage=0.0, weight=0.0)
+    return Row(
+        prompt_token_ids=np.zeros(1, np.int32),
+        completion=completion,
+        advantage=0.0,
+        weight=0.0,
+        entered_version=UNKNOWN_VERSION,
+    )
 
 
 def _pad(rows: list[Row], device: torch.device, *, trained: bool) -> MicroBatch:
@@ -123,6 +139,7 @@ def _pad(rows: list[Row], device: torch.device, *, trained: bool) -> MicroBatch:
         behaviour_logprobs_BT[b, first - 1 : end - 1] = row.completion.behaviour_logprobs
         versions = row.completion.versions
         versions_BT[b, first - 1 : end - 1] = np.repeat([v for v, _ in versions], [count for _, count in versions])
+    entered_versions_B = np.array([row.entered_version for row in rows], np.int64)
     advantages_B = np.array([row.advantage for row in rows], np.float32)
     weights_B = np.array([row.weight for row in rows], np.float32)
     return MicroBatch(
@@ -131,6 +148,7 @@ def _pad(rows: list[Row], device: torch.device, *, trained: bool) -> MicroBatch:
         mask_BT=torch.from_numpy(mask_BT).to(device),
         behaviour_logprobs_BT=torch.from_numpy(behaviour_logprobs_BT).to(device),
         versions_BT=torch.from_numpy(versions_BT).to(device),
+        entered_versions_B=torch.from_numpy(entered_versions_B).to(device),
         advantages_B=torch.from_numpy(advantages_B).to(device),
         weights_B=torch.from_numpy(weights_B).to(device),
     )

@@ -77,7 +77,7 @@ def load_checkpoint(accelerator: Accelerator, checkpoint: Path, reference: Refer
 
 
 def _complete(directory: Path) -> list[Path]:
-    return sorted(path for path in directory.glob("step-*") if path.suffix != ".tmp")
+    return sorted(path.parent for path in directory.glob(f"step-*/{STATE_FILE}") if path.parent.suffix != ".tmp")
 
 
 def _prune(directory: Path) -> int:

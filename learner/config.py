@@ -42,7 +42,10 @@ class SamplingConfig(Section):
             f"num_completions = {self.num_completions}: a group needs at least 2, else it has no baseline",
         )
         _require(self.max_tokens >= 1, f"max_tokens = {self.max_tokens} must be at least 1")
-        _require(0 < self.temperature <= 2, f"temperature = {self.temperature} must be above 0 and at most 2")
+        _require(
+            0.01 <= self.temperature <= 2,
+            f"temperature = {self.temperature} must lie between 0.01 (below it vLLM is greedy) and 2",
+        )
 
 
 class AdvantageConfig(Section):
@@ -181,6 +184,14 @@ class OptimizerConfig(Section):
     max_grad_norm: float = 1.0
     """Gradients are clipped to this norm."""
 
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "max_grad_norm"):
+            _require(getattr(self, name) > 0, f"{name} = {getattr(self, name)} must be above 0")
+        for name in ("beta1", "beta2"):
+            _require(0 <= getattr(self, name) < 1, f"{name} = {getattr(self, name)} must be at least 0 and below 1")
+        for name in ("warmup_steps", "weight_decay"):
+            _require(getattr(self, name) >= 0, f"{name} = {getattr(self, name)} must not be negative")
+
 
 class PushConfig(Section):
     """The transfer of weights into the server."""
@@ -242,7 +253,7 @@ class LearnerConfig(Section):
     """Where metrics go besides metrics.jsonl."""
     dashboard_port: int = 8765
     """Port of the live dashboard on 127.0.0.1; 0 turns it off."""
-    connect_timeout_s: float = 120.0
+    connect_timeout_s: float = 600.0
     """How long to wait for the server, at the start and whenever it is gone."""
     group_deadline_s: float = 600.0
     """How long the server may take over one group before it is asked for again."""
@@ -254,6 +265,8 @@ class LearnerConfig(Section):
     def __post_init__(self) -> None:
         for name in ("steps", "groups_per_step", "micro_batch_tokens", "checkpoint_every", "max_group_attempts"):
             _require(getattr(self, name) >= 1, f"{name} = {getattr(self, name)} must be at least 1")
+        for name in ("connect_timeout_s", "group_deadline_s"):
+            _require(getattr(self, name) > 0, f"{name} = {getattr(self, name)} must be above 0")
         _require(self.max_staleness >= 0, f"max_staleness = {self.max_staleness} must not be negative")
         num_weighted = sum(weight != 0 for weight in self.reward.weights or self.reward.functions)
         _require(

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: once, the step is finished and a checkpoint written; twice, the learner stops now."""
+"""Ctrl-C, SIGTERM and a closed terminal: once, the step is finished and a checkpoint written; twice, the learner stops now."""
 
 import logging
 import signal
@@ -16,7 +16,7 @@ class Interrupt:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "Interrupt":
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             self._previous[number] = signal.signal(number, self._on_signal)
         return self
 

@@ -44,8 +44,10 @@ class ParityProbe:
 
     def measure(self, policy: nn.Module, version: int, device: torch.device) -> float:
         """Return the mean |Δ logprob| over all tokens. Raises ParityError above the bound, ServerLost."""
+        assert self._link.welcome is not None
+        longest = self._link.welcome.max_model_len - 1  # vLLM scores a prompt on the way to one more token
         total, count = 0.0, 0
-        for sequence in self._sequences:
+        for sequence in (sequence[-longest:] for sequence in self._sequences):
             theirs = self._loop.call(self._link.score(sequence, self._timeout_s), self._timeout_s + 10)
             if theirs.policy_version != version:
                 raise ParityError(f"the server scored with version {theirs.policy_version}, pushed was {version}")

@@ -51,6 +51,7 @@ class Leader(msgspec.Struct, frozen=True, eq=False):
     parity: ParityProbe
     ledger: Ledger
     log: RunLog
+    run_dir: RunDir
     prompts: Prompts
     tokenizer: PreTrainedTokenizerBase
 
@@ -105,7 +106,7 @@ def make_leader(
         model_fingerprint.vocab_size, rollouts.link, rollouts.thread,
         config=config.parity, dtype=run.dtype, timeout_s=config.push.timeout_s,
     )  # fmt: skip
-    return Leader(rollouts, pusher, parity, ledger, run_log, prompts, tokenizer)
+    return Leader(rollouts, pusher, parity, ledger, run_log, run_dir, prompts, tokenizer)
 
 
 def start_dashboard(thread: LoopThread, run_dir: RunDir, port: int, cleanup: ExitStack) -> Dashboard | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from learner.batch import MicroBatch
 
@@ -20,13 +20,14 @@ def load_policy(path: Path, *, gradient_checkpointing: bool) -> PreTrainedModel:
     Dropout would make the learner disagree with the server about every token.
     """
     transformers.utils.logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
+    config = AutoConfig.from_pretrained(path)
+    for key in vars(config):
+        if key.endswith(("dropout", "pdrop")):
+            setattr(config, key, 0.0)
+    model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable()
-    return model
+    return model.train()  # from_pretrained gives evaluation mode, in which nothing is checkpointed
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:

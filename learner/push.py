@@ -64,6 +64,11 @@ class Pusher:
         self._collective: Collective | None = None
 
     @property
+    def server_id(self) -> str | None:
+        """The server that got the last push."""
+        return self._epoch.server_id if self._epoch else None
+
+    @property
     def server_has_weights(self) -> bool:
         """Whether the server now connected is the one that got the last push."""
         welcome = self._link.welcome
@@ -72,6 +77,7 @@ class Pusher:
     def push(self, version: int) -> PushReport:
         """Send the current weights as `version`. Raises PushFailed after `max_attempts` failures."""
         for attempt in range(1, self._config.max_attempts + 1):
+            self._rollouts.wait_for_server(self._connect_timeout_s)
             try:
                 return self._push_once(version)
             except (PushFailed, DeadlineExceeded) as error:
@@ -87,7 +93,6 @@ class Pusher:
         self._abandon_epoch()
 
     def _push_once(self, version: int) -> PushReport:
-        self._rollouts.wait_for_server(self._connect_timeout_s)
         started = time.monotonic()
         is_new_epoch = not self.server_has_weights
         if is_new_epoch:

@@ -93,9 +93,11 @@ class GroupRewards(msgspec.Struct, frozen=True, kw_only=True):
         return sum(function.outcome == outcome for function in self.functions)
 
 
-def raise_if_broken(group_rewards: GroupRewards) -> None:
-    """Raise RewardError if a function failed or timed out on the group."""
-    messages = [function.message or function.name for function in group_rewards.functions if function.outcome != "ok"]
+def raise_if_failed(group_rewards: GroupRewards) -> None:
+    """Raise RewardError if a function raised or returned something else than rewards for the group."""
+    messages = [
+        function.message or function.name for function in group_rewards.functions if function.outcome == "failed"
+    ]
     if messages:
         raise RewardError("; ".join(messages))
 
@@ -211,7 +213,8 @@ class RewardWorkers:
         message = (
             f"reward function {name} {problem}, for {num_completions} completions of prompt {shorten(prompt.prompt)}"
         )
-        logger.warning("%s", message)
+        if outcome == "timed_out":  # a failure ends the run with this message
+            logger.warning("%s", message)
         nothing: list[float | None] = [None] * num_completions
         return FunctionRewards(name=name, rewards=nothing, outcome=outcome, message=f"{message}; {remedy}")
 

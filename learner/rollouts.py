@@ -17,6 +17,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Coroutine, Iterable
 from typing import Any
 
@@ -72,8 +73,11 @@ class Rollouts:
         self._next_slot = ledger.next_slot()
         self._next_slot_to_take = ledger.next_slot_to_consume()
         self._given_up = set(ledger.given_up_slots())
+        self._num_failures: Counter[int] = Counter()
+        """By slot."""
         self.thread = LoopThread("rollouts")
-        self.link: ServerLink = self.thread.call(self._start(hello), CALL_TIMEOUT_S)
+        self.link = self.thread.call(self._open_link(hello), CALL_TIMEOUT_S)
+        self.thread.call(self._start(), CALL_TIMEOUT_S)
 
     # --- the main thread's side ----------------------------------------------------------------------------------
 
@@ -95,11 +99,10 @@ class Rollouts:
             "`inference-server run.toml`, check `endpoint`, or raise learner.connect_timeout_s"
         )
 
-    def publish(self, version: int) -> None:
-        """The connected server now generates with `version`: admit what the rule allows."""
-        assert self.link.welcome is not None
-        self._version, served_by = version, self.link.welcome.server_id
-        self.thread.loop.call_soon_threadsafe(self._published, served_by)
+    def publish(self, version: int, server_id: str) -> None:
+        """The server `server_id` now generates with `version`: admit what the rule allows."""
+        self._version = version
+        self.thread.loop.call_soon_threadsafe(self._published, server_id)
 
     def take(self, num_groups: int, timeout_s: float) -> list[ScoredGroup] | None:
         """Return the next groups in slot order, or None if they are not there within `timeout_s`.
@@ -110,9 +113,8 @@ class Rollouts:
         with self._changed:
             while True:
                 self._raise_failure()
-                self._drop_stale()
                 slots = self._head(num_groups)
-                if slots is not None:
+                if slots is not None and not self._drop_stale(slots):
                     self._next_slot_to_take = slots[-1] + 1
                     return [self._ready.pop(slot) for slot in slots]
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())):
@@ -150,23 +152,23 @@ class Rollouts:
             slot += 1
         return slots
 
-    def _drop_stale(self) -> None:
-        """The exception to the bound (a failed push, a resume): drop, count and send the prompt again."""
+    def _drop_stale(self, slots: list[int]) -> bool:
+        """The exception to the bound (a failed push, a resume): drop, count and ask again; True if there were any."""
         oldest_allowed = self._version - self._config.max_staleness
-        for slot, group in list(self._ready.items()):
-            if group.oldest_version < oldest_allowed and slot < self._next_slot_to_take + self._config.groups_per_step:
-                log.warning(
-                    "group %s is %d versions old; asking for it again",
-                    group.group_id,
-                    self._version - group.oldest_version,
-                )
-                del self._ready[slot]
-                attempt = int(group.group_id.partition(".")[2])
-                self.thread.loop.call_soon_threadsafe(self._ask_again, group.group_id, slot, attempt, "stale")
+        stale = [slot for slot in slots if self._ready[slot].oldest_version < oldest_allowed]
+        for slot in stale:
+            group = self._ready.pop(slot)
+            age = self._version - group.oldest_version
+            log.warning("group %s is %d versions old; asking for it again", group.group_id, age)
+            self.thread.loop.call_soon_threadsafe(self._spawn, self._ask_again(group.group_id, slot, "stale"))
+        return bool(stale)
 
     # --- the loop thread's side ----------------------------------------------------------------------------------
 
-    async def _start(self, hello: Hello) -> ServerLink:
+    async def _open_link(self, hello: Hello) -> ServerLink:
+        return ServerLink(self._run.endpoint, hello, on_group=self._on_group, on_welcome=self._on_welcome)
+
+    async def _start(self) -> None:
         """Take up every group where the ledger has it (a new run has none), then begin."""
         for row in self._ledger.outstanding():
             if row.state == "admitted":
@@ -179,10 +181,8 @@ class Rollouts:
             else:
                 self._ready[row.slot] = self._scorer.scored(row)
         self._unsent += [self._request(row.slot, row.attempt + 1) for row in self._ledger.retries_due()]
-        link = ServerLink(self._run.endpoint, hello, on_group=self._on_group, on_welcome=self._on_welcome)
-        for work in (link.run(), self._admit()):
+        for work in (self.link.run(), self._admit()):
             self._spawn(work)
-        return link
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run in the background; one that fails ends the run: the main thread raises the error at its next wait."""
@@ -280,17 +280,23 @@ class Rollouts:
                 pass  # it is sent again after the next push
             case GroupFailed() if request is not None:
                 log.warning("group %s failed (%s): %s", message.group_id, message.code, message.message)
-                self._ask_again(request.group_id, request.slot, request.attempt, message.code)
+                del self._outstanding[request.group_id]
+                self._num_failures[request.slot] += 1
+                self._spawn(self._ask_again(request.group_id, request.slot, message.code))
 
-    def _ask_again(self, group_id: str, slot: int, attempt: int, reason: str) -> None:
+    async def _ask_again(self, group_id: str, slot: int, reason: str) -> None:
         """Drop a group and ask for its prompt under the next attempt, or give the slot up."""
-        self._outstanding.pop(group_id, None)
-        if attempt + 1 < self._config.max_group_attempts or reason == "stale":
+        if self._num_failures[slot] < self._config.max_group_attempts:
             self._ledger.drop(group_id, reason)
-            self._spawn(self._send([self._request(slot, attempt + 1)]))
+            attempt = int(group_id.partition(".")[2])
+            await self._send([self._request(slot, attempt + 1)])
             return
         self._ledger.drop(group_id, "failed")
-        log.error("prompt of slot %d is given up after %d attempts (learner.max_group_attempts)", slot, attempt + 1)
+        log.error(
+            "the prompt of slot %d is given up after %d failures (learner.max_group_attempts)",
+            slot,
+            self._num_failures[slot],
+        )
         with self._changed:
             self._given_up.add(slot)
             self._changed.notify_all()
@@ -300,6 +306,7 @@ class Rollouts:
         """Commit a group, then acknowledge it, then score it. A duplicate is only acknowledged."""
         request = self._outstanding.pop(group.group_id, None)
         if request is not None:
+            self._unsent = [other for other in self._unsent if other is not request]
             self._check(group)
             num_tokens = sum(len(completion.token_ids) for completion in group.completions)
             self._ledger.receive(group.group_id, pack(group), group.oldest_version, num_tokens)
@@ -313,6 +320,8 @@ class Rollouts:
             raise ProtocolError(
                 f"group {group.group_id} has {len(group.completions)} completions, asked for were {wanted}"
             )
+        if not all(len(completion.token_ids) for completion in group.completions):
+            raise ProtocolError(f"group {group.group_id} has a completion without tokens; expected at least one")
 
     async def _score(self, slot: int, group: Group) -> None:
         self._scoring.add(slot)

@@ -20,6 +20,11 @@ MAY_CHANGE_AT_RESUME = {"endpoint", "run_dir", "server", "learner.steps", "learn
 """Keys that do not change what is learned, so a run may go on with other values."""
 
 
+LEFT_BY_A_FAILED_START = {".lock", "logs", "run_id", "ledger.db", "ledger.db-shm", "ledger.db-wal", "metrics.jsonl",
+                          "samples.jsonl", "tensorboard"}  # fmt: skip
+"""What a start that ended before its first group leaves behind; the next start goes over it."""
+
+
 class RunDir:
     """An opened run directory, locked against a second learner until the process ends."""
 
@@ -31,8 +36,11 @@ class RunDir:
         self.ledger = path / "ledger.db"
         self.checkpoints = self.checkpoints_of(path)
         self.tensorboard = path / "tensorboard"
-        path.mkdir(parents=True, exist_ok=True)
-        self._lock = (path / ".lock").open("w")
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = (path / ".lock").open("w")
+        except OSError as error:
+            raise ConfigError(f"run_dir = {path} cannot be written: {error}; choose another with --run-dir") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -40,6 +48,12 @@ class RunDir:
             raise ConfigError(
                 f"another learner is writing into {path}; wait for it or choose another run_dir"
             ) from error
+
+    def begin(self, run: LearnerRun) -> None:
+        """Store the resolved config: from now on the directory holds a run, which only a resume may touch."""
+        aside = self.config.with_suffix(".tmp")
+        aside.write_text(to_toml(run))
+        aside.rename(self.config)
 
     def close(self) -> None:
         """Let another learner write here."""
@@ -60,7 +74,7 @@ class RunDir:
 
 
 def open_run_dir(run: LearnerRun, *, resume: bool) -> RunDir:
-    """Create or reopen the directory and store the resolved config in it. Raises ConfigError."""
+    """Create the directory, or reopen it for the same config. Raises ConfigError."""
     path = Path(run.run_dir)
     if path.exists() and not path.is_dir():
         raise ConfigError(f"run_dir = {path} is a file; choose a directory")
@@ -69,15 +83,13 @@ def open_run_dir(run: LearnerRun, *, resume: bool) -> RunDir:
         raise ConfigError(
             f"{path} already holds a run; go on with it by --resume, or choose another directory with --run-dir"
         )
-    if not exists and path.exists() and any(entry.name != ".lock" for entry in path.iterdir() if entry.name != "logs"):
+    if not exists and path.exists() and {entry.name for entry in path.iterdir()} - LEFT_BY_A_FAILED_START:
         raise ConfigError(f"{path} is not empty and holds no run; choose another directory with --run-dir")
     if not exists and resume:
         raise ConfigError(f"{path} holds no run to resume; leave --resume out, or point --run-dir at the run")
     if exists:
         _refuse_other_config(path / "config.toml", run)
-    run_dir = RunDir(path)
-    run_dir.config.write_text(to_toml(run))
-    return run_dir
+    return RunDir(path)
 
 
 def _refuse_other_config(path: Path, run: LearnerRun) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -47,16 +48,25 @@ class RunLog:
         self._num_steps, self._dashboard = num_steps, dashboard
         self._metrics = _open_lines(run_dir, run_dir.metrics.name)
         self._samples = _open_lines(run_dir, run_dir.samples.name)
-        self._started = time.monotonic() - _elapsed_before(run_dir)
+        self._elapsed_before = _elapsed_before(run_dir)
+        self._started = time.monotonic()
         self._tensorboard = None
         if "tensorboard" in trackers:
             from torch.utils.tensorboard import SummaryWriter  # slow to import, and optional
 
             self._tensorboard = SummaryWriter(run_dir.tensorboard)
 
+    def start_clock(self) -> None:
+        """Count the seconds of the run from now: training, not the wait for a server that starts."""
+        self._started = time.monotonic()
+
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Record one optimizer step everywhere."""
-        line = {"step": step, "time": time.time(), "elapsed_s": time.monotonic() - self._started} | metrics
+        line = {
+            "step": step,
+            "time": time.time(),
+            "elapsed_s": self._elapsed_before + time.monotonic() - self._started,
+        } | metrics
         _write_line(self._metrics, line)
         if self._dashboard is not None:
             self._dashboard.publish(step, line)
@@ -111,7 +121,7 @@ def _open_lines(run_dir: RunDir, name: str) -> TextIO:
     if path.exists() and path.stat().st_size:
         whole = path.read_bytes()
         if not whole.endswith(b"\n"):
-            path.write_bytes(whole[: whole.rfind(b"\n") + 1])
+            os.truncate(path, whole.rfind(b"\n") + 1)
     return path.open("a", encoding="utf-8")
 
 

@@ -1,17 +1,21 @@
 """From a group as the server sent it to one that can be trained on: text, rewards, ledger."""
 
 import asyncio
+from collections import Counter
 
 import msgspec
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from learner.batch import ScoredGroup
+from learner.batch import UNKNOWN_VERSION, ScoredGroup
 from learner.data import Prompts
 from learner.ledger import Ledger, Row
-from learner.rewards import GroupRewards, RewardWorkers, raise_if_broken
+from learner.rewards import GroupRewards, RewardWorkers, raise_if_failed
 from protocol.codec import unpack
+from protocol.errors import RewardError
 from protocol.messages import Group
+
+MAX_TIMEOUTS_IN_A_ROW = 3
 
 
 class Scorer:
@@ -25,6 +29,7 @@ class Scorer:
         ledger: Ledger,
     ) -> None:
         self._prompts, self._tokenizer, self._workers, self._ledger = prompts, tokenizer, workers, ledger
+        self._timeouts_in_a_row: Counter[str] = Counter()
 
     async def score(self, slot: int, group: Group) -> ScoredGroup:
         """Call the reward functions and commit their verdict. Raises RewardError if one breaks its contract."""
@@ -32,20 +37,31 @@ class Scorer:
         texts_G = self._tokenizer.batch_decode(token_ids_G, skip_special_tokens=True)
         prompt = self._prompts.prompt_at(slot)
         rewards = await asyncio.wrap_future(self._workers.submit(prompt, texts_G, token_ids_G))
-        raise_if_broken(rewards)
+        self._raise_if_broken(rewards)
         scorable = [reward for reward in rewards.rewards if reward is not None]
         mean = sum(scorable) / len(scorable) if scorable else None
         self._ledger.score(group.group_id, msgspec.json.encode(rewards).decode(), mean)
         return self._scored(slot, group, rewards)
 
+    def _raise_if_broken(self, rewards: GroupRewards) -> None:
+        """One slow completion costs its group that function's reward; a function that is always too slow is an error."""
+        raise_if_failed(rewards)
+        for function in rewards.functions:
+            in_a_row = self._timeouts_in_a_row[function.name] + 1 if function.outcome == "timed_out" else 0
+            self._timeouts_in_a_row[function.name] = in_a_row
+            if in_a_row >= MAX_TIMEOUTS_IN_A_ROW:
+                raise RewardError(f"{in_a_row} times in a row: {function.message}")
+
     def received(self, row: Row) -> Group:
         """Return a group that was received before a restart."""
-        return unpack(self._ledger.payload(row.group_id), Group)
+        group = unpack(self._ledger.payload(row.group_id), Group)
+        return msgspec.structs.replace(group, entered_version=UNKNOWN_VERSION)
 
     def scored(self, row: Row) -> ScoredGroup:
         """Return a group that was scored before a restart."""
         assert row.rewards is not None
-        return self._scored(row.slot, self.received(row), msgspec.json.decode(row.rewards, type=GroupRewards))
+        rewards = msgspec.json.decode(row.rewards, type=GroupRewards)
+        return self._scored(row.slot, self.received(row), rewards)
 
     def _scored(self, slot: int, group: Group, rewards: GroupRewards) -> ScoredGroup:
         return ScoredGroup(
@@ -55,4 +71,6 @@ class Scorer:
             completions=group.completions,
             rewards_G=rewards.rewards,
             rewards_by_function=rewards.by_function,
+            num_timed_out=rewards.num_outcomes("timed_out"),
+            entered_version=group.entered_version,
         )

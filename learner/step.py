@@ -72,9 +72,9 @@ def _micro_batch_loss(
         reference_logprobs_BT=None if reference is None else reference.logprobs(batch),
         config=config.loss,
     )
-    # Only completions sampled by this version alone: behind an older token stand keys and values of older weights.
-    is_fresh_B1 = ((batch.versions_BT == version) | ~batch.mask_BT).all(dim=1, keepdim=True)
-    fresh_BT = batch.mask_BT & is_fresh_B1
+    # Only completions of this version alone, prompt included: older tokens leave keys and values of older weights behind.
+    is_fresh_B = ((batch.versions_BT == version) | ~batch.mask_BT).all(dim=1) & (batch.entered_versions_B == version)
+    fresh_BT = batch.mask_BT & is_fresh_B.unsqueeze(1)
     mismatch_BT = (logprobs_BT.detach() - batch.behaviour_logprobs_BT).abs()
     sums["entropy"] = torch.where(batch.mask_BT, entropy_BT, 0.0).sum()
     sums["fresh_tokens"] = fresh_BT.sum().float()
@@ -106,6 +106,7 @@ def group_metrics(groups: list[ScoredGroup], version: int) -> dict[str, float]:
     metrics = {
         "reward/mean": _mean(rewards),
         "reward/std": statistics.pstdev(rewards) if rewards else 0.0,
+        "reward/timed_out": float(sum(group.num_timed_out for group in groups)),
         "batch/unscorable_completions": float(sum(reward is None for group in groups for reward in group.rewards_G)),
         "staleness/mean": _mean([float(value) for value in stalenesses]),
         "staleness/max": float(max(stalenesses)),

@@ -10,6 +10,9 @@ from typing import Any
 
 from protocol.errors import DataError
 
+MAX_DIGITS = 18
+"""What random.sample can draw from."""
+
 
 def make_rows(task: str, num_prompts: int, seed: int, **options: Any) -> list[dict[str, Any]]:
     """Return the rows of a built-in task.
@@ -26,6 +29,10 @@ def make_rows(task: str, num_prompts: int, seed: int, **options: Any) -> list[di
 
 def reverse(num_prompts: int, seed: int, *, num_digits: int = 8) -> list[dict[str, Any]]:
     """Reverse a string of digits: {"prompt": "48213907>", "answer": "70931284"}."""
+    if num_digits > MAX_DIGITS:
+        raise DataError(
+            f"task reverse with num_digits = {num_digits}: at most {MAX_DIGITS}; lower learner.data.num_digits"
+        )
     if num_digits < 1 or num_prompts > 10**num_digits:
         raise DataError(
             f"task reverse with num_digits = {num_digits} has {10 ** max(num_digits, 0)} distinct prompts, "

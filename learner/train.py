@@ -11,11 +11,12 @@ that may wait has a deadline.
 import logging
 import time
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import InitProcessGroupKwargs, set_seed
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
@@ -45,7 +46,10 @@ def train(run: LearnerRun, *, resume: bool) -> Path | None:
     Returns the run directory to report on: None before the first step and on all ranks but the first.
     """
     config = run.learner
-    accelerator = Accelerator(mixed_precision="bf16" if run.dtype == "bfloat16" else "no")
+    # The other ranks wait for rank 0's batch in a collective: it must outlast whatever rank 0 may wait for.
+    longest_wait_s = config.connect_timeout_s + config.max_group_attempts * config.group_deadline_s
+    patience = InitProcessGroupKwargs(timeout=timedelta(seconds=2 * longest_wait_s))
+    accelerator = Accelerator(mixed_precision="bf16" if run.dtype == "bfloat16" else "no", kwargs_handlers=[patience])
     set_seed(run.seed)
     with ExitStack() as cleanup:
         run_dir = open_run_dir(run, resume=resume) if accelerator.is_main_process else None
@@ -55,10 +59,15 @@ def train(run: LearnerRun, *, resume: bool) -> Path | None:
         checkpoints = run_dir.checkpoints if run_dir else RunDir.checkpoints_of(run.run_dir)
         checkpoint = find_checkpoint(checkpoints) if resume else None
         version = load_checkpoint(accelerator, checkpoint, trainee.reference).version if checkpoint else 0
+        saved_version = version if checkpoint else None
+        if version >= config.steps:
+            log.warning("nothing to do: the run is at step %d, learner.steps = %d", version, config.steps)
+            return run_dir.path if run_dir else None
         leader = make_leader(run, run_dir, accelerator, trainee, version, cleanup) if run_dir else None
         ledger = leader.ledger if leader else None
         if leader is not None:
             connect(leader, accelerator.unwrap_model(trainee.policy), version, run, accelerator.device)
+            leader.log.start_clock()
         interrupt = cleanup.enter_context(Interrupt())
 
         for step in range(version + 1, config.steps + 1):
@@ -77,7 +86,7 @@ def train(run: LearnerRun, *, resume: bool) -> Path | None:
                 if leader is not None:
                     leader.ledger.consume([(group.group_id, staleness(group, version)) for group in groups], step)
                     metrics |= push_metrics(leader.pusher.push(step))
-                    leader.rollouts.publish(step)
+                    publish(leader, step)
             metrics |= group_metrics(groups, version)
             version = step
             if trainee.reference is not None:
@@ -87,7 +96,9 @@ def train(run: LearnerRun, *, resume: bool) -> Path | None:
                 record(leader, step, groups, metrics, timer, policy, accelerator.device, run)
             if step % config.checkpoint_every == 0 and step < config.steps:
                 save_checkpoint(accelerator, checkpoints, version, trainee.reference, ledger)
-        save_checkpoint(accelerator, checkpoints, version, trainee.reference, ledger)
+                saved_version = version
+        if version != saved_version:
+            save_checkpoint(accelerator, checkpoints, version, trainee.reference, ledger)
     return run_dir.path if run_dir and version else None
 
 
@@ -100,8 +111,16 @@ def connect(leader: Leader, policy: nn.Module, version: int, run: LearnerRun, de
         check_fits(run, leader.prompts, welcome)
         leader.pusher.push(version)
         mismatch = measure_parity(leader, policy, version, device)
+    leader.run_dir.begin(run)
     log.info("parity: mean |Δ logprob| = %.1e between server and learner", mismatch)
-    leader.rollouts.publish(version)
+    publish(leader, version)
+
+
+def publish(leader: Leader, version: int) -> None:
+    """Let rollouts send what the staleness rule allows now that the server has `version`."""
+    server_id = leader.pusher.server_id
+    if server_id is not None:
+        leader.rollouts.publish(version, server_id)
 
 
 def measure_parity(leader: Leader, policy: nn.Module, version: int, device: torch.device) -> float | None:
@@ -124,7 +143,7 @@ def wait_for_batch(
             last_connected = time.monotonic()
             if not pusher.server_has_weights:
                 pusher.push(version)
-                rollouts.publish(version)
+                publish(leader, version)
         elif time.monotonic() - last_connected > config.connect_timeout_s:
             raise rollouts.no_server(config.connect_timeout_s)
         groups = rollouts.take(config.groups_per_step, WAIT_SLICE_S)
@@ -179,6 +198,8 @@ def record(
         metrics["perf/server_idle_frac"] = leader.rollouts.link.server_idle_frac
     leader.log.step(step, metrics)
     leader.log.sample(step, *sample_of(groups[0], leader.tokenizer))
+    if all(reward is None for group in groups for reward in group.rewards_G):
+        log.warning("step %d: no completion could be scored: every reward function gave None (or was too slow)", step)
     if "policy/mismatch_abs_logprob" in metrics:
         check_mismatch(metrics["policy/mismatch_abs_logprob"], parity.bound(run.dtype), run.dtype, "fresh tokens")
 

@@ -8,7 +8,7 @@ import contextlib
 import difflib
 import io
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -99,6 +99,7 @@ def _explain(message: str, raw: dict[str, Any]) -> str:
 def _with_flags(config_type: type[C], base: C | None, flags: list[str], program: str) -> C:
     if base is not None and not flags:
         return base
+    _refuse_unknown_flags(config_type, flags)
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
@@ -115,10 +116,29 @@ def _with_flags(config_type: type[C], base: C | None, flags: list[str], program:
         raise ConfigError(_explain(str(error), msgspec.to_builtins(config))) from error
 
 
+def _refuse_unknown_flags(config_type: type[msgspec.Struct], flags: list[str]) -> None:
+    known = {"--help", "-h", *_flags_of(config_type, "--")}
+    for flag in flags:
+        if flag.startswith("--") and flag.partition("=")[0] not in known:
+            near = difflib.get_close_matches(flag, known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}?" if near else "see --help for all"
+            raise ConfigError(f"unknown flag {flag}; {hint}")
+
+
+def _flags_of(struct: type[msgspec.Struct], prefix: str) -> Iterator[str]:
+    for field in msgspec.structs.fields(struct):
+        name = prefix + field.name.replace("_", "-")
+        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
+            yield from _flags_of(field.type, f"{name}.")
+        else:
+            yield name
+
+
 def _plain(box: str) -> str:
     """Take tyro's text out of the box it draws around it."""
     lines = (line.strip("│╭╮╰╯─ \n") for line in box.splitlines())
-    return " ".join(line for line in lines if line)
+    text = " ".join(line for line in lines if line)
+    return text.removeprefix("Value error ").partition(" For full helptext")[0]
 
 
 def _without_none(value: Any) -> Any:

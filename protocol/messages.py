@@ -38,6 +38,8 @@ class ModelFingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """What must be equal on both sides for token ids and tensors to mean the same."""
 
     architecture: str
+    size: str
+    """Layers and width, as in "24 layers of width 896"."""
     vocab_size: int
     tokenizer_hash: str
     """First 16 hex digits of a SHA-256 over the tokenizer's files."""
@@ -141,6 +143,8 @@ class Group(Message):
     """All completions of one prompt."""
 
     group_id: str
+    entered_version: int
+    """The policy version when the group entered the engine; its prompt's keys and values may be as old."""
     completions: list[Completion]
 
     @property

@@ -68,14 +68,21 @@ def resolve_model(name: str) -> Path:
 def fingerprint(path: Path) -> ModelFingerprint:
     """Return what must be equal on both sides; it depends on the files' contents only, not on their order or dates."""
     config = _read_config(path)
-    text_config = config.get("text_config", {})
+    text_config = config.get("text_config", config)
     architectures = config.get("architectures") or [config.get("model_type", "unknown")]
     vocab_size = config.get("vocab_size", text_config.get("vocab_size"))
+    layers = text_config.get("num_hidden_layers", text_config.get("n_layer", "unknown"))
+    width = text_config.get("hidden_size", text_config.get("n_embd", "unknown"))
     if not isinstance(vocab_size, int):
         raise ConfigError(
             f"{path / 'config.json'} has vocab_size {vocab_size!r}; expected an int as of a language model"
         )
-    return ModelFingerprint(architecture=architectures[0], vocab_size=vocab_size, tokenizer_hash=_hash_tokenizer(path))
+    return ModelFingerprint(
+        architecture=architectures[0],
+        size=f"{layers} layers of width {width}",
+        vocab_size=vocab_size,
+        tokenizer_hash=_hash_tokenizer(path),
+    )
 
 
 def cache_dir() -> Path:

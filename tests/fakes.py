@@ -21,7 +21,9 @@ from inference_server.server import Server
 from protocol.channel import ServerChannel
 from protocol.messages import Completion, ModelFingerprint, Sampling
 
-MODEL = ModelFingerprint(architecture="GPT2LMHeadModel", vocab_size=32, tokenizer_hash="0123456789abcdef")
+MODEL = ModelFingerprint(
+    architecture="GPT2LMHeadModel", size="2 layers of width 64", vocab_size=32, tokenizer_hash="0123456789abcdef"
+)
 LIMITS = EngineLimits(max_model_len=64, vocab_size=32, dtype="float32", num_workers=1, max_concurrent_sequences=256)
 
 Complete = Callable[[list[int], int], list[int]]
@@ -61,7 +63,7 @@ class ScriptedEngine:
         self._collective: Any = None
         self._manifest: Any = None
 
-    async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling) -> list[Completion]:
+    async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling) -> tuple[list[Completion], int]:
         self.prompts.append(prompt_token_ids.tolist())
         try:
             await self._open.wait()
@@ -71,9 +73,8 @@ class ScriptedEngine:
             raise
         self._maybe_fail()
         assert self.version is not None
-        return [
-            self._completion(prompt_token_ids.tolist(), index, sampling) for index in range(sampling.num_completions)
-        ]
+        indices = range(sampling.num_completions)
+        return [self._completion(prompt_token_ids.tolist(), index, sampling) for index in indices], self.version
 
     def _completion(self, prompt: list[int], index: int, sampling: Sampling) -> Completion:
         tokens = self.complete(prompt, index)
@@ -199,7 +200,7 @@ class ServerThread:
     async def _run(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         async with serving(self.engine, **self._options) as running:
-            self.endpoint = running.endpoint
+            self.endpoint, self.running = running.endpoint, running
             self._ready.set()
             await self._stop.wait()
 

@@ -1,7 +1,6 @@
 """The user's commands on real vLLM: two processes, real sockets, kills in the middle; judged by what they leave behind."""
 
 import json
-import os
 import re
 import signal
 import socket
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import openai
+import psutil
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -53,8 +53,13 @@ class Server:
             time.sleep(0.1)
 
     def kill(self) -> None:
-        os.killpg(self._process.pid, signal.SIGKILL)
+        """SIGKILL the server's process alone, and see vLLM's processes end with it."""
+        children = psutil.Process(self._process.pid).children(recursive=True)
+        assert children
+        self._process.kill()
         self._process.wait()
+        _, alive = psutil.wait_procs(children, timeout=10)
+        assert not alive
 
     def stop(self) -> int:
         self._process.send_signal(signal.SIGTERM)

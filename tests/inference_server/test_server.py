@@ -30,7 +30,7 @@ from protocol.messages import (
     Scores,
     Welcome,
 )
-from tests.fakes import MODEL, ScriptedEngine, Serving, report, serving
+from tests.fakes import ScriptedEngine, Serving, report, serving
 from tests.inference_server.scripted_learner import ScriptedLearner
 
 TIMEOUT_S = 30.0
@@ -94,10 +94,15 @@ def test_another_protocol_version_is_refused_with_both_versions() -> None:
 
 def test_another_model_is_refused_with_both_models() -> None:
     async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        other = ModelFingerprint(architecture="Qwen2ForCausalLM", vocab_size=151936, tokenizer_hash="ffff")
+        other = ModelFingerprint(
+            architecture="Qwen2ForCausalLM", size="24 layers of width 896", vocab_size=151936, tokenizer_hash="ffff"
+        )
         await learner.send(Hello(run="run-a", protocol_version=PROTOCOL_VERSION, model=other))
         reason = (await learner.receive(Refused)).reason
-        assert "Qwen2ForCausalLM with 151936 tokens" in reason and f"{MODEL.architecture} with 32 tokens" in reason
+        assert (
+            "Qwen2ForCausalLM of 24 layers of width 896 with 151936 tokens" in reason
+            and "2 layers of width 64" in reason
+        )
 
     run_with_server(test)
 
@@ -137,19 +142,15 @@ def test_a_malformed_message_is_answered_once_and_its_sender_ignored() -> None:
     run_with_server(test)
 
 
-@pytest.mark.parametrize("kind", ["generate", "score", "push"])
-def test_a_request_before_hello_gets_an_answer_of_its_own_kind(kind: str) -> None:
+def test_requests_on_a_connection_that_has_not_said_hello_are_not_answered() -> None:
+    """An answer would keep a learner whose connection was made again from noticing that it must say Hello."""
+
     async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        if kind == "generate":
-            await learner.generate("g", [1])
-            failed = await learner.receive(GroupFailed)
-            assert failed.retryable and "Hello" in failed.message
-        elif kind == "score":
-            await learner.send(Score(request_id="s", token_ids=np.array([1, 2], dtype=np.int32), deadline_s=1))
-            assert "Hello" in ((await learner.receive(Scores)).error or "")
-        else:
-            await learner.send(begin(0))
-            assert (await learner.receive(PushFailed)).weights_intact
+        await learner.generate("g", [1])
+        await learner.send(Score(request_id="s", token_ids=np.array([1, 2], dtype=np.int32), deadline_s=1))
+        await learner.send(begin(0))
+        await learner.join()
+        assert learner.unread == [] and engine.calls == []
 
     run_with_server(test)
 
@@ -472,7 +473,7 @@ def test_an_abort_leaves_the_epoch() -> None:
         await learner.send(PushAbort(epoch="e1"))
         await until(lambda: engine.calls[-1] == "leave_epoch e1")
         await learner.send(PushBegin(epoch="e1", version=1))
-        assert "begin a new epoch" in (await learner.receive(PushFailed)).message
+        assert "given up by the learner" in (await learner.receive(PushFailed)).message
 
     run_with_server(test)
 
@@ -504,6 +505,51 @@ def test_a_dead_engine_ends_the_server_with_its_reason(monkeypatch: pytest.Monke
         engine.fail_with = EngineDead("it is gone")
         with pytest.raises(EngineDead, match="it is gone"):
             await running.task
+
+    run_with_server(test)
+
+
+def test_a_group_in_a_dead_engine_is_not_reported_as_failed() -> None:
+    """The learner would ask again at once, and use up its prompts' attempts before the server is down."""
+
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        await join_and_push(engine, learner)
+        engine.release.clear()
+        await learner.generate("g", [1])
+        await until(lambda: running.server.status()["groups_running"] == 1)
+        engine.fail_with = EngineDead("it is gone")
+        engine.release.set()
+        with pytest.raises(EngineDead, match="it is gone"):
+            await running.task
+        assert not any(isinstance(message, GroupFailed) for message in learner.unread)
+
+    run_with_server(test)
+
+
+def test_a_learner_that_was_forgotten_meets_a_server_with_a_new_id() -> None:
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        first = (await learner.join()).server_id
+        assert (await learner.join()).server_id == first
+        running.server._learner = None
+        assert (await learner.join()).server_id != first
+
+    run_with_server(test)
+
+
+def test_a_push_of_an_epoch_that_was_given_up_meanwhile_is_not_begun() -> None:
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        await learner.join()
+        engine.release_pause.clear()
+        await learner.send(begin(0, epoch="a"))
+        await until(lambda: engine.calls == ["pause"])
+        await learner.send(begin(0, epoch="b"))
+        await learner.send(PushAbort(epoch="b"))
+        await asyncio.sleep(0.2)
+        engine.scripted_reports = [[report()], [report()]]
+        engine.release_pause.set()
+        assert (await learner.receive(PushDone)).epoch == "a"
+        assert "given up" in (await learner.receive(PushFailed)).message
+        assert engine.calls.count("receive_push") == 1
 
     run_with_server(test)
 

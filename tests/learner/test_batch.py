@@ -22,7 +22,11 @@ def make_completion(token_ids: list[int], versions: list[tuple[int, int]] | None
 
 def make_row(prompt: list[int], completion: Completion, advantage: float) -> Row:
     return Row(
-        prompt_token_ids=np.array(prompt, np.int32), completion=completion, advantage=advantage, weight=2 * advantage
+        prompt_token_ids=np.array(prompt, np.int32),
+        completion=completion,
+        advantage=advantage,
+        weight=2 * advantage,
+        entered_version=3,
     )
 
 
@@ -33,6 +37,8 @@ def make_group(slot: int = 0) -> ScoredGroup:
         prompt_token_ids=np.array([1, 2], np.int32),
         completions=[make_completion([10 + g, 20 + g]) for g in range(2)],
         rewards_G=[0.0, 1.0],
+        entered_version=3,
+        num_timed_out=0,
         rewards_by_function={},
     )
 

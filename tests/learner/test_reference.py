@@ -25,7 +25,9 @@ def a_batch() -> MicroBatch:
         versions=[(0, 3)],
         finish_reason="stop",
     )
-    row = Row(prompt_token_ids=np.array([1, 2], np.int32), completion=completion, advantage=1.0, weight=1.0)
+    row = Row(
+        prompt_token_ids=np.array([1, 2], np.int32), completion=completion, advantage=1.0, weight=1.0, entered_version=0
+    )
     (batch,) = micro_batches([row], 100, torch.device("cpu"))
     return batch
 

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 from learner.builtin_rewards import exact_match, math_equivalence, share_right, think_format
 from learner.data import Prompt
-from learner.rewards import GroupRewards, RewardConfig, RewardWorkers, raise_if_broken
+from learner.rewards import GroupRewards, RewardConfig, RewardWorkers, raise_if_failed
 from protocol.errors import ConfigError, RewardError
 
 USER = "tests.learner.user_rewards"
@@ -46,7 +47,7 @@ def test_the_four_functions_of_the_course_page_run_unchanged():
         "problem_reward": [1.0, 0.0, 0.0],
     }
     assert result.rewards == [22.0, 20.5, 20.0]
-    raise_if_broken(result)
+    raise_if_failed(result)
 
 
 def test_a_function_may_be_named_by_its_file():
@@ -62,7 +63,7 @@ def test_a_module_in_the_working_directory_is_found(tmp_path, monkeypatch):
 def test_a_conversation_comes_as_trl_passes_it():
     conversation = prompt([{"role": "user", "content": "2+2"}], answer="4", level=1)
     result = score([f"{USER}:sees_what_trl_passes", f"{USER}:asynchronous"], ["4", "5"], conversation)
-    raise_if_broken(result)
+    raise_if_failed(result)
     assert result.rewards == [2.0, 1.0]
 
 
@@ -100,7 +101,7 @@ def test_a_function_that_breaks_its_contract_is_failed_and_named(name, came):
     assert (broken.outcome, broken.rewards, fine.outcome) == ("failed", [None] * 3, "ok")
     assert result.rewards == [1.0, 0.0, 0.0]
     with pytest.raises(RewardError) as error:
-        raise_if_broken(result)
+        raise_if_failed(result)
     for part in (name, came, "'21>'", "correct the function"):
         assert part in str(error.value)
 
@@ -112,8 +113,10 @@ def test_a_function_that_never_returns_is_killed_in_time(name):
     assert time.monotonic() - start < 10
     assert (result.functions[0].outcome, result.rewards) == ("timed_out", [None, None])
     assert (result.num_outcomes("timed_out"), result.num_outcomes("failed"), result.num_outcomes("ok")) == (1, 0, 0)
-    with pytest.raises(RewardError, match=rf"{name} did not return within 0.5 s .* raise learner.reward.timeout_s"):
-        raise_if_broken(result)
+    assert re.search(
+        rf"{name} did not return within 0.5 s .* raise learner.reward.timeout_s", result.functions[0].message
+    )
+    raise_if_failed(result)  # one slow group is no reason to stop
 
 
 def test_the_workers_go_on_after_a_kill():

@@ -34,7 +34,7 @@ from protocol.model_files import resolve_model
 from tests.learner.test_train import make_run
 
 TIMEOUT_S = 20.0
-MODEL = ModelFingerprint(architecture="x", vocab_size=16, tokenizer_hash="0")
+MODEL = ModelFingerprint(architecture="x", size="", vocab_size=16, tokenizer_hash="0")
 
 
 def group_of(request: Generate, version: int) -> Group:
@@ -48,7 +48,7 @@ def group_of(request: Generate, version: int) -> Group:
         )
         for i in range(request.sampling.num_completions)
     ]
-    return Group(group_id=request.group_id, completions=completions)
+    return Group(group_id=request.group_id, entered_version=version, completions=completions)
 
 
 class HandServer:
@@ -155,7 +155,7 @@ def test_a_group_that_comes_twice_is_taken_once_and_acknowledged_twice(tmp_path:
         return [group_of(request, server.version)] * 2
 
     with HandServer(twice) as server, rollouts_on(server, tmp_path) as rollouts:
-        rollouts.publish(0)
+        rollouts.publish(0, server.server_id)
         assert slots(rollouts.take(3, TIMEOUT_S)) == [0, 1, 2]
         assert slots(rollouts.take(3, TIMEOUT_S)) == [3, 4, 5]
     assert sorted(server.acked) == sorted(2 * [f"{slot}.0" for slot in range(6)])
@@ -170,7 +170,7 @@ def test_groups_are_taken_in_slot_order_whatever_order_they_come_in(tmp_path: Pa
         return [group_of(request, server.version) for request in reversed(held)] if len(held) == 6 else []
 
     with HandServer(backwards) as server, rollouts_on(server, tmp_path) as rollouts:
-        rollouts.publish(0)
+        rollouts.publish(0, server.server_id)
         assert slots(rollouts.take(3, TIMEOUT_S)) == [0, 1, 2]
 
 
@@ -180,11 +180,11 @@ def test_nothing_is_sent_before_the_server_has_weights_and_then_only_what_the_ru
 
     with HandServer(answer) as server, rollouts_on(server, tmp_path) as rollouts:
         assert rollouts.take(1, 0.3) is None and server.generated == []
-        rollouts.publish(0)
+        rollouts.publish(0, server.server_id)
         assert slots(rollouts.take(3, TIMEOUT_S)) == [0, 1, 2]
         assert slots(rollouts.take(3, TIMEOUT_S)) == [3, 4, 5]
         assert rollouts.take(1, 0.3) is None and len(server.generated) == 6
-        rollouts.publish(1)
+        rollouts.publish(1, server.server_id)
         assert slots(rollouts.take(3, TIMEOUT_S)) == [6, 7, 8]
 
 
@@ -193,7 +193,7 @@ def test_a_group_older_than_allowed_is_dropped_counted_and_asked_for_again(tmp_p
         return [group_of(request, 0 if request.group_id == "1.0" else 5)]
 
     with HandServer(old_at_first) as server, rollouts_on(server, tmp_path, version=5) as rollouts:
-        rollouts.publish(5)
+        rollouts.publish(5, server.server_id)
         groups = rollouts.take(3, TIMEOUT_S)
         assert slots(groups) == [0, 1, 2] and groups is not None and groups[1].group_id == "1.1"
     assert counts(tmp_path).dropped == 1
@@ -204,14 +204,14 @@ def test_a_new_server_is_asked_again_for_everything_that_has_not_come(tmp_path: 
         return [group_of(request, 0)] if server.server_id == "server-2" else []
 
     with HandServer(nothing_at_first) as server, rollouts_on(server, tmp_path) as rollouts:
-        rollouts.publish(0)
+        rollouts.publish(0, server.server_id)
         assert rollouts.take(3, 0.5) is None
         before = list(server.generated)
         server.server_id = "server-2"
         rollouts.thread.call(rollouts.link._channel.send(rollouts.link._hello, TIMEOUT_S), TIMEOUT_S)
         while rollouts.wait_for_server(TIMEOUT_S).server_id != "server-2":
             rollouts.take(3, 0.1)
-        rollouts.publish(0)
+        rollouts.publish(0, server.server_id)
         assert slots(rollouts.take(3, TIMEOUT_S)) == [0, 1, 2]
     assert sorted(server.generated) == sorted(before * 2)
 
@@ -221,12 +221,12 @@ def test_a_resume_takes_every_group_up_where_the_ledger_has_it(tmp_path: Path) -
         return [group_of(request, server.version)] if request.group_id in ("0.0", "1.0", "2.0", "4.0") else []
 
     with HandServer(answer) as server, rollouts_on(server, tmp_path) as rollouts:
-        rollouts.publish(0)
+        rollouts.publish(0, server.server_id)
         assert slots(rollouts.take(3, TIMEOUT_S)) == [0, 1, 2]
         rollouts._ledger.consume([(f"{slot}.0", 0) for slot in range(3)], step=1)
         while len(server.acked) < 4:
             rollouts.take(3, 0.1)
-        rollouts.publish(1)  # the rule now allows slots 0 to 8
+        rollouts.publish(1, server.server_id)  # the rule now allows slots 0 to 8
         while len(server.generated) < 9:
             rollouts.take(3, 0.1)
     assert sorted(server.cancelled) == ["3.0", "5.0", "6.0", "7.0", "8.0"]
@@ -236,12 +236,12 @@ def test_a_resume_takes_every_group_up_where_the_ledger_has_it(tmp_path: Path) -
     ledger.rewind(0)
     ledger.close()
     with everything as server, rollouts_on(server, tmp_path, version=0) as rollouts:
-        rollouts.publish(0)
+        rollouts.publish(0, server.server_id)
         assert slots(rollouts.take(3, TIMEOUT_S)) == [0, 1, 2]
         assert slots(rollouts.take(3, TIMEOUT_S)) == [3, 4, 5]
         # Slots 6 to 8 were sent before the restart; at version 0 they would be too old when their turn comes.
         assert sorted(server.generated) == ["3.0", "5.0"]
-        rollouts.publish(1)
+        rollouts.publish(1, server.server_id)
         assert slots(rollouts.take(3, TIMEOUT_S)) == [6, 7, 8]
     assert sorted(server.generated) == ["3.0", "5.0", "6.0", "7.0", "8.0"]
     assert counts(tmp_path).lost == 0

@@ -11,6 +11,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM
 
+from learner.checkpoint import find_checkpoint
 from learner.config import LearnerRun
 from learner.data import Prompts
 from learner.policy import load_tokenizer
@@ -199,7 +200,7 @@ def test_a_push_that_fails_is_tried_again_in_a_new_epoch(tmp_path: Path) -> None
 def test_a_server_with_another_model_refuses_and_both_sides_are_named(tmp_path: Path) -> None:
     with ServerThread(ScriptedEngine()) as server, pytest.raises(HandshakeRefused) as caught:
         train(make_run(tmp_path, server.endpoint), resume=False)
-    assert "GPT2LMHeadModel with 16 tokens" in str(caught.value) and "with 32 tokens" in str(caught.value)
+    assert "2 layers of width 64 with 16 tokens" in str(caught.value) and "with 32 tokens" in str(caught.value)
 
 
 def test_a_server_that_scores_otherwise_stops_the_run_before_the_first_step(tmp_path: Path) -> None:
@@ -213,6 +214,26 @@ def test_a_server_that_scores_otherwise_stops_the_run_before_the_first_step(tmp_
         pytest.raises(ParityError, match=r"0\.01.*bound is 0\.001"),
     ):
         train(make_run(tmp_path, server.endpoint), resume=False)
+
+
+@pytest.mark.parametrize("versions_late", [0, 1])
+def test_only_groups_that_entered_under_the_current_version_are_compared(tmp_path: Path, versions_late: int) -> None:
+    """One that waited inside vLLM over a push may have its prompt's keys and values from the old weights."""
+
+    class Off(ModelEngine):
+        async def generate(self, prompt_token_ids, sampling):
+            completions, version = await super().generate(prompt_token_ids, sampling)
+            off = [msgspec.structs.replace(c, behaviour_logprobs=c.behaviour_logprobs - 0.05) for c in completions]
+            return off, version - versions_late
+
+    with tiny_server(Off(resolve_model("tiny:digits"))) as server:
+        run = make_run(tmp_path, server.endpoint, steps=2)
+        if versions_late:
+            train(run, resume=False)
+            assert not any("policy/mismatch_abs_logprob" in line for line in metrics_of(run))
+        else:
+            with pytest.raises(ParityError, match=r"fresh tokens is 0\.05"):
+                train(run, resume=False)
 
 
 def test_a_prompt_longer_than_the_server_allows_is_refused_with_the_numbers(tmp_path: Path) -> None:
@@ -229,13 +250,87 @@ def test_a_prompt_longer_than_the_server_allows_is_refused_with_the_numbers(tmp_
     [
         ("raises", r"raises.*ValueError.*no such answer"),
         ("wrong_length", r"wrong_length.*4 completions"),
-        ("never_returns", r"never_returns.*1 s.*learner\.reward\.timeout_s"),
+        ("never_returns", r"3 times in a row: reward function never_returns.*1 s.*learner\.reward\.timeout_s"),
     ],
 )
 def test_a_broken_reward_function_stops_the_run_with_its_name(tmp_path: Path, function: str, expected: str) -> None:
     reward = {"functions": [f"tests/learner/broken_rewards.py:{function}"], "timeout_s": 1.0}
     with tiny_server() as server, pytest.raises(RewardError, match=expected):
         train(make_run(tmp_path, server.endpoint, reward=reward), resume=False)
+
+
+def test_one_slow_group_costs_only_its_reward_and_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTEST_CURRENT_TEST_DIR", str(tmp_path))
+    reward = {
+        "functions": ["share_right", "tests/learner/broken_rewards.py:slow_once"],
+        "weights": [1.0, 0.0],
+        "timeout_s": 1.0,
+    }
+    with tiny_server() as server:
+        run = make_run(tmp_path, server.endpoint, reward=reward, steps=2)
+        train(run, resume=False)
+    metrics = metrics_of(run)
+    assert sum(line["reward/timed_out"] for line in metrics) == 1
+    assert len(rows_of(run, "slot", "state = 'consumed'")) == 6
+
+
+def test_a_start_that_failed_leaves_no_run_behind(tmp_path: Path) -> None:
+    with tiny_server() as server:
+        wrong = make_run(tmp_path, server.endpoint, data={"task": "reverse", "num_digits": 4, "prompt_column": "promt"})
+        with pytest.raises(DataError, match="promt"):
+            train(wrong, resume=False)
+        longer = make_run(tmp_path, server.endpoint, sampling={"num_completions": 2, "max_tokens": 60})
+        with pytest.raises(DataError, match="max_model_len"):
+            train(longer, resume=False)
+        train(make_run(tmp_path, server.endpoint, steps=1), resume=False)
+    assert len(metrics_of(longer)) == 1
+
+
+def test_a_finished_run_that_is_resumed_leaves_its_checkpoint_alone(tmp_path: Path) -> None:
+    with tiny_server() as server:
+        run = make_run(tmp_path, server.endpoint, steps=2)
+        train(run, resume=False)
+        state = Path(run.run_dir) / "checkpoints" / "step-000002" / "state.json"
+        written = state.stat().st_mtime_ns
+        assert train(run, resume=True) == Path(run.run_dir)
+    assert state.stat().st_mtime_ns == written
+
+
+def test_a_half_deleted_checkpoint_is_not_taken_for_one(tmp_path: Path) -> None:
+    for step in (1, 2):
+        (tmp_path / f"step-00000{step}").mkdir()
+    (tmp_path / "step-000001" / "state.json").write_text("{}")
+    assert find_checkpoint(tmp_path) == tmp_path / "step-000001"
+
+
+def test_prompts_that_almost_fill_the_context_can_still_be_probed(tmp_path: Path) -> None:
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{i:058d}", "answer": "1"}) + "\n" for i in range(4)))
+    with tiny_server() as server:
+        run = make_run(tmp_path, server.endpoint, steps=1, data={"path": str(data)})
+        train(run, resume=False)
+    assert len(metrics_of(run)) == 1
+
+
+def test_a_server_that_has_forgotten_the_run_is_given_the_weights_again(tmp_path: Path) -> None:
+    class Forgetful(ModelEngine):
+        """Makes the server take the learner for gone once, in the middle of the run."""
+
+        async def set_version(self, version: int) -> None:
+            await super().set_version(version)
+            if version == 2 and not self.forgot:
+                self.forgot = True
+                self.server.server._learner = None
+
+        forgot = False
+        server: Any
+
+    engine = Forgetful(resolve_model("tiny:digits"))
+    with tiny_server(engine) as server:
+        engine.server = server.running
+        run = make_run(tmp_path, server.endpoint, steps=5)
+        train(run, resume=False)
+    assert len(metrics_of(run)) == 5 and rows_of(run, "count(*)", "state = 'consumed'") == [(15,)]
 
 
 def test_a_run_directory_is_refused_or_resumed_but_never_overwritten(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def completions(draw: st.DrawFn) -> Completion:
 
 @given(st.lists(completions(), max_size=5), st.text(max_size=20))
 def test_a_group_survives_the_wire_bit_for_bit(sent: list[Completion], group_id: str) -> None:
-    frames = [bytes(frame) for frame in encode(Group(group_id=group_id, completions=sent))]
+    frames = [bytes(frame) for frame in encode(Group(group_id=group_id, entered_version=4, completions=sent))]
     received = decode(frames, ServerMessage)
     assert isinstance(received, Group) and received.group_id == group_id
     for before, after in zip(sent, received.completions, strict=True):

@@ -76,7 +76,8 @@ def test_the_resolved_config_reads_back_as_the_same(tmp_path: Path) -> None:
         ('model = "m"\n[learner]\nsteps = 1\n', (), "missing required field `run_dir`"),
         ("model = \n", (), "cannot be read as TOML"),
         (TOML, ("--learner.loss.clip-low", "-1"), r"clip_low = -1\.0 must not be negative"),
-        (TOML, ("--learner.los", "1"), r"--learner\.los"),
+        (TOML, ("--learner.stpes", "1"), r"unknown flag --learner\.stpes; did you mean --learner\.steps\?"),
+        (TOML, ("--bogus", "1"), r"unknown flag --bogus; see --help"),
         (TOML, ("--seed", "x"), r"invalid literal for int.*'x'"),
     ],
 )
