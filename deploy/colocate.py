@@ -25,6 +25,7 @@ from protocol.errors import ConfigError, SlipstreamError
 GRACE_S = 20.0
 """Time a process gets to end by itself before it is killed."""
 POLL_S = 0.2
+LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec nothing may take a lock
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
@@ -69,7 +70,7 @@ class Process:
 
 def _end_with_parent() -> None:
     """In the child: ask the kernel for a SIGTERM when colocate dies, however it dies."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def main() -> None:
