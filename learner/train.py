@@ -104,7 +104,8 @@ def train(run: LearnerRun, *, resume: bool) -> Path | None:
 
 def connect(leader: Leader, policy: nn.Module, version: int, run: LearnerRun, device: torch.device) -> None:
     """Wait for the server, give it this run's weights, check that both sides agree, and open admission."""
-    log.info("waiting for the inference server at %s", run.endpoint)
+    if not leader.rollouts.link.connected:
+        log.info("waiting for the inference server at %s", run.endpoint)
     mismatch = None
     while mismatch is None:
         welcome = leader.rollouts.wait_for_server(run.learner.connect_timeout_s)

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from datasets import Dataset
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM
 
@@ -166,6 +167,38 @@ def test_a_group_that_failed_is_asked_for_again_and_one_that_always_fails_is_rec
         (1, 0, "engine_error"), (1, 1, "engine_error"), (1, 2, "failed"), (4, 0, "engine_error"),
     ]  # fmt: skip
     assert rows_of(run, "slot, attempt", "state = 'consumed'") == [(0, 0), (2, 0), (3, 0), (4, 1), (5, 0), (6, 0)]
+
+
+def test_the_four_reward_functions_of_the_hugging_face_course_train_on_a_dataset_from_disk(tmp_path: Path) -> None:
+    rows = [{"question": f"{i} + {i}>", "answers": str(2 * i)} for i in range(6)]
+    Dataset.from_list(rows).save_to_disk(tmp_path / "data")
+    names = ["reward_func", "reward_len", "format_reward", "problem_reward"]
+    with tiny_server() as server:
+        run = make_run(
+            tmp_path,
+            server.endpoint,
+            steps=2,
+            data={"dataset": str(tmp_path / "data"), "prompt_column": "question"},
+            reward={"functions": [f"tests/learner/user_rewards.py:{name}" for name in names]},
+            advantage={"combine": "normalize_then_sum", "baseline": "leave_one_out"},
+            loss={"objective": "cispo", "normalization": "sequence", "kl_coef": 0.01, "kl_estimator": "k2"},
+            reference={"kind": "ema", "every_steps": 1, "alpha": 0.1},
+        )
+        train(run, resume=False)
+    for line in metrics_of(run):
+        assert line["reward/reward_func"] >= 0 >= line["reward/reward_len"] and line["reward/format_reward"] == 0
+        assert line["reward/mean"] == pytest.approx(sum(line[f"reward/{name}"] for name in names))
+
+
+def test_a_conversation_goes_through_the_chat_template_and_its_rewards_see_messages(tmp_path: Path) -> None:
+    data = tmp_path / "chat.jsonl"
+    message = {"role": "user", "content": "12>"}
+    data.write_text(json.dumps({"prompt": [message], "answer": "21"}) + "\n")
+    with tiny_server() as server:
+        reward = {"functions": ["share_right", "tests/learner/user_rewards.py:number_of_messages"]}
+        run = make_run(tmp_path, server.endpoint, steps=1, data={"path": str(data)}, reward=reward)
+        train(run, resume=False)
+    assert metrics_of(run)[0]["reward/number_of_messages"] == 1
 
 
 def test_metrics_have_the_names_of_the_design(tmp_path: Path) -> None:

@@ -49,6 +49,10 @@ async def asynchronous(completions, **kwargs):
     return [1.0 for _ in completions]
 
 
+def number_of_messages(completions, **kwargs):
+    return [float(len(completion)) for completion in completions if completion[0]["role"] == "assistant"]
+
+
 def first_only(completions, **kwargs):
     return [2.0] + [None] * (len(completions) - 1)
 
