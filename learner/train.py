@@ -50,6 +50,8 @@ def train(run: LearnerRun, *, resume: bool) -> Path | None:
     longest_wait_s = config.connect_timeout_s + config.max_group_attempts * config.group_deadline_s
     patience = InitProcessGroupKwargs(timeout=timedelta(seconds=2 * longest_wait_s))
     accelerator = Accelerator(mixed_precision="bf16" if run.dtype == "bfloat16" else "no", kwargs_handlers=[patience])
+    if accelerator.num_processes > 1:
+        log.info("rank %d of %d on %s", accelerator.process_index, accelerator.num_processes, accelerator.device)
     set_seed(run.seed)
     with ExitStack() as cleanup:
         run_dir = open_run_dir(run, resume=resume) if accelerator.is_main_process else None

@@ -95,6 +95,21 @@ def test_a_server_that_dies_during_a_request_is_noticed_long_before_the_deadline
     with_link(test)
 
 
+def test_an_answer_that_may_be_lost_over_a_reconnect_is_not_waited_for() -> None:
+    async def test(link: ServerLink, engine: ScriptedEngine, server: Serving) -> None:
+        engine.release.clear()
+        score = asyncio.create_task(link.score([1, 2, 3], 600))
+        await asyncio.sleep(0.1)
+        assert link.welcome is not None
+        link._connected = False  # a silence, and the same server's welcome after it
+        link._welcomed(link.welcome)
+        with pytest.raises(ServerLost):
+            await score
+        assert link.connected
+
+    with_link(test)
+
+
 def test_a_push_that_the_server_cannot_do_fails_with_the_servers_words() -> None:
     async def test(link: ServerLink, engine: ScriptedEngine, server: Serving) -> None:
         engine.scripted_reports = [[report(ok=False, state="receiving", error="scripted failure")]]

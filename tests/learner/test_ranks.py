@@ -1,5 +1,6 @@
 """Two ranks under accelerate train the same numbers as one, whatever the micro-batches."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,16 +13,8 @@ from tests.learner.model_engine import tiny_server
 from tests.learner.test_train import make_run, metrics_of, seeded
 
 ROOT = Path(__file__).parent.parent.parent
-LAUNCH = [
-    "accelerate.commands.launch",
-    "--cpu",
-    "--num_processes",
-    "2",
-    "--num_machines",
-    "1",
-    "--dynamo_backend",
-    "no",
-]
+# What `accelerate launch` does on GPUs; on a CPU alone it would start a single process.
+LAUNCH = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
 
 def run_ranks(tmp_path: Path, launch: list[str], **learner: object):
@@ -33,8 +26,10 @@ def run_ranks(tmp_path: Path, launch: list[str], **learner: object):
         config = tmp_path / "run.toml"
         config.write_text(to_toml(run))
         command = [sys.executable, *launch, "learner", "train", str(config)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        on_cpu = os.environ | {"ACCELERATE_USE_CPU": "true"}
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=on_cpu)
         assert done.returncode == 0, done.stdout + done.stderr
+        assert ("rank 1 of 2" in done.stderr) == (len(launch) > 1)
         return metrics_of(run), server.engine.weights
 
 
