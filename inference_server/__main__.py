@@ -29,7 +29,7 @@ def main() -> None:
         signal.signal(signal_number, _quit_while_starting)
     try:
         arguments = [argument for argument in sys.argv[1:] if argument != "--dry-run"]
-        run = load_config(ServerRun, arguments, program="inference-server")
+        run = load_config(ServerRun, arguments, program="inference-server", switches="[--dry-run]")
         if "--dry-run" in sys.argv:
             print(to_toml(run))
             return

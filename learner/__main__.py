@@ -46,10 +46,9 @@ def train_command(arguments: list[str]) -> None:
     from protocol.config import load_config, to_toml
     from protocol.cores import bind_cores
 
-    if {"-h", "--help"} & set(arguments):
-        print(USAGE + "\n")
     switches = {"--resume", "--dry-run"} & set(arguments)
-    run = load_config(LearnerRun, [argument for argument in arguments if argument not in switches], "learner train")
+    arguments = [argument for argument in arguments if argument not in switches]
+    run = load_config(LearnerRun, arguments, "learner train", switches="[--resume] [--dry-run]")
     if "--dry-run" in switches:
         print(to_toml(run))
         return

@@ -7,6 +7,8 @@ its own section and leaves the other unread. Precedence: flag > file > default. 
 import contextlib
 import difflib
 import io
+import os
+import sys
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -36,14 +38,14 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 C = TypeVar("C", bound=SharedConfig)
 
 
-def load_config(config_type: type[C], argv: Sequence[str], program: str) -> C:
-    """Read `run.toml [--section.key value ...]` from `argv`.
+def load_config(config_type: type[C], argv: Sequence[str], program: str, switches: str = "") -> C:
+    """Read `run.toml [--section.key value ...]` from `argv`; `switches` are the caller's own, named in the help.
 
     Raises ConfigError for a missing file, an unknown key or a value of the wrong type or range.
     """
     path, flags = _split(argv, program)
     base = _from_file(config_type, path) if path else None
-    return _with_flags(config_type, base, flags, program)
+    return _with_flags(config_type, base, flags, f"{program} run.toml {switches}".strip())
 
 
 def to_toml(config: msgspec.Struct) -> str:
@@ -104,7 +106,10 @@ def _with_flags(config_type: type[C], base: C | None, flags: list[str], program:
     try:
         with contextlib.redirect_stderr(complaint):
             default = tyro.MISSING_NONPROP if base is None else base
-            config = tyro.cli(config_type, args=flags, prog=f"{program} run.toml", default=default)
+            config = tyro.cli(config_type, args=flags, prog=program, default=default)
+    except BrokenPipeError:  # `--help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the flush at exit complains once more
+        raise SystemExit(0) from None
     except SystemExit as exit_:
         if exit_.code in (0, None):
             raise

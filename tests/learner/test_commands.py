@@ -41,6 +41,12 @@ def test_an_unknown_key_in_the_file(tmp_path: Path) -> None:
     )
 
 
+def test_help_into_a_pipe_that_closes_early_is_no_error() -> None:
+    command = f"{sys.executable} -m learner train --help | head -1"
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("usage: learner train") and done.stderr == ""
+
+
 def test_a_contradiction_between_keys() -> None:
     flags = ["--learner.reference.kind", "fixed"]
     assert_refused(
