@@ -1,8 +1,8 @@
 """Rewards to advantages. Pure; between scoring and the batch, over all groups of one optimizer step.
 
 Suffixes: _P over the groups (prompts) of the step, _G over the completions of one group. A reward of None is unscorable:
-it is left out of every mean and deviation, and its advantage is 0. A group has no signal when fewer than two of its
-completions are scorable or all scorable ones are equal: all its advantages are 0.
+it is left out of every mean and deviation, and its advantage is 0. A group has no signal (`has_signal`) when fewer than
+two of its completions are scorable or all scorable ones are equal: all its advantages are 0.
 """
 
 import math
@@ -15,6 +15,22 @@ STD_EPSILON = 1e-4
 Rewards = list[list[float | None]]
 
 
+def has_signal(
+    rewards_G: list[float | None],
+    rewards_by_function: dict[str, list[float | None]],
+    weights: dict[str, float],
+    config: AdvantageConfig,
+) -> bool:
+    """Whether a group's rewards tell its completions apart; one by one where the advantages are taken one by one."""
+    if config.combine == "sum":
+        return _tells_apart(rewards_G)
+    return any(weight != 0 and _tells_apart(rewards_by_function[name]) for name, weight in weights.items())
+
+
+def _tells_apart(rewards_G: list[float | None]) -> bool:
+    return len({reward for reward in rewards_G if reward is not None}) > 1
+
+
 def step_advantages(rewards_P_G: Rewards, config: AdvantageConfig) -> list[list[float]]:
     """Return A = (r - baseline) / divisor for every completion of the step.
 
@@ -25,7 +41,9 @@ def step_advantages(rewards_P_G: Rewards, config: AdvantageConfig) -> list[list[
     scale none:              1                                              (Dr. GRPO, arXiv 2503.20783)
     """
     everything = [reward for rewards_G in rewards_P_G for reward in rewards_G if reward is not None]
-    batch_divisor = statistics.stdev(everything) + STD_EPSILON if len(everything) > 1 else 1.0
+    batch_divisor = 1.0
+    if config.scale == "batch" and len(everything) > 1:
+        batch_divisor = statistics.stdev(everything) + STD_EPSILON
     return [_group_advantages(rewards_G, config, batch_divisor) for rewards_G in rewards_P_G]
 
 
@@ -49,11 +67,11 @@ def combined_advantages(
 
 
 def _group_advantages(rewards_G: list[float | None], config: AdvantageConfig, batch_divisor: float) -> list[float]:
-    scorable = [reward for reward in rewards_G if reward is not None]
-    if len(scorable) < 2 or min(scorable) == max(scorable):
+    if not _tells_apart(rewards_G):
         return [0.0] * len(rewards_G)
+    scorable = [reward for reward in rewards_G if reward is not None]
     mean = math.fsum(scorable) / len(scorable)
-    divisor = {"group": statistics.stdev(scorable) + STD_EPSILON, "batch": batch_divisor, "none": 1.0}[config.scale]
+    divisor = statistics.stdev(scorable) + STD_EPSILON if config.scale == "group" else batch_divisor
     if config.baseline == "leave_one_out":
         # r - (sum - r) / (n - 1) = (r - mean) · n / (n - 1)
         divisor *= (len(scorable) - 1) / len(scorable)

@@ -5,12 +5,14 @@ T = S - 1 predicted tokens: index t of a _BT tensor belongs to token t + 1 of it
 """
 
 from collections.abc import Iterator
+from itertools import count
 
 import msgspec
 import numpy as np
 import torch
 
-from learner.normalization import Normalization, row_weight
+from learner.config import LearnerConfig
+from learner.normalization import row_weight
 from protocol.messages import Completion, Part
 
 UNKNOWN_VERSION = -1
@@ -45,6 +47,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     prompt_token_ids: np.ndarray
     completion: Completion
+    place: int
+    """Among all completions of the step."""
     advantage: float
     weight: float
     """Of each of its tokens in the loss of the step."""
@@ -64,33 +68,51 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     behaviour_logprobs_BT: torch.Tensor
     versions_BT: torch.Tensor
     entered_versions_B: torch.Tensor
+    places_B: torch.Tensor
     advantages_B: torch.Tensor
     weights_B: torch.Tensor
+    proximal_logprobs_BT: torch.Tensor | None = None
+    reference_logprobs_BT: torch.Tensor | None = None
+    policy_mask_BT: torch.Tensor | None = None
+    """The last three: what the survey found, where the loss needs it."""
 
 
-def training_rows(
-    groups: list[ScoredGroup], advantages_P_G: list[list[float]], normalization: Normalization, max_tokens: int
-) -> list[Row]:
-    """All completions of the groups that carry signal, weighed by the counts of all groups of the step."""
+def step_rows(groups: list[ScoredGroup], advantages_P_G: list[list[float]], config: LearnerConfig) -> list[list[Row]]:
+    """Every completion of the step, by group, weighed by the counts of all of them."""
     num_tokens = sum(group.num_tokens for group in groups)
     num_rows = sum(len(group.completions) for group in groups)
-    return [
-        Row(
-            prompt_token_ids=group.prompt_token_ids,
-            completion=completion,
-            advantage=advantage,
-            entered_version=group.entered_version,
-            weight=row_weight(
-                normalization,
+    places = count()
+    rows_P_G: list[list[Row]] = []
+    for group, advantages_G in zip(groups, advantages_P_G, strict=True):
+        rows_P_G.append([])
+        for completion, advantage in zip(group.completions, advantages_G, strict=True):
+            weight = row_weight(
+                config.loss.normalization,
                 row_tokens=len(completion.token_ids),
                 num_tokens=num_tokens,
                 num_rows=num_rows,
-                max_tokens=max_tokens,
-            ),
-        )
-        for group, advantages_G in zip(groups, advantages_P_G, strict=True)
+                max_tokens=config.sampling.max_tokens,
+            )
+            row = Row(
+                prompt_token_ids=group.prompt_token_ids,
+                completion=completion,
+                place=next(places),
+                advantage=advantage,
+                weight=weight,
+                entered_version=group.entered_version,
+            )
+            rows_P_G[-1].append(row)
+    return rows_P_G
+
+
+def trained_rows(groups: list[ScoredGroup], advantages_P_G: list[list[float]], config: LearnerConfig) -> list[Row]:
+    """The completions that carry the loss: those of groups with signal; with mask_truncated, only the finished ones."""
+    return [
+        row
+        for rows_G, advantages_G in zip(step_rows(groups, advantages_P_G, config), advantages_P_G, strict=True)
         if any(advantages_G)
-        for completion, advantage in zip(group.completions, advantages_G, strict=True)
+        for row in rows_G
+        if not (config.loss.mask_truncated and row.completion.finish_reason == "length")
     ]
 
 
@@ -116,6 +138,7 @@ def _masked_row() -> Row:
     return Row(
         prompt_token_ids=np.zeros(1, np.int32),
         completion=completion,
+        place=0,
         advantage=0.0,
         weight=0.0,
         entered_version=UNKNOWN_VERSION,
@@ -140,6 +163,7 @@ def _pad(rows: list[Row], device: torch.device, *, trained: bool) -> MicroBatch:
         versions = row.completion.versions
         versions_BT[b, first - 1 : end - 1] = np.repeat([v for v, _ in versions], [count for _, count in versions])
     entered_versions_B = np.array([row.entered_version for row in rows], np.int64)
+    places_B = np.array([row.place for row in rows], np.int64)
     advantages_B = np.array([row.advantage for row in rows], np.float32)
     weights_B = np.array([row.weight for row in rows], np.float32)
     return MicroBatch(
@@ -149,6 +173,7 @@ def _pad(rows: list[Row], device: torch.device, *, trained: bool) -> MicroBatch:
         behaviour_logprobs_BT=torch.from_numpy(behaviour_logprobs_BT).to(device),
         versions_BT=torch.from_numpy(versions_BT).to(device),
         entered_versions_B=torch.from_numpy(entered_versions_B).to(device),
+        places_B=torch.from_numpy(places_B).to(device),
         advantages_B=torch.from_numpy(advantages_B).to(device),
         weights_B=torch.from_numpy(weights_B).to(device),
     )

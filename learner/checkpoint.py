@@ -1,7 +1,8 @@
 """Checkpoints: model, optimizer, scheduler, RNG, reference and versions, written so that a kill leaves the old or the new.
 
-A checkpoint of step n stands for the ledger's rows up to step n: a resume rewinds the ledger to it. The data's position
-is the ledger's next slot, so it needs no second home here.
+A checkpoint of step n stands for the ledger's rows up to step n: a resume rewinds the ledger to it. The ledger is the
+checkpoint's other half: it holds every group that was asked for, with its place in the data, its completions while they
+may be needed and its rewards, and so the data's position, the slots passed over and the curriculum's pass rates.
 """
 
 import logging
@@ -13,7 +14,8 @@ import msgspec
 from accelerate import Accelerator
 
 from learner.ledger import Ledger
-from learner.reference import Reference
+from learner.reference import ReferenceState
+from learner.trainee import Trainee
 from protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -28,11 +30,12 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     version: int
-    reference_version: int | None
+    reference: ReferenceState | None
+    kl_coef: float
 
 
 def save_checkpoint(
-    accelerator: Accelerator, directory: Path, step: int, reference: Reference | None, ledger: Ledger | None
+    accelerator: Accelerator, directory: Path, step: int, trainee: Trainee, ledger: Ledger | None
 ) -> None:
     """Write `directory/step-N` aside, make it durable, rename it into place. Called by every rank; rank 0 has the ledger."""
     final, aside = directory / f"step-{step:06d}", directory / f"step-{step:06d}.tmp"
@@ -41,13 +44,14 @@ def save_checkpoint(
         aside.mkdir(parents=True)
     accelerator.wait_for_everyone()
     accelerator.save_state(str(aside))
+    reference = trainee.reference
+    if reference is not None:
+        reference.save(aside, trainee.policy)
     accelerator.wait_for_everyone()
     if not accelerator.is_main_process or ledger is None:
         return
-    if reference is not None:
-        reference.save(aside)
-    version = reference.version if reference is not None else None
-    state = CheckpointState(step=step, version=step, reference_version=version)
+    reference_state = None if reference is None else reference.state
+    state = CheckpointState(step=step, version=step, reference=reference_state, kl_coef=trainee.kl_coef)
     (aside / STATE_FILE).write_bytes(msgspec.json.encode(state))
     _make_durable(aside)
     shutil.rmtree(final, ignore_errors=True)
@@ -62,16 +66,25 @@ def find_checkpoint(directory: Path) -> Path | None:
     return complete[-1] if complete else None
 
 
-def load_checkpoint(accelerator: Accelerator, checkpoint: Path, reference: Reference | None) -> CheckpointState:
-    """Restore every part in place. Raises ConfigError if the checkpoint lacks one."""
-    state = msgspec.json.decode((checkpoint / STATE_FILE).read_bytes(), type=CheckpointState)
-    if (reference is None) != (state.reference_version is None):
+def load_checkpoint(accelerator: Accelerator, checkpoint: Path, trainee: Trainee) -> CheckpointState:
+    """Restore every part in place. Raises ConfigError if the checkpoint is of another reference or cannot be read."""
+    try:
+        state = msgspec.json.decode((checkpoint / STATE_FILE).read_bytes(), type=CheckpointState)
+    except msgspec.DecodeError as error:
         raise ConfigError(
-            f"{checkpoint} and learner.reference.kind do not fit: one has a reference, the other has none"
+            f"{checkpoint / STATE_FILE} is damaged or of another version of Slipstream ({error}); choose another run_dir"
+        ) from error
+    before = "none" if state.reference is None else state.reference.kind
+    now = "none" if trainee.reference is None else trainee.reference.state.kind
+    if before != now:
+        raise ConfigError(
+            f'{checkpoint} has a reference of kind "{before}", learner.reference.kind is "{now}"; set it to "{before}" to '
+            "resume, or choose another run_dir"
         )
     accelerator.load_state(str(checkpoint))
-    if reference is not None and state.reference_version is not None:
-        reference.load(checkpoint, state.reference_version)
+    if trainee.reference is not None and state.reference is not None:
+        trainee.reference.load(checkpoint, trainee.policy, state.reference)
+    trainee.kl_coef = state.kl_coef
     log.info("resumed from %s", checkpoint)
     return state
 

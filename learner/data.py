@@ -1,8 +1,8 @@
 """Prompts: from a built-in task, a JSONL file or a `datasets` dataset to token ids, ready to be sent to the server.
 
 First station of the data's way. All prompts are read, tokenized and checked at the start, so that a bad one stops the
-run before it costs anything. Invariant: the prompts are an endless sequence of slots in which every data epoch holds each
-prompt exactly once, and what stands at a slot depends only on the data and the seed; a resume needs only a number.
+run before it costs anything. Invariant: the prompts are an endless sequence in which every data epoch holds each prompt
+exactly once, and what stands at a position depends only on the data and the seed; a resume needs only a number.
 """
 
 import functools
@@ -31,7 +31,7 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Where the prompts come from: exactly one of task, path and dataset."""
 
     task: str | None = None
-    """A built-in task: reverse."""
+    """A built-in task: reverse, sort or arithmetic (sums)."""
     path: str | None = None
     """A JSONL file, one prompt with its columns per line."""
     dataset: str | None = None
@@ -42,8 +42,8 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Which split of the dataset."""
     num_prompts: int | None = None
     """Use only the first so many prompts; for a task: make so many (default 4096)."""
-    num_digits: int = 8
-    """Digits per prompt of the task reverse."""
+    num_digits: int | None = None
+    """Digits of each number of a task's prompt: reverse (8), sort (4), arithmetic (2)."""
     prompt_column: str = "prompt"
     """The column with the prompt: a text, or a list of messages with role and content. All others go to the rewards."""
     system_prompt: str | None = None
@@ -65,6 +65,8 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise ConfigError(f"learner.data.{key} = {value} must be at least 1")
+        if self.num_digits is not None and self.task is None:
+            raise ConfigError(f"learner.data.num_digits = {self.num_digits} does nothing without learner.data.task")
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +85,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prompts:
-    """All prompts of a run, as an endless sequence of slots."""
+    """All prompts of a run, as an endless sequence of positions."""
 
     def __init__(self, config: DataConfig, tokenizer: "PreTrainedTokenizerBase", seed: int) -> None:
         self._config, self._seed = config, seed
@@ -100,14 +102,18 @@ class Prompts:
         row = max(range(len(self)), key=lambda row: len(self._token_ids[row]))
         return row, len(self._token_ids[row])
 
-    def epoch_of(self, slot: int) -> int:
-        """Return the data epoch in which a slot lies."""
-        return slot // len(self)
+    def epoch_of(self, position: int) -> int:
+        """Return the data epoch in which a position lies."""
+        return position // len(self)
 
-    def prompt_at(self, slot: int) -> Prompt:
+    def row_at(self, position: int) -> int:
+        """Return the row of the data at a position of the endless sequence of data epochs."""
+        epoch, place = divmod(position, len(self))
+        return int(_order(len(self), self._seed, epoch)[place]) if self._config.shuffle else place
+
+    def prompt_at(self, position: int) -> Prompt:
         """Return the prompt at a position of the endless sequence of data epochs."""
-        epoch, position = divmod(slot, len(self))
-        row = int(_order(len(self), self._seed, epoch)[position]) if self._config.shuffle else position
+        row = self.row_at(position)
         columns = dict(self._rows[row])
         prompt = _with_system_prompt(columns.pop(self._config.prompt_column), self._config)
         return Prompt(prompt_id=row, prompt=prompt, token_ids=self._token_ids[row].tolist(), columns=columns)
@@ -124,7 +130,8 @@ def _order(num_prompts: int, seed: int, epoch: int) -> np.ndarray:
 def _read_rows(config: DataConfig, seed: int) -> Sequence[dict[str, Any]]:
     if config.task is not None:
         num_prompts = config.num_prompts or DEFAULT_TASK_PROMPTS
-        rows: Any = make_rows(config.task, num_prompts, seed, num_digits=config.num_digits)
+        options = {} if config.num_digits is None else {"num_digits": config.num_digits}
+        rows: Any = make_rows(config.task, num_prompts, seed, **options)
     elif config.path is not None:
         rows = _read_jsonl(Path(config.path).expanduser(), config.prompt_column)
     else:

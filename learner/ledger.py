@@ -1,12 +1,13 @@
 """The learner's book of groups: one SQLite row per group, from its admission to the step that consumed it.
 
 It stands between the channel and the optimizer: a group is acknowledged to the server only after `receive` has
-committed it, and consumed in the same transaction that names its step. The invariant: every slot of the endless
-sequence of prompts is consumed exactly once, in slot order, whatever crashes. `counts()` audits that from the rows
+committed it, and consumed in the same transaction that names its step. The invariant: every slot is consumed
+exactly once or passed over for good, in slot order, whatever crashes. `counts()` audits that from the rows
 alone. People may read the file at any time: `sqlite3 ledger.db 'select state, count(*) from groups group by state'`.
 
     admit ─▶ admitted ─▶ received ─▶ scored ─▶ consumed        rewind (a resume): consumed ─▶ scored
-                 └───────────┴──────────┴────▶ dropped         retried under the next attempt, unless it `failed`
+                 └───────────┴──────────┴────▶ dropped         retried under the next attempt, unless the reason is final:
+                                                               `failed`, or replaced for having `no_signal`
 """
 
 import sqlite3
@@ -15,68 +16,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from learner.ledger_row import COLUMNS, FINAL_REASONS, OUTSTANDING, SCHEMA, SCHEMA_VERSION, Row
 from protocol.errors import SlipstreamError
-
-SCHEMA_VERSION = 1
-FINAL_REASONS = ("failed",)  # a group dropped for any other reason is sent again as the next attempt of its slot
-OUTSTANDING = ("admitted", "received", "scored")
-SCHEMA = """
-CREATE TABLE groups (
-    group_id TEXT PRIMARY KEY,
-    slot INTEGER NOT NULL CHECK (slot >= 0),
-    attempt INTEGER NOT NULL CHECK (attempt >= 0),
-    epoch INTEGER NOT NULL,
-    prompt_id INTEGER NOT NULL,
-    state TEXT NOT NULL CHECK (state IN ('admitted', 'received', 'scored', 'consumed', 'dropped')),
-    reason TEXT,
-    admitted_version INTEGER NOT NULL,
-    oldest_version INTEGER,
-    step INTEGER,
-    staleness INTEGER,
-    num_tokens INTEGER,
-    reward_mean REAL,
-    rewards TEXT,
-    admitted_at REAL NOT NULL,
-    received_at REAL,
-    scored_at REAL,
-    consumed_at REAL,
-    payload BLOB
-) STRICT;
-CREATE INDEX groups_by_state ON groups (state, step);
-CREATE INDEX groups_by_slot ON groups (slot);
--- The file itself refuses a second live group of a slot, so none can be consumed twice.
-CREATE UNIQUE INDEX one_live_group_per_slot ON groups (slot) WHERE state != 'dropped';
-"""
 
 
 class LedgerError(SlipstreamError):
     """The ledger cannot be read or written, or a group was asked to make a move that its state does not allow."""
-
-
-class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One group as the ledger knows it, without its payload."""
-
-    group_id: str
-    slot: int
-    attempt: int
-    epoch: int
-    prompt_id: int
-    state: str
-    reason: str | None
-    admitted_version: int
-    oldest_version: int | None
-    step: int | None
-    staleness: int | None
-    num_tokens: int | None
-    reward_mean: float | None
-    rewards: str | None
-    admitted_at: float
-    received_at: float | None
-    scored_at: float | None
-    consumed_at: float | None
 
 
 class LedgerCounts(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,9 +39,6 @@ class LedgerCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Slots that no group accounts for (a gap, or a retry that never came) or that consumption has overtaken."""
     duplicated: int
     """Slots consumed more than once."""
-
-
-COLUMNS = ", ".join(Row.__struct_fields__)
 
 
 class Ledger:
@@ -126,23 +72,25 @@ class Ledger:
 
     # ---- the moves of a group
 
-    def admit(self, group_id: str, slot: int, attempt: int, epoch: int, prompt_id: int, version: int) -> None:
-        """Before the prompt is sent. A slot may have one live group at a time, and none after it failed for good."""
+    def admit(
+        self, group_id: str, *, slot: int, attempt: int, position: int, epoch: int, prompt_id: int, version: int
+    ) -> None:
+        """Before the prompt is sent. A slot may have one live group at a time, all of one prompt, none once it is passed over."""
         with self._transaction():
-            other = self._one(
-                f"SELECT {COLUMNS} FROM groups WHERE slot = ? AND (state != 'dropped' OR reason IN ({_marks(FINAL_REASONS)})"
-                " OR attempt >= ?) OR group_id = ?",
-                (slot, *FINAL_REASONS, attempt, group_id),
+            others = self._rows(
+                f"slot = ? AND (state != 'dropped' OR reason IN ({_marks(FINAL_REASONS)}) OR attempt >= ? OR position != ?)"
+                " OR group_id = ?",
+                (slot, *FINAL_REASONS, attempt, position, group_id),
             )
-            if other is not None:
+            if others:
                 raise LedgerError(
-                    f"group {group_id} of slot {slot}, attempt {attempt} cannot be admitted: group {other[0]} of slot {other[1]}, "
-                    f"attempt {other[2]} is {_told(other[5], other[6])}; wanted a slot whose last attempt was dropped for a retry"
+                    f"group {group_id} of slot {slot}, attempt {attempt}, position {position} cannot be admitted: {others[0]}; "
+                    "wanted a slot whose last attempt was dropped for a retry, at the same position"
                 )
             self._db.execute(
-                "INSERT INTO groups (group_id, slot, attempt, epoch, prompt_id, state, admitted_version, admitted_at)"
-                " VALUES (?, ?, ?, ?, ?, 'admitted', ?, ?)",
-                (group_id, slot, attempt, epoch, prompt_id, version, time.time()),
+                "INSERT INTO groups (group_id, slot, attempt, position, epoch, prompt_id, state, admitted_version, admitted_at)"
+                " VALUES (?, ?, ?, ?, ?, ?, 'admitted', ?, ?)",
+                (group_id, slot, attempt, position, epoch, prompt_id, version, time.time()),
             )
 
     def receive(self, group_id: str, payload: bytes, oldest_version: int, num_tokens: int) -> bool:
@@ -174,7 +122,7 @@ class Ledger:
                 self._move(group_id, ("scored",), "consumed", changes, (step, staleness, now))
 
     def drop(self, group_id: str, reason: str) -> None:
-        """'failed' ends the slot; any other reason owes it a next attempt (`retries_due` until it is admitted)."""
+        """FINAL_REASONS end the slot; any other reason owes it a next attempt (`retries_due` until it is admitted)."""
         with self._transaction():
             self._move(group_id, OUTSTANDING, "dropped", "reason = ?, payload = NULL", (reason,))
 
@@ -225,13 +173,29 @@ class Ledger:
     def next_slot(self) -> int:
         return self._number("SELECT coalesce(max(slot) + 1, 0) FROM groups")
 
+    def next_position(self) -> int:
+        """The position of the sequence of prompts after the last that a slot asked."""
+        return self._number("SELECT coalesce(max(position) + 1, 0) FROM groups")
+
+    def position_of(self, slot: int) -> int:
+        """The position whose prompt an admitted slot asks."""
+        row = self._one("SELECT position FROM groups WHERE slot = ?", (slot,))
+        if row is None:
+            raise LedgerError(f"slot {slot} is unknown to the ledger; wanted one that was admitted")
+        return row[0]
+
+    def scored_rows(self) -> list[Row]:
+        """The group with rewards of every slot that has one, in slot order: what the pass rates of prompts are made of."""
+        where = "(state IN ('scored', 'consumed') OR reason = 'no_signal') AND rewards IS NOT NULL"
+        return self._rows(where, ())
+
     def next_slot_to_consume(self) -> int:
         return self._number("SELECT coalesce(max(slot) + 1, 0) FROM groups WHERE state = 'consumed'")
 
-    def given_up_slots(self) -> list[int]:
-        """Slots whose prompt failed for good: consumption passes over them."""
+    def passed_over(self) -> dict[int, Any]:
+        """Slots that consumption passes over, with the one of FINAL_REASONS."""
         where = f"state = 'dropped' AND reason IN ({_marks(FINAL_REASONS)})"
-        return [slot for (slot,) in self._all(f"SELECT slot FROM groups WHERE {where}", FINAL_REASONS)]
+        return dict(self._all(f"SELECT slot, reason FROM groups WHERE {where} ORDER BY slot", FINAL_REASONS))
 
     def counts(self) -> LedgerCounts:
         with self._transaction("DEFERRED"):
@@ -324,7 +288,7 @@ class Ledger:
                 "free space, permissions and that no other process holds the file, then start it again with --resume"
             ) from error
 
-    def _rows(self, where: str, values: tuple[str, ...]) -> list[Row]:
+    def _rows(self, where: str, values: tuple) -> list[Row]:
         found = self._all(f"SELECT {COLUMNS} FROM groups WHERE {where} ORDER BY slot, attempt", values)
         return [Row(**dict(zip(Row.__struct_fields__, row, strict=True))) for row in found]
 

@@ -1,7 +1,7 @@
 """The policy objectives: from a token's log-ratio and advantage to its loss. Pure; loss.py masks, weighs and sums.
 
-Suffixes: B rows (completions), T predicted tokens. r = exp(log_ratio), the ratio of the policy to the one that sampled;
-A the advantage. Every objective returns (loss_BT, held_BT): held_BT marks the tokens whose gradient its bound holds back,
+Suffixes: B rows (completions), T predicted tokens. r = exp(log_ratio), the ratio of the policy to its anchor: the one that
+sampled, or the proximal one (correction.py); A the advantage. Every objective returns (loss_BT, held_BT): held_BT marks the tokens whose gradient its bound holds back,
 and only where the bound binds.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 import msgspec
 import torch
 
-from learner.config import LossConfig
+from learner.loss_config import LossConfig
 
 
 class Tokens(msgspec.Struct, frozen=True, eq=False):
@@ -45,7 +45,9 @@ def cispo(tokens: Tokens, config: LossConfig) -> Losses:
     """-stop_gradient(min(r, 1 + clip_high)) A log p: no token loses its gradient.    CISPO, MiniMax-M1, arXiv 2506.13585."""
     bound = 1 + config.value("clip_high")
     ratio_BT = tokens.log_ratio_BT.detach().exp()
-    return -ratio_BT.clamp(max=bound) * tokens.advantages_B1 * tokens.logprobs_BT, ratio_BT > bound
+    return -ratio_BT.clamp(max=bound) * tokens.advantages_B1 * tokens.logprobs_BT, (ratio_BT > bound) & (
+        tokens.advantages_B1 != 0
+    )
 
 
 def sapo(tokens: Tokens, config: LossConfig) -> Losses:
@@ -55,16 +57,17 @@ def sapo(tokens: Tokens, config: LossConfig) -> Losses:
     """
     tau_B1 = torch.where(tokens.advantages_B1 > 0, config.value("tau_positive"), config.value("tau_negative"))
     gate_BT = torch.sigmoid(tau_B1 * (tokens.log_ratio_BT.exp() - 1))
-    return -4 / tau_B1 * gate_BT * tokens.advantages_B1, (4 * gate_BT * (1 - gate_BT)).detach() < 0.5
+    closed_BT = (4 * gate_BT * (1 - gate_BT)).detach() < 0.5
+    return -4 / tau_B1 * gate_BT * tokens.advantages_B1, closed_BT & (tokens.advantages_B1 != 0)
 
 
 def dppo(tokens: Tokens, config: LossConfig) -> Losses:
-    """-keep r A + log_ratio_penalty (log r)², keep = 0 once p - p_sampled has moved beyond tv_high (tv_low) with A.
+    """-keep r A + log_ratio_penalty (log r)², keep = 0 once p - p_anchor has moved beyond tv_high (tv_low) with A.
 
     The trust region lies in probability, not in ratio, so rare tokens are not held back.    prime-rl's default (2026).
     """
-    sampled_logprobs_BT = tokens.logprobs_BT - tokens.log_ratio_BT
-    moved_BT = (tokens.logprobs_BT.exp() - sampled_logprobs_BT.exp()).detach()
+    anchor_logprobs_BT = tokens.logprobs_BT - tokens.log_ratio_BT
+    moved_BT = (tokens.logprobs_BT.exp() - anchor_logprobs_BT.exp()).detach()
     rising_B1, falling_B1 = tokens.advantages_B1 > 0, tokens.advantages_B1 < 0
     held_BT = (rising_B1 & (moved_BT > config.value("tv_high"))) | (falling_B1 & (moved_BT < -config.value("tv_low")))
     surrogate_BT = torch.where(held_BT, 0.0, tokens.log_ratio_BT.exp() * tokens.advantages_B1)

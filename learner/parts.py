@@ -1,46 +1,38 @@
 """The parts of a run and how they are put together; train.py sets them in motion.
 
-Every rank has a Trainee; rank 0 alone has a Leader, and through it the server, the ledger and the log.
+Every rank has a Trainee (trainee.py); rank 0 alone has a Leader, and through it the server, the ledger and the log.
 """
 
 import logging
 from contextlib import ExitStack
+from functools import partial
 
 import msgspec
 import torch
 from accelerate import Accelerator
-from torch import nn
-from transformers import PreTrainedTokenizerBase, get_scheduler
+from transformers import PreTrainedTokenizerBase
 
 from learner.config import LearnerRun
 from learner.dashboard import Dashboard
 from learner.data import Prompts
 from learner.ledger import Ledger
 from learner.loop_thread import LoopThread
+from learner.lora import merged_tensors
 from learner.parity import ParityProbe
-from learner.policy import load_policy, load_tokenizer
+from learner.policy import load_tokenizer
 from learner.push import Pusher
-from learner.reference import Reference, make_reference
 from learner.rewards import RewardWorkers
 from learner.rollouts import Rollouts
 from learner.run_dir import RunDir
 from learner.run_log import RunLog
 from learner.scoring import Scorer
+from learner.trainee import Trainee
 from protocol.messages import PROTOCOL_VERSION, Hello
 from protocol.model_files import fingerprint, resolve_model
 
 log = logging.getLogger(__name__)
 
 DASHBOARD_TIMEOUT_S = 10.0
-
-
-class Trainee(msgspec.Struct, frozen=True, eq=False):
-    """What every rank trains: the policy as prepared by accelerate, its optimizer and its reference."""
-
-    policy: nn.Module
-    optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LRScheduler
-    reference: Reference | None
 
 
 class Leader(msgspec.Struct, frozen=True, eq=False):
@@ -54,27 +46,6 @@ class Leader(msgspec.Struct, frozen=True, eq=False):
     run_dir: RunDir
     prompts: Prompts
     tokenizer: PreTrainedTokenizerBase
-
-
-def make_trainee(run: LearnerRun, accelerator: Accelerator) -> Trainee:
-    """Load the policy and build what trains it."""
-    config, settings = run.learner, run.learner.optimizer
-    policy = load_policy(resolve_model(run.model), gradient_checkpointing=config.gradient_checkpointing)
-    optimizer = torch.optim.AdamW(
-        policy.parameters(),
-        lr=settings.learning_rate,
-        betas=(settings.beta1, settings.beta2),
-        weight_decay=settings.weight_decay,
-    )
-    names = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
-    # accelerate advances the scheduler once per rank at every step
-    scale = accelerator.num_processes
-    scheduler = get_scheduler(
-        names[settings.schedule], optimizer, settings.warmup_steps * scale, num_training_steps=config.steps * scale
-    )
-    reference = make_reference(config.reference, policy, accelerator, config.sampling.temperature)
-    policy, optimizer, scheduler = accelerator.prepare(policy, optimizer, scheduler)
-    return Trainee(policy, optimizer, scheduler, reference)
 
 
 def make_leader(
@@ -92,17 +63,18 @@ def make_leader(
     cleanup.callback(workers.close)
     model_fingerprint = fingerprint(model_path)
     hello = Hello(run=run_dir.run_id, protocol_version=PROTOCOL_VERSION, model=model_fingerprint)
-    scorer = Scorer(prompts, tokenizer, workers, ledger)
+    scorer = Scorer(config, tokenizer, workers, ledger)
     rollouts = Rollouts(run, hello, prompts, ledger, scorer, version)
     cleanup.callback(rollouts.close)
     dashboard = start_dashboard(rollouts.thread, run_dir, config.dashboard_port, cleanup)
     run_log = RunLog(run_dir, config.trackers, config.steps, dashboard)
     cleanup.callback(run_log.close)
     policy = accelerator.unwrap_model(trainee.policy)
-    pusher = Pusher(rollouts, policy.named_parameters, getattr(torch, run.dtype), config.push, config.connect_timeout_s)
+    tensors = partial(merged_tensors, policy) if config.lora.rank else policy.named_parameters
+    pusher = Pusher(rollouts, tensors, getattr(torch, run.dtype), config.push, config.connect_timeout_s)
     cleanup.callback(pusher.close)
     parity = ParityProbe(
-        [prompts.prompt_at(slot).token_ids for slot in range(min(4, len(prompts)))],
+        [prompts.prompt_at(position).token_ids for position in range(min(4, len(prompts)))],
         model_fingerprint.vocab_size, rollouts.link, rollouts.thread,
         config=config.parity, dtype=run.dtype, timeout_s=config.push.timeout_s,
     )  # fmt: skip

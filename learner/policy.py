@@ -3,7 +3,6 @@
 Suffixes: B rows, S tokens of a row, T = S - 1 predicted tokens, V vocabulary.
 """
 
-import copy
 from pathlib import Path
 
 import torch
@@ -14,17 +13,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from learner.batch import MicroBatch
 
 
-def load_policy(path: Path, *, gradient_checkpointing: bool) -> PreTrainedModel:
-    """Load the model in float32 (optimizer steps at RL learning rates vanish in bfloat16), dropout off.
+def load_policy(path: Path, *, gradient_checkpointing: bool, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Load the model, dropout off: it would make the learner disagree with the server about every token.
 
-    Dropout would make the learner disagree with the server about every token.
+    What is trained must be float32: optimizer steps at RL learning rates vanish in bfloat16.
     """
     transformers.utils.logging.disable_progress_bar()
     config = AutoConfig.from_pretrained(path)
     for key in vars(config):
         if key.endswith(("dropout", "pdrop")):
             setattr(config, key, 0.0)
-    model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable()
     return model.train()  # from_pretrained gives evaluation mode, in which nothing is checkpointed
@@ -34,13 +33,10 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(path)
 
 
-def frozen_copy(model: nn.Module) -> nn.Module:
-    """Return a copy that is never trained."""
-    return copy.deepcopy(model).eval().requires_grad_(False)
-
-
-def token_logprobs(model: nn.Module, batch: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (logprobs_BT, entropy_BT) of the next-token distributions at `temperature`; entropy has no gradient.
+def token_logprobs(
+    model: nn.Module, batch: MicroBatch, temperature: float, *, entropy_grad: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (logprobs_BT, entropy_BT) of the next-token distributions at `temperature`.
 
     Logits are taken to float32 first, as the server does (`processed_logprobs`).
     """
@@ -49,7 +45,7 @@ def token_logprobs(model: nn.Module, batch: MicroBatch, temperature: float) -> t
     log_normalizer_BT = logits_BTV.logsumexp(dim=-1)
     targets_BT1 = batch.token_ids_BS[:, 1:].unsqueeze(-1)
     logprobs_BT = logits_BTV.gather(-1, targets_BT1).squeeze(-1) - log_normalizer_BT
-    with torch.no_grad():
+    with torch.set_grad_enabled(entropy_grad):
         mean_logit_BT = (logits_BTV.softmax(dim=-1) * logits_BTV).sum(dim=-1)
         entropy_BT = log_normalizer_BT - mean_logit_BT
     return logprobs_BT, entropy_BT

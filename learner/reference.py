@@ -1,67 +1,165 @@
-"""The reference model the KL is measured against, and when it is refreshed.
+"""The reference: the earlier policy, or policies, the KL is measured against.
 
-Its logprobs are computed in the step that uses them, so one step never mixes two anchors; its weights and version go into
-the checkpoint, so a resume never re-anchors it.
+It stands between the micro-batches and the loss: `logprobs` is called once per step, before its first update, so one step
+never mixes two references; `after_step` comes after its last. Weights (snapshot.py), versions and what decides about the
+next refresh (refresh.py) are in the checkpoint, so a resume goes on with the same reference and never takes a new one.
 """
 
+import logging
+import math
+import re
 from pathlib import Path
 
+import msgspec
 import torch
 from accelerate import Accelerator
-from safetensors.torch import load_file, save_file
+from accelerate.utils import DistributedType
 from torch import nn
 
 from learner.batch import MicroBatch
-from learner.config import ReferenceConfig
-from learner.policy import frozen_copy, token_logprobs
+from learner.policy import token_logprobs
+from learner.reference_config import ReferenceConfig, ReferenceKind
+from learner.refresh import RefreshState, decide, first_state
+from learner.snapshot import local, own_copy, read_snapshot, seated, trainable, write_snapshot
+from protocol.errors import ConfigError
 
-WEIGHTS_FILE = "reference.safetensors"
+log = logging.getLogger(__name__)
+
+
+class ReferenceState(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint keeps of the reference besides its weights."""
+
+    kind: ReferenceKind
+    versions: tuple[int, ...]
+    """Of the policy at the time of each snapshot, oldest first; ema: at its last move."""
+    refresh: RefreshState
 
 
 class Reference:
-    """A frozen copy of the policy as it was at `version`."""
+    """One or several snapshots of the policy, the first of them taken here and now."""
 
     def __init__(
         self, config: ReferenceConfig, policy: nn.Module, accelerator: Accelerator, temperature: float
     ) -> None:
-        self._config, self._temperature, self._accelerator = config, temperature, accelerator
-        self._model = frozen_copy(policy).float().to(accelerator.device)
-        self.version = 0
+        """Call it with the policy as prepared by accelerate, on every rank, before the first step. Raises ConfigError."""
+        self._config, self._accelerator, self._temperature = config, accelerator, temperature
+        self._device = _existing_device(config.device)
+        _refuse_unknown_sharding(accelerator)
+        parameters = trainable(accelerator.unwrap_model(policy))
+        self._refreshed_names = _refreshed_names(config.only, list(parameters))
+        self._snapshots = [{name: own_copy(parameter, self._device) for name, parameter in parameters.items()}]
+        self._versions: tuple[int, ...] = (0,)
+        self._refresh = first_state(config)
+
+    @property
+    def version(self) -> int:
+        """The policy version of the newest snapshot."""
+        return self._versions[-1]
+
+    @property
+    def state(self) -> ReferenceState:
+        return ReferenceState(kind=self._config.kind, versions=self._versions, refresh=self._refresh)
 
     @torch.no_grad()
-    def logprobs(self, batch: MicroBatch) -> torch.Tensor:
-        """Return the logprobs_BT of a micro-batch at the sampling temperature."""
-        with self._accelerator.autocast():
-            logprobs_BT, _ = token_logprobs(self._model, batch, self._temperature)
-        return logprobs_BT
+    def logprobs(self, policy: nn.Module, batches: list[MicroBatch]) -> list[torch.Tensor]:
+        """Return the logprobs_BT of every micro-batch at the sampling temperature: the log of the snapshots' mean probability.
 
-    def after_step(self, policy: nn.Module, version: int) -> None:
-        """Refresh the reference when it is time: by a copy, or by alpha of the way.
-
-        The reference is kept in float32 whatever the policy computes in: in bfloat16 a small alpha would change nothing.
+        The policy computes them with each snapshot's weights in turn, and has its own back afterwards.
         """
-        if self._config.every_steps is None or version % self._config.every_steps != 0:
+        policy = self._accelerator.unwrap_model(policy)
+        means: list[torch.Tensor] = []
+        for snapshot in self._snapshots:
+            with seated(policy, snapshot), self._accelerator.autocast():
+                logprobs = [token_logprobs(policy, batch, self._temperature)[0] for batch in batches]
+            means = [torch.logaddexp(*both) for both in zip(means, logprobs, strict=True)] if means else logprobs
+        return [mean_BT - math.log(len(self._snapshots)) for mean_BT in means]
+
+    def after_step(self, policy: nn.Module, version: int, metrics: dict[str, float]) -> bool:
+        """Refresh the reference if it is time, and return whether it was. `metrics` are those of the step that led to `version`."""
+        is_due, self._refresh = decide(self._config, self._refresh, version - self.version, metrics)
+        if is_due:
+            self._refresh_weights(self._accelerator.unwrap_model(policy))
+            self._versions = (*self._versions, version)[-len(self._snapshots) :]
+            if self._config.kind != "ema":
+                log.info("the reference is now the policy of version %s", " and ".join(map(str, self._versions)))
+        return is_due
+
+    @torch.no_grad()
+    def _refresh_weights(self, policy: nn.Module) -> None:
+        """In float32, whatever the policy computes in: in bfloat16 a small alpha would change nothing."""
+        parameters = trainable(policy)
+        if self._config.num_snapshots is not None:
+            # The oldest goes before the newest comes, so that there are never more of them in memory.
+            self._snapshots = self._snapshots[-(self._config.num_snapshots - 1) :]
+            newest = {name: own_copy(parameters[name], self._device) for name in self._refreshed_names}
+            self._snapshots.append(self._snapshots[-1] | newest)
             return
-        alpha = 1.0 if self._config.alpha is None else self._config.alpha
-        with torch.no_grad():
-            for mine, current in zip(self._model.parameters(), policy.parameters(), strict=True):
-                mine.lerp_(current.to(mine), alpha)
-        self.version = version
+        (snapshot,) = self._snapshots
+        for name in self._refreshed_names:
+            mine, current = snapshot[name], local(parameters[name])
+            if self._config.alpha is None:
+                mine.copy_(current)
+            else:
+                mine.lerp_(current.to(mine), self._config.alpha)
 
-    def save(self, directory: Path) -> None:
-        tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in self._model.named_parameters()}
-        save_file(tensors, directory / WEIGHTS_FILE)
+    def save(self, directory: Path, policy: nn.Module) -> None:
+        """Write the weights; `state` is the rest. Every rank calls it."""
+        policy = self._accelerator.unwrap_model(policy)
+        for i, snapshot in enumerate(self._snapshots):
+            write_snapshot(snapshot, policy, _weights_file(directory, i), is_writer=self._accelerator.is_main_process)
 
-    def load(self, directory: Path, version: int) -> None:
-        tensors = load_file(directory / WEIGHTS_FILE)
-        with torch.no_grad():
-            for name, parameter in self._model.named_parameters():
-                parameter.copy_(tensors[name])
-        self.version = version
+    def load(self, directory: Path, policy: nn.Module, state: ReferenceState) -> None:
+        """Become the reference of the same kind that was saved. Raises ConfigError if it is of another policy."""
+        policy = self._accelerator.unwrap_model(policy)
+        self._snapshots.clear()  # makes room for those that are read
+        for i in range(len(state.versions)):
+            self._snapshots.append(read_snapshot(_weights_file(directory, i), policy, self._device))
+        self._versions, self._refresh = state.versions, state.refresh
 
 
 def make_reference(
     config: ReferenceConfig, policy: nn.Module, accelerator: Accelerator, temperature: float
 ) -> Reference | None:
-    """Copy a policy that accelerate has not prepared yet, so that the copy is free of its wrappers."""
+    """Return the reference, or None without one."""
     return None if config.kind == "none" else Reference(config, policy, accelerator, temperature)
+
+
+def _weights_file(directory: Path, index: int) -> Path:
+    return directory / f"reference-{index}.safetensors"
+
+
+def _refreshed_names(only: str | None, names: list[str]) -> list[str]:
+    if only is None:
+        return names
+    matching = [name for name in names if re.search(only, name)]
+    some = f"the {len(names)} parameters that are trained, such as {', '.join(names[:3])}"
+    if not matching:
+        raise ConfigError(f"learner.reference.only = {only!r} matches none of {some}; correct it")
+    if len(matching) == len(names):
+        raise ConfigError(
+            f"learner.reference.only = {only!r} does nothing, because it matches all of {some}; remove it"
+        )
+    return matching
+
+
+def _existing_device(device: str) -> torch.device | None:
+    """None where the policy is."""
+    if device == "same":
+        return None
+    if device.startswith("cuda") and int(device.removeprefix("cuda:")) >= torch.cuda.device_count():
+        raise ConfigError(
+            f'learner.reference.device = "{device}" is not there: {torch.cuda.device_count()} CUDA devices are visible; '
+            'set it to "same" or "cpu"'
+        )
+    return torch.device(device)
+
+
+def _refuse_unknown_sharding(accelerator: Accelerator) -> None:
+    kind = accelerator.distributed_type
+    if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM) or (
+        kind == DistributedType.FSDP and not accelerator.is_fsdp2
+    ):
+        raise ConfigError(
+            f"a reference of a policy sharded by {kind.value} (FSDP version 1 included) is not supported, because its parameters "
+            "cannot be told apart; use FSDP version 2 (fsdp_version: 2), plain data parallelism, or learner.reference.kind = none"
+        )

@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 # How long a worker may take to start and import the functions' modules, torch among them if a user wants it.
 STARTUP_TIMEOUT_S = 120.0
 
+OVERLONG = "overlong"
+"""Name, among the functions' names, of the reward that overlong.py gives."""
+
 
 class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What scores the completions."""
@@ -41,13 +44,18 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Deadline of one call of one function on one group; a function that exceeds it is killed."""
     num_workers: int = 1
     """Processes that call reward functions."""
+    overlong_buffer_tokens: int | None = None
+    """Soft overlong penalty (DAPO): over the last so many tokens before sampling.max_tokens the reward falls linearly to
+    -overlong_penalty, which a truncated completion gets whole. It is one more reward, named overlong. Unset: none."""
+    overlong_penalty: float = 1.0
+    """With overlong_buffer_tokens: the whole penalty."""
 
     def __post_init__(self) -> None:
         if not self.functions or len(set(self.functions)) < len(self.functions):
             raise ConfigError(
                 f"learner.reward.functions = {self.functions} must name at least one function, none twice"
             )
-        weights = self.weights if self.weights is not None else (1.0,) * len(self.functions)
+        weights = self.function_weights
         if len(weights) != len(self.functions) or not all(map(math.isfinite, weights)) or not any(weights):
             raise ConfigError(
                 f"learner.reward.weights = {self.weights} must be {len(self.functions)} finite numbers, one for each of "
@@ -57,12 +65,43 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(f"learner.reward.timeout_s = {self.timeout_s} must be above 0 and finite")
         if self.num_workers < 1:
             raise ConfigError(f"learner.reward.num_workers = {self.num_workers} must be at least 1")
+        self._check_overlong()
+
+    def _check_overlong(self) -> None:
+        if self.overlong_buffer_tokens is None:
+            if self.overlong_penalty != 1.0:
+                raise ConfigError(
+                    f"learner.reward.overlong_penalty = {self.overlong_penalty} does nothing without overlong_buffer_tokens"
+                )
+            return
+        if self.overlong_buffer_tokens < 1:
+            raise ConfigError(
+                f"learner.reward.overlong_buffer_tokens = {self.overlong_buffer_tokens} must be at least 1"
+            )
+        if not 0 < self.overlong_penalty < math.inf:
+            raise ConfigError(f"learner.reward.overlong_penalty = {self.overlong_penalty} must be above 0 and finite")
+        if OVERLONG in self.names:
+            raise ConfigError(
+                f"learner.reward.functions = {self.functions} holds a function named {OVERLONG!r}, which is also the name of "
+                "the reward of overlong_buffer_tokens; rename the function"
+            )
 
     @property
     def names(self) -> tuple[str, ...]:
         """The functions' names in metrics: without the module, unless two would be called the same."""
         short = [spec.rpartition(":")[2] for spec in self.functions]
         return tuple(s if short.count(s) == 1 else spec for s, spec in zip(short, self.functions, strict=True))
+
+    @property
+    def function_weights(self) -> tuple[float, ...]:
+        """One per function."""
+        return self.weights if self.weights is not None else (1.0,) * len(self.functions)
+
+    @property
+    def weight_by_name(self) -> dict[str, float]:
+        """The weight of every reward of a group: the functions', and the overlong penalty's where there is one."""
+        weights = dict(zip(self.names, self.function_weights, strict=True))
+        return weights if self.overlong_buffer_tokens is None else weights | {OVERLONG: 1.0}
 
 
 class FunctionRewards(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,6 +123,12 @@ class GroupRewards(msgspec.Struct, frozen=True, kw_only=True):
     rewards: list[float | None]
     """Weighted sum over the functions that scored a completion; None: none did."""
     functions: list[FunctionRewards]
+
+    @property
+    def mean(self) -> float | None:
+        """Over the scorable completions; None: there is none."""
+        scorable = [reward for reward in self.rewards if reward is not None]
+        return sum(scorable) / len(scorable) if scorable else None
 
     @property
     def by_function(self) -> dict[str, list[float | None]]:
@@ -108,7 +153,7 @@ class RewardWorkers:
     def __init__(self, config: RewardConfig) -> None:
         """Start the workers. Raises RewardError if a function cannot be loaded in them."""
         self._config = config
-        self._weights = config.weights if config.weights is not None else (1.0,) * len(config.functions)
+        self._weights = config.function_weights
         self._pending: set[Future[GroupRewards]] = set()
         self._lock = threading.Lock()
         self._closed = False

@@ -1,16 +1,17 @@
 """Rollouts: keeps the server busy within the staleness bound and hands out scored groups in slot order.
 
     loop           consumes              produces                        waits for                    unblocked by
-    _admit         prompts, by slot      ledger: admitted, Generate      room under the admission     publish (a new version),
-                                                                         rule, a server with weights  a slot given up
+    _admit         prompts, as the       ledger: admitted, Generate      room under the admission     publish (a new version),
+                   curriculum has them                                   rule, a server with weights  a slot passed over
     link.run       messages              groups to _on_group             the server                   the server
     _receive       Group                 ledger: received, then Ack,     the reward workers           a reward or its timeout
-                                         ledger: scored, ready groups
+                                         ledger: scored, ready groups,
+                                         or dropped for want of signal
     take (main     ready groups,         the batch of one step           the next groups in slot      _receive
     thread)        in slot order                                         order
 
-A slot is a place in the endless sequence of prompts. Groups are taken strictly in slot order: that makes the staleness
-bound exact, keeps long completions from being overtaken, and makes the batches the same after a resume.
+Groups are taken strictly in slot order: that makes the staleness bound exact, keeps long completions from being overtaken,
+and makes the batches the same after a resume.
 """
 
 import asyncio
@@ -22,32 +23,26 @@ from collections.abc import Coroutine, Iterable
 from typing import Any
 
 import msgspec
-import numpy as np
 
-from learner.admission import num_slots_allowed
+from learner.admission import num_places_allowed
 from learner.batch import ScoredGroup
 from learner.config import LearnerRun
-from learner.data import Prompt, Prompts
+from learner.curriculum import Curriculum
+from learner.data import Prompts
 from learner.ledger import Ledger
 from learner.link import ServerLink
 from learner.loop_thread import LoopThread
-from learner.scoring import Scorer
+from learner.request import Request, message_of, survivors
+from learner.scoring import Scorer, rewards_of, scored_group
+from learner.selection import Selection
+from learner.slots import Slots
 from protocol.codec import pack
-from protocol.errors import DataError, DeadlineExceeded, ProtocolError
-from protocol.messages import Generate, Group, GroupFailed, Hello, Sampling, Welcome
+from protocol.errors import DataError, DeadlineExceeded
+from protocol.messages import Group, GroupFailed, Hello, Welcome
 
 log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 10.0
-
-
-class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """A group the server owes us."""
-
-    group_id: str
-    slot: int
-    attempt: int
-    prompt: Prompt
 
 
 class Rollouts:
@@ -65,14 +60,15 @@ class Rollouts:
         self._unsent: list[Request] = []
         """Of the outstanding: those a resume found beyond the admission rule; they wait for it like new ones."""
         self._scoring: set[int] = set()
-        self._ready: dict[int, ScoredGroup] = {}
         self._changed = threading.Condition()
+        """Held around every use of the slots and the curriculum; notified when a group is ready or a slot passed over."""
+        self._slots = Slots(ledger.next_slot(), ledger.next_slot_to_consume(), ledger.passed_over())
+        reward = self._config.curriculum.reward or self._config.reward.names[0]
+        self._curriculum = Curriculum(self._config.curriculum, reward, prompts, run.seed, ledger.next_position())
+        self._selection = Selection(self._config, self._slots, self._curriculum)
         self._failure: BaseException | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
-        self._next_slot = ledger.next_slot()
-        self._next_slot_to_take = ledger.next_slot_to_consume()
-        self._given_up = set(ledger.given_up_slots())
         self._num_failures: Counter[int] = Counter()
         """By slot."""
         self.thread = LoopThread("rollouts")
@@ -113,12 +109,16 @@ class Rollouts:
         with self._changed:
             while True:
                 self._raise_failure()
-                slots = self._head(num_groups)
+                slots = self._slots.head(num_groups)
                 if slots is not None and not self._drop_stale(slots):
-                    self._next_slot_to_take = slots[-1] + 1
-                    return [self._ready.pop(slot) for slot in slots]
+                    return self._selection.take(slots)
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())):
                     return None
+
+    @property
+    def batch_metrics(self) -> dict[str, float]:
+        """What happened on the way to the batch that was taken last."""
+        return self._selection.batch_metrics
 
     @property
     def waits_for(self) -> str:
@@ -140,24 +140,12 @@ class Rollouts:
         if self._failure is not None:
             raise self._failure
 
-    def _head(self, num_groups: int) -> list[int] | None:
-        """The next `num_groups` slots that are not given up, if all of them are ready."""
-        slots: list[int] = []
-        slot = self._next_slot_to_take
-        while len(slots) < num_groups:
-            if slot in self._ready:
-                slots.append(slot)
-            elif slot not in self._given_up:
-                return None
-            slot += 1
-        return slots
-
     def _drop_stale(self, slots: list[int]) -> bool:
         """The exception to the bound (a failed push, a resume): drop, count and ask again; True if there were any."""
         oldest_allowed = self._version - self._config.max_staleness
-        stale = [slot for slot in slots if self._ready[slot].oldest_version < oldest_allowed]
+        stale = [slot for slot in slots if self._slots.ready[slot].oldest_version < oldest_allowed]
         for slot in stale:
-            group = self._ready.pop(slot)
+            group = self._slots.ready.pop(slot)
             age = self._version - group.oldest_version
             log.warning("group %s is %d versions old; asking for it again", group.group_id, age)
             self.thread.loop.call_soon_threadsafe(self._spawn, self._ask_again(group.group_id, slot, "stale"))
@@ -170,17 +158,20 @@ class Rollouts:
 
     async def _start(self) -> None:
         """Take up every group where the ledger has it (a new run has none), then begin."""
-        for row in self._ledger.outstanding():
-            if row.state == "admitted":
-                prompt = self._prompts.prompt_at(row.slot)
-                request = Request(group_id=row.group_id, slot=row.slot, attempt=row.attempt, prompt=prompt)
-                self._outstanding[row.group_id] = request
-                self._unsent.append(request)
-            elif row.state == "received":
-                self._spawn(self._score(row.slot, self._scorer.received(row)))
-            else:
-                self._ready[row.slot] = self._scorer.scored(row)
-        self._unsent += [self._request(row.slot, row.attempt + 1) for row in self._ledger.retries_due()]
+        with self._changed:
+            for row in self._ledger.scored_rows() if self._curriculum.is_on else ():
+                self._curriculum.note(row.slot, row.prompt_id, rewards_of(row).by_function)
+            self._curriculum.count(self._slots.next_to_take)
+            for row in self._ledger.outstanding():
+                request = Request(slot=row.slot, attempt=row.attempt, prompt=self._prompts.prompt_at(row.position))
+                if row.state == "admitted":
+                    self._outstanding[row.group_id] = request
+                    self._unsent.append(request)
+                elif row.state == "received":
+                    self._spawn(self._score(request, self._scorer.received(row)))
+                else:
+                    self._slots.ready[row.slot] = self._scorer.scored(row, request.prompt)
+        self._unsent += [self._request(row.slot, row.attempt + 1, row.position) for row in self._ledger.retries_due()]
         for work in (self.link.run(), self._admit()):
             self._spawn(work)
 
@@ -224,49 +215,46 @@ class Rollouts:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            num_slots = num_slots_allowed(
-                version=self._version,
-                max_staleness=self._config.max_staleness,
-                groups_per_step=self._config.groups_per_step,
-                total_groups=self._config.steps * self._config.groups_per_step,
-                num_given_up=len(self._given_up),
-            )
-            with self._ledger.batch():
-                new = [self._request(slot, attempt=0) for slot in range(self._next_slot, num_slots)]
-            self._next_slot = max(self._next_slot, num_slots)
-            waiting = self._unsent + new
-            self._unsent = [request for request in waiting if request.slot >= num_slots]
-            await self._send([request for request in waiting if request.slot < num_slots])
+            if self._served_by is None:
+                continue
+            with self._changed, self._ledger.batch():
+                num_places = num_places_allowed(
+                    version=self._version,
+                    max_staleness=self._config.max_staleness,
+                    groups_per_step=self._config.groups_per_step,
+                    total_groups=self._config.steps * self._config.groups_per_step,
+                )
+                new = [self._request_new() for _ in range(self._slots.num_new(num_places))]
+                due = [request for request in self._unsent if self._slots.place(request.slot) < num_places]
+            self._unsent = [request for request in self._unsent if request not in due]
+            await self._send(due + new)
 
-    def _request(self, slot: int, attempt: int) -> Request:
-        prompt = self._prompts.prompt_at(slot)
-        request = Request(group_id=f"{slot}.{attempt}", slot=slot, attempt=attempt, prompt=prompt)
-        epoch = self._prompts.epoch_of(slot)
-        self._ledger.admit(request.group_id, slot, attempt, epoch, prompt.prompt_id, self._version)
+    def _request_new(self) -> Request:
+        slot = self._slots.next_to_admit
+        request = self._request(slot, 0, self._curriculum.ask())
+        self._slots.next_to_admit = slot + 1
+        return request
+
+    def _request(self, slot: int, attempt: int, position: int) -> Request:
+        request = Request(slot=slot, attempt=attempt, prompt=self._prompts.prompt_at(position))
+        self._ledger.admit(
+            request.group_id,
+            slot=slot,
+            attempt=attempt,
+            position=position,
+            epoch=self._prompts.epoch_of(position),
+            prompt_id=request.prompt.prompt_id,
+            version=self._version,
+        )
         self._outstanding[request.group_id] = request
         return request
 
     async def _send(self, requests: Iterable[Request]) -> None:
+        config = self._config
         for request in requests:
-            if not await self.link.generate(self._generate(request)):
+            message = message_of(request, config.sampling, self._run.seed, config.group_deadline_s)
+            if not await self.link.generate(message):
                 return  # all that is outstanding is sent again when the server is back
-
-    def _generate(self, request: Request) -> Generate:
-        sampling = self._config.sampling
-        seed = (
-            (self._run.seed * 1_000_003 + request.slot * sampling.num_completions) % 2**31 if sampling.seeded else None
-        )
-        return Generate(
-            group_id=request.group_id,
-            prompt_token_ids=np.array(request.prompt.token_ids, np.int32),
-            sampling=Sampling(
-                num_completions=sampling.num_completions,
-                max_tokens=sampling.max_tokens,
-                temperature=sampling.temperature,
-                seed=seed,
-            ),
-            deadline_s=self._config.group_deadline_s,
-        )
 
     def _on_group(self, message: Group | GroupFailed) -> None:
         if isinstance(message, Group):
@@ -281,15 +269,18 @@ class Rollouts:
             case GroupFailed() if request is not None:
                 log.warning("group %s failed (%s): %s", message.group_id, message.code, message.message)
                 del self._outstanding[request.group_id]
-                self._num_failures[request.slot] += 1
-                self._spawn(self._ask_again(request.group_id, request.slot, message.code))
+                self._spawn(self._failed(request, message.code))
+
+    async def _failed(self, request: Request, reason: str) -> None:
+        self._num_failures[request.slot] += 1
+        await self._ask_again(request.group_id, request.slot, reason)
 
     async def _ask_again(self, group_id: str, slot: int, reason: str) -> None:
         """Drop a group and ask for its prompt under the next attempt, or give the slot up."""
         if self._num_failures[slot] < self._config.max_group_attempts:
             self._ledger.drop(group_id, reason)
             attempt = int(group_id.partition(".")[2])
-            await self._send([self._request(slot, attempt + 1)])
+            await self._send([self._request(slot, attempt + 1, self._ledger.position_of(slot))])
             return
         self._ledger.drop(group_id, "failed")
         log.error(
@@ -298,35 +289,41 @@ class Rollouts:
             self._num_failures[slot],
         )
         with self._changed:
-            self._given_up.add(slot)
+            self._slots.passed_over[slot] = "failed"
             self._changed.notify_all()
         self._wake.set()
 
     async def _receive(self, group: Group) -> None:
         """Commit a group, then acknowledge it, then score it. A duplicate is only acknowledged."""
         request = self._outstanding.pop(group.group_id, None)
-        if request is not None:
-            self._unsent = [other for other in self._unsent if other is not request]
-            self._check(group)
-            num_tokens = sum(len(completion.token_ids) for completion in group.completions)
-            self._ledger.receive(group.group_id, pack(group), group.oldest_version, num_tokens)
+        if request is None:
+            await self.link.acknowledge([group.group_id])
+            return
+        self._unsent = [other for other in self._unsent if other is not request]
+        num_asked = self._config.sampling.num_completions
+        usable = survivors(group, num_asked)
+        if usable is None:
+            log.warning("group %s lost all but at most one of its %d completions", group.group_id, num_asked)
+            await self._failed(request, "too_few_survivors")
+            await self.link.acknowledge([group.group_id])
+            return
+        num_tokens = sum(len(completion.token_ids) for completion in usable.completions)
+        self._ledger.receive(group.group_id, pack(usable), usable.oldest_version, num_tokens)
         await self.link.acknowledge([group.group_id])
-        if request is not None:
-            await self._score(request.slot, group)
+        await self._score(request, usable)
 
-    def _check(self, group: Group) -> None:
-        wanted = self._config.sampling.num_completions
-        if len(group.completions) != wanted:
-            raise ProtocolError(
-                f"group {group.group_id} has {len(group.completions)} completions, asked for were {wanted}"
-            )
-        if not all(len(completion.token_ids) for completion in group.completions):
-            raise ProtocolError(f"group {group.group_id} has a completion without tokens; expected at least one")
-
-    async def _score(self, slot: int, group: Group) -> None:
+    async def _score(self, request: Request, group: Group) -> None:
+        slot, prompt = request.slot, request.prompt
         self._scoring.add(slot)
-        scored = await self._scorer.score(slot, group)
-        with self._changed:
+        rewards = await self._scorer.score(prompt, group)
+        scored = scored_group(slot, prompt, group, rewards)
+        # Replaced here and not when its turn comes, so that the replacement starts at once. Score and drop are one commit:
+        # a resume never decides again, and so consumes the same groups.
+        with self._changed, self._ledger.batch():
+            self._ledger.score(group.group_id, msgspec.json.encode(rewards).decode(), rewards.mean)
+            self._curriculum.note(slot, prompt.prompt_id, rewards.by_function)
+            if not self._selection.admits(scored):
+                self._ledger.drop(group.group_id, "no_signal")
             self._scoring.discard(slot)
-            self._ready[slot] = scored
             self._changed.notify_all()
+        self._wake.set()

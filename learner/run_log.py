@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, TextIO
 
 from learner.dashboard import Dashboard
+from learner.health import Health
 from learner.run_dir import RunDir
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class RunLog:
         self, run_dir: RunDir, trackers: tuple[str, ...], num_steps: int, dashboard: Dashboard | None = None
     ) -> None:
         self._num_steps, self._dashboard = num_steps, dashboard
+        self._health = Health()
         self._metrics = _open_lines(run_dir, run_dir.metrics.name)
         self._samples = _open_lines(run_dir, run_dir.samples.name)
         self._elapsed_before = _elapsed_before(run_dir)
@@ -68,6 +70,7 @@ class RunLog:
             "elapsed_s": self._elapsed_before + time.monotonic() - self._started,
         } | metrics
         _write_line(self._metrics, line)
+        self._health.watch(step, metrics)
         if self._dashboard is not None:
             self._dashboard.publish(step, line)
         if self._tensorboard is not None:
@@ -98,7 +101,7 @@ def console_line(step: int, num_steps: int, metrics: dict[str, float]) -> str:
     parts = [
         f"Step {step:>{len(str(num_steps))}}/{num_steps}",
         f"{metrics['time/step']:.2f}s",
-        f"reward {metrics['reward/mean']:.3f}",
+        f"reward {metrics['reward/mean']:.3f}" if "reward/mean" in metrics else "reward none",
     ]
     if "reward/exact_match" in metrics:
         parts.append(f"exact {metrics['reward/exact_match']:.3f}")

@@ -29,18 +29,43 @@ def make_rows(task: str, num_prompts: int, seed: int, **options: Any) -> list[di
 
 def reverse(num_prompts: int, seed: int, *, num_digits: int = 8) -> list[dict[str, Any]]:
     """Reverse a string of digits: {"prompt": "48213907>", "answer": "70931284"}."""
-    if num_digits > MAX_DIGITS:
+    texts = _digit_strings("reverse", num_prompts, seed, num_digits)
+    return [{"prompt": f"{text}>", "answer": text[::-1]} for text in texts]
+
+
+def sort(num_prompts: int, seed: int, *, num_digits: int = 4) -> list[dict[str, Any]]:
+    """Sort a string of digits: {"prompt": "4821>", "answer": "1248"}."""
+    texts = _digit_strings("sort", num_prompts, seed, num_digits)
+    return [{"prompt": f"{text}>", "answer": "".join(sorted(text))} for text in texts]
+
+
+def arithmetic(num_prompts: int, seed: int, *, num_digits: int = 2) -> list[dict[str, Any]]:
+    """Add two numbers; the sum is written from its ones on: {"prompt": "37+85=", "answer": "221"} says 122.
+
+    In this order each digit needs only what stands before it, and a tiny model can learn it.
+    """
+    texts = _digit_strings("arithmetic", num_prompts, seed, num_digits, numbers_per_prompt=2)
+    pairs = [(text[:num_digits], text[num_digits:]) for text in texts]
+    return [
+        {"prompt": f"{left}+{right}=", "answer": f"{int(left) + int(right):0{num_digits + 1}d}"[::-1]}
+        for left, right in pairs
+    ]
+
+
+TASKS: dict[str, Callable[..., list[dict[str, Any]]]] = {"arithmetic": arithmetic, "reverse": reverse, "sort": sort}
+
+
+def _digit_strings(
+    task: str, num_prompts: int, seed: int, num_digits: int, *, numbers_per_prompt: int = 1
+) -> list[str]:
+    """Draw distinct strings of digits, leading zeros included, each as long as the numbers of one prompt."""
+    most = MAX_DIGITS // numbers_per_prompt
+    if num_digits > most:
+        raise DataError(f"task {task} with num_digits = {num_digits}: at most {most}; lower learner.data.num_digits")
+    length = numbers_per_prompt * num_digits
+    if num_digits < 1 or num_prompts > 10**length:
         raise DataError(
-            f"task reverse with num_digits = {num_digits}: at most {MAX_DIGITS}; lower learner.data.num_digits"
-        )
-    if num_digits < 1 or num_prompts > 10**num_digits:
-        raise DataError(
-            f"task reverse with num_digits = {num_digits} has {10 ** max(num_digits, 0)} distinct prompts, "
+            f"task {task} with num_digits = {num_digits} has {10 ** max(length, 0)} distinct prompts, "
             f"num_prompts = {num_prompts} were asked for; raise learner.data.num_digits or lower learner.data.num_prompts"
         )
-    numbers = random.Random(seed).sample(range(10**num_digits), num_prompts)
-    digits = [f"{number:0{num_digits}d}" for number in numbers]
-    return [{"prompt": f"{text}>", "answer": text[::-1]} for text in digits]
-
-
-TASKS: dict[str, Callable[..., list[dict[str, Any]]]] = {"reverse": reverse}
+    return [f"{number:0{length}d}" for number in random.Random(seed).sample(range(10**length), num_prompts)]

@@ -25,13 +25,15 @@ from learner.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from learner.config import LearnerConfig, LearnerRun
 from learner.fit import check_fits
 from learner.interrupt import Interrupt
+from learner.metrics import group_metrics, staleness
 from learner.parity import check_mismatch
-from learner.parts import Leader, Trainee, make_leader, make_trainee
+from learner.parts import Leader, make_leader
 from learner.push import PushReport
 from learner.ranks import share_groups
 from learner.run_dir import RunDir, open_run_dir
 from learner.run_log import StepTimer
-from learner.step import forward_backward, group_metrics, staleness
+from learner.step import train_on
+from learner.trainee import make_trainee
 from protocol.errors import ServerLost
 
 log = logging.getLogger(__name__)
@@ -57,10 +59,10 @@ def train(run: LearnerRun, *, resume: bool) -> Path | None:
         run_dir = open_run_dir(run, resume=resume) if accelerator.is_main_process else None
         if run_dir is not None:
             cleanup.callback(run_dir.close)
-        trainee = make_trainee(run, accelerator)
         checkpoints = run_dir.checkpoints if run_dir else RunDir.checkpoints_of(run.run_dir)
         checkpoint = find_checkpoint(checkpoints) if resume else None
-        version = load_checkpoint(accelerator, checkpoint, trainee.reference).version if checkpoint else 0
+        trainee = make_trainee(run, accelerator, is_new=checkpoint is None)
+        version = load_checkpoint(accelerator, checkpoint, trainee).version if checkpoint else 0
         saved_version = version if checkpoint else None
         if version >= config.steps:
             log.warning("nothing to do: the run is at step %d, learner.steps = %d", version, config.steps)
@@ -70,6 +72,9 @@ def train(run: LearnerRun, *, resume: bool) -> Path | None:
         if leader is not None:
             connect(leader, accelerator.unwrap_model(trainee.policy), version, run, accelerator.device)
             leader.log.start_clock()
+        if checkpoint is None and config.warm_start.steps > 0:
+            save_checkpoint(accelerator, checkpoints, version, trainee, ledger)
+            saved_version = version
         interrupt = cleanup.enter_context(Interrupt())
 
         for step in range(version + 1, config.steps + 1):
@@ -79,10 +84,7 @@ def train(run: LearnerRun, *, resume: bool) -> Path | None:
                 groups = share_groups(accelerator, groups)
             if groups is None:
                 break
-            with timer("forward_backward"):
-                metrics = forward_backward(accelerator, trainee.policy, trainee.reference, groups, version, config)
-            with timer("optimizer"):
-                metrics |= optimizer_step(accelerator, trainee, config.optimizer.max_grad_norm)
+            metrics = train_on(accelerator, trainee, groups, version, config, timer)
             with timer("push"):
                 policy = accelerator.unwrap_model(trainee.policy)
                 if leader is not None:
@@ -91,16 +93,14 @@ def train(run: LearnerRun, *, resume: bool) -> Path | None:
                     publish(leader, step)
             metrics |= group_metrics(groups, version)
             version = step
-            if trainee.reference is not None:
-                trainee.reference.after_step(policy, version)
-                metrics["reference/version"] = float(trainee.reference.version)
+            metrics |= trainee.after_step(version, metrics, config)
             if leader is not None:
                 record(leader, step, groups, metrics, timer, policy, accelerator.device, run)
             if step % config.checkpoint_every == 0 and step < config.steps:
-                save_checkpoint(accelerator, checkpoints, version, trainee.reference, ledger)
+                save_checkpoint(accelerator, checkpoints, version, trainee, ledger)
                 saved_version = version
         if version != saved_version:
-            save_checkpoint(accelerator, checkpoints, version, trainee.reference, ledger)
+            save_checkpoint(accelerator, checkpoints, version, trainee, ledger)
     return run_dir.path if run_dir and version else None
 
 
@@ -158,15 +158,6 @@ def wait_for_batch(
     return None
 
 
-def optimizer_step(accelerator: Accelerator, trainee: Trainee, max_grad_norm: float) -> dict[str, float]:
-    learning_rate = float(trainee.scheduler.get_last_lr()[0])
-    grad_norm = accelerator.clip_grad_norm_(trainee.policy.parameters(), max_grad_norm)
-    trainee.optimizer.step()
-    trainee.scheduler.step()
-    trainee.optimizer.zero_grad()
-    return {"optim/grad_norm": float(grad_norm or 0.0), "optim/lr": learning_rate}
-
-
 def push_metrics(push: PushReport) -> dict[str, float]:
     return {
         "push/seconds": push.total_s,
@@ -199,6 +190,7 @@ def record(
     metrics["perf/learner_idle_frac"] = times["time/wait_for_batch"] / times["time/step"]
     if leader.rollouts.link.server_idle_frac is not None:
         metrics["perf/server_idle_frac"] = leader.rollouts.link.server_idle_frac
+    metrics |= leader.rollouts.batch_metrics
     leader.log.step(step, metrics)
     leader.log.sample(step, *sample_of(groups[0], leader.tokenizer))
     if all(reward is None for group in groups for reward in group.rewards_G):

@@ -25,3 +25,13 @@ def slow_once(completions, **kwargs):
 def never_returns(completions, **kwargs):
     while True:
         pass
+
+
+def raises_once(completions, count_in, **kwargs):
+    """Raise at the thirtieth call of all, which ends a run in the middle of a step; the file outlives the run."""
+    counter = Path(count_in[0])
+    num_calls = int(counter.read_text()) + 1 if counter.exists() else 1
+    counter.write_text(str(num_calls))
+    if num_calls == 30:
+        raise RuntimeError("scripted crash")
+    return [0.0] * len(completions)

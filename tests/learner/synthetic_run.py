@@ -94,6 +94,12 @@ def sample_of(line: dict[str, float], num_completions: int, rng: random.Random) 
     }
 
 
+def admit(ledger: Ledger, slot: int, attempt: int, version: int) -> None:
+    epoch, prompt_id = divmod(slot, 100)
+    ledger.admit(f"{slot}.{attempt}", slot=slot, attempt=attempt, position=slot, epoch=epoch, prompt_id=prompt_id,
+                 version=version)  # fmt: skip
+
+
 def write_ledger(path: Path, steps: int, rng: random.Random) -> None:
     """Slot 5 is dropped as stale and retried, slot 9 fails for good, the last three groups are still on their way."""
     ledger = Ledger(path)
@@ -103,7 +109,7 @@ def write_ledger(path: Path, steps: int, rng: random.Random) -> None:
         ready: list[tuple[str, int]] = []
         while len(ready) < GROUPS_PER_STEP:
             group_id = f"{slot}.0"
-            ledger.admit(group_id, slot, 0, slot // 100, slot % 100, max(0, step - 2))
+            admit(ledger, slot, 0, max(0, step - 2))
             if slot == 9:
                 ledger.drop(group_id, "failed")
                 slot += 1
@@ -111,12 +117,12 @@ def write_ledger(path: Path, steps: int, rng: random.Random) -> None:
             if slot == 5:
                 ledger.drop(group_id, "stale")
                 group_id = f"{slot}.1"
-                ledger.admit(group_id, slot, 1, 0, slot, step)
+                admit(ledger, slot, 1, step)
             ledger.receive(group_id, b"payload", max(0, step - 2), 500)
             ledger.score(group_id, "[0.5]", 0.5)
             ready.append((group_id, rng.choice([0, 1, 1, 2, 2, 2])))
             slot += 1
         ledger.consume(ready, step)
     for late in range(slot, slot + 3):
-        ledger.admit(f"{late}.0", late, 0, late // 100, late % 100, steps)
+        admit(ledger, late, 0, steps)
     ledger.close()

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.advantages import combined_advantages, step_advantages
+from learner.advantages import combined_advantages, has_signal, step_advantages
 from learner.config import AdvantageConfig
 
 REWARDS_P_G = [[1.0, 0.0, 1.0, 0.0], [3.0, 1.0, 2.0], [0.5, 0.5, 0.5]]
@@ -65,3 +65,28 @@ def test_normalize_then_sum_gives_a_small_reward_the_same_say_as_a_large_one() -
     total = sum(parts)
     assert advantages_G == pytest.approx(total / (total.std() + 1e-4))
     assert advantages_G[0] > 1 and abs(advantages_G[2]) < 0.1 and advantages_G[1] < -1
+
+
+@pytest.mark.parametrize(
+    ("rewards_G", "expected"),
+    [
+        ([1.0, 0.0], True),
+        ([1.0, 1.0, None, 0.5], True),
+        ([0.3, 0.3, 0.3], False),
+        ([None, 0.7], False),
+        ([None, None], False),
+        ([0.0, -0.0], False),
+    ],
+)
+def test_a_group_has_signal_when_two_scorable_rewards_differ(rewards_G: list[float | None], expected: bool) -> None:
+    assert has_signal(rewards_G, {}, {}, AdvantageConfig()) == expected
+    assert any(any(advantages_G) for advantages_G in step_advantages([rewards_G], AdvantageConfig())) == expected
+
+
+def test_functions_that_are_normalised_one_by_one_give_signal_one_by_one() -> None:
+    config = AdvantageConfig(combine="normalize_then_sum")
+    opposed = {"a": [1.0, 0.0], "b": [0.0, 1.0], "watched": [1.0, 1.0]}
+    assert has_signal([1.0, 1.0], opposed, {"a": 1.0, "b": 1.0}, config)
+    assert not has_signal([1.0, 1.0], opposed, {"a": 1.0, "b": 1.0}, AdvantageConfig())
+    flat = {"a": [1.0, 1.0], "watched": [0.0, 1.0]}
+    assert not has_signal([1.0, 1.0], flat, {"a": 1.0, "watched": 0.0}, config)

@@ -1,14 +1,21 @@
 """Rows to padded tensors and back: nothing is moved, dropped or trained twice."""
 
+import msgspec
 import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.batch import Row, ScoredGroup, micro_batches, training_rows
+from learner.batch import Row, ScoredGroup, micro_batches, trained_rows
+from learner.config import LearnerConfig
 from protocol.messages import Completion
 
 CPU = torch.device("cpu")
+
+
+def learner_config(**settings: object) -> LearnerConfig:
+    needed = {"data": {"task": "reverse"}, "reward": {"functions": ["exact_match"]}, "steps": 1}
+    return msgspec.convert(needed | settings, LearnerConfig)
 
 
 def make_completion(token_ids: list[int], versions: list[tuple[int, int]] | None = None) -> Completion:
@@ -24,6 +31,7 @@ def make_row(prompt: list[int], completion: Completion, advantage: float) -> Row
     return Row(
         prompt_token_ids=np.array(prompt, np.int32),
         completion=completion,
+        place=0,
         advantage=advantage,
         weight=2 * advantage,
         entered_version=3,
@@ -69,9 +77,20 @@ def test_every_row_is_in_exactly_one_micro_batch_within_the_budget(lengths: list
 def test_groups_without_signal_are_not_trained_on_but_counted_in_the_weights() -> None:
     groups = [make_group(), make_group(slot=1)]  # 4 completions of 2 tokens
     for normalization, weight in (("token", 1 / 8), ("sequence", 1 / (4 * 2)), ("dr_grpo", 1 / (4 * 10))):
-        rows = training_rows(groups, [[0.0, 0.0], [1.0, -1.0]], normalization, max_tokens=10)
+        config = learner_config(loss={"normalization": normalization}, sampling={"max_tokens": 10})
+        rows = trained_rows(groups, [[0.0, 0.0], [1.0, -1.0]], config)
         assert [row.advantage for row in rows] == [1.0, -1.0]
-        assert [row.weight for row in rows] == [weight, weight]
+        assert [row.weight for row in rows] == [weight, weight] and [row.place for row in rows] == [2, 3]
+
+
+def test_truncated_completions_can_be_left_out_and_still_count_in_the_weights() -> None:
+    group = make_group()
+    truncated = msgspec.structs.replace(group.completions[0], finish_reason="length")
+    group = msgspec.structs.replace(group, completions=[truncated, group.completions[1]])
+    for mask_truncated, advantages in ((False, [-1.0, 1.0]), (True, [1.0])):
+        config = learner_config(loss={"mask_truncated": mask_truncated})
+        rows = trained_rows([group], [[-1.0, 1.0]], config)
+        assert [row.advantage for row in rows] == advantages and {row.weight for row in rows} == {1 / 4}
 
 
 def test_without_rows_there_is_one_that_is_masked_out() -> None:

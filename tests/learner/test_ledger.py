@@ -20,9 +20,10 @@ def ledger(tmp_path):
     ledger.close()
 
 
-def admit(ledger: Ledger, slot: int, attempt: int = 0) -> str:
-    group_id = f"{slot}.{attempt}"
-    ledger.admit(group_id, slot, attempt, slot // 10, slot % 10, 3)
+def admit(ledger: Ledger, slot: int, attempt: int = 0, position: int | None = None) -> str:
+    group_id, position = f"{slot}.{attempt}", slot if position is None else position
+    epoch, prompt_id = divmod(position, 10)
+    ledger.admit(group_id, slot=slot, attempt=attempt, position=position, epoch=epoch, prompt_id=prompt_id, version=3)
     return group_id
 
 
@@ -99,9 +100,11 @@ def test_a_slot_has_one_live_group_and_none_after_it_failed(ledger):
     admit(ledger, 0)
     with pytest.raises(LedgerError, match="cannot be admitted"):
         admit(ledger, 0)
-    with pytest.raises(LedgerError, match=r"group 0\.0 of slot 0, attempt 0 is admitted"):
+    with pytest.raises(LedgerError, match=r"group 0\.0 of slot 0, attempt 0, position 0 is admitted"):
         admit(ledger, 0, attempt=1)
     ledger.drop("0.0", "stale")
+    with pytest.raises(LedgerError, match="at the same position"):
+        admit(ledger, 0, attempt=1, position=3)
     admit(ledger, 0, attempt=1)
     ledger.drop("0.1", "failed")
     with pytest.raises(LedgerError, match=r"dropped \(failed\)"):
@@ -234,10 +237,10 @@ from pathlib import Path
 from learner.ledger import Ledger
 ledger = Ledger(Path({str(tmp_path / "ledger.db")!r}))
 for slot in range(20):
-    ledger.admit(f"{{slot}}.0", slot, 0, 0, slot, 0)
+    ledger.admit(f"{{slot}}.0", slot=slot, attempt=0, position=slot, epoch=0, prompt_id=slot, version=0)
     ledger.receive(f"{{slot}}.0", b"x" * 1000, 0, 1)
     print(slot, flush=True)
-ledger.admit("20.0", 20, 0, 0, 20, 0)
+ledger.admit("20.0", slot=20, attempt=0, position=20, epoch=0, prompt_id=20, version=0)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     done = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, timeout=60)
@@ -339,14 +342,43 @@ def test_a_batch_is_one_commit_of_all_its_moves_or_of_none(ledger, tmp_path):
 
 
 def test_consumption_goes_on_where_it_stood_and_knows_what_it_may_pass_over(ledger):
-    assert (ledger.next_slot_to_consume(), ledger.given_up_slots()) == (0, [])
+    assert (ledger.next_slot_to_consume(), ledger.passed_over()) == (0, {})
     for slot in range(4):
         scored(ledger, slot)
     ledger.drop("1.0", "failed")
     ledger.drop("3.0", "stale")
     ledger.consume([("0.0", 0)], step=1)
     ledger.consume([("2.0", 0)], step=2)
-    assert (ledger.next_slot_to_consume(), ledger.given_up_slots()) == (3, [1])
+    assert (ledger.next_slot_to_consume(), ledger.passed_over()) == (3, {1: "failed"})
     ledger.rewind(1)
-    assert (ledger.next_slot_to_consume(), ledger.given_up_slots()) == (1, [1])
+    assert (ledger.next_slot_to_consume(), ledger.passed_over()) == (1, {1: "failed"})
     assert ledger.counts().lost == 1, "only the retry of slot 3, which is due"
+
+
+def test_a_slot_keeps_its_position_and_the_next_slot_asks_a_later_one(ledger):
+    assert ledger.next_position() == 0
+    admit(ledger, 0)
+    admit(ledger, 1, position=4)
+    assert (ledger.next_position(), ledger.position_of(1)) == (5, 4)
+    with pytest.raises(LedgerError, match="slot 2 is unknown"):
+        ledger.position_of(2)
+
+
+def test_a_replaced_slot_keeps_its_rewards_stays_replaced_and_is_not_lost(ledger):
+    for slot in range(3):
+        scored(ledger, slot)
+    with ledger.batch():
+        ledger.drop("1.0", "no_signal")
+    ledger.drop("2.0", "stale")
+    scored(ledger, 2, attempt=1)
+    assert [(row.group_id, row.rewards) for row in ledger.scored_rows()] == [
+        ("0.0", "[1.0, null]"), ("1.0", "[1.0, null]"), ("2.1", "[1.0, null]"),
+    ]  # fmt: skip
+    assert ledger.passed_over() == {1: "no_signal"}
+    assert ledger.retries_due() == []
+    with pytest.raises(LedgerError, match=r"is dropped \(no_signal\)"):
+        admit(ledger, 1, attempt=1)
+    ledger.consume([("0.0", 0), ("2.1", 0)], step=1)
+    assert ledger.counts().lost == 0
+    ledger.rewind(0)
+    assert ledger.passed_over() == {1: "no_signal"}

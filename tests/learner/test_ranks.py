@@ -20,7 +20,7 @@ LAUNCH = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 def run_ranks(tmp_path: Path, launch: list[str], **learner: object):
     """Run the command, return what it wrote and the weights that reached the server."""
     with tiny_server() as server:
-        reference = {"reference": {"kind": "every", "every_steps": 2}, "loss": {"kl_coef": 0.1}}
+        reference = {"reference": {"kind": "every", "every_steps": 2}, "kl": {"coef": 0.1}}
         run = make_run(tmp_path, server.endpoint, **seeded(), **reference, **learner)
         tmp_path.mkdir()
         config = tmp_path / "run.toml"
@@ -37,7 +37,9 @@ def test_two_ranks_and_small_micro_batches_give_the_losses_and_weights_of_one(tm
     one, weights_of_one = run_ranks(tmp_path / "one", ["-m"])
     two, weights_of_two = run_ranks(tmp_path / "two", ["-m", *LAUNCH, "-m"], micro_batch_tokens=20)
     for name in ("loss/policy", "loss/clipped_frac", "policy/entropy", "reference/kl", "optim/grad_norm", "optim/lr"):
-        assert [line[name] for line in two] == pytest.approx([line[name] for line in one], abs=1e-5), name
+        # a step without tokens to train on measures no KL
+        of_one, of_two = ([line[name] for line in lines if name in line] for lines in (one, two))
+        assert of_two == pytest.approx(of_one, abs=1e-5) and len(of_one) >= 2, name
     assert len(two) == 4
     for name in ("transformer.wpe.weight", "transformer.h.0.mlp.c_fc.weight"):
         torch.testing.assert_close(weights_of_two[name], weights_of_one[name], atol=1e-3, rtol=0)

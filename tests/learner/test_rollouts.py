@@ -1,11 +1,13 @@
 """Rollouts against a hand-driven server on a real socket: duplicates, reconnects, staleness, resume."""
 
 import asyncio
+import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -17,6 +19,8 @@ from learner.rewards import RewardWorkers
 from learner.rollouts import Rollouts
 from learner.scoring import Scorer
 from protocol.channel import ServerChannel
+from protocol.codec import pack
+from protocol.errors import ProtocolError
 from protocol.messages import (
     PROTOCOL_VERSION,
     Ack,
@@ -28,6 +32,7 @@ from protocol.messages import (
     Message,
     ModelFingerprint,
     Pulse,
+    Sampling,
     Welcome,
 )
 from protocol.model_files import resolve_model
@@ -51,12 +56,31 @@ def group_of(request: Generate, version: int) -> Group:
     return Group(group_id=request.group_id, entered_version=version, completions=completions)
 
 
+def alike(request: Generate, version: int) -> Group:
+    """The same completion every time, so that the group has no signal."""
+    group = group_of(request, version)
+    return msgspec.structs.replace(group, completions=[group.completions[0]] * len(group.completions))
+
+
+def without_tokens(request: Generate, version: int, num_empty: int) -> Group:
+    empty = Completion(
+        token_ids=np.zeros(0, np.int32), behaviour_logprobs=np.zeros(0, np.float32), versions=[], finish_reason="stop"
+    )
+    group = group_of(request, version)
+    return msgspec.structs.replace(group, completions=[empty] * num_empty + group.completions[num_empty:])
+
+
+def slot_of(request: Generate) -> int:
+    return int(request.group_id.partition(".")[0])
+
+
 class HandServer:
     """Welcomes every learner and answers each Generate by `answer`; records what came."""
 
     def __init__(self, answer: Callable[["HandServer", Generate], list[Message]]) -> None:
         self.version, self.server_id = 0, "server-1"
         self.generated: list[str] = []
+        self.requests: list[Generate] = []
         self.acked: list[str] = []
         self.cancelled: list[str] = []
         self._answer = answer
@@ -101,6 +125,7 @@ class HandServer:
                 ]  # fmt: skip
             case Generate():
                 self.generated.append(message.group_id)
+                self.requests.append(message)
                 return self._answer(self, message)
             case Ack(group_ids=group_ids):
                 self.acked += group_ids
@@ -125,7 +150,7 @@ def rollouts_on(server: HandServer, tmp_path: Path, version: int = 0, **learner:
     prompts = Prompts(run.learner.data, tokenizer, run.seed)
     ledger = Ledger(tmp_path / "ledger.db")
     with RewardWorkers(run.learner.reward) as workers:
-        scorer = Scorer(prompts, tokenizer, workers, ledger)
+        scorer = Scorer(run.learner, tokenizer, workers, ledger)
         rollouts = Rollouts(
             run, Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL), prompts, ledger, scorer, version
         )
@@ -258,10 +283,147 @@ def test_a_server_that_never_answers_ends_the_wait_with_the_remedy(tmp_path: Pat
         tokenizer = load_tokenizer(resolve_model("tiny:digits"))
         prompts, ledger = Prompts(run.learner.data, tokenizer, 0), Ledger(tmp_path / "ledger.db")
         with RewardWorkers(run.learner.reward) as workers:
-            scorer = Scorer(prompts, tokenizer, workers, ledger)
+            scorer = Scorer(run.learner, tokenizer, workers, ledger)
             rollouts = Rollouts(run, Hello(run="r", protocol_version=1, model=MODEL), prompts, ledger, scorer, 0)
             try:
                 rollouts.wait_for_server(1.0)
             finally:
                 rollouts.close()
                 ledger.close()
+
+
+def dropped(tmp_path: Path) -> list[tuple[str, str]]:
+    with sqlite3.connect(tmp_path / "ledger.db") as db:
+        return db.execute(
+            "SELECT group_id, reason FROM groups WHERE state = 'dropped' ORDER BY slot, attempt"
+        ).fetchall()
+
+
+def test_a_group_goes_on_with_two_survivors_and_is_asked_again_with_one(tmp_path: Path) -> None:
+    def lossy(server: HandServer, request: Generate) -> list[Message]:
+        group = group_of(request, server.version)
+        match request.group_id:
+            case "0.0":
+                return [without_tokens(request, server.version, 2)]
+            case "1.0":
+                return [without_tokens(request, server.version, 3)]
+            case "1.1":
+                return [msgspec.structs.replace(group, completions=group.completions[:1])]
+            case "2.0":
+                return [msgspec.structs.replace(group, completions=group.completions[:3])]
+        return [group]
+
+    with HandServer(lossy) as server, rollouts_on(server, tmp_path) as rollouts:
+        rollouts.publish(0, server.server_id)
+        groups = rollouts.take(3, TIMEOUT_S)
+        assert groups is not None
+        assert [(group.group_id, len(group.completions), len(group.rewards_G)) for group in groups] == [
+            ("0.0", 2, 2), ("1.2", 4, 4), ("2.0", 3, 3),
+        ]  # fmt: skip
+        assert all(len(completion.token_ids) for group in groups for completion in group.completions)
+        assert rollouts.batch_metrics["rollout/lost_completions"] == 3
+    assert dropped(tmp_path) == [("1.0", "too_few_survivors"), ("1.1", "too_few_survivors")]
+    assert {"1.0", "1.1"} <= set(server.acked)
+
+
+def test_a_prompt_whose_groups_never_survive_is_given_up(tmp_path: Path) -> None:
+    def lossy(server: HandServer, request: Generate) -> list[Message]:
+        return [without_tokens(request, 0, 3) if slot_of(request) == 1 else group_of(request, 0)]
+
+    with HandServer(lossy) as server, rollouts_on(server, tmp_path) as rollouts:
+        rollouts.publish(0, server.server_id)
+        assert slots(rollouts.take(3, TIMEOUT_S)) == [0, 2, 3]
+    assert [reason for _, reason in dropped(tmp_path)] == ["too_few_survivors", "too_few_survivors", "failed"]
+
+
+def test_more_completions_than_asked_for_stop_the_run(tmp_path: Path) -> None:
+    def generous(server: HandServer, request: Generate) -> list[Message]:
+        group = group_of(request, 0)
+        return [msgspec.structs.replace(group, completions=group.completions * 2)]
+
+    with HandServer(generous) as server, rollouts_on(server, tmp_path) as rollouts:
+        rollouts.publish(0, server.server_id)
+        with pytest.raises(ProtocolError, match="has 8 completions, asked for were 4"):
+            rollouts.take(3, TIMEOUT_S)
+
+
+def test_how_to_sample_reaches_the_server(tmp_path: Path) -> None:
+    sampling = {"num_completions": 3, "max_tokens": 7, "temperature": 0.5, "top_p": 0.9, "top_k": 5,
+                "allow_partial_support": True}  # fmt: skip
+    with (
+        HandServer(lambda server, request: [group_of(request, 0)]) as server,
+        rollouts_on(server, tmp_path, sampling=sampling) as rollouts,
+    ):
+        rollouts.publish(0, server.server_id)
+        rollouts.take(3, TIMEOUT_S)
+    assert {request.sampling for request in server.requests} == {
+        Sampling(num_completions=3, max_tokens=7, temperature=0.5, top_p=0.9, top_k=5)
+    }
+
+
+def test_groups_without_signal_are_replaced_also_over_a_resume(tmp_path: Path) -> None:
+    def some_alike(server: HandServer, request: Generate) -> list[Message]:
+        if slot_of(request) in server.silent:
+            return []
+        return [alike(request, server.version) if slot_of(request) in (1, 3, 4) else group_of(request, server.version)]
+
+    active = {"active_sampling": True, "max_staleness": 0}
+    with HandServer(some_alike) as server, rollouts_on(server, tmp_path, **active) as rollouts:
+        server.silent = {4}  # type: ignore[attr-defined]
+        rollouts.publish(0, server.server_id)
+        assert rollouts.take(3, 1.0) is None
+        while len(server.acked) < 4:
+            rollouts.take(3, 0.1)
+    # Slot 1 made room for slot 3, and that for slot 4; no more than three places were ever taken.
+    assert sorted(server.generated) == ["0.0", "1.0", "2.0", "3.0", "4.0"] and server.cancelled == ["4.0"]
+    assert dropped(tmp_path) == [("1.0", "no_signal"), ("3.0", "no_signal")]
+
+    with HandServer(some_alike) as server, rollouts_on(server, tmp_path, **active) as rollouts:
+        server.silent = set()  # type: ignore[attr-defined]
+        rollouts.publish(0, server.server_id)
+        assert slots(rollouts.take(3, TIMEOUT_S)) == [0, 2, 5]
+        assert rollouts.batch_metrics["batch/replaced_groups"] == 3
+        assert rollouts.take(3, 0.3) is None, "nothing of the next step before its version"
+        server.version = 1
+        rollouts.publish(1, server.server_id)
+        assert slots(rollouts.take(3, TIMEOUT_S)) == [6, 7, 8]
+        assert rollouts.batch_metrics["batch/replaced_groups"] == 0
+    assert sorted(server.generated) == ["4.0", "5.0", "6.0", "7.0", "8.0"], "what was dropped is not asked again"
+    assert counts(tmp_path).lost == 0
+
+
+def test_a_step_that_has_replaced_too_many_takes_what_comes_and_says_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        HandServer(lambda server, request: [alike(request, server.version)]) as server,
+        rollouts_on(server, tmp_path, active_sampling=True, max_replacements=2, max_staleness=0) as rollouts,
+    ):
+        for version in range(2):
+            server.version = version
+            rollouts.publish(version, server.server_id)
+            groups = rollouts.take(3, TIMEOUT_S)
+            assert groups is not None and rollouts.batch_metrics["batch/replaced_groups"] == 6
+    assert len(server.generated) == 2 * (6 + 3)
+    assert "3 of 3 groups go into the batch without signal: this step has replaced 6 already" in caplog.text
+    assert "too hard or solved" in caplog.text
+
+
+def test_what_was_received_and_not_scored_before_a_resume_waits_for_the_server_before_it_is_replaced(
+    tmp_path: Path,
+) -> None:
+    active = {"active_sampling": True, "max_staleness": 0}
+    with HandServer(lambda server, request: []) as server, rollouts_on(server, tmp_path, **active) as rollouts:
+        rollouts.publish(0, server.server_id)
+        while len(server.requests) < 3:
+            rollouts.take(3, 0.1)
+    ledger = Ledger(tmp_path / "ledger.db")
+    group = alike(server.requests[0], 0)
+    ledger.receive(group.group_id, pack(group), 0, 8)
+    ledger.close()
+    answer_all = HandServer(lambda server, request: [group_of(request, server.version)])
+    with answer_all as server, rollouts_on(server, tmp_path, **active) as rollouts:
+        assert rollouts.take(3, 1.0) is None and server.generated == []
+        assert dropped(tmp_path) == [("0.0", "no_signal")]
+        rollouts.publish(0, server.server_id)
+        assert slots(rollouts.take(3, TIMEOUT_S)) == [1, 2, 3]

@@ -119,7 +119,7 @@ def test_staleness_zero_gives_the_losses_of_a_plain_loop_step_for_step(tmp_path:
 
 
 def test_a_run_in_two_parts_ends_with_the_weights_of_one_run(tmp_path: Path) -> None:
-    reference = {"reference": {"kind": "every", "every_steps": 2}, "loss": {"kl_coef": 0.1}, "checkpoint_every": 2}
+    reference = {"reference": {"kind": "every", "every_steps": 2}, "kl": {"coef": 0.1}, "checkpoint_every": 2}
     weights = []
     for name, parts in (("whole", [6]), ("parts", [3, 6])):
         with tiny_server() as server:
@@ -169,6 +169,51 @@ def test_a_group_that_failed_is_asked_for_again_and_one_that_always_fails_is_rec
     assert rows_of(run, "slot, attempt", "state = 'consumed'") == [(0, 0), (2, 0), (3, 0), (4, 1), (5, 0), (6, 0)]
 
 
+def batches_of(run: LearnerRun) -> list[tuple]:
+    """Everything that happened to the slots, without when."""
+    return rows_of(run, "slot, attempt, position, prompt_id, state, reason, step, rewards")
+
+
+def test_a_run_with_active_sampling_and_a_curriculum_that_crashes_asks_and_consumes_the_same_after_a_resume(
+    tmp_path: Path,
+) -> None:
+    runs = []
+    for name in ("whole", "crashed"):
+        with tiny_server() as server:
+            data = tmp_path / f"{name}.jsonl"
+            calls = tmp_path / f"{name}.calls"
+            rows = [{"prompt": f"{i}{i + 1}>", "answer": f"{i + 1}{i}", "count_in": str(calls)} for i in range(6)]
+            data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            run = make_run(
+                tmp_path / name, server.endpoint, steps=6, max_staleness=0, checkpoint_every=2, active_sampling=True,
+                sampling={"num_completions": 3, "max_tokens": 3, "seeded": True}, data={"path": str(data)},
+                reward={"functions": ["share_right", "tests/learner/broken_rewards.py:raises_once"], "weights": [1, 0]},
+                curriculum={"kind": "pass_rate", "easy_above": 0.3, "hard_below": 0.15, "easy_weight": 0.1},
+            )  # fmt: skip
+            if name == "whole":
+                calls.write_text("100")
+                train(run, resume=False)
+            else:
+                with pytest.raises(RewardError, match="scripted crash"):
+                    train(run, resume=False)
+                assert 2 <= len(metrics_of(run)) < 6, "it crashed in the middle of the run"
+                assert rows_of(run, "count(*)", "reason = 'no_signal'") > [(0,)]
+                train(run, resume=True)
+            runs.append(run)
+    whole, crashed = map(batches_of, runs)
+    assert whole == crashed
+    skipped = [position - slot for slot, _, position, *_ in whole]
+    assert skipped[-1] > 0 and skipped == sorted(skipped), "the curriculum skipped prompts"
+    last_of_step = {line["step"]: line for line in metrics_of(runs[1])}
+    for line in metrics_of(runs[0]):
+        again = last_of_step[line["step"]]
+        assert line["loss/policy"] == pytest.approx(again["loss/policy"], abs=1e-6)
+        for key in ("batch/replaced_groups", "curriculum/skipped", "curriculum/easy", "curriculum/hard"):
+            assert line[key] == again[key]
+    replaced = sum(line["batch/replaced_groups"] for line in metrics_of(runs[0]))
+    assert replaced == sum(reason == "no_signal" for *_, reason, _, _ in whole) > 0
+
+
 def test_the_four_reward_functions_of_the_hugging_face_course_train_on_a_dataset_from_disk(tmp_path: Path) -> None:
     rows = [{"question": f"{i} + {i}>", "answers": str(2 * i)} for i in range(6)]
     Dataset.from_list(rows).save_to_disk(tmp_path / "data")
@@ -181,7 +226,8 @@ def test_the_four_reward_functions_of_the_hugging_face_course_train_on_a_dataset
             data={"dataset": str(tmp_path / "data"), "prompt_column": "question"},
             reward={"functions": [f"tests/learner/user_rewards.py:{name}" for name in names]},
             advantage={"combine": "normalize_then_sum", "baseline": "leave_one_out"},
-            loss={"objective": "cispo", "normalization": "sequence", "kl_coef": 0.01, "kl_estimator": "k2"},
+            loss={"objective": "cispo", "normalization": "sequence"},
+            kl={"coef": 0.01, "estimator": "k2"},
             reference={"kind": "ema", "every_steps": 1, "alpha": 0.1},
         )
         train(run, resume=False)

@@ -1,0 +1,52 @@
+"""Signs that training is going off-policy, said once when they appear. Rank 0; after the metrics of a step.
+
+The bounds are the field's rules of thumb (verl's rollout correction, TRL's and prime-rl's issue threads): above them runs
+have collapsed, below them they rarely do.
+"""
+
+import logging
+
+log = logging.getLogger(__name__)
+
+ADVICE = "lower max_staleness or the learning rate, or set learner.correction"
+
+
+class Health:
+    """Remembers which signs the last step showed, so that a lasting one is said once."""
+
+    def __init__(self) -> None:
+        self._shown: set[str] = set()
+
+    def watch(self, step: int, metrics: dict[str, float]) -> None:
+        """Log the signs that this step shows and the last one did not."""
+        signs = unhealthy(metrics)
+        for name in signs.keys() - self._shown:
+            log.warning("step %d: %s", step, signs[name])
+        self._shown = set(signs)
+
+
+def unhealthy(metrics: dict[str, float]) -> dict[str, str]:
+    """Return what is out of bounds, by the name of its metric, in words."""
+    signs = {}
+    ratio_mean = metrics.get("policy/ratio_mean", 1.0)
+    if not 0.5 <= ratio_mean <= 2:
+        signs["policy/ratio_mean"] = (
+            f"the mean ratio to the behaviour policy is {ratio_mean:.2f}, outside 0.5 to 2; {ADVICE}"
+        )
+    if (ess := metrics.get("policy/ess", 1.0)) < 0.3:
+        signs["policy/ess"] = f"the effective sample size is {ess:.0%} of the tokens, below 30 %; {ADVICE}"
+    if (mismatch := metrics.get("policy/mismatch_kl", 0.0)) > 0.1:
+        signs["policy/mismatch_kl"] = (
+            f"the KL between behaviour and current policy is {mismatch:.2f} nats per token, above 0.1; {ADVICE}"
+        )
+    if (clipped := metrics.get("loss/clipped_frac", 0.0)) > 0.25:
+        signs["loss/clipped_frac"] = f"{clipped:.0%} of the tokens are clipped, above 25 %; {ADVICE}"
+    kept = metrics.get("correction/kept_frac", 1.0)
+    by_length = {f"q{q}": metrics.get(f"correction/kept_frac_length_q{q}", kept) for q in range(1, 5)}
+    if kept > 0 and min(by_length.values()) < kept / 2:
+        shares = ", ".join(f"{share:.0%}" for share in by_length.values())
+        signs["correction/kept_frac"] = (
+            f"the correction leaves completions out by their length: it keeps {shares} of the tokens of completions up to a "
+            'quarter, a half, three quarters and the whole of max_tokens; with weight = "mask" try level = "geometric"'
+        )
+    return signs

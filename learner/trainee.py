@@ -1,0 +1,76 @@
+"""What every rank trains: the policy, its optimizer, its reference, and what changes with them from step to step."""
+
+import logging
+
+import msgspec
+import torch
+from accelerate import Accelerator
+from torch import nn
+from transformers import get_scheduler
+
+from learner.config import LearnerConfig, LearnerRun
+from learner.kl import next_coef
+from learner.lora import add_adapter, checkpoint_adapter_alone
+from learner.policy import load_policy
+from learner.reference import Reference, make_reference
+from learner.warm_start import warm_start
+from protocol.model_files import resolve_model
+
+log = logging.getLogger(__name__)
+
+
+class Trainee(msgspec.Struct, eq=False):
+    """The policy as prepared by accelerate and all that belongs to it."""
+
+    policy: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    reference: Reference | None
+    kl_coef: float
+
+    def after_step(self, version: int, metrics: dict[str, float], config: LearnerConfig) -> dict[str, float]:
+        """Move the weight of the KL and the reference. Metrics: the weight that was used, the reference there is now."""
+        if self.reference is None:
+            return {}
+        used_coef = self.kl_coef
+        self.kl_coef = next_coef(
+            config.kl, used_coef, version=version, num_steps=config.steps, measured_kl=metrics.get("reference/kl")
+        )
+        refreshed = self.reference.after_step(self.policy, version, metrics)
+        if refreshed and config.reference.reset_optimizer:
+            self.optimizer.state.clear()
+        return {
+            "reference/kl_coef": used_coef,
+            "reference/version": float(self.reference.version),
+            "reference/refreshed": float(refreshed),
+        }
+
+
+def make_trainee(run: LearnerRun, accelerator: Accelerator, *, is_new: bool) -> Trainee:
+    """Load the policy and build what trains it. That of a new run is warm-started, if so configured, before the reference is
+    taken from it; everything of another run comes from its checkpoint.
+    """
+    config, settings = run.learner, run.learner.optimizer
+    # Frozen weights take no small steps, so they may lie in the dtype in which the server holds them: half the memory.
+    dtype = getattr(torch, run.dtype) if config.lora.rank else torch.float32
+    policy = load_policy(resolve_model(run.model), dtype=dtype, gradient_checkpointing=config.gradient_checkpointing)
+    if config.lora.rank:
+        add_adapter(policy, config.lora, run.seed)
+        checkpoint_adapter_alone(accelerator)
+    optimizer = torch.optim.AdamW(
+        [parameter for parameter in policy.parameters() if parameter.requires_grad],
+        lr=settings.learning_rate,
+        betas=(settings.beta1, settings.beta2),
+        weight_decay=settings.weight_decay,
+    )
+    names = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
+    # accelerate advances the scheduler once per rank at every step
+    scale = accelerator.num_processes
+    scheduler = get_scheduler(
+        names[settings.schedule], optimizer, settings.warmup_steps * scale, num_training_steps=config.steps * scale
+    )
+    policy, optimizer, scheduler = accelerator.prepare(policy, optimizer, scheduler)
+    if is_new and config.warm_start.steps > 0:
+        warm_start(run, accelerator, policy)
+    reference = make_reference(config.reference, policy, accelerator, config.sampling.temperature)
+    return Trainee(policy, optimizer, scheduler, reference, config.kl.coef)

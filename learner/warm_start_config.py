@@ -1,0 +1,24 @@
+"""The config of the supervised warm start."""
+
+from learner.section import Section, require
+
+
+class WarmStartConfig(Section):
+    """Supervised training on the data's answers before the first step, for a model that would never be rewarded."""
+
+    steps: int = 0
+    """Optimizer steps on answers; 0: no warm start."""
+    learning_rate: float = 1e-5
+    """AdamW's learning rate; its other settings are those of learner.optimizer. The optimizer of the run starts fresh."""
+    rows_per_step: int = 32
+    """Rows of data per optimizer step, over all ranks."""
+    answer_column: str = "answer"
+    """The column with the text to learn; the end-of-sequence token is put after it."""
+
+    def __post_init__(self) -> None:
+        require(self.steps >= 0, f"steps = {self.steps} must not be negative")
+        for key, default in (("learning_rate", 1e-5), ("rows_per_step", 32), ("answer_column", "answer")):
+            value = getattr(self, key)
+            require(self.steps > 0 or value == default, f"{key} = {value!r} does nothing with steps = 0; set steps")
+        require(self.learning_rate > 0, f"learning_rate = {self.learning_rate} must be above 0")
+        require(self.rows_per_step >= 1, f"rows_per_step = {self.rows_per_step} must be at least 1")
