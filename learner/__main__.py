@@ -1,6 +1,7 @@
-"""The learner's commands: train, report.
+"""The learner's commands: train, self-test, report.
 
     learner train run.toml [--resume] [--key value ...]
+    learner self-test run.toml [--json] [--key value ...]
     learner report RUN_DIR [--json]
 
 Several ranks: `accelerate launch -m learner train run.toml`.
@@ -10,9 +11,10 @@ import logging
 import sys
 from pathlib import Path
 
-from protocol.errors import ConfigError, SlipstreamError
+from protocol.errors import ConfigError, ParityError, SlipstreamError
 
 USAGE = """usage: learner train run.toml [--resume] [--dry-run] [--key value ...]   train; --help lists the keys
+       learner self-test run.toml [--json] [--key value ...]              the noise between server and learner at learning rate 0
        learner report RUN_DIR [--json]                        the report of a run"""
 
 
@@ -25,6 +27,8 @@ def main() -> None:
         match sys.argv[1:]:
             case ["train", *arguments]:
                 train_command(arguments)
+            case ["self-test", *arguments]:
+                self_test_command(arguments)
             case ["report", run_dir, *flags] if set(flags) <= {"--json"} and not run_dir.startswith("-"):
                 report_command(Path(run_dir), as_json="--json" in flags)
             case ["-h" | "--help"] | []:
@@ -58,6 +62,29 @@ def train_command(arguments: list[str]) -> None:
     run_dir = train(run, resume="--resume" in switches)
     if run_dir is not None:
         report_command(run_dir, as_json=False)
+
+
+def self_test_command(arguments: list[str]) -> None:
+    from learner.config import LearnerRun
+    from protocol.config import load_config
+    from protocol.cores import bind_cores
+
+    as_json = "--json" in arguments
+    arguments = [argument for argument in arguments if argument != "--json"]
+    run = load_config(LearnerRun, arguments, "learner self-test", switches="[--json]")
+    bind_cores(run.learner.cpu_cores)
+    import msgspec
+
+    from learner.self_test import self_test
+    from learner.verdict import as_text, problems
+
+    measured = self_test(run)
+    found = problems(measured)
+    print(msgspec.json.encode({"measured": measured, "problems": found}).decode() if as_json else as_text(measured))
+    if found:
+        raise ParityError("\n       ".join(found))
+    if not as_json:
+        print("server and learner agree, and nothing in this run acts on the noise that is left")
 
 
 def report_command(run_dir: Path, *, as_json: bool) -> None:

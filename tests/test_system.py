@@ -135,6 +135,32 @@ def test_a_run_trains_while_an_openai_client_is_served_and_a_second_run_follows(
     assert all(line["loss/clipped_frac"] == 0 and abs(line["policy/mismatch_kl"]) <= 1e-6 for line in metrics)
 
 
+def test_an_adapter_is_trained_and_vllm_gives_its_logprobs_after_every_push(server: Server, tmp_path: Path) -> None:
+    lora = [
+        "--learner.lora.rank",
+        "4",
+        "--learner.parity.every-steps",
+        "1",
+        "--learner.optimizer.learning-rate",
+        "1e-2",
+    ]
+    finish(start_learner(server, tmp_path / "run", "--learner.steps", "6", *lora))
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5, 6]
+    assert all(line["parity/abs_logprob"] <= 1e-4 for line in metrics)
+    assert max(line["policy/mismatch_kl"] for line in metrics) > 1e-3  # between versions: the adapter has moved
+
+
+def test_the_self_test_finds_only_rounding_noise_between_vllm_and_the_learner(server: Server) -> None:
+    command = [sys.executable, "-m", "learner", "self-test", RECIPE, *server.shared, "--json"]
+    command += ["--learner.sampling.temperature", "0.7", "--learner.groups-per-step", "8"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    measured = json.loads(done.stdout)["measured"]
+    for tokens in (measured["fresh"], measured["through_push"]):
+        assert tokens["num_tokens"] > 100 and tokens["abs_logprob_mean"] <= 1e-5 and tokens["clipped_frac"] == 0
+
+
 def test_a_learner_killed_in_the_middle_resumes_and_loses_nothing(server: Server, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     learner = start_learner(server, run_dir, "--learner.steps", "12")
