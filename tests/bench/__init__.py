@@ -1,0 +1,1 @@
+"""Benchmarks: what Slipstream learns, and how fast."""
