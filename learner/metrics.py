@@ -17,18 +17,18 @@ def loss_metrics(total: Sums, config: LearnerConfig) -> dict[str, float]:
     metrics = {
         "loss/policy": sums["loss"] / config.updates_per_batch,
         "loss/clipped_frac": sums["clipped"] / trained,
-        "policy/entropy": sums["entropy"] / trained,
-        "policy/mismatch_kl": sums["mismatch_kl"] / trained,
     }
-    if sums["tokens"]:
+    if sums["tokens"]:  # without tokens nothing was measured; 0 would look like agreement
+        metrics["policy/entropy"] = sums["entropy"] / trained
+        metrics["policy/mismatch_kl"] = sums["mismatch_kl"] / trained
         metrics["policy/ratio_mean"] = sums["ratio"] / trained
         metrics["policy/ess"] = sums["ratio"] ** 2 / (trained * sums["ratio_squared"])
+        if "reference_kl" in sums:
+            metrics["reference/kl"] = sums["reference_kl"] / trained
+        if config.rejects_tokens:
+            metrics |= _correction_metrics(sums, total, trained)
     if sums["fresh_tokens"]:
         metrics["policy/mismatch_abs_logprob"] = sums["fresh_mismatch"] / sums["fresh_tokens"]
-    if "reference_kl" in sums and sums["tokens"]:  # without tokens there is no KL; 0 would look like agreement
-        metrics["reference/kl"] = sums["reference_kl"] / trained
-    if config.rejects_tokens:
-        metrics |= _correction_metrics(sums, total, trained)
     return metrics
 
 
