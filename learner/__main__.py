@@ -14,8 +14,8 @@ from pathlib import Path
 from protocol.errors import ConfigError, ParityError, SlipstreamError
 
 USAGE = """usage: learner train run.toml [--resume] [--dry-run] [--key value ...]   train; --help lists the keys
-       learner self-test run.toml [--json] [--key value ...]              the noise between server and learner at learning rate 0
-       learner report RUN_DIR [--json]                        the report of a run"""
+       learner self-test run.toml [--json] [--key value ...]            the noise between the server and this learner
+       learner report RUN_DIR [--json]                                  the report of a run"""
 
 
 def main() -> None:
