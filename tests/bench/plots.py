@@ -11,6 +11,9 @@ from tests.bench.cell import ALGORITHMS, REFERENCES, STALENESSES, Cell
 from tests.bench.summary import table
 from tests.bench.trial import Trial
 
+COLORS = {name: f"C{i}" for names in (ALGORITHMS, REFERENCES) for i, name in enumerate(names)}
+"""The same in every panel, whichever cells are there."""
+
 
 def write_plots(trials: dict[Cell, Trial], directory: Path) -> list[Path]:
     """Write PNGs for every task that has cells; return their paths."""
@@ -39,6 +42,7 @@ def _staleness(trials: dict[Cell, Trial]) -> Figure:
             axes.errorbar(
                 [row["max_staleness"] for row in points], [row["best_mean"] for row in points],
                 yerr=[row["best_std"] or 0.0 for row in points], marker="o", capsize=3, label=algorithm,
+                color=COLORS[algorithm],
             )  # fmt: skip
     _finish(axes, "staleness", "best exact match")
     return figure
@@ -80,7 +84,8 @@ def _draw_mean_curve(axes: Axes, trials: list[Trial], label: str) -> None:
         for point in trial.curve:
             by_step[point.step].append(point.exact_match)
     if by_step:
-        axes.plot(list(by_step), [statistics.fmean(values) for values in by_step.values()], label=label)
+        means = [statistics.fmean(values) for values in by_step.values()]
+        axes.plot(list(by_step), means, label=label, color=COLORS[label])
 
 
 def _finish(axes: Axes, x_label: str, y_label: str) -> None:
