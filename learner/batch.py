@@ -106,11 +106,14 @@ def step_rows(groups: list[ScoredGroup], advantages_P_G: list[list[float]], conf
 
 
 def trained_rows(groups: list[ScoredGroup], advantages_P_G: list[list[float]], config: LearnerConfig) -> list[Row]:
-    """The completions that carry the loss: those of groups with signal; with mask_truncated, only the finished ones."""
+    """The completions that carry the loss: those of groups with signal, and of all groups if there is a KL or an entropy in
+    the loss, which need no signal; with mask_truncated, only the finished ones.
+    """
+    needs_no_signal = config.loss.entropy_coef > 0 or (config.kl.is_on and config.kl.place == "loss")
     return [
         row
         for rows_G, advantages_G in zip(step_rows(groups, advantages_P_G, config), advantages_P_G, strict=True)
-        if any(advantages_G)
+        if needs_no_signal or any(advantages_G)
         for row in rows_G
         if not (config.loss.mask_truncated and row.completion.finish_reason == "length")
     ]
@@ -158,7 +161,8 @@ def _pad(rows: list[Row], device: torch.device, *, trained: bool) -> MicroBatch:
         token_ids_BS[b, :first] = row.prompt_token_ids
         token_ids_BS[b, first:end] = row.completion.token_ids
         attention_mask_BS[b, :end] = 1
-        mask_BT[b, first - 1 : end - 1] = trained
+        # A logprob that is no number (an engine near a collapse) takes its token out of everything.
+        mask_BT[b, first - 1 : end - 1] = trained & np.isfinite(row.completion.behaviour_logprobs)
         behaviour_logprobs_BT[b, first - 1 : end - 1] = row.completion.behaviour_logprobs
         versions = row.completion.versions
         versions_BT[b, first - 1 : end - 1] = np.repeat([v for v, _ in versions], [count for _, count in versions])

@@ -32,6 +32,11 @@ def _refuse_rewards(config: "LearnerConfig") -> None:
         'kl.place = "reward" with advantage.combine = "normalize_then_sum": there is no one reward to take the KL off; '
         'set combine to "sum" or place to "loss"',
     )
+    require(
+        config.kl.place == "loss" or config.advantage.scale != "group",
+        'kl.place = "reward" with advantage.scale = "group": in a group whose rewards are all equal only the KL is left, and '
+        'dividing by its own deviation cancels kl.coef; set scale to "batch" or "none", or place to "loss"',
+    )
 
 
 def _refuse_rollouts(config: "LearnerConfig") -> None:
@@ -81,6 +86,18 @@ def _refuse_corrections(config: "LearnerConfig") -> None:
             f'correction.weight = "truncate" with anchor = "behaviour": the ratio of {objective} is the importance weight '
             'already, and would count twice; set anchor = "proximal", or weight = "mask" to leave tokens out',
         )
+    leaves_tokens_out = {
+        'correction.weight = "mask" with level = "token"': correction.weight == "mask" and correction.level == "token",
+        f"correction.max_token_staleness = {correction.max_token_staleness}": correction.max_token_staleness
+        is not None,
+        f"loss.top_entropy_frac = {config.loss.top_entropy_frac}": config.loss.top_entropy_frac < 1,
+    }
+    for key, is_set in leaves_tokens_out.items():
+        require(
+            objective != "gspo" or not is_set,
+            f'{key} with loss.objective = "gspo": its ratio is one of the whole completion, which the tokens left out would '
+            'still move; leave out completions (level = "sequence" or "geometric", sequence_mask) or choose another objective',
+        )
     require(
         correction.max_token_staleness is None or correction.max_token_staleness < config.max_staleness,
         f"correction.max_token_staleness = {correction.max_token_staleness} does nothing: no token is more than "
@@ -102,7 +119,17 @@ def _refuse_references(config: "LearnerConfig") -> None:
     reference = config.reference
     is_policy_itself = reference.kind == "every" and reference.every_steps == 1 and reference.growth is None
     require(
-        not is_policy_itself or config.updates_per_batch > 1,
-        'reference.kind = "every" with every_steps = 1 and updates_per_batch = 1: the reference is always the policy itself and '
-        "the KL 0; raise every_steps",
+        not is_policy_itself or (config.updates_per_batch > 1 and config.kl.place == "loss"),
+        'reference.kind = "every" with every_steps = 1: where its KL is measured, at the start of a step, the reference is the '
+        "policy itself and the KL 0; raise every_steps",
     )
+    selects = {
+        "active_sampling = true": config.active_sampling,
+        f'curriculum.kind = "{config.curriculum.kind}"': config.curriculum.kind != "none",
+    }
+    for key, is_set in selects.items():
+        require(
+            reference.kind != "adaptive" or not reference.reward_guard or not is_set,
+            f"{key} with reference.reward_guard = true: the mean reward of chosen groups falls while the policy improves, so the "
+            "reference would never be refreshed; set reward_guard = false",
+        )

@@ -5,8 +5,8 @@ a prompt that is mostly solved or mostly failed is kept with a small probability
 so every position is asked once or skipped once.
 
 Invariant: a prompt's pass rate is made of the slots below the next one to be consumed, in their order, whatever the order
-in which they were scored; and the draw depends on seed and position alone. So the same run asks the same prompts, and the
-ledger is all that a resume needs.
+in which they were scored; and the draw depends on seed and position alone. So the ledger is all that a resume needs, and at
+max_staleness = 0 the same run asks the same prompts (above it, how far admission is ahead depends on time).
 """
 
 import math
@@ -108,7 +108,8 @@ class Curriculum:
     def ask(self) -> int:
         """Return the position that the next slot asks. Raises DataError if no prompt is left to ask."""
         num_dropped_in_a_row = 0
-        while num_dropped_in_a_row < len(self._prompts):
+        # Epochs are shuffled anew, so twice their length is what surely holds a whole one.
+        while num_dropped_in_a_row < 2 * len(self._prompts):
             position = self.next_position
             self.next_position += 1
             weight = self._config.weight(self._pass_rates.get(self._prompts.row_at(position)))

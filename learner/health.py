@@ -41,12 +41,13 @@ def unhealthy(metrics: dict[str, float]) -> dict[str, str]:
         )
     if (clipped := metrics.get("loss/clipped_frac", 0.0)) > 0.25:
         signs["loss/clipped_frac"] = f"{clipped:.0%} of the tokens are clipped, above 25 %; {ADVICE}"
-    kept = metrics.get("correction/kept_frac", 1.0)
-    by_length = {f"q{q}": metrics.get(f"correction/kept_frac_length_q{q}", kept) for q in range(1, 5)}
+    kept = metrics.get("loss/kept_frac", 1.0)
+    by_length = {f"q{q}": metrics.get(f"loss/kept_frac_length_q{q}", kept) for q in range(1, 5)}
     if kept > 0 and min(by_length.values()) < kept / 2:
         shares = ", ".join(f"{share:.0%}" for share in by_length.values())
-        signs["correction/kept_frac"] = (
-            f"the correction leaves completions out by their length: it keeps {shares} of the tokens of completions up to a "
-            'quarter, a half, three quarters and the whole of max_tokens; with weight = "mask" try level = "geometric"'
+        signs["loss/kept_frac"] = (
+            f"completions are left out of the objective by their length: it has {shares} of the tokens of completions up to a "
+            "quarter, a half, three quarters and the whole of max_tokens; masks of learner.correction do that (try level = "
+            '"geometric"), and top_entropy_frac'
         )
     return signs

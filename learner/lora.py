@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from learner.lora_config import LoraConfig
+from learner.snapshot import trainable
 from protocol.errors import ConfigError
 
 ADAPTER_FILE = "adapter.safetensors"
@@ -47,7 +48,7 @@ def add_adapter(policy: PreTrainedModel, config: LoraConfig, seed: int) -> None:
             policy,
             adapter_name=ADAPTER_NAME,
         )
-    for parameter in adapter(policy).values():
+    for parameter in trainable(policy).values():
         parameter.data = parameter.data.float()  # the base may be in bfloat16, where small steps vanish
 
 
@@ -74,11 +75,6 @@ def target_layers(policy: PreTrainedModel, config: LoraConfig) -> list[str]:
     return list(dict.fromkeys(targets))
 
 
-def adapter(policy: nn.Module) -> dict[str, nn.Parameter]:
-    """The adapter's parameters by name: all that is trained."""
-    return {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
-
-
 @torch.no_grad()
 def merged_tensors(policy: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the weights under the names of the model without an adapter, W + alpha / rank · B A where there is one.
@@ -101,13 +97,13 @@ def checkpoint_adapter_alone(accelerator: Accelerator) -> None:
         weights.clear()
         (policy,) = map(accelerator.unwrap_model, models)
         if accelerator.is_main_process:
-            tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in adapter(policy).items()}
+            tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in trainable(policy).items()}
             save_file(tensors, Path(directory) / ADAPTER_FILE)
 
     def load(models: list[nn.Module], directory: str) -> None:
         (policy,) = map(accelerator.unwrap_model, models)
         models.clear()
-        saved, parameters = load_file(Path(directory) / ADAPTER_FILE), adapter(policy)
+        saved, parameters = load_file(Path(directory) / ADAPTER_FILE), trainable(policy)
         if saved.keys() != parameters.keys():
             differing = sorted(saved.keys() ^ parameters.keys())
             raise ConfigError(f"{directory} holds another adapter than learner.lora: they differ in {differing[0]}")

@@ -2,9 +2,12 @@
 
 import statistics
 
+import numpy as np
+
 from learner.batch import ScoredGroup
 from learner.config import LearnerConfig
 from learner.loss import Sums
+from protocol.messages import Completion
 
 
 def loss_metrics(total: Sums, config: LearnerConfig) -> dict[str, float]:
@@ -34,14 +37,14 @@ def loss_metrics(total: Sums, config: LearnerConfig) -> dict[str, float]:
 
 def _correction_metrics(sums: dict[str, float], total: Sums, trained: float) -> dict[str, float]:
     metrics = {
-        "correction/kept_frac": sums["kept"] / trained,
+        "loss/kept_frac": sums["kept"] / trained,
         "correction/bounded_frac": sums["bounded"] / trained,
         "correction/stale_frac": sums["stale"] / trained,
     }
     by_quarter = zip(total["kept_by_quarter"].tolist(), total["tokens_by_quarter"].tolist(), strict=True)
     for quarter, (kept, tokens) in enumerate(by_quarter, start=1):
         if tokens:
-            metrics[f"correction/kept_frac_length_q{quarter}"] = kept / tokens
+            metrics[f"loss/kept_frac_length_q{quarter}"] = kept / tokens
     return metrics
 
 
@@ -57,6 +60,7 @@ def group_metrics(groups: list[ScoredGroup], version: int) -> dict[str, float]:
         "staleness/max": float(max(stalenesses)),
         "rollout/completion_length_mean": statistics.fmean(len(completion.token_ids) for completion in completions),
         "rollout/truncated_frac": statistics.fmean(completion.finish_reason == "length" for completion in completions),
+        "rollout/nonfinite_logprobs": float(sum(_num_nonfinite(completion) for completion in completions)),
         "rollout/tokens": float(sum(group.num_tokens for group in groups)),
     }
     if rewards:
@@ -66,6 +70,11 @@ def group_metrics(groups: list[ScoredGroup], version: int) -> dict[str, float]:
         if values:
             metrics[f"reward/{name}"] = statistics.fmean(values)
     return metrics
+
+
+def _num_nonfinite(completion: Completion) -> int:
+    """Tokens whose behaviour logprob is no number; they are left out of everything."""
+    return int((~np.isfinite(completion.behaviour_logprobs)).sum())
 
 
 def staleness(group: ScoredGroup, version: int) -> int:

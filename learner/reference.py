@@ -13,7 +13,6 @@ from pathlib import Path
 import msgspec
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import nn
 
 from learner.batch import MicroBatch
@@ -44,7 +43,6 @@ class Reference:
         """Call it with the policy as prepared by accelerate, on every rank, before the first step. Raises ConfigError."""
         self._config, self._accelerator, self._temperature = config, accelerator, temperature
         self._device = _existing_device(config.device)
-        _refuse_unknown_sharding(accelerator)
         parameters = trainable(accelerator.unwrap_model(policy))
         self._refreshed_names = _refreshed_names(config.only, list(parameters))
         self._snapshots = [{name: own_copy(parameter, self._device) for name, parameter in parameters.items()}]
@@ -152,14 +150,3 @@ def _existing_device(device: str) -> torch.device | None:
             'set it to "same" or "cpu"'
         )
     return torch.device(device)
-
-
-def _refuse_unknown_sharding(accelerator: Accelerator) -> None:
-    kind = accelerator.distributed_type
-    if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM) or (
-        kind == DistributedType.FSDP and not accelerator.is_fsdp2
-    ):
-        raise ConfigError(
-            f"a reference of a policy sharded by {kind.value} (FSDP version 1 included) is not supported, because its parameters "
-            "cannot be told apart; use FSDP version 2 (fsdp_version: 2), plain data parallelism, or learner.reference.kind = none"
-        )

@@ -49,7 +49,8 @@ def train(run: LearnerRun, *, resume: bool) -> Path | None:
     """
     config = run.learner
     # The other ranks wait for rank 0's batch in a collective: it must outlast whatever rank 0 may wait for.
-    longest_wait_s = config.connect_timeout_s + config.max_group_attempts * config.group_deadline_s
+    num_rounds = 1 + config.max_replacements if config.active_sampling else 1
+    longest_wait_s = config.connect_timeout_s + num_rounds * config.max_group_attempts * config.group_deadline_s
     patience = InitProcessGroupKwargs(timeout=timedelta(seconds=2 * longest_wait_s))
     accelerator = Accelerator(mixed_precision="bf16" if run.dtype == "bfloat16" else "no", kwargs_handlers=[patience])
     if accelerator.num_processes > 1:
@@ -63,6 +64,7 @@ def train(run: LearnerRun, *, resume: bool) -> Path | None:
         checkpoint = find_checkpoint(checkpoints) if resume else None
         trainee = make_trainee(run, accelerator, is_new=checkpoint is None)
         version = load_checkpoint(accelerator, checkpoint, trainee).version if checkpoint else 0
+        trainee.set_kl_coef(version, None, config)
         saved_version = version if checkpoint else None
         if version >= config.steps:
             log.warning("nothing to do: the run is at step %d, learner.steps = %d", version, config.steps)

@@ -5,6 +5,7 @@ import logging
 import msgspec
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import nn
 from transformers import get_scheduler
 
@@ -14,6 +15,7 @@ from learner.lora import add_adapter, checkpoint_adapter_alone
 from learner.policy import load_policy
 from learner.reference import Reference, make_reference
 from learner.warm_start import warm_start
+from protocol.errors import ConfigError
 from protocol.model_files import resolve_model
 
 log = logging.getLogger(__name__)
@@ -33,9 +35,7 @@ class Trainee(msgspec.Struct, eq=False):
         if self.reference is None:
             return {}
         used_coef = self.kl_coef
-        self.kl_coef = next_coef(
-            config.kl, used_coef, version=version, num_steps=config.steps, measured_kl=metrics.get("reference/kl")
-        )
+        self.set_kl_coef(version, metrics.get("reference/kl"), config)
         refreshed = self.reference.after_step(self.policy, version, metrics)
         if refreshed and config.reference.reset_optimizer:
             self.optimizer.state.clear()
@@ -45,11 +45,18 @@ class Trainee(msgspec.Struct, eq=False):
             "reference/refreshed": float(refreshed),
         }
 
+    def set_kl_coef(self, version: int, measured_kl: float | None, config: LearnerConfig) -> None:
+        """Set the weight of the KL for the step that trains `version`; also after a resume, whose `steps` may be others."""
+        self.kl_coef = next_coef(
+            config.kl, self.kl_coef, version=version, num_steps=config.steps, measured_kl=measured_kl
+        )
+
 
 def make_trainee(run: LearnerRun, accelerator: Accelerator, *, is_new: bool) -> Trainee:
     """Load the policy and build what trains it. That of a new run is warm-started, if so configured, before the reference is
     taken from it; everything of another run comes from its checkpoint.
     """
+    _refuse_sharding(accelerator)
     config, settings = run.learner, run.learner.optimizer
     # Frozen weights take no small steps, so they may lie in the dtype in which the server holds them: half the memory.
     dtype = getattr(torch, run.dtype) if config.lora.rank else torch.float32
@@ -74,3 +81,13 @@ def make_trainee(run: LearnerRun, accelerator: Accelerator, *, is_new: bool) -> 
         warm_start(run, accelerator, policy)
     reference = make_reference(config.reference, policy, accelerator, config.sampling.temperature)
     return Trainee(policy, optimizer, scheduler, reference, config.kl.coef)
+
+
+def _refuse_sharding(accelerator: Accelerator) -> None:
+    """A push sends rank 0's parameters, and ranks run different numbers of forward passes: both need the whole model."""
+    kind = accelerator.distributed_type
+    if kind in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        raise ConfigError(
+            f"accelerate shards the policy by {kind.value}; expected the whole policy on every rank (plain data parallelism). "
+            "Start the learner without a sharding plugin"
+        )

@@ -34,7 +34,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "stale tokens count less": {"correction": {"max_token_staleness": 1, "stale_token_weight": 0.25}},
     "top entropy and bonus": {"loss": {"top_entropy_frac": 0.3, "entropy_coef": 0.1}},
     "kl in the loss": {"kl": {"coef": 0.3, "importance_weighted": True}, "reference": {"kind": "fixed"}},
-    "kl in the reward": {"kl": {"coef": 0.3, "place": "reward"}, "reference": {"kind": "fixed"}},
+    "kl in the reward": {
+        "kl": {"coef": 0.3, "place": "reward"},
+        "reference": {"kind": "fixed"},
+        "advantage": {"scale": "batch"},
+    },
     "truncated left out, batch deviation": {"loss": {"mask_truncated": True}, "advantage": {"scale": "batch"}},
 }
 

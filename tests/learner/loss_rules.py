@@ -3,7 +3,7 @@
 import itertools
 import random
 
-from learner.config import LearnerConfig
+from learner.config import AdvantageConfig, LearnerConfig
 from learner.data import DataConfig
 from learner.loss_config import CorrectionConfig, KlConfig, LossConfig
 from learner.reference_config import ReferenceConfig
@@ -67,6 +67,7 @@ def is_accepted(rule: Rule) -> bool:
             correction=rule.correction,
             kl=rule.kl,
             reference=ReferenceConfig(kind="fixed" if rule.kl.is_on else "none"),
+            advantage=AdvantageConfig(scale="none"),
         )
     except ValueError:
         return False
@@ -83,14 +84,18 @@ def rules() -> dict[str, tuple[Rule, bool]]:
     for seed, (objective, normalization, anchor, weight) in enumerate(cells):
         rng = random.Random(seed)
         kl = KlConfig(**rng.choice(KLS))
+        # gspo's one ratio of the completion allows no token to be left out
+        whole = objective == "gspo"
+        rejections = [r for r in REJECTIONS if not (whole and "max_token_staleness" in r)]
+        others = [o for o in OTHERS if not (whole and "top_entropy_frac" in o)]
         rule = Rule(
             LossConfig(
                 objective=objective,
                 normalization=normalization,
                 **rng.choice(BOUNDS[objective]),
-                **rng.choice(OTHERS),
+                **rng.choice(others),
             ),
-            CorrectionConfig(**ANCHORS[anchor], **WEIGHTS[weight], **rng.choice(REJECTIONS)),
+            CorrectionConfig(**ANCHORS[anchor], **WEIGHTS[weight], **rng.choice(rejections)),
             kl,
             kl.coef * rng.choice((1.0, 0.5)),  # a schedule has halved it since
         )

@@ -11,8 +11,8 @@ HEALTHY = {
     "policy/ess": 0.97,
     "policy/mismatch_kl": 0.002,
     "loss/clipped_frac": 0.03,
-    "correction/kept_frac": 0.98,
-} | {f"correction/kept_frac_length_q{q}": 0.97 for q in range(1, 5)}
+    "loss/kept_frac": 0.98,
+} | {f"loss/kept_frac_length_q{q}": 0.97 for q in range(1, 5)}
 
 
 def test_a_healthy_step_and_one_without_tokens_show_nothing() -> None:
@@ -27,7 +27,7 @@ def test_a_healthy_step_and_one_without_tokens_show_nothing() -> None:
         ("policy/ess", 0.25, "25% of the tokens, below 30 %"),
         ("policy/mismatch_kl", 0.3, "0.30 nats per token"),
         ("loss/clipped_frac", 0.3, "30% of the tokens are clipped"),
-        ("correction/kept_frac_length_q4", 0.4, "97%, 97%, 97%, 40%"),
+        ("loss/kept_frac_length_q4", 0.4, "97%, 97%, 97%, 40%"),
     ],
 )
 def test_each_bound_names_its_number(name: str, value: float, expected: str) -> None:

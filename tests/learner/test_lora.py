@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from learner import parts
-from learner.lora import adapter, add_adapter, merged_tensors
+from learner.lora import add_adapter, merged_tensors
 from learner.lora_config import LoraConfig
 from learner.policy import load_policy, token_logprobs
+from learner.snapshot import trainable
 from learner.train import train
 from protocol.errors import ConfigError, ParityError
 from protocol.model_files import resolve_model
@@ -45,7 +46,7 @@ def with_adapter(kind: str, config: LoraConfig = RANK_4) -> tuple[PreTrainedMode
     policy = copy.deepcopy(base)
     add_adapter(policy, config, seed=0)
     generator = torch.Generator().manual_seed(1)
-    for parameter in adapter(policy).values():
+    for parameter in trainable(policy).values():
         parameter.data = torch.randn(parameter.shape, generator=generator) / 5
     return base, policy
 
@@ -61,8 +62,8 @@ def test_what_is_pushed_is_what_peft_itself_merges(kind: str) -> None:
     theirs = peft.get_peft_model(base, config)
     with torch.no_grad():
         trained = {name: p for name, p in theirs.named_parameters() if p.requires_grad}
-        assert {f"base_model.model.{name}" for name in adapter(policy)} == trained.keys()
-        for name, parameter in adapter(policy).items():
+        assert {f"base_model.model.{name}" for name in trainable(policy)} == trained.keys()
+        for name, parameter in trainable(policy).items():
             trained[f"base_model.model.{name}"].copy_(parameter)
     unmerged = {name: parameter.clone() for name, parameter in policy.named_parameters()}
     pushed = dict(merged_tensors(policy))
@@ -71,7 +72,7 @@ def test_what_is_pushed_is_what_peft_itself_merges(kind: str) -> None:
     for name, tensor in pushed.items():
         torch.testing.assert_close(tensor, expected[name], atol=1e-6, rtol=0)
     changed = {name for name in names if not torch.equal(pushed[name], unmerged.get(name, pushed[name] * 0))}
-    assert len(changed) == len(adapter(policy)) / 2
+    assert len(changed) == len(trainable(policy)) / 2
     for name, parameter in policy.named_parameters():
         assert torch.equal(parameter, unmerged[name])
 
@@ -93,8 +94,8 @@ def test_the_adapter_starts_as_nothing_and_alone_has_gradients() -> None:
     torch.testing.assert_close(logprobs_BT, token_logprobs(base, a_batch(), 1.0)[0], atol=1e-6, rtol=0)
     logprobs_BT.sum().backward()
     with_gradient = {name for name, parameter in policy.named_parameters() if parameter.grad is not None}
-    assert with_gradient == adapter(policy).keys() and len(with_gradient) == 16
-    assert any(p.grad.abs().sum() > 0 for p in adapter(policy).values())
+    assert with_gradient == trainable(policy).keys() and len(with_gradient) == 16
+    assert any(p.grad.abs().sum() > 0 for p in trainable(policy).values())
 
 
 def test_the_seed_alone_decides_how_the_adapter_starts() -> None:
@@ -106,20 +107,20 @@ def test_the_seed_alone_decides_how_the_adapter_starts() -> None:
         before = torch.get_rng_state()
         add_adapter(policy, RANK_4, seed=seed)
         assert torch.equal(torch.get_rng_state(), before)
-        starts.append(adapter(policy)["transformer.h.1.mlp.c_fc.lora_A.default.weight"])
+        starts.append(trainable(policy)["transformer.h.1.mlp.c_fc.lora_A.default.weight"])
     assert torch.equal(starts[0], starts[1]) and not torch.equal(starts[0], starts[2])
 
 
 def test_over_a_bfloat16_base_the_adapter_is_float32_and_so_is_the_sum() -> None:
     policy = a_model("llama_untied").bfloat16()
     add_adapter(policy, RANK_4, seed=0)
-    assert {p.dtype for p in adapter(policy).values()} == {torch.float32}
+    assert {p.dtype for p in trainable(policy).values()} == {torch.float32}
     name = "model.layers.0.self_attn.q_proj"
     small = 1e-6 * torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
-    adapter(policy)[f"{name}.lora_B.default.weight"].data = small
+    trainable(policy)[f"{name}.lora_B.default.weight"].data = small
     weight = policy.get_submodule(name).base_layer.weight
     assert weight.dtype == torch.bfloat16
-    a = adapter(policy)[f"{name}.lora_A.default.weight"]
+    a = trainable(policy)[f"{name}.lora_A.default.weight"]
     pushed = dict(merged_tensors(policy))[f"{name}.weight"]
     torch.testing.assert_close(pushed, weight.float() + 6.0 / 4 * small @ a, atol=1e-9, rtol=0)
     assert pushed.dtype == torch.float32 and not torch.equal(pushed, weight.float())
@@ -128,7 +129,7 @@ def test_over_a_bfloat16_base_the_adapter_is_float32_and_so_is_the_sum() -> None
 def test_named_layers_alone_are_adapted() -> None:
     policy = a_model("llama_untied")
     add_adapter(policy, LoraConfig(rank=2, target_modules=("q_proj", "layers.1.mlp.up_proj", "lm_head")), seed=0)
-    layers = {name.partition(".lora_")[0] for name in adapter(policy)}
+    layers = {name.partition(".lora_")[0] for name in trainable(policy)}
     attention = {f"model.layers.{i}.self_attn.q_proj" for i in range(2)}
     assert layers == {*attention, "model.layers.1.mlp.up_proj", "lm_head"}
 

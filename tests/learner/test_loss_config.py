@@ -228,7 +228,7 @@ BETWEEN_SECTIONS = [
     (
         {
             "kl": {"coef": 0.1, "place": "reward"},
-            "advantage": {"combine": "normalize_then_sum"},
+            "advantage": {"combine": "normalize_then_sum", "scale": "none"},
             "reward": {"functions": ["exact_match", "share_right"]},
         }
         | KL,
@@ -248,6 +248,50 @@ BETWEEN_SECTIONS = [
         r"does nothing with 1 reward function",
         {"reward": {"weights": [1.0, 0.5]}},
     ),
+    (
+        {"kl": {"coef": 0.1, "place": "reward"}} | KL,
+        r'place = "reward" with advantage\.scale = "group": .* cancels kl\.coef; set scale to "batch" or "none"',
+        {"advantage": {"scale": "batch"}},
+    ),
+    (
+        {"loss": {"objective": "gspo"}, "correction": {"weight": "mask"}},
+        r'weight = "mask" with level = "token" with loss\.objective = "gspo": its ratio is one of the whole completion',
+        {"correction": {"level": "sequence"}},
+    ),
+    (
+        {"loss": {"objective": "gspo"}, "correction": {"max_token_staleness": 0}},
+        r'max_token_staleness = 0 with loss\.objective = "gspo"',
+        {"loss": {"objective": "grpo"}},
+    ),
+    (
+        {"loss": {"objective": "gspo", "top_entropy_frac": 0.5}},
+        r'top_entropy_frac = 0\.5 with loss\.objective = "gspo"',
+        {"loss": {"objective": "cispo"}},
+    ),
+    (
+        {"reference": {"kind": "adaptive", "kl_threshold": 0.1}, "kl": {"coef": 0.1}, "active_sampling": True},
+        r"active_sampling = true with reference\.reward_guard = true: .* never be refreshed",
+        {"reference": {"reward_guard": False}},
+    ),
+    (
+        {
+            "reference": {"kind": "adaptive", "kl_threshold": 0.1},
+            "kl": {"coef": 0.1},
+            "curriculum": {"kind": "pass_rate"},
+        },
+        r'curriculum\.kind = "pass_rate" with reference\.reward_guard = true',
+        {"reference": {"reward_guard": False}},
+    ),
+    (
+        {
+            "reference": {"kind": "every", "every_steps": 1},
+            "kl": {"coef": 0.1, "place": "reward"},
+            "updates_per_batch": 2,
+            "advantage": {"scale": "none"},
+        },
+        r"every_steps = 1: where its KL is measured, .* the KL 0; raise every_steps",
+        {"reference": {"every_steps": 2}},
+    ),
     ({"max_staleness": -1}, r"max_staleness = -1 must not be negative", {"max_staleness": 0}),
     ({"updates_per_batch": 0}, r"updates_per_batch = 0 must be at least 1", {"updates_per_batch": 1}),
 ]
@@ -262,7 +306,7 @@ REFUSED = [
     *within("loss", OBJECTIVE),
     # Without these two, some remedies would be refused by the checks between sections.
     *within("correction", CORRECTION, {"updates_per_batch": 2}),
-    *within("kl", COEFFICIENT, KL),
+    *within("kl", COEFFICIENT, KL | {"advantage": {"scale": "batch"}}),
     *within("sampling", SAMPLING),
     *BETWEEN_SECTIONS,
 ]

@@ -3,7 +3,6 @@
 import copy
 import functools
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -12,7 +11,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType
 from torch import nn
 
 from learner.batch import MicroBatch, Row, micro_batches
@@ -217,14 +215,6 @@ def test_what_only_the_policy_or_the_machine_can_tell_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=expected):
         Reference(ReferenceConfig(kind="every", every_steps=2, **settings), tiny_policy(), accelerator, 1.0)
-
-
-@pytest.mark.parametrize("kind", [DistributedType.FSDP, DistributedType.DEEPSPEED])
-def test_a_policy_whose_shards_have_no_names_is_refused(kind: DistributedType) -> None:
-    """Neither runs on a CPU under accelerate, so only what the refusal looks at stands in for it."""
-    accelerator = SimpleNamespace(distributed_type=kind, is_fsdp2=False)
-    with pytest.raises(ConfigError, match=rf"sharded by {kind.value} .*fsdp_version: 2"):
-        Reference(ReferenceConfig(kind="fixed"), tiny_policy(), accelerator, 1.0)
 
 
 def test_the_reference_may_be_kept_in_host_memory(accelerator: Accelerator) -> None:

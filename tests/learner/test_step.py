@@ -1,6 +1,7 @@
 """A whole step against a plain one: completion by completion, unpadded, in float64, each case written out from its paper."""
 
 import copy
+import math
 import os
 import statistics
 import subprocess
@@ -9,12 +10,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from learner.batch import ScoredGroup
+from learner.metrics import group_metrics
 from learner.run_log import StepTimer
 from learner.step import train_on
 from learner.trainee import make_trainee
@@ -81,11 +84,13 @@ def plain_updates(
                 parameter -= LEARNING_RATE * parameter.grad
 
 
-def compare(accelerator: Accelerator, plain: Callable, **settings: Any) -> dict[str, float]:
+def compare(
+    accelerator: Accelerator, plain: Callable, *, change: Callable = lambda groups: groups, **settings: Any
+) -> dict[str, float]:
     """Train on the same groups by `train_on` and by `plain(model, reference, groups)`; the weights must be equal."""
     run = make_run(**settings)
     trainee = make_moved_trainee(run, accelerator)
-    groups = make_groups(trainee.policy)
+    groups = change(make_groups(trainee.policy))
     model = copy.deepcopy(trainee.policy).double()
     reference = copy.deepcopy(make_start(accelerator)).double().requires_grad_(False)
     metrics = train_on(accelerator, trainee, groups, VERSION, run.learner, StepTimer())
@@ -131,7 +136,7 @@ def test_decoupled_ppo_holds_the_proximal_policy_over_the_updates(accelerator: A
 
     correction = {"anchor": "proximal", "weight": "truncate", "max_weight": 1.3}
     metrics = compare(accelerator, plain, updates_per_batch=2, correction=correction)
-    assert metrics["correction/bounded_frac"] > 0 and metrics["correction/kept_frac"] == 1
+    assert metrics["correction/bounded_frac"] > 0 and metrics["loss/kept_frac"] == 1
 
 
 def test_the_log_linear_proximal_policy_goes_by_each_tokens_version(accelerator: Accelerator) -> None:
@@ -158,7 +163,7 @@ def test_tokens_beyond_a_staleness_are_left_out_and_stay_in_the_denominator(acce
         plain_updates(model, groups, [group_advantages(group.rewards_G) for group in groups], 1, loss)
 
     metrics = compare(accelerator, plain, correction={"max_token_staleness": 2})
-    assert 0 < metrics["correction/stale_frac"] == pytest.approx(1 - metrics["correction/kept_frac"])
+    assert 0 < metrics["correction/stale_frac"] == pytest.approx(1 - metrics["loss/kept_frac"])
 
 
 def test_truncated_completions_are_left_out_and_stay_in_baseline_and_denominator(accelerator: Accelerator) -> None:
@@ -180,7 +185,8 @@ def test_a_kl_in_the_reward_changes_the_advantages_and_nothing_else(accelerator:
                     float((tell(model, group, completion)[0] - tell(reference, group, completion)[0]).sum())
                     for completion in group.completions
                 ]
-                advantages.append(group_advantages([r - 0.2 * k for r, k in zip(group.rewards_G, kls, strict=True)]))
+                shaped = [r - 0.2 * k for r, k in zip(group.rewards_G, kls, strict=True)]
+                advantages.append([reward - statistics.mean(shaped) for reward in shaped])
 
         def loss(i, told, completion, advantage):
             return clipped((told[0] - behaviour(completion)).exp(), advantage)
@@ -188,7 +194,7 @@ def test_a_kl_in_the_reward_changes_the_advantages_and_nothing_else(accelerator:
         plain_updates(model, groups, advantages, 1, loss)
 
     kl = {"coef": 0.2, "place": "reward", "estimator": "k1"}
-    metrics = compare(accelerator, plain, kl=kl, reference={"kind": "fixed"})
+    metrics = compare(accelerator, plain, kl=kl, reference={"kind": "fixed"}, advantage={"scale": "none"})
     assert abs(metrics["reference/kl"]) > 1e-3
 
 
@@ -205,6 +211,39 @@ def test_a_kl_in_the_loss_is_measured_against_one_reference_over_all_updates(acc
 
     kl = {"coef": 0.5, "importance_weighted": True}
     compare(accelerator, plain, kl=kl, reference={"kind": "fixed"}, updates_per_batch=2)
+
+
+def test_groups_without_signal_still_have_a_kl_and_an_entropy(accelerator: Accelerator) -> None:
+    """Else both would weigh less and less while more and more prompts are solved."""
+
+    def without_signal(groups: list[ScoredGroup]) -> list[ScoredGroup]:
+        return [msgspec.structs.replace(group, rewards_G=[1.0] * len(group.completions)) for group in groups]
+
+    def plain(model, reference, groups):
+        completions = [(group, completion) for group in groups for completion in group.completions]
+
+        def loss(i, told, completion, advantage):
+            d_T = tell(reference, *completions[i])[0] - told[0]
+            return 0.5 * (d_T.exp() - d_T - 1) - 0.3 * told[1]
+
+        plain_updates(model, groups, [[0.0] * len(group.completions) for group in groups], 1, loss)
+
+    settings = {"kl": {"coef": 0.5}, "reference": {"kind": "fixed"}, "loss": {"entropy_coef": 0.3}}
+    metrics = compare(accelerator, plain, change=without_signal, **settings)
+    assert metrics["batch/no_signal_groups"] == 3 and metrics["reference/kl"] > 1e-3
+
+
+def test_a_logprob_that_is_no_number_takes_its_token_out_of_loss_and_metrics(accelerator: Accelerator) -> None:
+    run = make_run(kl={"coef": 0.5}, reference={"kind": "fixed"})
+    trainee = make_moved_trainee(run, accelerator)
+    groups = [msgspec.structs.replace(group, entered_version=VERSION) for group in make_groups(trainee.policy)]
+    for group in groups:
+        for completion in group.completions:
+            completion.behaviour_logprobs[0] = -math.inf
+            completion.versions[:] = [(VERSION, len(completion.token_ids))]
+    metrics = train_on(accelerator, trainee, groups, VERSION, run.learner, StepTimer())
+    assert all(map(math.isfinite, metrics.values())) and "policy/mismatch_abs_logprob" in metrics
+    assert group_metrics(groups, VERSION)["rollout/nonfinite_logprobs"] == 12
 
 
 def test_an_entropy_bonus_raises_the_entropy_of_every_trained_token(accelerator: Accelerator) -> None:
@@ -231,9 +270,7 @@ def test_only_the_tokens_of_highest_entropy_of_the_whole_step_carry_the_objectiv
         plain_updates(model, groups, [group_advantages(group.rewards_G) for group in groups], 1, loss)
 
     metrics = compare(accelerator, plain, loss={"top_entropy_frac": 0.2}, micro_batch_tokens=30)
-    assert (
-        0.18 < metrics["correction/kept_frac"] < 0.3
-    )  # first tokens of a group have the same entropy and stay together
+    assert 0.18 < metrics["loss/kept_frac"] < 0.3  # first tokens of a group have the same entropy and stay together
 
 
 @pytest.mark.parametrize("settings", CONFIGS.values(), ids=CONFIGS.keys())
