@@ -54,7 +54,7 @@ def test_a_closed_terminal_and_a_killed_colocate_leave_no_process_behind(tmp_pat
     ]
     with (tmp_path / "out").open("w") as out:
         colocate = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180  # the first import in a fresh environment, on a busy machine
     while "waiting for the inference server" not in (tmp_path / "out").read_text():
         assert colocate.poll() is None and time.monotonic() < deadline, (tmp_path / "out").read_text()
         time.sleep(0.1)
