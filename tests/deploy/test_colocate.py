@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deploy.colocate import _flags_of_each, _split_cores
+from deploy.colocate import GRACE_S, _flags_of_each, _split_cores
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -32,6 +32,7 @@ def test_cores_are_halved_unless_the_config_names_any() -> None:
     assert _split_cores((0,), None) == ([], [])
 
 
+@pytest.mark.timeout(500)
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
 def test_a_closed_terminal_and_a_killed_colocate_leave_no_process_behind(tmp_path: Path, number: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
@@ -61,6 +62,6 @@ def test_a_closed_terminal_and_a_killed_colocate_leave_no_process_behind(tmp_pat
     children = psutil.Process(colocate.pid).children(recursive=True)
     assert len(children) >= 2
     colocate.send_signal(number)
-    colocate.wait(60)
+    colocate.wait(2 * 2 * GRACE_S + 60)  # each of the two may take it to end, and again for the last of its output
     _, alive = psutil.wait_procs(children, timeout=30)
     assert not alive
