@@ -60,7 +60,7 @@ def group_metrics(groups: list[ScoredGroup], version: int) -> dict[str, float]:
         "staleness/max": float(max(stalenesses)),
         "rollout/completion_length_mean": statistics.fmean(len(completion.token_ids) for completion in completions),
         "rollout/truncated_frac": statistics.fmean(completion.finish_reason == "length" for completion in completions),
-        "rollout/nonfinite_logprobs": float(sum(_num_nonfinite(completion) for completion in completions)),
+        "rollout/nonfinite_logprobs": float(sum(num_nonfinite(completion) for completion in completions)),
         "rollout/tokens": float(sum(group.num_tokens for group in groups)),
     }
     if rewards:
@@ -72,7 +72,7 @@ def group_metrics(groups: list[ScoredGroup], version: int) -> dict[str, float]:
     return metrics
 
 
-def _num_nonfinite(completion: Completion) -> int:
+def num_nonfinite(completion: Completion) -> int:
     """Tokens whose behaviour logprob is no number; they are left out of everything."""
     return int((~np.isfinite(completion.behaviour_logprobs)).sum())
 

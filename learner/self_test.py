@@ -25,6 +25,7 @@ from learner.contradictions import DEFAULT_MAX_REPLACEMENTS
 from learner.interrupt import Interrupt
 from learner.log_ratio import clamped, masked
 from learner.loss_config import KlConfig
+from learner.metrics import num_nonfinite
 from learner.noise_floor import ComparedTokens, bounds, floor
 from learner.objectives import OBJECTIVES, Tokens
 from learner.parts import Leader, make_leader
@@ -131,6 +132,7 @@ def compare(
     }
     num_completions = num_not_finite = 0
     for groups in batches:
+        num_not_finite += sum(num_nonfinite(completion) for group in groups for completion in group.completions)
         for batch in micro_batches(rows_of(groups, config), config.micro_batch_tokens, device):
             logprobs_BT = token_logprobs(policy, batch, temperature)[0].float()
             finite_BT = torch.isfinite(logprobs_BT) & torch.isfinite(batch.behaviour_logprobs_BT)
