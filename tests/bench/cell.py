@@ -24,7 +24,7 @@ TASKS: dict[str, dict[str, Any]] = {
         "data": {"task": "arithmetic", "num_digits": 2, "num_prompts": 4096},
         "sampling": {"num_completions": 16, "max_tokens": 4},
         "reward": {"functions": ["exact_match"]},
-        "optimizer": {"learning_rate": 1e-3},
+        "optimizer": {"learning_rate": 1e-3, "max_grad_norm": 10.0},
         "warm_start": {"steps": 400, "learning_rate": 1e-3, "rows_per_step": 8},
     },
 }
