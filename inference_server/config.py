@@ -27,6 +27,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Share of the device's memory that the engine may use (on a CPU: of the machine's memory)."""
     kv_on_push: Literal["keep", "recompute"] = "keep"
     """What becomes of the keys and values of sequences in flight when new weights arrive."""
+    receive_overlap: bool = False
+    """Receive a push while generation goes on and pause only to load it; costs the memory of one more copy of the weights."""
     http_host: str = "127.0.0.1"
     """Address of the OpenAI API, /status and /metrics."""
     http_port: Annotated[int, msgspec.Meta(ge=0, lt=65536)] = 8000

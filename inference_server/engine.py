@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -34,6 +34,9 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_concurrent_sequences: int
 
 
+WorkerState = Literal["receiving", "received", "loading", "done"]
+
+
 class PushOrder(msgspec.Struct, frozen=True, kw_only=True):
     """What every worker is told of one push; `rendezvous` and `manifest` come with the first push of an epoch."""
 
@@ -48,11 +51,12 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int
     ok: bool
-    state: str
-    """How far it came: joining, receiving, loading or done."""
+    state: WorkerState
+    """How far it came."""
     weights_intact: bool
     """False once new tensors have been loaded, until a whole push has succeeded."""
-    checksum: str = ""
+    fingerprint: str = ""
+    """Of the bytes that came, each bucket of them checked."""
     join_s: float = 0.0
     receive_s: float = 0.0
     load_s: float = 0.0
@@ -82,8 +86,12 @@ class Engine(Protocol):
 
     async def resume(self) -> None: ...
 
-    async def receive_push(self, order: PushOrder) -> Sequence[WorkerReport]:
-        """Let every worker receive and load the weights of a push; blocks generation."""
+    async def stage_push(self, order: PushOrder) -> Sequence[WorkerReport]:
+        """Let every worker receive a push into memory while generation goes on; end when all have, or one has failed."""
+        ...
+
+    async def load_push(self, order: PushOrder) -> Sequence[WorkerReport]:
+        """Let every worker load a push, which it receives first unless it was staged; blocks generation."""
         ...
 
     async def leave_epoch(self, epoch: str) -> None:

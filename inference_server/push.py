@@ -1,12 +1,14 @@
 """One weight push after another, seen from the server: the other half is learner/push.py.
 
-    learner: PushBegin ─▶ pausing ─▶ PushReady ─▶ receiving (worker RPC) ─▶ resuming ─▶ idle ─▶ PushDone
+    learner: PushBegin ─▶ pausing ─▶ PushReady ─▶ receiving (workers load what comes) ─▶ resuming ─▶ idle ─▶ PushDone
                              │                          │
                              └──── weights intact ──────┤ PushFailed, generation goes on with the old weights
                                                         └ weights torn: PushFailed, paused until a whole push succeeds
 
+With server.receive_overlap: PushReady ─▶ receiving, beside generation ─▶ pausing ─▶ loading ─▶ resuming ─▶ idle.
+
 Consumes PushBegin and PushAbort; waits for the engine and for the learner's bytes, each with a deadline; a new push waits
-for the one before it.
+for the one before it. Every worker checks every bucket before it loads it, so no version is served that is not the learner's.
 """
 
 import asyncio
@@ -23,7 +25,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-PushState = Literal["idle", "pausing", "receiving", "resuming", "torn"]
+PushState = Literal["idle", "pausing", "receiving", "loading", "resuming", "torn"]
 
 
 class _Failed(Exception):
@@ -33,22 +35,29 @@ class _Failed(Exception):
 class Pushes:
     """Runs pushes and knows which policy version the engine serves."""
 
-    def __init__(self, engine: Engine, deliver: Deliver, pause_timeout_s: float) -> None:
+    def __init__(
+        self, engine: Engine, deliver: Deliver, pause_timeout_s: float, *, receive_overlap: bool = False
+    ) -> None:
         self._engine, self._deliver, self._pause_timeout_s = engine, deliver, pause_timeout_s
+        self._receive_overlap = receive_overlap
         self._lock = asyncio.Lock()
         self._epoch: str | None = None
         self._aborted_epochs: set[str] = set()
         self._epoch_timeout_s = 0.0
         self._weights_intact = True
         self._num_runs = 0
+        self._paused_at: float | None = None
+        """Set while nothing is generated."""
         self.version: int | None = None
+        self.fingerprint: str | None = None
+        """Of the weights that are served."""
         self.state: PushState = "idle"
         self.num_done = self.num_failed = 0
         self.stall_s = 0.0
 
     def forget_version(self) -> None:
         """The weights are of a run that is over: the next learner must push before it asks for groups."""
-        self.version = None
+        self.version = self.fingerprint = None
         self._num_runs += 1
 
     async def push(self, begin: PushBegin) -> None:
@@ -77,32 +86,36 @@ class Pushes:
     async def _run(self, begin: PushBegin) -> PushDone:
         self._enter_epoch(begin)
         run = self._num_runs
-        started = time.monotonic()
-        self.state = "pausing"
-        await self._within(self._engine.pause(), self._pause_timeout_s, "server.pause_timeout_s")
-        paused = time.monotonic()
-        self.state = "receiving"
-        if not await self._deliver(PushReady(epoch=begin.epoch, version=begin.version)):
-            raise _Failed("the learner could not be reached for PushReady")
         order = PushOrder(
             epoch=begin.epoch, version=begin.version, rendezvous=begin.rendezvous, manifest=begin.manifest
         )
-        # A worker has this long to join and again to receive; past both it is stuck.
-        receive_timeout_s = 2 * self._epoch_timeout_s + 5
-        reports = await self._within(self._receive(order), receive_timeout_s, "2 x learner.push.timeout_s + 5")
-        checksum = self._agreed_checksum(reports)
+        if self._receive_overlap:
+            self.state = "receiving"
+            await self._say_ready(begin)
+            self._agreed_fingerprint(await self._receive(self._engine.stage_push(order)))
+            pause_s = await self._pause()
+            self.state = "loading"
+        else:
+            pause_s = await self._pause()
+            self.state = "receiving"
+            await self._say_ready(begin)
+        reports = await self._load(order)
+        fingerprint = self._agreed_fingerprint(reports)
         self.state = "resuming"
         await self._within(self._engine.set_version(begin.version), self._pause_timeout_s, "server.pause_timeout_s")
         self._weights_intact = True
-        self.version = begin.version if run == self._num_runs else None
-        await self._resume()
-        stall_s = time.monotonic() - started
-        self.stall_s += stall_s
+        if run == self._num_runs:
+            self.version, self.fingerprint = begin.version, fingerprint
+        stall_s = await self._resume()
         return PushDone(
-            epoch=begin.epoch, version=begin.version, checksum=checksum, pause_s=paused - started,
+            epoch=begin.epoch, version=begin.version, fingerprint=fingerprint, pause_s=pause_s,
             receive_s=max(report.join_s + report.receive_s for report in reports),
             load_s=max(report.load_s for report in reports), stall_s=stall_s,
         )  # fmt: skip
+
+    async def _say_ready(self, begin: PushBegin) -> None:
+        if not await self._deliver(PushReady(epoch=begin.epoch, version=begin.version)):
+            raise _Failed("the learner could not be reached for PushReady")
 
     def _enter_epoch(self, begin: PushBegin) -> None:
         if begin.epoch in self._aborted_epochs:
@@ -115,23 +128,27 @@ class Pushes:
                 "begin a new epoch"
             )
 
-    async def _receive(self, order: PushOrder) -> Sequence[WorkerReport]:
+    async def _receive(self, reports: Awaitable[Sequence[WorkerReport]]) -> Sequence[WorkerReport]:
+        # A worker has this long to join and again for a broadcast that does not come; past both it is stuck.
+        return await self._within(reports, 2 * self._epoch_timeout_s + 5, "2 x learner.push.timeout_s + 5")
+
+    async def _load(self, order: PushOrder) -> Sequence[WorkerReport]:
         # Until the reports say otherwise: a worker that is never heard of again may have loaded some layers.
         was_intact, self._weights_intact = self._weights_intact, False
-        reports = await self._engine.receive_push(order)
+        reports = await self._receive(self._engine.load_push(order))
         self._weights_intact = was_intact and all(report.weights_intact and not report.ok for report in reports)
         return reports
 
-    def _agreed_checksum(self, reports: Sequence[WorkerReport]) -> str:
+    def _agreed_fingerprint(self, reports: Sequence[WorkerReport]) -> str:
         failed = [
             f"worker {report.rank} failed while {report.state}: {report.error}" for report in reports if not report.ok
         ]
-        checksums = {report.checksum for report in reports}
         if failed:
             raise _Failed("; ".join(failed))
-        if len(checksums) != 1:
-            raise _Failed(f"the workers received different bytes, checksums {sorted(checksums)}")
-        return checksums.pop()
+        fingerprints = {report.fingerprint for report in reports}
+        if len(fingerprints) != 1:
+            raise _Failed(f"the workers received different bytes, fingerprints {sorted(fingerprints)}")
+        return fingerprints.pop()
 
     async def _give_up(self, begin: PushBegin, reason: str) -> PushFailed:
         """Forget the epoch and let generation go on if it can."""
@@ -139,22 +156,39 @@ class Pushes:
         self.num_failed += 1
         self._epoch = None
         log.warning("push of version %d failed while %s: %s", begin.version, failed_in, reason)
-        if self._weights_intact and failed_in not in ("idle", "torn"):
+        if not self._weights_intact:
+            self.state = "torn"
+            log.warning("the weights are neither old nor new; generation waits for a whole push")
+        elif self._paused_at is not None:
             try:
                 await self._resume()
             except _Failed as failure:
                 reason = f"{reason}; and generation could not be resumed: {failure}"
-        elif not self._weights_intact:
-            self.state = "torn"
-            log.warning("the weights are neither old nor new; generation waits for a whole push")
+        else:
+            self.state = "idle"
         return PushFailed(
             epoch=begin.epoch, version=begin.version, state=failed_in, message=reason,
             weights_intact=self._weights_intact,
         )  # fmt: skip
 
-    async def _resume(self) -> None:
+    async def _pause(self) -> float:
+        """Pause, and return how long that took."""
+        started = time.monotonic()
+        self.state = "pausing"
+        # From the call on, for a pause that does not end in time may still come.
+        self._paused_at = self._paused_at or started
+        await self._within(self._engine.pause(), self._pause_timeout_s, "server.pause_timeout_s")
+        return time.monotonic() - started
+
+    async def _resume(self) -> float:
+        """Resume, and return how long nothing was generated."""
         await self._within(self._engine.resume(), self._pause_timeout_s, "server.pause_timeout_s")
         self.state = "idle"
+        assert self._paused_at is not None
+        stall_s = time.monotonic() - self._paused_at
+        self._paused_at = None
+        self.stall_s += stall_s
+        return stall_s
 
     async def _within(self, call: Awaitable[T], timeout_s: float, knob: str) -> T:
         try:

@@ -69,7 +69,7 @@ class Server:
         self._ignored_peers: set[bytes] = set()
         self._tasks = asyncio.TaskGroup()
         self._groups = Groups(engine, self._deliver, self._tasks)
-        self._pushes = Pushes(engine, self._deliver, config.pause_timeout_s)
+        self._pushes = Pushes(engine, self._deliver, config.pause_timeout_s, receive_overlap=config.receive_overlap)
 
     async def serve(self) -> None:
         try:
@@ -87,6 +87,7 @@ class Server:
             "run": self._learner.run if self._learner else None,
             "architecture": self._model.architecture,
             "policy_version": self._pushes.version,
+            "weights_fingerprint": self._pushes.fingerprint,
             "push_state": self._pushes.state,
             "pushes_done": self._pushes.num_done,
             "pushes_failed": self._pushes.num_failed,

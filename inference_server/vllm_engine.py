@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 import numpy as np
 from vllm import SamplingParams
-from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
@@ -34,8 +33,8 @@ from protocol.messages import Completion, Sampling
 
 log = logging.getLogger(__name__)
 
-TRANSFER_ENGINE = "slipstream"
-"""Registered by worker.py, which only the workers import."""
+STAGING_POLL_S = 0.01
+"""Between two questions whether a push has come; each one is answered between two decoding steps."""
 
 
 class VersionedLLM(AsyncLLM):
@@ -133,9 +132,18 @@ class VllmEngine:
         await self._call(self.llm.resume_generation())
         self.llm.admitting.set()
 
-    async def receive_push(self, order: PushOrder) -> list[WorkerReport]:
-        args = (msgspec.msgpack.encode(order),)
-        replies = await self._call(self.llm.collective_rpc("receive_push", args=args))
+    async def stage_push(self, order: PushOrder) -> list[WorkerReport]:
+        reports = await self._report("stage_push", msgspec.msgpack.encode(order))
+        while all(report.ok for report in reports) and any(report.state == "receiving" for report in reports):
+            await asyncio.sleep(STAGING_POLL_S)
+            reports = await self._report("staged")
+        return reports
+
+    async def load_push(self, order: PushOrder) -> list[WorkerReport]:
+        return await self._report("load_push", msgspec.msgpack.encode(order))
+
+    async def _report(self, method: str, *args: bytes) -> list[WorkerReport]:
+        replies = await self._call(self.llm.collective_rpc(method, args=args))
         return [msgspec.msgpack.decode(reply, type=WorkerReport) for reply in replies]
 
     async def leave_epoch(self, epoch: str) -> None:
@@ -210,7 +218,6 @@ def _start(run: ServerRun, model_path: Path) -> VersionedLLM:
         use_tqdm_on_load=sys.stderr.isatty(),
         logprobs_mode="processed_logprobs",
         generation_config="vllm",
-        weight_transfer_config=WeightTransferConfig(backend=TRANSFER_ENGINE),
         worker_extension_cls="inference_server.worker.PushWorker",
         **optional,
     )

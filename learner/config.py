@@ -107,7 +107,12 @@ class PushConfig(Section):
     timeout_s: float = 60.0
     """Deadline of every arrow of a push: ready, each broadcast, done."""
     bucket_mib: int = 256
-    """Size of the flat buckets the weights travel in."""
+    """Size of the flat buckets the weights travel in; each side holds at most two at a time."""
+    overlap: bool = False
+    """Push a copy of the weights while the next step is computed; costs the memory of the copy."""
+    wire: Literal["dense", "delta"] = "dense"
+    """delta: only what has changed since the last push, bit for bit; costs both sides a copy of the weights, pays off on links
+    between nodes."""
     max_attempts: int = 3
     """A failed push is tried again in a new epoch; after so many failures the run stops."""
 

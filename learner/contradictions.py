@@ -41,6 +41,11 @@ def _refuse_rewards(config: "LearnerConfig") -> None:
 
 def _refuse_rollouts(config: "LearnerConfig") -> None:
     require(
+        not config.push.overlap or config.max_staleness > 0,
+        "push.overlap = true with max_staleness = 0: the next step waits for groups of the version that is pushed, so nothing "
+        "overlaps; raise max_staleness or set push.overlap = false",
+    )
+    require(
         config.active_sampling or config.max_replacements == DEFAULT_MAX_REPLACEMENTS,
         f"max_replacements = {config.max_replacements} does nothing without active_sampling = true",
     )

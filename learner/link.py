@@ -192,17 +192,23 @@ class ServerLink:
     async def begin_push(self, begin: PushBegin, timeout_s: float) -> None:
         """Send PushBegin and wait for PushReady. Raises PushFailed, DeadlineExceeded."""
         await self._channel.send(begin, SEND_TIMEOUT_S)
-        await self._push_reply(PushReady, begin.epoch, begin.version, timeout_s)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._push_reply(PushReady, begin.epoch, begin.version)
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"no PushReady for version {begin.version} from {self.endpoint} within {timeout_s} s "
+                "(learner.push.timeout_s)"
+            ) from error
 
-    async def finish_push(self, epoch: str, version: int, timeout_s: float) -> PushDone:
-        """Wait for PushDone. Raises PushFailed, DeadlineExceeded."""
-        return await self._push_reply(PushDone, epoch, version, timeout_s)
+    async def finish_push(self, epoch: str, version: int) -> PushDone:
+        """Wait for PushDone for as long as the server pulses. Raises PushFailed."""
+        return await self._push_reply(PushDone, epoch, version)
 
     async def abort_push(self, epoch: str) -> None:
         await self._try_send(PushAbort(epoch=epoch), SEND_TIMEOUT_S)
 
-    async def _push_reply(self, wanted: type[R], epoch: str, version: int, timeout_s: float) -> R:
-        deadline = time.monotonic() + timeout_s
+    async def _push_reply(self, wanted: type[R], epoch: str, version: int) -> R:
         connection = self._connection
         while True:
             try:
@@ -210,11 +216,6 @@ class ServerLink:
             except TimeoutError as error:
                 if self._is_gone(connection):
                     raise PushFailed(f"the server at {self.endpoint} went away before {wanted.__name__}") from error
-                if time.monotonic() > deadline:
-                    raise DeadlineExceeded(
-                        f"no {wanted.__name__} for version {version} from {self.endpoint} within {timeout_s} s "
-                        "(learner.push.timeout_s)"
-                    ) from error
                 continue
             if (reply.epoch, reply.version) != (epoch, version):
                 continue  # a late reply of an epoch that was given up

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from protocol.errors import DeadlineExceeded
@@ -20,9 +21,13 @@ class LoopThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine in the loop. To cancel the future cancels the coroutine."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
     def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """Run a coroutine in the loop and wait for its result. Raises what it raises, or DeadlineExceeded."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        future = self.submit(coroutine)
         try:
             return future.result(timeout_s)
         except TimeoutError as error:

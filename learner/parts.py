@@ -71,7 +71,9 @@ def make_leader(
     cleanup.callback(run_log.close)
     policy = accelerator.unwrap_model(trainee.policy)
     tensors = partial(merged_tensors, policy) if config.lora.rank else policy.named_parameters
-    pusher = Pusher(rollouts, tensors, getattr(torch, run.dtype), config.push, config.connect_timeout_s)
+    pusher = Pusher(
+        rollouts, tensors, getattr(torch, run.dtype), config.push, config.connect_timeout_s, accelerator.device
+    )
     cleanup.callback(pusher.close)
     parity = ParityProbe(
         [prompts.prompt_at(position).token_ids for position in range(min(4, len(prompts)))],

@@ -1,48 +1,51 @@
 """The learner's half of a weight push (the server's is inference_server/push.py, the bytes are protocol/weights.py).
 
-    PushBegin ─▶ PushReady ─▶ buckets over the collective ─▶ PushDone(checksum) ─▶ verified
+    PushBegin ─▶ PushReady ─▶ buckets over the collective ─▶ PushDone(fingerprint) ─▶ compared
 
 Every arrow has the deadline `learner.push.timeout_s`. After any failure the epoch is given up on both sides and the next
-attempt starts a new one: new collective, manifest sent again, all weights sent again.
+attempt starts a new one: new collective, manifest sent again, all weights sent again. While bytes travel, word from the
+server that it has failed, or its silence, ends the transfer at once.
+
+With `learner.push.overlap` a push works on a copy of the weights in a thread of its own; at most one is under way.
 """
 
 import logging
 import time
-import uuid
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import TimeoutError as NotInTime
+from typing import Any
 
 import msgspec
 import torch
+from tqdm import tqdm
 
 from learner.config import PushConfig
+from learner.push_epoch import Epoch, Epochs
 from learner.rollouts import Rollouts
-from protocol.collective import Collective, Meeting, address_towards
-from protocol.errors import DeadlineExceeded, PushFailed
-from protocol.messages import Manifest, PushBegin, PushDone, Rendezvous
-from protocol.weights import make_manifest, send_weights
+from learner.weight_copy import WeightCopy
+from protocol.buckets import NamedTensors
+from protocol.collective import Collective
+from protocol.errors import DeadlineExceeded, PushFailed, SlipstreamError
+from protocol.messages import PushBegin, PushDone
+from protocol.weights import Sent
 
 log = logging.getLogger(__name__)
 
 CALL_SLACK_S = 10.0
 """The event loop keeps the deadlines; a call into it waits this much longer, in case the loop itself is stuck."""
+PROGRESS_BYTES = 1 << 30
+"""A push of more shows a progress bar."""
 
 
 class PushReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one push cost, in seconds."""
+    """What one push cost, in seconds, and how many bytes it sent."""
 
     total_s: float
     transfer_s: float
     load_s: float
     stall_s: float
-
-
-class Epoch(msgspec.Struct, frozen=True, kw_only=True):
-    """One incarnation of the weight-transfer group: valid for one server process."""
-
-    name: str
-    server_id: str
-    rendezvous: Rendezvous
-    manifest: Manifest
+    num_bytes: int
 
 
 class Pusher:
@@ -55,33 +58,74 @@ class Pusher:
         wire_dtype: torch.dtype,
         config: PushConfig,
         connect_timeout_s: float,
+        device: torch.device,
     ) -> None:
         self._rollouts, self._link, self._loop = rollouts, rollouts.link, rollouts.thread
-        self._tensors, self._wire_dtype, self._config = tensors, wire_dtype, config
+        self._tensors, self._config = tensors, config
         self._connect_timeout_s = connect_timeout_s
-        self._meeting: Meeting | None = None
+        self._epochs = Epochs(self._link, wire_dtype, config, device)
         self._epoch: Epoch | None = None
-        self._collective: Collective | None = None
-
-    @property
-    def server_id(self) -> str | None:
+        self._copy = WeightCopy(wire_dtype)
+        self._thread = ThreadPoolExecutor(1, "push")
+        self._pending: Future[PushReport] | None = None
+        self._closed = False
+        self.server_id: str | None = None
         """The server that got the last push."""
-        return self._epoch.server_id if self._epoch else None
 
     @property
     def server_has_weights(self) -> bool:
         """Whether the server now connected is the one that got the last push."""
         welcome = self._link.welcome
-        return self._epoch is not None and welcome is not None and welcome.server_id == self._epoch.server_id
+        return welcome is not None and welcome.server_id == self.server_id
+
+    @property
+    def is_pushing(self) -> bool:
+        return self._pending is not None and not self._pending.done()
 
     def push(self, version: int) -> PushReport:
         """Send the current weights as `version`. Raises PushFailed after `max_attempts` failures."""
+        self.wait()
+        return self._push_until_done(version, self._tensors)
+
+    def begin(self, version: int, when_done: Callable[[], object]) -> PushReport | None:
+        """Copy the weights and push the copy from a thread; return the report of the push before, if there was one.
+
+        `when_done` is called in the thread. Raises what the push before has failed with.
+        """
+        before = self.wait()
+        self._copy.take(self._tensors())
+
+        def push() -> PushReport:
+            report = self._push_until_done(version, self._copy.tensors)
+            when_done()
+            return report
+
+        self._pending = self._thread.submit(push)
+        return before
+
+    def wait(self) -> PushReport | None:
+        """Wait for the push that was begun, which keeps deadlines of its own. Raises what it has failed with."""
+        pending, self._pending = self._pending, None
+        return pending.result() if pending is not None else None
+
+    def close(self) -> None:
+        """Give up whatever is under way."""
+        self._closed = True
+        if self._epoch is not None:
+            self._epoch.abort()
+        self._thread.shutdown()
+        self._abandon_epoch()
+        self._epochs.close()
+
+    def _push_until_done(self, version: int, tensors: Callable[[], NamedTensors]) -> PushReport:
         for attempt in range(1, self._config.max_attempts + 1):
             self._rollouts.wait_for_server(self._connect_timeout_s)
             try:
-                return self._push_once(version)
+                return self._push_once(version, tensors)
             except (PushFailed, DeadlineExceeded) as error:
                 self._abandon_epoch()
+                if self._closed:
+                    raise
                 log.warning("push of version %d failed (attempt %d): %s", version, attempt, error)
                 failure = error
         raise PushFailed(
@@ -89,62 +133,83 @@ class Pusher:
             f"the last failure: {failure}"
         ) from failure
 
-    def close(self) -> None:
-        self._abandon_epoch()
-
-    def _push_once(self, version: int) -> PushReport:
+    def _push_once(self, version: int, tensors: Callable[[], NamedTensors]) -> PushReport:
         started = time.monotonic()
-        is_new_epoch = not self.server_has_weights
-        if is_new_epoch:
+        if not self.server_has_weights or self._epoch is None:
             self._abandon_epoch()
-            self._epoch = self._new_epoch()
-        epoch = self._epoch
-        assert epoch is not None
+            self._epoch = self._epochs.begin(tensors)
+        epoch, timeout_s = self._epoch, self._config.timeout_s
+        is_new = epoch.collective is None
         begin = PushBegin(
             epoch=epoch.name,
             version=version,
-            rendezvous=epoch.rendezvous if is_new_epoch else None,
-            manifest=epoch.manifest if is_new_epoch else None,
+            rendezvous=epoch.rendezvous if is_new else None,
+            manifest=epoch.manifest if is_new else None,
         )
-        timeout_s = self._config.timeout_s
         self._loop.call(self._link.begin_push(begin, timeout_s), timeout_s + CALL_SLACK_S)
         ready = time.monotonic()
-        checksum = self._send(epoch, is_new_epoch)
-        sent = time.monotonic()
-        done = self._loop.call(self._link.finish_push(epoch.name, version, timeout_s), timeout_s + CALL_SLACK_S)
-        self._verify(done, checksum)
+        done = self._loop.submit(self._link.finish_push(epoch.name, version))
+        try:
+            sent = self._send(epoch, version, tensors(), done)
+            travelled = time.monotonic()
+            report = self._result(done, version, timeout_s)
+        finally:
+            done.cancel()
+        if report.fingerprint != sent.fingerprint:
+            raise PushFailed(f"version {version} arrived as {report.fingerprint}, sent was {sent.fingerprint}")
+        self.server_id = epoch.server_id
         return PushReport(
-            total_s=time.monotonic() - started, transfer_s=sent - ready, load_s=done.load_s, stall_s=done.stall_s
-        )
+            total_s=time.monotonic() - started, transfer_s=travelled - ready, load_s=report.load_s,
+            stall_s=report.stall_s, num_bytes=sent.num_bytes,
+        )  # fmt: skip
 
-    def _send(self, epoch: Epoch, is_new_epoch: bool) -> str:
-        assert self._meeting is not None
-        if is_new_epoch:
-            self._collective = self._meeting.host_collective(epoch.name, epoch.rendezvous)
-        assert self._collective is not None
-        return send_weights(self._collective, epoch.manifest, self._tensors())
+    def _send(self, epoch: Epoch, version: int, tensors: NamedTensors, done: Future[PushDone]) -> Sent:
+        """Join the epoch if need be and send; a `done` that fails meanwhile is why."""
+        if epoch.collective is None:
+            epoch.collective = self._join(epoch, done)
+        done.add_done_callback(lambda ended: epoch.abort() if ended.cancelled() or ended.exception() else None)
+        num_bytes = epoch.num_bytes
+        try:
+            with tqdm(
+                total=num_bytes, unit="B", unit_scale=True, desc=f"push {version}", disable=num_bytes < PROGRESS_BYTES
+            ) as bar:
+                return epoch.send(tensors, bar.update)
+        except PushFailed:
+            if done.done() and not done.cancelled():
+                done.result()  # raises the cause, of which the broken transfer is the effect
+            raise
 
-    def _verify(self, done: PushDone, checksum: str) -> None:
-        if done.checksum != checksum:
-            raise PushFailed(f"version {done.version} arrived with checksum {done.checksum}, sent was {checksum}")
+    def _join(self, epoch: Epoch, done: Future[PushDone]) -> Collective:
+        """Wait for every worker, but no longer than the server has not failed."""
+        with ThreadPoolExecutor(1, "push-join") as thread:
+            joining = thread.submit(epoch.join)
+            either: list[Future[Any]] = [joining, done]
+            wait(either, return_when="FIRST_COMPLETED")
+            if not joining.done():
+                epoch.abort()
+            try:
+                return joining.result()
+            except PushFailed:
+                if done.done():
+                    done.result()
+                raise
 
-    def _new_epoch(self) -> Epoch:
-        welcome = self._link.welcome
-        if welcome is None:
-            raise PushFailed(f"no server is connected at {self._link.endpoint}")
-        if self._meeting is None:
-            self._meeting = Meeting(address_towards(self._link.endpoint), self._config.timeout_s)
-        return Epoch(
-            name=uuid.uuid4().hex[:8],
-            server_id=welcome.server_id,
-            rendezvous=self._meeting.rendezvous(welcome.num_workers),
-            manifest=make_manifest(self._tensors(), self._wire_dtype, self._config.bucket_mib << 20),
-        )
+    def _result(self, done: Future[PushDone], version: int, timeout_s: float) -> PushDone:
+        try:
+            return done.result(timeout_s)
+        except NotInTime as error:
+            raise DeadlineExceeded(
+                f"no PushDone for version {version} from {self._link.endpoint} within {timeout_s} s after the last byte "
+                "(learner.push.timeout_s)"
+            ) from error
 
     def _abandon_epoch(self) -> None:
-        if self._collective is not None:
-            self._collective.close()
-            self._collective = None
-        if self._epoch is not None and self._link.connected:
-            self._loop.call(self._link.abort_push(self._epoch.name), CALL_SLACK_S)
-        self._epoch = None
+        epoch, self._epoch, self.server_id = self._epoch, None, None
+        if epoch is None:
+            return
+        epoch.close()
+        if self._link.connected:
+            try:
+                self._loop.call(self._link.abort_push(epoch.name), CALL_SLACK_S)
+            except SlipstreamError as error:
+                log.warning("the server was not told that epoch %s is given up: %s", epoch.name, error)

@@ -100,8 +100,10 @@ class Rollouts:
         self._version = version
         self.thread.loop.call_soon_threadsafe(self._published, server_id)
 
-    def take(self, num_groups: int, timeout_s: float) -> list[ScoredGroup] | None:
+    def take(self, num_groups: int, timeout_s: float, version: int) -> list[ScoredGroup] | None:
         """Return the next groups in slot order, or None if they are not there within `timeout_s`.
+
+        `version` is the learner's, from which staleness counts; the server's may be older while a push is under way.
 
         Raises what stopped the rollouts: RewardError, DataError, HandshakeRefused, LedgerError.
         """
@@ -110,7 +112,7 @@ class Rollouts:
             while True:
                 self._raise_failure()
                 slots = self._slots.head(num_groups)
-                if slots is not None and not self._drop_stale(slots):
+                if slots is not None and not self._drop_stale(slots, version):
                     return self._selection.take(slots)
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())):
                     return None
@@ -140,13 +142,13 @@ class Rollouts:
         if self._failure is not None:
             raise self._failure
 
-    def _drop_stale(self, slots: list[int]) -> bool:
+    def _drop_stale(self, slots: list[int], version: int) -> bool:
         """The exception to the bound (a failed push, a resume): drop, count and ask again; True if there were any."""
-        oldest_allowed = self._version - self._config.max_staleness
+        oldest_allowed = version - self._config.max_staleness
         stale = [slot for slot in slots if self._slots.ready[slot].oldest_version < oldest_allowed]
         for slot in stale:
             group = self._slots.ready.pop(slot)
-            age = self._version - group.oldest_version
+            age = version - group.oldest_version
             log.warning("group %s is %d versions old; asking for it again", group.group_id, age)
             self.thread.loop.call_soon_threadsafe(self._spawn, self._ask_again(group.group_id, slot, "stale"))
         return bool(stale)

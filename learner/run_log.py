@@ -113,7 +113,7 @@ def console_line(step: int, num_steps: int, metrics: dict[str, float]) -> str:
         f"grad {metrics['optim/grad_norm']:.2f}",
         f"{metrics['perf/tokens_per_s']:,.0f} tok/s",
         f"wait {metrics['time/wait_for_batch']:.2f}s",
-        f"push {metrics['push/seconds']:.2f}s",
+        f"push {metrics['time/push']:.2f}s",
     ]
     return " | ".join(parts)
 

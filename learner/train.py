@@ -12,6 +12,7 @@ import logging
 import time
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -91,8 +92,7 @@ def train(run: LearnerRun, *, resume: bool) -> Path | None:
                 policy = accelerator.unwrap_model(trainee.policy)
                 if leader is not None:
                     leader.ledger.consume([(group.group_id, staleness(group, version)) for group in groups], step)
-                    metrics |= push_metrics(leader.pusher.push(step))
-                    publish(leader, step)
+                    metrics |= push_step(leader, step, config.push.overlap)
             metrics |= group_metrics(groups, version)
             version = step
             metrics |= trainee.after_step(version, metrics, config)
@@ -103,6 +103,8 @@ def train(run: LearnerRun, *, resume: bool) -> Path | None:
                 saved_version = version
         if version != saved_version:
             save_checkpoint(accelerator, checkpoints, version, trainee, ledger)
+        if leader is not None:
+            leader.pusher.wait()
     return run_dir.path if run_dir and version else None
 
 
@@ -130,6 +132,7 @@ def publish(leader: Leader, version: int) -> None:
 
 def measure_parity(leader: Leader, policy: nn.Module, version: int, device: torch.device) -> float | None:
     """Compare both sides on the fixed sequences; None if the server went away meanwhile. Raises ParityError."""
+    leader.pusher.wait()
     try:
         return leader.parity.measure(policy, version, device)
     except ServerLost as error:
@@ -146,12 +149,12 @@ def wait_for_batch(
     while not interrupt.requested:
         if rollouts.link.connected:
             last_connected = time.monotonic()
-            if not pusher.server_has_weights:
+            if not pusher.is_pushing and not pusher.server_has_weights:
                 pusher.push(version)
                 publish(leader, version)
         elif time.monotonic() - last_connected > config.connect_timeout_s:
             raise rollouts.no_server(config.connect_timeout_s)
-        groups = rollouts.take(config.groups_per_step, WAIT_SLICE_S)
+        groups = rollouts.take(config.groups_per_step, WAIT_SLICE_S, version)
         if groups is not None:
             return groups
         if time.monotonic() - last_note > WAITING_NOTE_S:
@@ -160,12 +163,23 @@ def wait_for_batch(
     return None
 
 
+def push_step(leader: Leader, step: int, overlap: bool) -> dict[str, float]:
+    """Push version `step`; return the metrics of the last push that is done: this one, or with overlap the one before."""
+    if overlap:
+        report = leader.pusher.begin(step, partial(publish, leader, step))
+    else:
+        report = leader.pusher.push(step)
+        publish(leader, step)
+    return push_metrics(report) if report is not None else {}
+
+
 def push_metrics(push: PushReport) -> dict[str, float]:
     return {
         "push/seconds": push.total_s,
         "push/transfer_seconds": push.transfer_s,
         "push/load_seconds": push.load_s,
         "push/stall_seconds": push.stall_s,
+        "push/bytes": push.num_bytes,
     }
 
 

@@ -212,6 +212,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     tensors: tuple[TensorSpec, ...]
     bucket_bytes: int
+    wire: Literal["dense", "delta"] = "dense"
+    """dense: all bytes; delta: what has changed since the last push of the epoch."""
 
 
 TRANSPORTS = ["gloo"]
@@ -245,11 +247,11 @@ class PushReady(Message):
 
 
 class PushDone(Message):
-    """The server generates with the new version; `checksum` is of the bytes it received."""
+    """The server generates with the new version; `fingerprint` is of the bytes that all its workers have checked."""
 
     epoch: str
     version: int
-    checksum: str
+    fingerprint: str
     pause_s: float
     receive_s: float
     load_s: float

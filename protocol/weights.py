@@ -1,110 +1,220 @@
-"""A push of weights, sender and receiver side by side: manifest, buckets, checksum.
+"""A push of weights, sender and receiver side by side.
 
-    named tensors ─▶ manifest ─▶ buckets ─▶ collective ─▶ buckets ─▶ load(named tensors)
+    gathered (or a snapshot) ─▶ spans ─▶ checked ─▶ broadcast ═▶ broadcast ─▶ checked ─▶ whole buckets ─▶ load
 
-Both sides cut the same manifest into the same buckets, so the bytes need no framing. A bucket holds whole tensors, in
-the manifest's order; one larger than a bucket travels alone. The checksum is over every byte sent, padding included.
+A thread broadcasts while the caller gathers and checks what comes next: one span ahead for the sender, one bucket ahead for
+the receiver. After each bucket its number and checksum travel, so no bucket is handed on that is not what was sent.
 """
 
-import hashlib
-import math
-import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 
 import msgspec
 import torch
 
+from protocol.buckets import ALIGNMENT_BYTES, SPAN_BYTES, Bucket, NamedTensors, Run, Slot, cut, spec_dtype, view
+from protocol.checksum import Checksum, fingerprint
 from protocol.collective import Collective
-from protocol.messages import Manifest, TensorSpec
+from protocol.errors import PushFailed
+from protocol.messages import Manifest
 
-ALIGNMENT_BYTES = 16
-"""Every tensor starts at a multiple, so that a view of any dtype is legal."""
+NUM_FRAMES_AHEAD = 2
+"""Of the sender: one travels, the next waits for its turn."""
 
-NamedTensors = Iterable[tuple[str, torch.Tensor]]
+Frames = Iterable[tuple[int, torch.Tensor]]
+"""What is broadcast, with the index of its bucket."""
 
 
-def make_manifest(tensors: NamedTensors, wire_dtype: torch.dtype, bucket_bytes: int) -> Manifest:
-    """Describe tensors in their order; floating-point ones travel as `wire_dtype`, others as they are."""
-    specs = tuple(
-        TensorSpec(
-            name=name,
-            shape=tuple(tensor.shape),
-            dtype=str(wire_dtype if tensor.is_floating_point() else tensor.dtype).removeprefix("torch."),
+class Sent(msgspec.Struct, frozen=True, kw_only=True):
+    """What left the sender."""
+
+    fingerprint: str
+    """Of all buckets' checksums."""
+    num_bytes: int
+
+
+def send_weights(
+    collective: Collective,
+    buckets: list[Bucket],
+    tensors: NamedTensors,
+    progress: Callable[[int], object] = lambda num_bytes: None,
+) -> Sent:
+    """Send all tensors; `progress` is told the bytes of each broadcast. Raises PushFailed.
+
+    Raises ValueError if the tensors are not those that the buckets were cut for.
+    """
+    checksums: list[int] = []
+
+    def frames() -> Frames:
+        source = iter(tensors)
+        scratch = deque(
+            torch.empty(0, dtype=torch.uint8, device=collective.device) for _ in range(NUM_FRAMES_AHEAD + 2)
         )
-        for name, tensor in tensors
-    )
-    return Manifest(tensors=specs, bucket_bytes=bucket_bytes)
+        for bucket in buckets:
+            checksum = Checksum()
+            for run in bucket.runs:
+                for span in _run_spans(run, source, scratch, collective.device):
+                    checksum.update(span)
+                    yield bucket.index, span
+            checksums.append(checksum.value())
+            yield bucket.index, make_trailer(bucket, checksums[-1]).to(collective.device)
+
+    num_bytes = broadcast_frames(collective, frames(), progress)
+    return Sent(fingerprint=fingerprint(checksums), num_bytes=num_bytes)
 
 
-def send_weights(collective: Collective, manifest: Manifest, tensors: NamedTensors) -> str:
-    """Broadcast tensors in the manifest's order; return the checksum of the bytes. Raises PushFailed."""
-    digest = hashlib.sha256()
-    source = iter(tensors)
-    for bucket in _buckets(manifest):
-        buffer = torch.zeros(_num_bytes(bucket), dtype=torch.uint8)
-        for spec, view in _views(bucket, buffer):
-            name, tensor = next(source)
-            if name != spec.name:
-                raise ValueError(f"the manifest expects {spec.name}, the model gave {name}")
-            view.copy_(tensor)
-        collective.broadcast(buffer)
-        digest.update(buffer.numpy().data)
-    return digest.hexdigest()[:16]
+def broadcast_frames(collective: Collective, frames: Frames, progress: Callable[[int], object]) -> int:
+    """Broadcast in order from a thread while the next frames are made; return the sum of their bytes. Raises PushFailed."""
+    num_sent = 0
+    under_way: deque[tuple[Future[None], int, int]] = deque()
+
+    def wait_for_oldest() -> None:
+        nonlocal num_sent
+        future, index, num_bytes = under_way.popleft()
+        try:
+            future.result()
+        except PushFailed as error:
+            raise PushFailed(f"bucket {index + 1}, after {num_sent} bytes in all: {error}") from error
+        num_sent += num_bytes
+        progress(num_bytes)
+
+    with transfer_thread(collective) as thread:
+        for index, frame in frames:
+            under_way.append((thread.submit(collective.broadcast, frame), index, len(frame)))
+            if len(under_way) > NUM_FRAMES_AHEAD:
+                wait_for_oldest()
+        while under_way:
+            wait_for_oldest()
+    return num_sent
 
 
-class Received(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker says of a push that it has received whole."""
+class Arrived(msgspec.Struct, frozen=True, eq=False):
+    """A bucket that is whole and has been checked."""
 
-    checksum: str
-    receive_s: float
-    load_s: float
-
-
-def receive_weights(
-    collective: Collective, manifest: Manifest, load: Callable[[list[tuple[str, torch.Tensor]]], None]
-) -> Received:
-    """Receive every bucket and hand its tensors to `load`, which may keep them: each bucket has its own memory."""
-    digest = hashlib.sha256()
-    receive_s = load_s = 0.0
-    for bucket in _buckets(manifest):
-        started = time.monotonic()
-        buffer = torch.empty(_num_bytes(bucket), dtype=torch.uint8)
-        collective.broadcast(buffer)
-        received = time.monotonic()
-        digest.update(buffer.numpy().data)
-        load([(spec.name, view) for spec, view in _views(bucket, buffer)])
-        receive_s += received - started
-        load_s += time.monotonic() - received
-    return Received(checksum=digest.hexdigest()[:16], receive_s=receive_s, load_s=load_s)
+    bucket: Bucket
+    buffer: torch.Tensor
+    """Flat, uint8, on the collective's device."""
+    checksum: int
 
 
-def _buckets(manifest: Manifest) -> Iterator[list[TensorSpec]]:
-    bucket: list[TensorSpec] = []
-    for spec in manifest.tensors:
-        if bucket and _num_bytes(bucket) + _num_bytes([spec]) > manifest.bucket_bytes:
-            yield bucket
-            bucket = []
-        bucket.append(spec)
-    if bucket:
-        yield bucket
+def receive_weights(collective: Collective, manifest: Manifest) -> Iterator[Arrived]:
+    """Yield every bucket in order while the next one is on its way; the buffers are the caller's. Raises PushFailed."""
+    buckets = cut(manifest)
+    with transfer_thread(collective) as thread:
+        coming = deque(_receive_in(thread, collective, bucket) for bucket in buckets[:1])
+        for bucket in buckets:
+            coming += [_receive_in(thread, collective, after) for after in buckets[bucket.index + 1 :][:1]]
+            buffer, spans, trailer = coming.popleft()
+            checksum = Checksum()
+            try:
+                for span, arrival in spans:
+                    arrival.result()
+                    checksum.update(span)
+                check_trailer(bucket, trailer.result(), checksum.value())
+            except PushFailed as error:
+                raise in_bucket(bucket, len(buckets), error) from error
+            yield Arrived(bucket, buffer, checksum.value())
 
 
-def _num_bytes(bucket: list[TensorSpec]) -> int:
-    return sum(_padded_bytes(spec) for spec in bucket)
+def _receive_in(
+    thread: ThreadPoolExecutor, collective: Collective, bucket: Bucket
+) -> tuple[torch.Tensor, list[tuple[torch.Tensor, Future[None]]], Future[torch.Tensor]]:
+    """Let the thread receive a bucket; return its buffer, each span with its arrival, and the trailer to come."""
+    buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=collective.device)
+    spans = [(span, thread.submit(collective.broadcast, span)) for span in bucket.spans(buffer)]
+    return buffer, spans, thread.submit(receive_bytes, collective, ALIGNMENT_BYTES)
 
 
-def _views(bucket: list[TensorSpec], buffer: torch.Tensor) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
-    """Yield each tensor of the bucket as a view into the flat buffer."""
-    offset = 0
-    for spec in bucket:
-        end = offset + _tensor_bytes(spec)
-        yield spec, buffer[offset:end].view(getattr(torch, spec.dtype)).view(spec.shape)
-        offset += _padded_bytes(spec)
+def receive_bytes(collective: Collective, num_bytes: int) -> torch.Tensor:
+    buffer = torch.empty(num_bytes, dtype=torch.uint8, device=collective.device)
+    collective.broadcast(buffer)
+    return buffer
 
 
-def _tensor_bytes(spec: TensorSpec) -> int:
-    return math.prod(spec.shape) * getattr(torch, spec.dtype).itemsize
+def in_bucket(bucket: Bucket, num_buckets: int, error: PushFailed) -> PushFailed:
+    return PushFailed(f"bucket {bucket.index + 1} of {num_buckets} ({bucket.num_bytes} bytes): {error}")
 
 
-def _padded_bytes(spec: TensorSpec) -> int:
-    return -(-_tensor_bytes(spec) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+def fill(bucket: Bucket, buffer: torch.Tensor, source: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Copy the bucket's tensors into its flat buffer."""
+    for slot in bucket.slots:
+        view(slot, buffer, 0).copy_(_next_tensor(slot, source))
+
+
+def check_trailer(bucket: Bucket, trailer: torch.Tensor, checksum: int) -> None:
+    """Raise PushFailed unless the trailer is the one the sender makes for these bytes of this bucket."""
+    index, expected = trailer.cpu().view(torch.int64).tolist()
+    if (index, expected) != (bucket.index, _signed(checksum)):
+        raise PushFailed(
+            f"the sender named it bucket {index + 1} with checksum {_unsigned(expected):016x}, "
+            f"what arrived has checksum {checksum:016x}"
+        )
+
+
+def make_trailer(bucket: Bucket, checksum: int) -> torch.Tensor:
+    """Return the bytes that follow a bucket: its number and its checksum."""
+    return torch.tensor([bucket.index, _signed(checksum)]).view(torch.uint8)
+
+
+@contextmanager
+def transfer_thread(collective: Collective) -> Iterator[ThreadPoolExecutor]:
+    """A thread for the broadcasts; whatever goes wrong outside it ends the one under way, so that it can be left."""
+    with ThreadPoolExecutor(1, "push-transfer") as thread:
+        try:
+            yield thread
+        except BaseException:
+            thread.shutdown(wait=False, cancel_futures=True)
+            collective.abort()
+            raise
+
+
+def _run_spans(
+    run: Run, source: Iterator[tuple[str, torch.Tensor]], scratch: deque[torch.Tensor], device: torch.device
+) -> Iterator[torch.Tensor]:
+    """Yield the run's spans: pieces of a large tensor where it lies, or of scratch memory with what had to be copied."""
+    if not run.is_large:
+        buffer = _next_scratch(scratch, run.end - run.start)
+        buffer.zero_()  # the gaps between tensors are part of the checksum
+        for slot in run.slots:
+            view(slot, buffer, run.start).copy_(_next_tensor(slot, source))
+        if len(buffer):
+            yield buffer
+        return
+    (slot,) = run.slots
+    dtype = spec_dtype(slot.spec)
+    for piece_N in _next_tensor(slot, source).reshape(-1).split(SPAN_BYTES // dtype.itemsize):
+        if piece_N.dtype == dtype and piece_N.device == device and piece_N.data_ptr() % ALIGNMENT_BYTES == 0:
+            yield piece_N.view(torch.uint8)
+        else:
+            buffer = _next_scratch(scratch, len(piece_N) * dtype.itemsize)
+            buffer.view(dtype).copy_(piece_N)
+            yield buffer
+
+
+def _next_scratch(scratch: deque[torch.Tensor], num_bytes: int) -> torch.Tensor:
+    """Return that many bytes of the buffer used longest ago. Fresh memory for each span would cost more than the copy."""
+    buffer = scratch.popleft()
+    if len(buffer) < num_bytes:
+        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=buffer.device)
+    scratch.append(buffer)
+    return buffer[:num_bytes]
+
+
+def _next_tensor(slot: Slot, source: Iterator[tuple[str, torch.Tensor]]) -> torch.Tensor:
+    name, tensor = next(source, ("nothing", torch.empty(0)))
+    if name != slot.spec.name or tuple(tensor.shape) != slot.spec.shape:
+        raise ValueError(
+            f"the manifest expects {slot.spec.name} of shape {slot.spec.shape}, the model gave {name} of shape "
+            f"{tuple(tensor.shape)}; a model may not change its parameters within an epoch"
+        )
+    return tensor.detach()
+
+
+def _signed(checksum: int) -> int:
+    return checksum - (1 << 64) if checksum >> 63 else checksum
+
+
+def _unsigned(checksum: int) -> int:
+    return checksum % (1 << 64)

@@ -60,8 +60,7 @@ class ScriptedEngine:
         self.release_pause.set()
         self._open = asyncio.Event()
         self._open.set()
-        self._collective: Any = None
-        self._manifest: Any = None
+        self._receiver: Any = None
 
     async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling) -> tuple[list[Completion], int]:
         self.prompts.append(prompt_token_ids.tolist())
@@ -102,34 +101,51 @@ class ScriptedEngine:
         self.calls.append("resume")
         self._open.set()
 
-    async def receive_push(self, order: PushOrder) -> Sequence[WorkerReport]:
-        self.calls.append("receive_push")
+    async def stage_push(self, order: PushOrder) -> Sequence[WorkerReport]:
+        self.calls.append("stage_push")
+        if self.scripted_reports:
+            return self.scripted_reports.pop(0)
+        receiver = self._own_receiver()
+        receiver.stage(order)
+        while receiver.is_staging:
+            await asyncio.sleep(0.005)
+        if receiver.failure is not None:
+            return [report(ok=False, state="receiving", error=str(receiver.failure))]
+        return [report(state="received", fingerprint=receiver.fingerprint)]
+
+    async def load_push(self, order: PushOrder) -> Sequence[WorkerReport]:
+        self.calls.append("load_push")
         self.orders.append(order)
         if self.scripted_reports:
             return self.scripted_reports.pop(0)
-        return [await asyncio.to_thread(self._receive, order)]
+        return [await asyncio.to_thread(self._load, order)]
 
-    def _receive(self, order: PushOrder) -> WorkerReport:
-        from protocol.collective import join_collective
+    def _load(self, order: PushOrder) -> WorkerReport:
         from protocol.errors import PushFailed
-        from protocol.weights import receive_weights
 
         weights: dict[str, Any] = {}
+        receiver = self._own_receiver()
         try:
-            if order.rendezvous is not None:
-                self._close_collective()
-                self._collective = join_collective(order.epoch, order.rendezvous, rank=1)
-                self._manifest = order.manifest
-            received = receive_weights(self._collective, self._manifest, weights.update)
+            for arrived in receiver.buckets(order):
+                weights.update((name, tensor.clone()) for name, tensor in arrived.bucket.views(arrived.buffer))
         except PushFailed as error:
-            self._close_collective()
+            receiver.leave()
             return report(ok=False, state="receiving", weights_intact=not weights, error=str(error))
         self.weights = weights
-        return report(checksum=received.checksum, receive_s=received.receive_s, load_s=received.load_s)
+        return report(fingerprint=receiver.fingerprint, receive_s=receiver.receive_s)
+
+    def _own_receiver(self) -> Any:
+        import torch
+
+        from inference_server.receiver import Receiver
+
+        if self._receiver is None:
+            self._receiver = Receiver(1, torch.device("cpu"))
+        return self._receiver
 
     async def leave_epoch(self, epoch: str) -> None:
         self.calls.append(f"leave_epoch {epoch}")
-        self._close_collective()
+        self._leave(epoch)
 
     async def set_version(self, version: int) -> None:
         self.calls.append(f"set_version {version}")
@@ -141,21 +157,20 @@ class ScriptedEngine:
 
     def close(self) -> None:
         self.calls.append("close")
-        self._close_collective()
+        self._leave()
 
     def _maybe_fail(self) -> None:
         if self.fail_with is not None:
             raise self.fail_with
 
-    def _close_collective(self) -> None:
-        if self._collective is not None:
-            self._collective.close()
-            self._collective = None
+    def _leave(self, epoch: str | None = None) -> None:
+        if self._receiver is not None:
+            self._receiver.leave(epoch)
 
 
 def report(**changes: Any) -> WorkerReport:
     """What a worker says of a push that went well, with changes."""
-    good = WorkerReport(rank=0, ok=True, state="done", weights_intact=True, checksum="c0ffee")
+    good = WorkerReport(rank=0, ok=True, state="done", weights_intact=True, fingerprint="c0ffee")
     return msgspec.structs.replace(good, **changes)
 
 

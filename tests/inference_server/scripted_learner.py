@@ -77,45 +77,50 @@ class ScriptedLearner:
         self, version: int, tensors: list, bucket_bytes: int = 1 << 20, timeout_s: float = 10.0
     ) -> Any:
         """Begin the first push of a new epoch; return its manifest once the server is ready and the group is formed."""
+        import torch
+
+        from protocol.buckets import make_manifest
         from protocol.collective import Meeting
-        from protocol.weights import make_manifest
 
         if self._meeting is None:
             self._meeting = Meeting("127.0.0.1", timeout_s)
         self.epoch = uuid.uuid4().hex[:8]
-        rendezvous = self._meeting.rendezvous(self.num_workers)
+        rendezvous = self._meeting.rendezvous(self.num_workers, "gloo")
         manifest = make_manifest(tensors, tensors[0][1].dtype, bucket_bytes)
         await self.send(PushBegin(epoch=self.epoch, version=version, rendezvous=rendezvous, manifest=manifest))
         await self.receive(PushReady)
-        self._collective = await asyncio.to_thread(self._meeting.host_collective, self.epoch, rendezvous)
+        self._collective = await asyncio.to_thread(
+            self._meeting.host_collective, self.epoch, rendezvous, torch.device("cpu")
+        )
         return manifest
 
     async def push(self, version: int, tensors: list, bucket_bytes: int = 1 << 20) -> tuple[PushDone | PushFailed, str]:
-        """Push in a new epoch; return what the server said and the checksum of what was sent."""
+        """Push in a new epoch; return what the server said and the fingerprint of what was sent."""
         manifest = await self.begin_push(version, tensors, bucket_bytes)
         return await self._send(manifest, tensors)
 
     async def push_again(self, version: int, tensors: list) -> tuple[PushDone | PushFailed, str]:
         """Push in the epoch there is."""
-        from protocol.weights import make_manifest
+        from protocol.buckets import make_manifest
 
         await self.send(PushBegin(epoch=self.epoch, version=version))
         await self.receive(PushReady)
         return await self._send(make_manifest(tensors, tensors[0][1].dtype, 1 << 20), tensors)
 
     async def _send(self, manifest: Any, tensors: list) -> tuple[PushDone | PushFailed, str]:
+        from protocol.buckets import cut
         from protocol.weights import send_weights
 
-        checksum = await asyncio.to_thread(send_weights, self._collective, manifest, tensors)
-        return await self.receive((PushDone, PushFailed)), checksum
+        sent = await asyncio.to_thread(send_weights, self._collective, cut(manifest), tensors)
+        return await self.receive((PushDone, PushFailed)), sent.fingerprint
 
     async def break_push(self, manifest: Any, tensors: list) -> PushFailed:
         """Send the first bucket of a push and vanish from the collective."""
-        from protocol.messages import Manifest
+        from protocol.buckets import cut
         from protocol.weights import send_weights
 
-        first = Manifest(tensors=manifest.tensors[:1], bucket_bytes=manifest.bucket_bytes)
-        await asyncio.to_thread(send_weights, self._collective, first, tensors[:1])
+        first = cut(manifest)[:1]
+        await asyncio.to_thread(send_weights, self._collective, first, tensors[: len(first[0].slots)])
         self.close_collective()
         return await self.receive(PushFailed)
 

@@ -365,8 +365,8 @@ def test_a_push_pauses_receives_labels_and_resumes_in_this_order() -> None:
         ready = await learner.receive(PushReady)
         done = await learner.receive(PushDone)
         assert (ready.epoch, ready.version) == (done.epoch, done.version) == ("e1", 5)
-        assert (done.checksum, done.receive_s, done.load_s) == ("c0ffee", 2.0, 0.5)
-        assert engine.calls == ["pause", "receive_push", "set_version 5", "resume"]
+        assert (done.fingerprint, done.receive_s, done.load_s) == ("c0ffee", 2.0, 0.5)
+        assert engine.calls == ["pause", "load_push", "set_version 5", "resume"]
         status = running.server.status()
         assert (status["policy_version"], status["push_state"], status["pushes_done"]) == (5, "idle", 1)
 
@@ -380,8 +380,8 @@ def test_a_real_push_over_gloo_arrives_in_the_scripted_engine() -> None:
         await learner.join()
         for version in (1, 2):
             tensors = [("a", torch.full((3, 4), float(version))), ("b", torch.arange(5.0))]
-            outcome, checksum = await (learner.push if version == 1 else learner.push_again)(version, tensors)
-            assert isinstance(outcome, PushDone) and outcome.checksum == checksum
+            outcome, fingerprint = await (learner.push if version == 1 else learner.push_again)(version, tensors)
+            assert isinstance(outcome, PushDone) and outcome.fingerprint == fingerprint
             assert engine.weights["a"].tolist() == tensors[0][1].tolist()
 
     run_with_server(test)
@@ -406,7 +406,7 @@ def test_generation_goes_on_with_the_old_weights_when_a_push_fails_before_loadin
     [
         [report(ok=False, state="loading", weights_intact=False, error="boom")],
         [report(rank=0), report(rank=1, ok=False, state="receiving", error="late")],
-        [report(rank=0, checksum="aa"), report(rank=1, checksum="bb")],
+        [report(rank=0, fingerprint="aa"), report(rank=1, fingerprint="bb")],
     ],
     ids=["failed while loading", "one of two workers failed", "different bytes"],
 )
@@ -549,7 +549,7 @@ def test_a_push_of_an_epoch_that_was_given_up_meanwhile_is_not_begun() -> None:
         engine.release_pause.set()
         assert (await learner.receive(PushDone)).epoch == "a"
         assert "given up" in (await learner.receive(PushFailed)).message
-        assert engine.calls.count("receive_push") == 1
+        assert engine.calls.count("load_push") == 1
 
     run_with_server(test)
 

@@ -140,9 +140,9 @@ def with_learner(server: RealServer, test: Callable[[ScriptedLearner], Awaitable
 
 
 async def push(learner: ScriptedLearner, version: int, model: tiny_gpt2.GPT2LMHeadModel) -> PushDone:
-    outcome, checksum = await learner.push(version, tiny_gpt2.named_tensors(model), bucket_bytes=32 << 10)
+    outcome, fingerprint = await learner.push(version, tiny_gpt2.named_tensors(model), bucket_bytes=32 << 10)
     assert isinstance(outcome, PushDone), outcome.message
-    assert outcome.checksum == checksum
+    assert outcome.fingerprint == fingerprint
     return outcome
 
 
@@ -288,10 +288,10 @@ def test_a_push_torn_in_the_middle_is_healed_by_a_whole_one(server: RealServer) 
 def test_the_epoch_is_kept_from_push_to_push(server: RealServer) -> None:
     async def test(learner: ScriptedLearner) -> None:
         await push(learner, 0, OLD)
-        outcome, checksum = await learner.push(1, tiny_gpt2.named_tensors(OLD))
+        outcome, fingerprint = await learner.push(1, tiny_gpt2.named_tensors(OLD))
         for version in (2, 3):
-            outcome, checksum = await learner.push_again(version, tiny_gpt2.named_tensors(NEW))
-            assert isinstance(outcome, PushDone) and (outcome.version, outcome.checksum) == (version, checksum)
+            outcome, fingerprint = await learner.push_again(version, tiny_gpt2.named_tensors(NEW))
+            assert isinstance(outcome, PushDone) and (outcome.version, outcome.fingerprint) == (version, fingerprint)
         assert_sampled_by(NEW, await sample(learner, "g"))
 
     with_learner(server, test)

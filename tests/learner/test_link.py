@@ -41,7 +41,7 @@ def with_link(
                     engine.scripted_reports = [[report()]]
                     begin = PushBegin(epoch="e", version=version, rendezvous=NOWHERE, manifest=NOTHING)
                     await link.begin_push(begin, TIMEOUT_S)
-                    await link.finish_push("e", version, TIMEOUT_S)
+                    await link.finish_push("e", version)
                 await test(link, engine, server)
             finally:
                 task.cancel()
@@ -115,15 +115,17 @@ def test_a_push_that_the_server_cannot_do_fails_with_the_servers_words() -> None
         engine.scripted_reports = [[report(ok=False, state="receiving", error="scripted failure")]]
         await link.begin_push(PushBegin(epoch="e", version=1), TIMEOUT_S)
         with pytest.raises(PushFailed, match="scripted failure"):
-            await link.finish_push("e", 1, TIMEOUT_S)
+            await link.finish_push("e", 1)
 
     with_link(test)
 
 
 def test_a_push_without_an_answer_names_the_knob() -> None:
     async def test(link: ServerLink, engine: ScriptedEngine, server: Serving) -> None:
-        with pytest.raises(DeadlineExceeded, match=r"no PushDone for version 7 .*learner\.push\.timeout_s"):
-            await link.finish_push("e", 7, 0.2)
+        engine.release_pause.clear()
+        begin = PushBegin(epoch="e", version=7, rendezvous=NOWHERE, manifest=NOTHING)
+        with pytest.raises(DeadlineExceeded, match=r"no PushReady for version 7 .*learner\.push\.timeout_s"):
+            await link.begin_push(begin, 0.2)
 
     with_link(test)
 

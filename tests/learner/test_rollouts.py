@@ -181,8 +181,8 @@ def test_a_group_that_comes_twice_is_taken_once_and_acknowledged_twice(tmp_path:
 
     with HandServer(twice) as server, rollouts_on(server, tmp_path) as rollouts:
         rollouts.publish(0, server.server_id)
-        assert slots(rollouts.take(3, TIMEOUT_S)) == [0, 1, 2]
-        assert slots(rollouts.take(3, TIMEOUT_S)) == [3, 4, 5]
+        assert slots(rollouts.take(3, TIMEOUT_S, 0)) == [0, 1, 2]
+        assert slots(rollouts.take(3, TIMEOUT_S, 0)) == [3, 4, 5]
     assert sorted(server.acked) == sorted(2 * [f"{slot}.0" for slot in range(6)])
     assert counts(tmp_path).admitted == 6
 
@@ -196,7 +196,7 @@ def test_groups_are_taken_in_slot_order_whatever_order_they_come_in(tmp_path: Pa
 
     with HandServer(backwards) as server, rollouts_on(server, tmp_path) as rollouts:
         rollouts.publish(0, server.server_id)
-        assert slots(rollouts.take(3, TIMEOUT_S)) == [0, 1, 2]
+        assert slots(rollouts.take(3, TIMEOUT_S, 0)) == [0, 1, 2]
 
 
 def test_nothing_is_sent_before_the_server_has_weights_and_then_only_what_the_rule_allows(tmp_path: Path) -> None:
@@ -204,13 +204,13 @@ def test_nothing_is_sent_before_the_server_has_weights_and_then_only_what_the_ru
         return [group_of(request, server.version)]
 
     with HandServer(answer) as server, rollouts_on(server, tmp_path) as rollouts:
-        assert rollouts.take(1, 0.3) is None and server.generated == []
+        assert rollouts.take(1, 0.3, 0) is None and server.generated == []
         rollouts.publish(0, server.server_id)
-        assert slots(rollouts.take(3, TIMEOUT_S)) == [0, 1, 2]
-        assert slots(rollouts.take(3, TIMEOUT_S)) == [3, 4, 5]
-        assert rollouts.take(1, 0.3) is None and len(server.generated) == 6
+        assert slots(rollouts.take(3, TIMEOUT_S, 0)) == [0, 1, 2]
+        assert slots(rollouts.take(3, TIMEOUT_S, 0)) == [3, 4, 5]
+        assert rollouts.take(1, 0.3, 0) is None and len(server.generated) == 6
         rollouts.publish(1, server.server_id)
-        assert slots(rollouts.take(3, TIMEOUT_S)) == [6, 7, 8]
+        assert slots(rollouts.take(3, TIMEOUT_S, 1)) == [6, 7, 8]
 
 
 def test_a_group_older_than_allowed_is_dropped_counted_and_asked_for_again(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_a_group_older_than_allowed_is_dropped_counted_and_asked_for_again(tmp_p
 
     with HandServer(old_at_first) as server, rollouts_on(server, tmp_path, version=5) as rollouts:
         rollouts.publish(5, server.server_id)
-        groups = rollouts.take(3, TIMEOUT_S)
+        groups = rollouts.take(3, TIMEOUT_S, 5)
         assert slots(groups) == [0, 1, 2] and groups is not None and groups[1].group_id == "1.1"
     assert counts(tmp_path).dropped == 1
 
@@ -230,14 +230,14 @@ def test_a_new_server_is_asked_again_for_everything_that_has_not_come(tmp_path: 
 
     with HandServer(nothing_at_first) as server, rollouts_on(server, tmp_path) as rollouts:
         rollouts.publish(0, server.server_id)
-        assert rollouts.take(3, 0.5) is None
+        assert rollouts.take(3, 0.5, 0) is None
         before = list(server.generated)
         server.server_id = "server-2"
         rollouts.thread.call(rollouts.link._channel.send(rollouts.link._hello, TIMEOUT_S), TIMEOUT_S)
         while rollouts.wait_for_server(TIMEOUT_S).server_id != "server-2":
-            rollouts.take(3, 0.1)
+            rollouts.take(3, 0.1, 0)
         rollouts.publish(0, server.server_id)
-        assert slots(rollouts.take(3, TIMEOUT_S)) == [0, 1, 2]
+        assert slots(rollouts.take(3, TIMEOUT_S, 0)) == [0, 1, 2]
     assert sorted(server.generated) == sorted(before * 2)
 
 
@@ -247,13 +247,13 @@ def test_a_resume_takes_every_group_up_where_the_ledger_has_it(tmp_path: Path) -
 
     with HandServer(answer) as server, rollouts_on(server, tmp_path) as rollouts:
         rollouts.publish(0, server.server_id)
-        assert slots(rollouts.take(3, TIMEOUT_S)) == [0, 1, 2]
+        assert slots(rollouts.take(3, TIMEOUT_S, 0)) == [0, 1, 2]
         rollouts._ledger.consume([(f"{slot}.0", 0) for slot in range(3)], step=1)
         while len(server.acked) < 4:
-            rollouts.take(3, 0.1)
+            rollouts.take(3, 0.1, 0)
         rollouts.publish(1, server.server_id)  # the rule now allows slots 0 to 8
         while len(server.generated) < 9:
-            rollouts.take(3, 0.1)
+            rollouts.take(3, 0.1, 1)
     assert sorted(server.cancelled) == ["3.0", "5.0", "6.0", "7.0", "8.0"]
 
     everything = HandServer(lambda server, request: [group_of(request, server.version)])
@@ -262,12 +262,12 @@ def test_a_resume_takes_every_group_up_where_the_ledger_has_it(tmp_path: Path) -
     ledger.close()
     with everything as server, rollouts_on(server, tmp_path, version=0) as rollouts:
         rollouts.publish(0, server.server_id)
-        assert slots(rollouts.take(3, TIMEOUT_S)) == [0, 1, 2]
-        assert slots(rollouts.take(3, TIMEOUT_S)) == [3, 4, 5]
+        assert slots(rollouts.take(3, TIMEOUT_S, 0)) == [0, 1, 2]
+        assert slots(rollouts.take(3, TIMEOUT_S, 0)) == [3, 4, 5]
         # Slots 6 to 8 were sent before the restart; at version 0 they would be too old when their turn comes.
         assert sorted(server.generated) == ["3.0", "5.0"]
         rollouts.publish(1, server.server_id)
-        assert slots(rollouts.take(3, TIMEOUT_S)) == [6, 7, 8]
+        assert slots(rollouts.take(3, TIMEOUT_S, 1)) == [6, 7, 8]
     assert sorted(server.generated) == ["3.0", "5.0", "6.0", "7.0", "8.0"]
     assert counts(tmp_path).lost == 0
 
@@ -315,7 +315,7 @@ def test_a_group_goes_on_with_two_survivors_and_is_asked_again_with_one(tmp_path
 
     with HandServer(lossy) as server, rollouts_on(server, tmp_path) as rollouts:
         rollouts.publish(0, server.server_id)
-        groups = rollouts.take(3, TIMEOUT_S)
+        groups = rollouts.take(3, TIMEOUT_S, 0)
         assert groups is not None
         assert [(group.group_id, len(group.completions), len(group.rewards_G)) for group in groups] == [
             ("0.0", 2, 2), ("1.2", 4, 4), ("2.0", 3, 3),
@@ -332,7 +332,7 @@ def test_a_prompt_whose_groups_never_survive_is_given_up(tmp_path: Path) -> None
 
     with HandServer(lossy) as server, rollouts_on(server, tmp_path) as rollouts:
         rollouts.publish(0, server.server_id)
-        assert slots(rollouts.take(3, TIMEOUT_S)) == [0, 2, 3]
+        assert slots(rollouts.take(3, TIMEOUT_S, 0)) == [0, 2, 3]
     assert [reason for _, reason in dropped(tmp_path)] == ["too_few_survivors", "too_few_survivors", "failed"]
 
 
@@ -344,7 +344,7 @@ def test_more_completions_than_asked_for_stop_the_run(tmp_path: Path) -> None:
     with HandServer(generous) as server, rollouts_on(server, tmp_path) as rollouts:
         rollouts.publish(0, server.server_id)
         with pytest.raises(ProtocolError, match="has 8 completions, asked for were 4"):
-            rollouts.take(3, TIMEOUT_S)
+            rollouts.take(3, TIMEOUT_S, 0)
 
 
 def test_how_to_sample_reaches_the_server(tmp_path: Path) -> None:
@@ -355,7 +355,7 @@ def test_how_to_sample_reaches_the_server(tmp_path: Path) -> None:
         rollouts_on(server, tmp_path, sampling=sampling) as rollouts,
     ):
         rollouts.publish(0, server.server_id)
-        rollouts.take(3, TIMEOUT_S)
+        rollouts.take(3, TIMEOUT_S, 0)
     assert {request.sampling for request in server.requests} == {
         Sampling(num_completions=3, max_tokens=7, temperature=0.5, top_p=0.9, top_k=5)
     }
@@ -371,9 +371,9 @@ def test_groups_without_signal_are_replaced_also_over_a_resume(tmp_path: Path) -
     with HandServer(some_alike) as server, rollouts_on(server, tmp_path, **active) as rollouts:
         server.silent = {4}  # type: ignore[attr-defined]
         rollouts.publish(0, server.server_id)
-        assert rollouts.take(3, 1.0) is None
+        assert rollouts.take(3, 1.0, 0) is None
         while len(server.acked) < 4:
-            rollouts.take(3, 0.1)
+            rollouts.take(3, 0.1, 0)
     # Slot 1 made room for slot 3, and that for slot 4; no more than three places were ever taken.
     assert sorted(server.generated) == ["0.0", "1.0", "2.0", "3.0", "4.0"] and server.cancelled == ["4.0"]
     assert dropped(tmp_path) == [("1.0", "no_signal"), ("3.0", "no_signal")]
@@ -381,12 +381,12 @@ def test_groups_without_signal_are_replaced_also_over_a_resume(tmp_path: Path) -
     with HandServer(some_alike) as server, rollouts_on(server, tmp_path, **active) as rollouts:
         server.silent = set()  # type: ignore[attr-defined]
         rollouts.publish(0, server.server_id)
-        assert slots(rollouts.take(3, TIMEOUT_S)) == [0, 2, 5]
+        assert slots(rollouts.take(3, TIMEOUT_S, 0)) == [0, 2, 5]
         assert rollouts.batch_metrics["batch/replaced_groups"] == 3
-        assert rollouts.take(3, 0.3) is None, "nothing of the next step before its version"
+        assert rollouts.take(3, 0.3, 0) is None, "nothing of the next step before its version"
         server.version = 1
         rollouts.publish(1, server.server_id)
-        assert slots(rollouts.take(3, TIMEOUT_S)) == [6, 7, 8]
+        assert slots(rollouts.take(3, TIMEOUT_S, 1)) == [6, 7, 8]
         assert rollouts.batch_metrics["batch/replaced_groups"] == 0
     assert sorted(server.generated) == ["4.0", "5.0", "6.0", "7.0", "8.0"], "what was dropped is not asked again"
     assert counts(tmp_path).lost == 0
@@ -402,7 +402,7 @@ def test_a_step_that_has_replaced_too_many_takes_what_comes_and_says_why(
         for version in range(2):
             server.version = version
             rollouts.publish(version, server.server_id)
-            groups = rollouts.take(3, TIMEOUT_S)
+            groups = rollouts.take(3, TIMEOUT_S, 0)
             assert groups is not None and rollouts.batch_metrics["batch/replaced_groups"] == 6
     assert len(server.generated) == 2 * (6 + 3)
     assert "3 of 3 groups go into the batch without signal: this step has replaced 6 already" in caplog.text
@@ -416,14 +416,14 @@ def test_what_was_received_and_not_scored_before_a_resume_waits_for_the_server_b
     with HandServer(lambda server, request: []) as server, rollouts_on(server, tmp_path, **active) as rollouts:
         rollouts.publish(0, server.server_id)
         while len(server.requests) < 3:
-            rollouts.take(3, 0.1)
+            rollouts.take(3, 0.1, 0)
     ledger = Ledger(tmp_path / "ledger.db")
     group = alike(server.requests[0], 0)
     ledger.receive(group.group_id, pack(group), 0, 8)
     ledger.close()
     answer_all = HandServer(lambda server, request: [group_of(request, server.version)])
     with answer_all as server, rollouts_on(server, tmp_path, **active) as rollouts:
-        assert rollouts.take(3, 1.0) is None and server.generated == []
+        assert rollouts.take(3, 1.0, 0) is None and server.generated == []
         assert dropped(tmp_path) == [("0.0", "no_signal")]
         rollouts.publish(0, server.server_id)
-        assert slots(rollouts.take(3, TIMEOUT_S)) == [1, 2, 3]
+        assert slots(rollouts.take(3, TIMEOUT_S, 0)) == [1, 2, 3]

@@ -1,139 +1,245 @@
-"""A push over a real gloo collective: every byte arrives, both sides agree on the checksum, failures end in time."""
+"""A push over a real gloo collective: every byte arrives, both sides agree on the fingerprint, failures end in time."""
 
 import multiprocessing
 import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import torch
 
-from protocol.collective import Meeting, join_collective
+from protocol.buckets import NamedTensors, cut, make_manifest
+from protocol.collective import Collective, Meeting, join_collective
+from protocol.delta_wire import Baseline, receive_changes, send_changes
 from protocol.errors import PushFailed
 from protocol.messages import Manifest, Rendezvous
-from protocol.weights import NamedTensors, Received, make_manifest, receive_weights, send_weights
+from protocol.weights import Arrived, Sent, receive_weights, send_weights
 
 HOST = "127.0.0.1"
+CPU = torch.device("cpu")
 
 
-def some_tensors() -> list[tuple[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
+def some_tensors(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
     return [
         ("embedding", torch.randn(33, 7, generator=generator)),
         ("scalar", torch.tensor(2.5)),
         ("empty", torch.zeros(0, 4)),
         ("positions", torch.arange(9)),
-        ("big", torch.randn(1000, generator=generator)),
-        ("transposed", torch.randn(5, 8, generator=generator).T),
+        ("odd", torch.arange(5, dtype=torch.uint8)),
+        ("big", torch.randn(1001, 1999, generator=generator)),
+        ("transposed", torch.randn(800, 600, generator=generator).T),
+        ("last", torch.randn(3, generator=generator)),
     ]
 
 
-def transfer(
-    tensors: NamedTensors, wire_dtype: torch.dtype, bucket_bytes: int
-) -> tuple[str, Received, dict, list[int]]:
-    """Send from this thread, receive in another; return both checksums, what arrived and the size of each load."""
-    manifest = make_manifest(tensors, wire_dtype, bucket_bytes)
+@contextmanager
+def pair() -> Iterator[tuple[Collective, Collective]]:
+    """Both ends of one epoch, in this process."""
     meeting = Meeting(HOST, timeout_s=10)
-    rendezvous = meeting.rendezvous(num_workers=1)
-    arrived: dict[str, torch.Tensor] = {}
-    loads: list[int] = []
-    reports: list[Received] = []
-
-    def load(named: list[tuple[str, torch.Tensor]]) -> None:
-        loads.append(len(named))
-        arrived.update(named)
-
-    def receive() -> None:
-        collective = join_collective("e1", rendezvous, rank=1)
-        reports.append(receive_weights(collective, manifest, load))
-        collective.close()
-
-    thread = threading.Thread(target=receive)
-    thread.start()
-    collective = meeting.host_collective("e1", rendezvous)
-    checksum = send_weights(collective, manifest, tensors)
-    thread.join(10)
-    collective.close()
-    return checksum, reports[0], arrived, loads
+    rendezvous = meeting.rendezvous(1, "gloo")
+    with ThreadPoolExecutor(1) as thread:
+        joining = thread.submit(join_collective, "e1", rendezvous, 1, CPU)
+        host = meeting.host_collective("e1", rendezvous, CPU)
+        worker = joining.result()
+    yield host, worker
+    host.close()
+    worker.close()
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 600, 1 << 20])
+def transfer(tensors: NamedTensors, wire_dtype: torch.dtype, bucket_bytes: int) -> tuple[Sent, list[Arrived]]:
+    """Send from this thread, receive in another."""
+    manifest = make_manifest(tensors, wire_dtype, bucket_bytes)
+    with pair() as (host, worker), ThreadPoolExecutor(1) as thread:
+        receiving = thread.submit(lambda: list(receive_weights(worker, manifest)))
+        return send_weights(host, cut(manifest), tensors), receiving.result()
+
+
+def tensors_of(arrived: list[Arrived]) -> dict[str, torch.Tensor]:
+    return {name: tensor for one in arrived for name, tensor in one.bucket.views(one.buffer)}
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 2000, 4 << 20, 1 << 30])
 def test_every_tensor_arrives_bit_for_bit_whatever_the_bucket_size(bucket_bytes: int) -> None:
     tensors = some_tensors()
-    checksum, received, arrived, loads = transfer(tensors, torch.float32, bucket_bytes)
-    assert received.checksum == checksum
-    assert list(arrived) == [name for name, _ in tensors]
+    sent, arrived = transfer(tensors, torch.float32, bucket_bytes)
+    assert sent.num_bytes >= sum(tensor.nbytes for _, tensor in tensors)
+    assert list(tensors_of(arrived)) == [name for name, _ in tensors]
     for name, tensor in tensors:
-        assert torch.equal(arrived[name], tensor), name
-    assert loads == {1: [1] * 6, 600: [4, 1, 1], 1 << 20: [6]}[bucket_bytes] or bucket_bytes == 600
+        assert torch.equal(tensors_of(arrived)[name], tensor), name
+    assert (len(arrived) == 1) == (bucket_bytes == 1 << 30)
+
+
+def test_a_tensor_larger_than_a_span_travels_in_pieces_and_arrives_whole() -> None:
+    tensors = [("large", torch.randn(9_000_001)), ("small", torch.ones(3))]
+    _, arrived = transfer(tensors, torch.bfloat16, 1 << 30)
+    assert torch.equal(tensors_of(arrived)["large"], tensors[0][1].bfloat16())
+    assert torch.equal(tensors_of(arrived)["small"], torch.ones(3, dtype=torch.bfloat16))
 
 
 def test_floats_travel_in_the_wire_dtype_and_others_as_they_are() -> None:
-    _, _, arrived, _ = transfer(some_tensors(), torch.bfloat16, 1 << 20)
-    expected = dict(some_tensors())
-    assert arrived["positions"].dtype == torch.int64
-    assert arrived["big"].dtype == torch.bfloat16 and torch.equal(arrived["big"], expected["big"].bfloat16())
+    _, arrived = transfer(some_tensors(), torch.bfloat16, 1 << 20)
+    assert torch.equal(tensors_of(arrived)["big"], dict(some_tensors())["big"].bfloat16())
+    assert tensors_of(arrived)["positions"].dtype == torch.int64
 
 
-def test_another_value_gives_another_checksum() -> None:
+def test_another_value_gives_another_fingerprint_and_another_bucket_size_the_same_bytes_another_too() -> None:
     changed = some_tensors()
-    changed[4][1][7] += 1e-6
-    assert transfer(some_tensors(), torch.float32, 4096)[0] != transfer(changed, torch.float32, 4096)[0]
+    changed[0][1][0, 0] += 1
+    one, other = transfer(some_tensors(), torch.float32, 1 << 20)[0], transfer(changed, torch.float32, 1 << 20)[0]
+    assert one.fingerprint != other.fingerprint
+    assert one.fingerprint == transfer(some_tensors(), torch.float32, 1 << 20)[0].fingerprint
 
 
 def test_tensors_in_another_order_than_the_manifest_are_refused() -> None:
-    class Nothing:
-        def broadcast(self, tensor: torch.Tensor) -> None: ...
-        def close(self) -> None: ...
-
     manifest = make_manifest(some_tensors(), torch.float32, 1 << 20)
-    with pytest.raises(ValueError, match="expects embedding, the model gave transposed"):
-        send_weights(Nothing(), manifest, reversed(some_tensors()))
+    with pair() as (host, _), pytest.raises(ValueError, match="expects embedding of shape"):
+        send_weights(host, cut(manifest), reversed(some_tensors()))
+
+
+class Flipping:
+    """A collective that changes one bit of what it carries."""
+
+    device = CPU
+
+    def __init__(self, collective: Collective, broadcast_index: int) -> None:
+        self._collective, self._left = collective, broadcast_index
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        self._collective.broadcast(tensor)
+        if self._left == 0:
+            tensor[len(tensor) // 2] ^= 4
+        self._left -= 1
+
+    def abort(self) -> None:
+        self._collective.abort()
+
+    def close(self) -> None:
+        self._collective.close()
+
+
+@pytest.mark.parametrize("broadcast_index", [0, 1, 2])
+def test_a_flipped_bit_is_found_before_its_bucket_is_handed_on(broadcast_index: int) -> None:
+    tensors = [("a", torch.randn(600_000)), ("b", torch.randn(600_000))]
+    manifest = make_manifest(tensors, torch.float32, 1 << 20)
+    loaded = []
+    with pair() as (host, worker), ThreadPoolExecutor(1) as thread:
+        sending = thread.submit(send_weights, host, cut(manifest), tensors)
+        with pytest.raises(PushFailed, match=r"bucket . of 2 .*checksum"):
+            for arrived in receive_weights(Flipping(worker, broadcast_index), manifest):
+                loaded.append(arrived.bucket.index)
+        assert loaded == ([] if broadcast_index < 2 else [0])
+        worker.close()
+        sending.exception(10)
+
+
+def push_changes(pushes: list[list[tuple[str, torch.Tensor]]]) -> tuple[list[Sent], list[dict[str, torch.Tensor]]]:
+    manifest = make_manifest(pushes[0], torch.bfloat16, 1 << 20, "delta")
+    mine, theirs, sent, arrived = Baseline(), Baseline(), [], []
+    with pair() as (host, worker), ThreadPoolExecutor(1) as thread:
+        for tensors in pushes:
+            receiving = thread.submit(lambda: [*receive_changes(worker, manifest, theirs)])
+            sent.append(send_changes(host, cut(manifest), tensors, mine))
+            arrived.append({name: tensor.clone() for name, tensor in tensors_of(receiving.result()).items()})
+    return sent, arrived
+
+
+def test_changes_alone_give_every_version_bit_for_bit_and_far_fewer_bytes() -> None:
+    first = [("weight", torch.randn(700, 1000)), ("bias", torch.zeros(7)), ("index", torch.arange(5))]
+    second = [(name, tensor.clone()) for name, tensor in first]
+    second[0][1][::50, ::2] *= 1.01
+    sent, arrived = push_changes([first, second, second])
+    for tensors, got in zip([first, second, second], arrived, strict=True):
+        for name, tensor in tensors:
+            expected = tensor.bfloat16() if tensor.is_floating_point() else tensor
+            assert torch.equal(got[name], expected), name
+    assert sent[0].num_bytes > 900_000 and sent[1].num_bytes < sent[0].num_bytes / 30
+    assert sent[2].num_bytes < 1000 and sent[2].fingerprint == sent[1].fingerprint
+
+
+def test_changes_to_another_baseline_are_refused() -> None:
+    first = [("weight", torch.randn(700, 1000))]
+    manifest = make_manifest(first, torch.float32, 1 << 20, "delta")
+    mine, theirs = Baseline(), Baseline()
+    theirs.of(cut(manifest)[0])[0] = 1
+    with pair() as (host, worker), ThreadPoolExecutor(1) as thread:
+        sending = thread.submit(send_changes, host, cut(manifest), [("weight", torch.zeros(700, 1000))], mine)
+        with pytest.raises(PushFailed, match="checksum"):
+            list(receive_changes(worker, manifest, theirs))
+        sending.result(10)
+
+
+# --- failures ----------------------------------------------------------------------------------------------------
+
+
+def one_tensor(num_floats: int) -> list[tuple[str, torch.Tensor]]:
+    return [("weight", torch.ones(num_floats))]
 
 
 def test_a_worker_that_never_comes_ends_the_join_at_the_deadline() -> None:
     meeting = Meeting(HOST, timeout_s=0.5)
-    with pytest.raises(PushFailed, match=r"rank 0 of 2 could not form epoch e1 within 0.5 s"):
-        meeting.host_collective("e1", meeting.rendezvous(num_workers=1))
+    with pytest.raises(PushFailed, match=r"did not come within 0\.5 s"):
+        meeting.host_collective("e1", meeting.rendezvous(1, "gloo"), CPU)
 
 
 def test_a_learner_that_is_not_there_is_an_error_for_the_worker() -> None:
-    with socket.create_server((HOST, 0)) as listener:
-        port = listener.getsockname()[1]
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port = probe.getsockname()[1]
     rendezvous = Rendezvous(transport="gloo", host=HOST, port=port, world_size=2, timeout_s=0.5)
-    with pytest.raises(PushFailed, match=f"cannot reach the learner's rendezvous {HOST}:{port}"):
-        join_collective("e1", rendezvous, rank=1)
+    with pytest.raises(PushFailed, match=f"{HOST}:{port}"):
+        join_collective("e1", rendezvous, 1, CPU)
 
 
-def _send_and_die(pipe, manifest: Manifest, after: Callable[[], None]) -> None:
-    meeting = Meeting(HOST, timeout_s=10)
-    rendezvous = meeting.rendezvous(num_workers=1)
-    pipe.send(rendezvous)
-    collective = meeting.host_collective("e1", rendezvous)
-    collective.broadcast(torch.zeros(16, dtype=torch.uint8))
-    os.kill(os.getpid(), signal.SIGKILL)
+def send_and_stop(connection, manifest: Manifest, stop_by: signal.Signals) -> None:  # type: ignore[no-untyped-def]
+    meeting = Meeting(HOST, timeout_s=5)
+    rendezvous = meeting.rendezvous(1, "gloo")
+    connection.send(rendezvous)
+    collective = meeting.host_collective("e1", rendezvous, CPU)
+    first = cut(manifest)[:1]
+    send_weights(collective, first, [(slot.spec.name, torch.ones(slot.spec.shape)) for slot in first[0].slots])
+    connection.send("sent")
+    os.kill(os.getpid(), stop_by)
 
 
-def test_a_sender_killed_in_the_middle_is_noticed_at_once() -> None:
-    manifest = make_manifest([("a", torch.zeros(4)), ("b", torch.zeros(4))], torch.float32, bucket_bytes=16)
+@pytest.mark.parametrize("stop_by", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_sender_that_stops_in_the_middle_ends_the_receive(stop_by: signal.Signals) -> None:
+    tensors = [("a", torch.ones(300_000)), ("b", torch.ones(300_000))]
+    manifest = make_manifest(tensors, torch.float32, 1 << 20)
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_send_and_die, args=(theirs, manifest, None))
-    process.start()
-    collective = join_collective("e1", ours.recv(), rank=1)
-    loaded: list[str] = []
-    with pytest.raises(PushFailed, match="broadcast of 16 bytes in epoch e1 failed"):
-        receive_weights(collective, manifest, lambda named: loaded.extend(name for name, _ in named))
-    assert loaded == ["a"]
-    process.join(10)
+    mine, theirs = context.Pipe()
+    sender = context.Process(target=send_and_stop, args=(theirs, manifest, stop_by))
+    sender.start()
+    try:
+        worker = join_collective("e1", mine.recv(), 1, CPU)
+        arriving = receive_weights(worker, manifest)
+        assert next(arriving).bucket.index == 0
+        with pytest.raises(PushFailed, match="bucket 2 of 2"):
+            next(arriving)
+        worker.close()
+    finally:
+        sender.kill()
+        sender.join()
+
+
+def test_an_abort_from_another_thread_ends_a_receive_that_waits() -> None:
+    manifest = make_manifest(one_tensor(100), torch.float32, 1 << 20)
+    with pair() as (_, worker), ThreadPoolExecutor(1) as thread:
+        receiving = thread.submit(lambda: list(receive_weights(worker, manifest)))
+        threading.Timer(0.2, worker.abort).start()
+        assert isinstance(receiving.exception(5), PushFailed)
 
 
 def test_the_rendezvous_listens_on_the_named_address_only() -> None:
-    meeting = Meeting(HOST, timeout_s=1)
-    port = meeting.rendezvous(num_workers=1).port
-    with pytest.raises(OSError), socket.create_connection(("127.0.0.2", port), timeout=1):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.2", 0))
+    meeting = Meeting(HOST, timeout_s=5)
+    port = meeting.rendezvous(1, "gloo").port
+    with socket.create_connection((HOST, port), timeout=5):
         pass
-    with socket.create_connection((HOST, port), timeout=1):
-        pass
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), timeout=5)

@@ -1,0 +1,163 @@
+"""A worker's end of the transfer: joins epochs, receives pushes, beside generation if asked to.
+
+    PushOrder ─▶ join the epoch ─▶ checked buckets ─▶ (kept until all have come) ─▶ the worker loads them
+
+Knows nothing of vLLM. Invariant: a bucket is handed out at most once, checked; after any failure the epoch has been left.
+"""
+
+import threading
+import time
+from collections.abc import Iterator
+
+import msgspec
+import torch
+
+from inference_server.engine import PushOrder
+from protocol.checksum import fingerprint
+from protocol.collective import Collective, join_collective
+from protocol.delta_wire import Baseline, receive_changes
+from protocol.errors import PushFailed
+from protocol.messages import Manifest
+from protocol.weights import Arrived, receive_weights
+
+LEAVE_TIMEOUT_S = 10.0
+"""A thread whose collective was aborted ends in less."""
+
+
+class Membership(msgspec.Struct, frozen=True, eq=False):
+    """One rank's place in one epoch."""
+
+    epoch: str
+    collective: Collective
+    manifest: Manifest
+    baseline: Baseline | None
+
+
+class Receiver:
+    """Receives for one rank. `leave` ends whatever is under way."""
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self._rank, self._device = rank, device
+        self._member: Membership | None = None
+        self._staging: _Staging | None = None
+        self._lock = threading.Lock()
+        """Held where the membership changes: a join that was given up must not come into force."""
+        self.join_s = self.receive_s = 0.0
+        """Seconds the last push took to join and to receive."""
+        self.fingerprint = ""
+        """Of the bytes of the last push that has come whole."""
+
+    def stage(self, order: PushOrder) -> None:
+        """Begin to join and receive in a thread; all buckets are kept until `buckets` takes them."""
+        self._drop_staging()
+        self._staging = _Staging(self, order)
+        self._staging.start()
+
+    @property
+    def is_staging(self) -> bool:
+        return self._staging is not None and self._staging.is_alive()
+
+    @property
+    def failure(self) -> Exception | None:
+        """What staging has failed with."""
+        return self._staging.failure if self._staging is not None else None
+
+    def buckets(self, order: PushOrder) -> Iterator[Arrived]:
+        """Yield the buckets of a push, from memory if it was staged, else as they come. Raises PushFailed."""
+        staging, self._staging = self._staging, None
+        if staging is not None and staging.order.version == order.version:
+            yield from staging.take()
+        else:
+            self.join(order)
+            yield from self.receive()
+
+    def join(self, order: PushOrder, staging: "_Staging | None" = None) -> None:
+        """Join the order's epoch unless we are in it. Raises PushFailed."""
+        started = time.monotonic()
+        self.receive_s = 0.0
+        if self._member is None or self._member.epoch != order.epoch:
+            if order.rendezvous is None or order.manifest is None:
+                known = self._member.epoch if self._member else None
+                raise PushFailed(
+                    f"epoch {order.epoch} is not known here (the last one was {known}) and came without a rendezvous; "
+                    "the learner must begin a new epoch"
+                )
+            self._close()
+            baseline = Baseline() if order.manifest.wire == "delta" else None
+            collective = join_collective(order.epoch, order.rendezvous, self._rank, self._device)
+            with self._lock:
+                if staging is not None and staging.is_given_up:
+                    collective.close()
+                    raise PushFailed(f"epoch {order.epoch} was given up while it was joined")
+                self._member = Membership(order.epoch, collective, order.manifest, baseline)
+        self.join_s = time.monotonic() - started
+
+    def receive(self) -> Iterator[Arrived]:
+        """Yield the buckets of one push as they come. Raises PushFailed."""
+        member = self._member
+        if member is None:
+            raise PushFailed("the epoch was given up before the push was received")
+        if member.baseline is not None:
+            arriving = receive_changes(member.collective, member.manifest, member.baseline)
+        else:
+            arriving = receive_weights(member.collective, member.manifest)
+        checksums = []
+        asked = time.monotonic()
+        for arrived in arriving:
+            self.receive_s += time.monotonic() - asked
+            checksums.append(arrived.checksum)
+            yield arrived
+            asked = time.monotonic()
+        self.fingerprint = fingerprint(checksums)
+
+    def leave(self, epoch: str | None = None) -> None:
+        """Leave the given epoch, or whichever is current."""
+        staged_epoch = self._staging.order.epoch if self._staging is not None else None
+        if epoch in (None, staged_epoch):
+            self._drop_staging()
+        if epoch is None or (self._member is not None and self._member.epoch == epoch):
+            self._close()
+
+    def _close(self) -> None:
+        with self._lock:
+            member, self._member = self._member, None
+        if member is not None:
+            member.collective.close()
+
+    def _drop_staging(self) -> None:
+        staging, self._staging = self._staging, None
+        if staging is None:
+            return
+        with self._lock:
+            staging.is_given_up = True
+            member = self._member
+        if staging.is_alive() and member is not None:
+            member.collective.abort()
+        staging.join(LEAVE_TIMEOUT_S)
+
+
+class _Staging(threading.Thread):
+    """Receives one push into memory of its own while the engine generates."""
+
+    def __init__(self, receiver: Receiver, order: PushOrder) -> None:
+        super().__init__(name="push-staging", daemon=True)
+        self.order, self._receiver = order, receiver
+        self._buckets: list[Arrived] = []
+        self.failure: Exception | None = None
+        self.is_given_up = False
+
+    def run(self) -> None:
+        try:
+            self._receiver.join(self.order, self)
+            self._buckets = list(self._receiver.receive())
+        # Whatever it is, it must be in the worker's report: a thread that just ends would look like a push that has come.
+        except Exception as failure:
+            self.failure = failure
+
+    def take(self) -> Iterator[Arrived]:
+        """Yield each bucket and let go of it. Raises what receiving has failed with."""
+        self.join()
+        if self.failure is not None:
+            raise self.failure
+        while self._buckets:
+            yield self._buckets.pop(0)

@@ -1,0 +1,138 @@
+"""How a push is cut: the manifest's tensors into flat buckets, a bucket into spans.
+
+    named tensors ─▶ manifest ─▶ buckets (memory: one buffer each) ─▶ spans (transfer: one broadcast each)
+
+Both sides cut the same manifest by the same rules, so the bytes need no framing. A bucket holds whole tensors in the
+manifest's order, and one that is larger than a bucket is a bucket alone. Every span lies inside one large tensor, which can
+then travel from where it is, or is a run of small ones.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+import msgspec
+import torch
+
+from protocol.messages import Manifest, TensorSpec
+
+ALIGNMENT_BYTES = 16
+"""Every tensor starts at a multiple, so that a view of any dtype is legal."""
+SPAN_BYTES = 16 << 20
+"""Small enough that a span is checked while it is in the cache, large enough that the calls do not count."""
+LARGE_BYTES = 1 << 20
+"""From here on a tensor gets spans of its own."""
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+
+
+class Slot(msgspec.Struct, frozen=True):
+    """Where a tensor lies in its bucket."""
+
+    spec: TensorSpec
+    start: int
+    """First byte."""
+    num_bytes: int
+
+
+class Run(msgspec.Struct, frozen=True):
+    """Neighbours that travel together: one large tensor, or small ones with the gaps between them."""
+
+    slots: tuple[Slot, ...]
+
+    @property
+    def start(self) -> int:
+        return self.slots[0].start
+
+    @property
+    def end(self) -> int:
+        return self.slots[-1].start + self.slots[-1].num_bytes
+
+    @property
+    def is_large(self) -> bool:
+        return self.slots[0].num_bytes >= LARGE_BYTES
+
+
+class Bucket(msgspec.Struct, frozen=True):
+    """Some tensors of a push, to be gathered, sent, checked and loaded together."""
+
+    index: int
+    slots: tuple[Slot, ...]
+    num_bytes: int
+
+    @property
+    def runs(self) -> Iterator[Run]:
+        small: list[Slot] = []
+        for slot in self.slots:
+            is_large = slot.num_bytes >= LARGE_BYTES
+            if small and (is_large or slot.start + slot.num_bytes - small[0].start > SPAN_BYTES):
+                yield Run(tuple(small))
+                small = []
+            if is_large:
+                yield Run((slot,))
+            else:
+                small.append(slot)
+        if small:
+            yield Run(tuple(small))
+
+    def spans(self, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield what each broadcast carries, as views into the bucket's flat buffer."""
+        for run in self.runs:
+            if run.start < run.end:
+                yield from buffer[run.start : run.end].split(SPAN_BYTES)
+
+    def views(self, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """Return each tensor by its name, as a view into the bucket's flat buffer."""
+        return [(slot.spec.name, view(slot, buffer, 0)) for slot in self.slots]
+
+
+def make_manifest(
+    tensors: NamedTensors, wire_dtype: torch.dtype, bucket_bytes: int, wire: Literal["dense", "delta"] = "dense"
+) -> Manifest:
+    """Describe tensors in their order."""
+    specs = tuple(
+        TensorSpec(
+            name=name,
+            shape=tuple(tensor.shape),
+            dtype=str(dtype_on_wire(tensor, wire_dtype)).removeprefix("torch."),
+        )
+        for name, tensor in tensors
+    )
+    return Manifest(tensors=specs, bucket_bytes=bucket_bytes, wire=wire)
+
+
+def dtype_on_wire(tensor: torch.Tensor, wire_dtype: torch.dtype) -> torch.dtype:
+    """Floating-point tensors travel as `wire_dtype`, others as they are."""
+    return wire_dtype if tensor.is_floating_point() else tensor.dtype
+
+
+def cut(manifest: Manifest) -> list[Bucket]:
+    """Return the buckets of a push."""
+    buckets: list[Bucket] = []
+    slots: list[Slot] = []
+    end = 0
+    for spec in manifest.tensors:
+        num_bytes = math.prod(spec.shape) * spec_dtype(spec).itemsize
+        if slots and _aligned(end + num_bytes) > manifest.bucket_bytes:
+            buckets.append(Bucket(len(buckets), tuple(slots), end))
+            slots, end = [], 0
+        slots.append(Slot(spec, end, num_bytes))
+        end = _aligned(end + num_bytes)
+    if slots:
+        buckets.append(Bucket(len(buckets), tuple(slots), end))
+    return buckets
+
+
+def view(slot: Slot, buffer: torch.Tensor, buffer_start: int) -> torch.Tensor:
+    """Return the slot's tensor in a buffer that begins at a byte of the bucket."""
+    start = slot.start - buffer_start
+    return buffer[start : start + slot.num_bytes].view(spec_dtype(slot.spec)).view(slot.spec.shape)
+
+
+def spec_dtype(spec: TensorSpec) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    return dtype
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -1,0 +1,334 @@
+"""The delta of a bucket: bit-exact whatever the bits are, small where little changed, harmless where it is malformed."""
+
+import math
+import struct
+import tracemalloc
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol.delta import CHUNK_BYTES, DENSE, DIFFERENCE, OVERWRITE, decode, encode, max_encoded_bytes
+from protocol.errors import PushFailed
+
+HEADER = struct.Struct("<BIIII")
+ELEMENT_BYTES = st.sampled_from([1, 2, 4, 8])
+
+
+def bucket(words: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(words.view(np.uint8).copy())
+
+
+def random_bucket(num_bytes: int, seed: int = 0) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, num_bytes, np.uint8))
+
+
+def rounded(weights: torch.Tensor) -> torch.Tensor:
+    return weights.bfloat16().view(torch.uint8)
+
+
+def assert_arrives(new: torch.Tensor, base: torch.Tensor, element_bytes: int) -> np.ndarray:
+    """Send `new` against `base`, which stays as it is; return the message."""
+    message = encode(new, base, element_bytes)
+    arrived = base.clone()
+    decode(torch.from_numpy(message).numpy(), arrived, element_bytes)
+    assert torch.equal(arrived, new)
+    assert len(message) <= len(new) + HEADER.size * math.ceil(len(new) / CHUNK_BYTES)
+    return message
+
+
+def one_chunk(kind: int, num_changed: int, gaps: bytes, values: bytes, num_gap_bytes: int | None = None) -> np.ndarray:
+    """A message of one chunk as the docstring of delta.py has it, its two streams deflated by zlib's defaults."""
+    deflated = zlib.compress(gaps), zlib.compress(values)
+    num_gap_bytes = len(gaps) if num_gap_bytes is None else num_gap_bytes
+    header = HEADER.pack(kind, num_changed, num_gap_bytes, len(deflated[0]), len(deflated[1]))
+    return np.frombuffer(header + b"".join(deflated), np.uint8)
+
+
+@given(st.integers(0, 2**32), st.integers(0, 200), st.floats(0, 1), ELEMENT_BYTES)
+def test_any_bucket_arrives_bit_for_bit(seed: int, num_blocks: int, density: float, element_bytes: int) -> None:
+    rng = np.random.default_rng(seed)
+    base = rng.integers(0, 256, 16 * num_blocks, np.uint8)
+    new = np.where(rng.random(len(base)) < density, rng.integers(0, 256, len(base), np.uint8), base)
+    assert_arrives(bucket(new), bucket(base), element_bytes)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 0xFFFF), st.integers(0, 0xFFFF)), min_size=8, max_size=64), st.integers(0, 0xFFFF)
+)
+def test_a_word_may_turn_into_any_other(pairs: list[tuple[int, int]], special: int) -> None:
+    pairs = pairs[: len(pairs) // 8 * 8]
+    # bfloat16's NaNs of both signs, infinities and zeros of both signs, against anything.
+    for pattern in (0x7FC0, 0xFFFF, 0x7F80, 0xFF80, 0x0000, 0x8000):
+        pairs += [(pattern, special), (special, pattern)] * 4
+    base, new = np.array(pairs, np.uint16).T.copy()
+    assert_arrives(bucket(new), bucket(base), 2)
+
+
+@pytest.mark.parametrize("element_bytes", [1, 2, 4, 8])
+@pytest.mark.parametrize("gap", [0, 1, 253, 254, 255, 256, 509, 510, 511, 65_535, 65_536, 200_003])
+def test_changes_arrive_at_any_distance(gap: int, element_bytes: int) -> None:
+    num_words = 1 << 18
+    base = np.zeros(num_words, f"<u{element_bytes}")
+    new = base.copy()
+    new[[gap, 2 * gap + 1 if 2 * gap + 1 < num_words else 0, num_words - 1]] = 77
+    message = assert_arrives(bucket(new), bucket(base), element_bytes)
+    assert message[0] in (DIFFERENCE, OVERWRITE)
+
+
+@pytest.mark.parametrize("element_bytes", [1, 2, 4, 8])
+@pytest.mark.parametrize("num_bytes", [16, CHUNK_BYTES - 16, CHUNK_BYTES, CHUNK_BYTES + 16, 2 * CHUNK_BYTES + 4096])
+def test_a_bucket_of_several_chunks_arrives(num_bytes: int, element_bytes: int) -> None:
+    base = random_bucket(num_bytes)
+    new = base.clone()
+    new[-1] += 1
+    new[:: CHUNK_BYTES // 3] += 1
+    assert_arrives(new, base, element_bytes)
+    assert_arrives(base + 1, base, element_bytes)
+    assert_arrives(random_bucket(num_bytes, seed=1), base, element_bytes)
+
+
+def test_an_unchanged_bucket_costs_next_to_nothing() -> None:
+    base = random_bucket(2 * CHUNK_BYTES)
+    assert len(assert_arrives(base.clone(), base, 2)) < 100
+    assert len(assert_arrives(torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8), 2)) == 0
+
+
+def test_a_bucket_may_mix_dtypes() -> None:
+    def mixed(step: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
+        weights = torch.randn(5000, generator=generator) + 1e-3 * step
+        tensors = weights.bfloat16(), weights, torch.arange(5000) * (1 + step), weights > step / 10
+        return torch.cat([tensor.view(torch.uint8) for tensor in tensors])
+
+    for element_bytes in (1, 2, 4, 8):
+        assert_arrives(mixed(1), mixed(0), element_bytes)
+
+
+def test_unrelated_bytes_travel_dense() -> None:
+    new, base = random_bucket(4096), random_bucket(4096, seed=1)
+    message = assert_arrives(new, base, 2)
+    assert bytes(message) == HEADER.pack(DENSE, 0, 0, 0, 4096) + bytes(new.numpy())
+
+
+def test_one_percent_of_flipped_roundings_is_sent_in_less_than_a_hundredth() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(3 << 19, generator=generator) * 0.02
+    step = 2e-7 * torch.randn(weights.shape, generator=generator).sign()
+    new, base = rounded(weights + step), rounded(weights)
+    density = (new.view(torch.int16) != base.view(torch.int16)).double().mean()
+    assert 0.008 < density < 0.012
+    assert len(assert_arrives(new, base, 2)) < len(new) / 100
+
+
+@pytest.mark.parametrize("density", [0.003, 0.01, 0.1])
+def test_a_step_of_one_ulp_takes_little_more_than_its_entropy(density: float) -> None:
+    rng = np.random.default_rng(0)
+    num_words = 1 << 20
+    base = rounded(torch.randn(num_words, generator=torch.Generator().manual_seed(0))).numpy().view("<u2")
+    steps = (rng.random(num_words) < density) * rng.choice([-1, 1], num_words)
+    message = assert_arrives(bucket((base + steps).astype("<u2")), bucket(base), 2)
+    where_bits = -density * math.log2(density) - (1 - density) * math.log2(1 - density)
+    assert len(message) < 1.15 * num_words * (where_bits + density) / 8
+
+
+def test_small_steps_everywhere_are_sent_as_differences() -> None:
+    base = random_bucket(1 << 16).numpy().view("<u2")
+    message = assert_arrives(bucket(base + np.tile(np.array([1, -1]).astype("<u2"), len(base) // 2)), bucket(base), 2)
+    assert message[0] == DIFFERENCE and len(message) < base.nbytes / 10
+
+
+def test_words_that_all_become_one_value_are_overwritten() -> None:
+    base = random_bucket(1 << 16)
+    message = assert_arrives(torch.zeros_like(base), base, 2)
+    assert message[0] == OVERWRITE and len(message) < len(base) / 50
+
+
+def test_the_wire_format_is_the_documented_one() -> None:
+    base = np.zeros(1024, "<u2")
+    base[300] = 0x0102
+    expected = base.copy()
+    expected[[7, 263, 300, 1023]] = 0x0301, 0xFFFF, 0x0100, 0x0005
+    gaps = bytes([7, 255, 0, 36, 255, 255, 212])
+    new_planes = bytes([0x01, 0xFF, 0x00, 0x05, 0x03, 0xFF, 0x01, 0x00])
+    # The differences +0x0301, −1, −2 and +5 in zigzag: 0x0602, 1, 3 and 10.
+    difference_planes = bytes([0x02, 1, 3, 10, 0x06, 0, 0, 0])
+    for kind, planes in ((OVERWRITE, new_planes), (DIFFERENCE, difference_planes)):
+        arrived = bucket(base)
+        decode(one_chunk(kind, 4, gaps, planes), arrived, 2)
+        assert np.array_equal(arrived.numpy().view("<u2"), expected)
+
+
+def test_differences_on_another_base_give_another_bucket_silently() -> None:
+    base = random_bucket(4096)
+    new = base.clone()
+    new[::64] += 1
+    wrong_base = base + 1
+    decode(encode(new, base, 1), wrong_base, 1)
+    assert not torch.equal(wrong_base, new)
+
+
+def test_a_bucket_of_another_length_than_its_base_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"32 bytes .* base of 16"):
+        encode(random_bucket(32), random_bucket(16), 2)
+
+
+GUARD = b"\xa5" * 64
+
+
+def decode_between_guards(message: bytes | np.ndarray, base: torch.Tensor, element_bytes: int) -> torch.Tensor | None:
+    """Decode into a copy of `base` that has guards before and after it; None if the message was refused."""
+    guards = torch.frombuffer(bytearray(GUARD), dtype=torch.uint8)
+    memory = torch.cat([guards, base, guards])
+    arrived = memory[len(GUARD) : len(GUARD) + len(base)]
+    try:
+        decode(np.frombuffer(message, np.uint8), arrived, element_bytes)
+    except PushFailed as refusal:
+        assert "the next push must be dense" in str(refusal)
+        return None
+    finally:
+        assert bytes(memory[: len(GUARD)].numpy()) == bytes(memory[-len(GUARD) :].numpy()) == GUARD
+    return arrived
+
+
+EDITS = st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 255), st.sampled_from(["set", "insert", "cut"])))
+
+
+@settings(max_examples=300)
+@given(EDITS, ELEMENT_BYTES, st.sampled_from([0.0, 0.02, 1.0]), st.integers(0, 1))
+def test_an_altered_message_is_refused_or_decoded_within_the_base(
+    edits: list[tuple[int, int, str]], element_bytes: int, density: float, is_long: int
+) -> None:
+    rng = np.random.default_rng(len(edits))
+    base = rng.integers(0, 256, 4096 + is_long * CHUNK_BYTES, np.uint8)
+    new = base + (rng.random(len(base)) < density).astype(np.uint8)
+    message = bytearray(encode(bucket(new), bucket(base), element_bytes))
+    for position, byte, edit in edits:
+        # Half of the edits fall in the first header, which would hardly ever be hit otherwise.
+        position %= max(1, min(len(message), HEADER.size) if position % 2 else len(message))
+        match edit:
+            case "set":
+                message[position : position + 1] = bytes([byte])
+            case "insert":
+                message[position:position] = bytes([byte]) * (byte + 1)
+            case "cut":
+                del message[position : position + byte]
+    decode_between_guards(bytes(message), bucket(base), element_bytes)
+
+
+@pytest.mark.parametrize("element_bytes", [1, 2])
+def test_a_message_cut_short_or_drawn_out_leaves_the_base_as_it_was(element_bytes: int) -> None:
+    base = random_bucket(CHUNK_BYTES + 64)
+    message = encode(base + 1, base, element_bytes)
+    for malformed in (message[:0], message[:1], message[:40], message[:-1], np.append(message, np.uint8(0))):
+        arrived = base.clone()
+        with pytest.raises(PushFailed, match="the next push must be dense"):
+            decode(malformed, arrived, element_bytes)
+        assert torch.equal(arrived, base)
+
+
+STREAM = zlib.compress(b"1")
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_changed", "gaps", "values"),
+    [
+        (OVERWRITE, 1, zlib.compress(b"\x80"), STREAM),
+        (OVERWRITE, 1, zlib.compress(b"\x7f"), STREAM[:-1]),
+        (OVERWRITE, 1, zlib.compress(b"\x7f"), STREAM + b"\0"),
+        (OVERWRITE, 1, zlib.compress(b"\x7f"), zlib.compress(b"12")),
+        (OVERWRITE, 1, zlib.compress(b"\x7f"), b""),
+        (OVERWRITE, 1, b"", STREAM),
+        (OVERWRITE, 2, zlib.compress(b"\x7f"), STREAM),
+        (OVERWRITE + 1, 1, zlib.compress(b"\x7f"), STREAM),
+        (DENSE, 1, zlib.compress(b"\x7f"), STREAM),
+    ],
+)
+def test_a_chunk_with_a_fault_leaves_its_words_as_they_were(
+    kind: int, num_changed: int, gaps: bytes, values: bytes
+) -> None:
+    base = random_bucket(128)
+    arrived = base.clone()
+    message = HEADER.pack(kind, num_changed, 1, len(gaps), len(values)) + gaps + values
+    with pytest.raises(PushFailed):
+        decode(np.frombuffer(message, np.uint8), arrived, 1)
+    assert torch.equal(arrived, base)
+
+
+def test_that_chunk_without_a_fault_changes_its_last_word() -> None:
+    arrived = torch.zeros(128, dtype=torch.uint8)
+    decode(one_chunk(OVERWRITE, 1, b"\x7f", b"1"), arrived, 1)
+    assert arrived.nonzero().tolist() == [[127]]
+
+
+@settings(max_examples=300)
+@given(st.lists(st.integers(0, 255) | st.just(255), max_size=12), st.integers(0, 12), st.integers(-1, 1))
+def test_gaps_are_followed_only_to_where_a_slow_reader_gets(gaps: list[int], num_changed: int, excess: int) -> None:
+    num_words = 1024
+    values = list(range(1, 1 + max(0, num_changed + excess)))
+    base = torch.zeros(num_words, dtype=torch.uint8)
+    arrived = decode_between_guards(one_chunk(OVERWRITE, num_changed, bytes(gaps), bytes(values)), base, 1)
+
+    changed, word, is_open = [], 0, False
+    for byte in gaps:
+        word += byte
+        is_open = byte == 255
+        if not is_open:
+            changed.append(word)
+            word += 1
+    fits = len(gaps) <= num_changed + num_words // 255 and all(word < num_words for word in changed)
+    if is_open or len(changed) != num_changed or len(values) != num_changed or not fits:
+        assert arrived is None
+    else:
+        assert arrived is not None and bytes(arrived[changed].tolist()) == bytes(values)
+        assert arrived.count_nonzero() == num_changed
+
+
+@pytest.mark.parametrize(
+    ("num_changed", "num_gap_bytes", "gaps", "values"),
+    [
+        (0, 0, b"", bytes(1 << 26)),
+        (0, 0, bytes(1 << 26), b""),
+        (1, 1, bytes(1 << 26), b"1"),
+        (1, 1, b"\0", bytes(1 << 26)),
+        (1, 1 << 26, bytes(1 << 26), b"1"),
+        (1 << 26, 1 << 26, bytes(1 << 26), bytes(1 << 26)),
+        (2**32 - 1, 2**32 - 1, bytes(1 << 26), bytes(1 << 26)),
+    ],
+)
+def test_a_bomb_is_refused_before_it_fills_the_memory(
+    num_changed: int, num_gap_bytes: int, gaps: bytes, values: bytes
+) -> None:
+    base = random_bucket(4096)
+    arrived = base.clone()
+    message = one_chunk(DIFFERENCE, num_changed, gaps, values, num_gap_bytes)
+    tracemalloc.start()
+    try:
+        with pytest.raises(PushFailed):
+            decode(message, arrived, 1)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    assert torch.equal(arrived, base)
+
+
+def test_the_temporary_memory_does_not_grow_with_the_bucket() -> None:
+    base = random_bucket(8 * CHUNK_BYTES)
+    new = base + 1
+    tracemalloc.start()
+    try:
+        message = encode(new, base, 8)
+        decode(message, base, 8)
+        assert tracemalloc.get_traced_memory()[1] < 8 * CHUNK_BYTES
+    finally:
+        tracemalloc.stop()
+    assert torch.equal(base, new)
+
+
+def test_noise_is_never_longer_than_the_bound_a_receiver_allocates_by() -> None:
+    for num_bytes in (0, 16, CHUNK_BYTES, CHUNK_BYTES + 16):
+        noise = torch.from_numpy(np.random.default_rng(0).integers(0, 256, num_bytes, dtype=np.uint8))
+        assert num_bytes <= len(encode(noise, torch.zeros_like(noise), 2)) <= max_encoded_bytes(num_bytes)
