@@ -51,6 +51,8 @@ class ScriptedEngine:
         self.orders: list[PushOrder] = []
         self.scripted_reports: list[Sequence[WorkerReport]] = []
         """When set, pushes return these, one after the other, without any transport."""
+        self.reports_from_version: dict[int, Sequence[WorkerReport]] = {}
+        """Pushes of these versions always end so."""
         self.fail_with: EngineFailed | EngineDead | None = None
         """When set, generate, score and pause raise it."""
         self.release = asyncio.Event()
@@ -118,6 +120,8 @@ class ScriptedEngine:
         self.orders.append(order)
         if self.scripted_reports:
             return self.scripted_reports.pop(0)
+        if order.version in self.reports_from_version:
+            return self.reports_from_version[order.version]
         return [await asyncio.to_thread(self._load, order)]
 
     def _load(self, order: PushOrder) -> WorkerReport:

@@ -2,6 +2,8 @@
 
 import json
 import sqlite3
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,14 @@ from datasets import Dataset
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM
 
+from inference_server.engine import PushOrder, WorkerReport
 from learner.checkpoint import find_checkpoint
 from learner.config import LearnerRun
 from learner.data import Prompts
 from learner.policy import load_tokenizer
+from learner.push import Pusher, PushReport
 from learner.train import train
-from protocol.errors import ConfigError, DataError, HandshakeRefused, ParityError, RewardError
+from protocol.errors import ConfigError, DataError, HandshakeRefused, ParityError, PushFailed, RewardError
 from protocol.model_files import resolve_model
 from tests.fakes import ScriptedEngine, ServerThread, report
 from tests.learner.model_engine import ModelEngine, sample, tiny_server
@@ -104,9 +108,10 @@ def seeded() -> dict[str, Any]:
     }
 
 
-def test_staleness_zero_gives_the_losses_of_a_plain_loop_step_for_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wire", ["dense", "delta"])
+def test_staleness_zero_gives_the_losses_of_a_plain_loop_step_for_step(tmp_path: Path, wire: str) -> None:
     with tiny_server() as server:
-        run = make_run(tmp_path, server.endpoint, **seeded())
+        run = make_run(tmp_path, server.endpoint, **seeded(), push={"wire": wire})
         train(run, resume=False)
     losses, model = plain_loop(run, num_steps=4)
     metrics = metrics_of(run)
@@ -274,6 +279,55 @@ def test_a_push_that_fails_is_tried_again_in_a_new_epoch(tmp_path: Path) -> None
     assert first != second and engine.orders[1].rendezvous is not None
     assert [order.version for order in engine.orders] == [0, 0, 1, 2]
     assert len(metrics_of(run)) == 2
+
+
+def test_a_push_beside_the_next_step_sends_the_weights_as_they_were_and_keeps_staleness_within_its_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = {}
+    begin = Pusher.begin
+
+    def remember_and_begin(self: Pusher, version: int, when_done: Callable[[], object]) -> PushReport | None:
+        trained[version] = dict(self._tensors())["transformer.wte.weight"].detach().clone()
+        return begin(self, version, when_done)
+
+    monkeypatch.setattr(Pusher, "begin", remember_and_begin)
+
+    class Slow(ModelEngine):
+        """Begins late to receive a push, and keeps what came."""
+
+        def __init__(self) -> None:
+            super().__init__(resolve_model("tiny:digits"))
+            self.pushed: dict[int, torch.Tensor] = {}
+
+        def _load(self, order: PushOrder) -> WorkerReport:
+            time.sleep(0.3)
+            return super()._load(order)
+
+        async def set_version(self, version: int) -> None:
+            await super().set_version(version)
+            self.pushed[version] = self.weights["transformer.wte.weight"].clone()
+
+    with tiny_server(Slow()) as server:
+        run = make_run(tmp_path, server.endpoint, steps=6, max_staleness=2, push={"overlap": True})
+        train(run, resume=False)
+    assert server.running.server.status()["policy_version"] == 6
+    metrics = metrics_of(run)
+    assert all(line["staleness/max"] <= 2 for line in metrics)
+    assert "push/seconds" not in metrics[0] and metrics[0]["time/push"] < 0.5 * metrics[1]["push/seconds"]
+    for version, weights in trained.items():
+        assert torch.equal(weights, server.engine.pushed[version]), version
+    assert len(trained) == 6
+
+
+def test_a_push_beside_the_next_step_that_never_succeeds_stops_the_run(tmp_path: Path) -> None:
+    engine = ModelEngine(resolve_model("tiny:digits"))
+    with tiny_server(engine) as server:
+        run = make_run(tmp_path, server.endpoint, push={"timeout_s": 2, "overlap": True, "max_attempts": 2})
+        bad = report(ok=False, state="receiving", error="scripted failure")
+        engine.reports_from_version = {1: [bad]}
+        with pytest.raises(PushFailed, match=r"version 1 could not be pushed in 2 attempts .*scripted failure"):
+            train(run, resume=False)
 
 
 def test_a_server_with_another_model_refuses_and_both_sides_are_named(tmp_path: Path) -> None:
