@@ -10,6 +10,7 @@ With `learner.push.overlap` a push works on a copy of the weights in a thread of
 """
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -68,7 +69,7 @@ class Pusher:
         self._copy = WeightCopy(wire_dtype)
         self._thread = ThreadPoolExecutor(1, "push")
         self._pending: Future[PushReport] | None = None
-        self._closed = False
+        self._closing = threading.Event()
         self.server_id: str | None = None
         """The server that got the last push."""
 
@@ -110,7 +111,7 @@ class Pusher:
 
     def close(self) -> None:
         """Give up whatever is under way."""
-        self._closed = True
+        self._closing.set()
         if self._epoch is not None:
             self._epoch.abort()
         self._thread.shutdown()
@@ -119,12 +120,12 @@ class Pusher:
 
     def _push_until_done(self, version: int, tensors: Callable[[], NamedTensors]) -> PushReport:
         for attempt in range(1, self._config.max_attempts + 1):
-            self._rollouts.wait_for_server(self._connect_timeout_s)
+            self._rollouts.wait_for_server(self._connect_timeout_s, self._closing)
             try:
                 return self._push_once(version, tensors)
             except (PushFailed, DeadlineExceeded) as error:
                 self._abandon_epoch()
-                if self._closed:
+                if self._closing.is_set():
                     raise
                 log.warning("push of version %d failed (attempt %d): %s", version, attempt, error)
                 failure = error
