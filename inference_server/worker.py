@@ -81,7 +81,7 @@ class SlipstreamTransfer(WeightTransferEngine[JoinEpoch, ReceivePush]):
                 "the learner must begin a new epoch"
             )
         self.shutdown()
-        self._collective = join_collective(order.epoch, order.rendezvous, init_info.rank)
+        self._collective = join_collective(order.epoch, order.rendezvous, init_info.rank, self.device)
         self._epoch, self._manifest = order.epoch, order.manifest
 
     def start_weight_update(self) -> None:

@@ -120,7 +120,7 @@ class Pusher:
     def _send(self, epoch: Epoch, is_new_epoch: bool) -> str:
         assert self._meeting is not None
         if is_new_epoch:
-            self._collective = self._meeting.host_collective(epoch.name, epoch.rendezvous)
+            self._collective = self._meeting.host_collective(epoch.name, epoch.rendezvous, torch.device("cpu"))
         assert self._collective is not None
         return send_weights(self._collective, epoch.manifest, self._tensors())
 
@@ -137,7 +137,7 @@ class Pusher:
         return Epoch(
             name=uuid.uuid4().hex[:8],
             server_id=welcome.server_id,
-            rendezvous=self._meeting.rendezvous(welcome.num_workers),
+            rendezvous=self._meeting.rendezvous(welcome.num_workers, "gloo"),
             manifest=make_manifest(self._tensors(), self._wire_dtype, self._config.bucket_mib << 20),
         )
 

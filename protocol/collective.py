@@ -1,30 +1,56 @@
 """The collective that carries the bytes of a push: the learner is rank 0, the server's workers are ranks 1..N.
 
-One collective lives for one epoch. Every call has the epoch's deadline; after any error the collective is closed and a
-new epoch makes a new one. Torch is imported here and in weights.py, never by `import protocol`.
+    Rendezvous ─▶ connect to the learner's store ─▶ all ranks meet ─▶ form the group ─▶ broadcast* ─▶ close
+
+One collective lives for one epoch; after any error it is closed and a new epoch makes a new one. Forming a group cannot
+be interrupted, so it begins only when every rank has come, and one that gives up calls the epoch off for all. Torch is
+imported here and in the files beside this one, never by `import protocol`.
 """
 
+import contextlib
 import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
 from datetime import timedelta
 from typing import Protocol
 from urllib.parse import urlsplit
 
 import torch
-from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from protocol.errors import PushFailed
+from protocol.gloo_collective import GlooCollective
 from protocol.messages import Rendezvous
+
+MEETING_POLL_S = 0.02
+JOIN_SLACK_S = 1.0
+"""A join waits this much longer than its parts, so that the part that knows what is missing speaks first."""
+
+_CALLED_OFF = "called off"
 
 
 class Collective(Protocol):
     """What a push needs from a transport."""
 
+    device: torch.device
+    """Where the tensors must be: the CPU for gloo, this rank's GPU for nccl and ipc."""
+
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Copy rank 0's CPU tensor into every other rank's. Raises PushFailed at the deadline or when a peer is gone."""
+        """Copy rank 0's flat uint8 tensor into every other rank's; blocks.
+
+        Raises PushFailed at the deadline, when a peer is gone and after `abort`.
+        """
+        ...
+
+    def abort(self) -> None:
+        """From any thread: a broadcast that waits in another one raises PushFailed at once, as does every later one."""
         ...
 
     def close(self) -> None:
-        """Leave the group; a peer that waits in a broadcast gets an error."""
+        """Leave the group and free what it holds; a peer that waits in a broadcast gets an error."""
         ...
 
 
@@ -39,7 +65,7 @@ def address_towards(endpoint: str) -> str:
 class Meeting:
     """The learner's listening store, in which all ranks of an epoch find each other.
 
-    It listens on the one address the server reaches the learner by, on a free port, for the life of the learner.
+    It listens on the one address the server reaches the learner by, on a free port, until `close`.
     """
 
     def __init__(self, host: str, timeout_s: float) -> None:
@@ -47,62 +73,118 @@ class Meeting:
         listener = socket.create_server((host, 0))
         self._port = listener.getsockname()[1]
         # The store takes over the bound socket: without this it would listen on every interface.
-        self._store = TCPStore(
+        self._store: TCPStore | None = TCPStore(
             host, self._port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(),
             timeout=timedelta(seconds=timeout_s), use_libuv=True,
         )  # fmt: skip
 
-    def rendezvous(self, num_workers: int) -> Rendezvous:
+    def rendezvous(self, num_workers: int, transport: str) -> Rendezvous:
         return Rendezvous(
-            transport="gloo", host=self._host, port=self._port, world_size=1 + num_workers, timeout_s=self._timeout_s
-        )
+            transport=transport,  # type: ignore[arg-type]
+            host=self._host, port=self._port, world_size=1 + num_workers, timeout_s=self._timeout_s,
+        )  # fmt: skip
 
-    def host_collective(self, epoch: str, rendezvous: Rendezvous) -> Collective:
-        """Join as rank 0; blocks until every worker has joined. Raises PushFailed at the deadline."""
-        return _GlooCollective(self._store, epoch, rank=0, rendezvous=rendezvous, own_host=self._host)
+    def host_collective(self, epoch: str, rendezvous: Rendezvous, device: torch.device) -> Collective:
+        """Join as rank 0; blocks until every worker has joined. Raises PushFailed at the deadline or after `call_off`."""
+        return _join(epoch, rendezvous, 0, device, lambda: (self._open_store(), self._host))
 
-
-def join_collective(epoch: str, rendezvous: Rendezvous, rank: int) -> Collective:
-    """Join the learner's epoch from a worker of the server. Raises PushFailed at the deadline."""
-    try:
-        store = TCPStore(
-            rendezvous.host, rendezvous.port, is_master=False, timeout=timedelta(seconds=rendezvous.timeout_s)
-        )
-    except (RuntimeError, ValueError) as error:
-        raise PushFailed(
-            f"cannot reach the learner's rendezvous {rendezvous.host}:{rendezvous.port}: {error}"
-        ) from error
-    own_host = address_towards(f"tcp://{rendezvous.host}:{rendezvous.port}")
-    return _GlooCollective(store, epoch, rank=rank, rendezvous=rendezvous, own_host=own_host)
-
-
-class _GlooCollective:
-    """A gloo process group beside the process's own default group, over TCP, on CPU tensors."""
-
-    def __init__(self, store: TCPStore, epoch: str, *, rank: int, rendezvous: Rendezvous, own_host: str) -> None:
-        self._epoch, self._timeout_s = epoch, rendezvous.timeout_s
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        # Without a named device gloo listens on whatever the host name resolves to.
-        options._devices = [ProcessGroupGloo.create_device(hostname=own_host)]
-        options._timeout = timedelta(seconds=rendezvous.timeout_s)
-        try:
-            self._group = ProcessGroupGloo(PrefixStore(epoch, store), rank, rendezvous.world_size, options)
-        except RuntimeError as error:
-            raise PushFailed(
-                f"rank {rank} of {rendezvous.world_size} could not form epoch {epoch} within {self._timeout_s} s: {error}"
-            ) from error
-
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        options = BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
-        try:
-            self._group.broadcast([tensor], options).wait()  # type: ignore[attr-defined]
-        except RuntimeError as error:
-            raise PushFailed(
-                f"broadcast of {tensor.nbytes} bytes in epoch {self._epoch} failed: {error} "
-                f"(deadline {self._timeout_s} s, learner.push.timeout_s)"
-            ) from error
+    def call_off(self, epoch: str, reason: str) -> None:
+        """From any thread: every rank that waits to join the epoch, here and at the server, raises PushFailed at once."""
+        PrefixStore(epoch, self._open_store()).set(_CALLED_OFF, reason)
 
     def close(self) -> None:
-        self._group.abort()
-        del self._group  # only its destructor closes the sockets, which is what a waiting peer notices
+        """Stop listening; a worker that waits to join gets an error."""
+        self._store = None  # its destructor ends the listening thread, once no collective uses it
+
+    def _open_store(self) -> TCPStore:
+        if self._store is None:
+            raise PushFailed("the learner's rendezvous is closed")
+        return self._store
+
+
+def join_collective(epoch: str, rendezvous: Rendezvous, rank: int, device: torch.device) -> Collective:
+    """Join the learner's epoch from a worker of the server. Raises PushFailed at the deadline."""
+    return _join(epoch, rendezvous, rank, device, lambda: _connect(rendezvous))
+
+
+def _connect(rendezvous: Rendezvous) -> tuple[TCPStore, str]:
+    """Return the learner's store and the own address that faces it."""
+    address = (rendezvous.host, rendezvous.port)
+    try:
+        with socket.create_connection(address, rendezvous.timeout_s) as probe:
+            own_host = probe.getsockname()[0]
+        return TCPStore(*address, is_master=False, timeout=timedelta(seconds=rendezvous.timeout_s)), own_host
+    except (OSError, RuntimeError, ValueError) as error:
+        raise PushFailed(f"cannot reach the learner's rendezvous {address[0]}:{address[1]}: {error}") from error
+
+
+def _join(
+    epoch: str, rendezvous: Rendezvous, rank: int, device: torch.device, connect: Callable[[], tuple[Store, str]]
+) -> Collective:
+    def join() -> Collective:
+        store, own_host = connect()
+        store = PrefixStore(epoch, store)
+        try:
+            _meet(store, epoch, rank, rendezvous)
+            return GlooCollective(store, epoch, rank, rendezvous.world_size, own_host, rendezvous.timeout_s)
+        except PushFailed as error:
+            with contextlib.suppress(RuntimeError):
+                store.set(_CALLED_OFF, f"rank {rank} gave up: {error}")
+            raise
+        except RuntimeError as error:
+            raise PushFailed(f"the learner's rendezvous was lost while rank {rank} joined {epoch}: {error}") from error
+
+    try:
+        return _within(rendezvous.timeout_s + JOIN_SLACK_S, join, discard=lambda collective: collective.close())
+    except TimeoutError as error:
+        raise PushFailed(
+            f"rank {rank} of {rendezvous.world_size} could not form epoch {epoch} within {rendezvous.timeout_s:g} s "
+            "(learner.push.timeout_s): a process of another rank is stopped or cannot be reached"
+        ) from error
+
+
+def _meet(store: Store, epoch: str, rank: int, rendezvous: Rendezvous) -> None:
+    """Wait until every rank is there. Raises PushFailed at the deadline or when the epoch is called off."""
+    deadline = time.monotonic() + rendezvous.timeout_s
+    store.set(f"rank {rank}", "")
+    missing = list(range(rendezvous.world_size))
+    while missing := [other for other in missing if not store.check([f"rank {other}"])]:
+        if time.monotonic() > deadline:
+            raise PushFailed(
+                f"of the {rendezvous.world_size} ranks of epoch {epoch} these did not come within "
+                f"{rendezvous.timeout_s:g} s (learner.push.timeout_s): {missing}"
+            )
+        _check_not_called_off(store, epoch)
+        time.sleep(MEETING_POLL_S)
+    _check_not_called_off(store, epoch)
+
+
+def _check_not_called_off(store: Store, epoch: str) -> None:
+    if store.check([_CALLED_OFF]):
+        raise PushFailed(f"epoch {epoch} was called off: {store.get(_CALLED_OFF).decode()}")
+
+
+def _within(timeout_s: float, call: Callable[[], Collective], discard: Callable[[Collective], None]) -> Collective:
+    """Call in a thread of its own what may block for ever in C. Raises TimeoutError; what comes later is discarded."""
+    outcome: Future[Collective] = Future()
+
+    def run() -> None:
+        try:
+            result = call()
+        except Exception as error:  # whatever it is belongs to the caller, in the other thread
+            traceback.clear_frames(error.__traceback__)  # they would keep the sockets of the failed join open
+            with contextlib.suppress(InvalidStateError):
+                outcome.set_exception(error)
+            return
+        try:
+            outcome.set_result(result)
+        except InvalidStateError:
+            discard(result)
+
+    threading.Thread(target=run, name="join", daemon=True).start()
+    try:
+        return outcome.result(timeout_s)
+    except TimeoutError:
+        if outcome.cancel():
+            raise
+        return outcome.result()

@@ -110,6 +110,8 @@ class ScriptedEngine:
         return [await asyncio.to_thread(self._receive, order)]
 
     def _receive(self, order: PushOrder) -> WorkerReport:
+        import torch
+
         from protocol.collective import join_collective
         from protocol.errors import PushFailed
         from protocol.weights import receive_weights
@@ -118,7 +120,7 @@ class ScriptedEngine:
         try:
             if order.rendezvous is not None:
                 self._close_collective()
-                self._collective = join_collective(order.epoch, order.rendezvous, rank=1)
+                self._collective = join_collective(order.epoch, order.rendezvous, rank=1, device=torch.device("cpu"))
                 self._manifest = order.manifest
             received = receive_weights(self._collective, self._manifest, weights.update)
         except PushFailed as error:

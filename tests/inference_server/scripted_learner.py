@@ -77,17 +77,20 @@ class ScriptedLearner:
         self, version: int, tensors: list, bucket_bytes: int = 1 << 20, timeout_s: float = 10.0
     ) -> Any:
         """Begin the first push of a new epoch; return its manifest once the server is ready and the group is formed."""
+        import torch
+
         from protocol.collective import Meeting
         from protocol.weights import make_manifest
 
         if self._meeting is None:
             self._meeting = Meeting("127.0.0.1", timeout_s)
         self.epoch = uuid.uuid4().hex[:8]
-        rendezvous = self._meeting.rendezvous(self.num_workers)
+        rendezvous = self._meeting.rendezvous(self.num_workers, "gloo")
         manifest = make_manifest(tensors, tensors[0][1].dtype, bucket_bytes)
         await self.send(PushBegin(epoch=self.epoch, version=version, rendezvous=rendezvous, manifest=manifest))
         await self.receive(PushReady)
-        self._collective = await asyncio.to_thread(self._meeting.host_collective, self.epoch, rendezvous)
+        host = self._meeting.host_collective
+        self._collective = await asyncio.to_thread(host, self.epoch, rendezvous, torch.device("cpu"))
         return manifest
 
     async def push(self, version: int, tensors: list, bucket_bytes: int = 1 << 20) -> tuple[PushDone | PushFailed, str]:

@@ -1,0 +1,62 @@
+"""The collective over TCP between the CPUs of the ranks, for machines without GPUs and GPUs that nothing else connects."""
+
+import contextlib
+from datetime import timedelta
+
+import torch
+from torch.distributed import BroadcastOptions, ProcessGroupGloo, Store
+
+from protocol.errors import PushFailed
+
+_NEVER_SENT = 1
+"""Tag of the message that `abort` waits for in vain."""
+
+
+class GlooCollective:
+    """A gloo process group beside the process's own default group. Raises PushFailed if it cannot be formed."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, store: Store, epoch: str, rank: int, world_size: int, own_host: str, timeout_s: float) -> None:
+        self._epoch, self._rank, self._timeout_s = epoch, rank, timeout_s
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        # Without a named device gloo listens on whatever the host name resolves to.
+        options._devices = [ProcessGroupGloo.create_device(hostname=own_host)]
+        options._timeout = timedelta(seconds=timeout_s)
+        self._group: ProcessGroupGloo | None = None
+        try:
+            self._group = ProcessGroupGloo(store, rank, world_size, options)
+        except RuntimeError as error:
+            raise PushFailed(
+                f"rank {rank} of {world_size} could not connect to the others of {epoch}: {error}"
+            ) from error
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        try:
+            self._open_group().broadcast([tensor], options).wait()  # type: ignore[attr-defined]
+        except RuntimeError as error:
+            raise PushFailed(
+                f"broadcast of {tensor.nbytes} bytes in epoch {self._epoch} failed: {error} "
+                f"(deadline {self._timeout_s:g} s, learner.push.timeout_s)"
+            ) from error
+
+    def abort(self) -> None:
+        # ProcessGroupGloo.abort() wakes nobody, but an operation that runs out of time closes all connections of its
+        # group and so ends every other one at once, here and at the peers. This one has a millisecond.
+        with contextlib.suppress(RuntimeError, PushFailed):
+            peer = 1 if self._rank == 0 else 0
+            nothing = [torch.empty(1, dtype=torch.uint8)]
+            work = self._open_group().recv(nothing, peer, _NEVER_SENT)  # type: ignore[attr-defined]
+            work.wait(timedelta(milliseconds=1))
+
+    def close(self) -> None:
+        self.abort()
+        self._group = None  # its destructor frees the sockets and the threads
+
+    def _open_group(self) -> ProcessGroupGloo:
+        """Not kept in a local of the callers: the traceback of a failure would keep the sockets open with it."""
+        if self._group is None:
+            raise PushFailed(f"the collective of epoch {self._epoch} is closed")
+        return self._group
