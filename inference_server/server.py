@@ -27,7 +27,6 @@ from protocol.channel import ServerChannel
 from protocol.errors import ProtocolError
 from protocol.messages import (
     PROTOCOL_VERSION,
-    TRANSPORTS,
     Ack,
     Cancel,
     Generate,
@@ -160,7 +159,7 @@ class Server:
         await self._deliver(
             Welcome(
                 server_id=self._server_id, policy_version=self._pushes.version, num_workers=limits.num_workers,
-                dtype=limits.dtype, transports=TRANSPORTS, max_model_len=limits.max_model_len,
+                dtype=limits.dtype, transports=["gloo"], devices=["cpu"] * limits.num_workers, max_model_len=limits.max_model_len,
                 max_concurrent_sequences=limits.max_concurrent_sequences,
             )
         )  # fmt: skip

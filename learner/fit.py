@@ -3,7 +3,8 @@
 from learner.config import LearnerRun
 from learner.data import Prompts
 from protocol.errors import ConfigError, DataError
-from protocol.messages import TRANSPORTS, Welcome
+from protocol.messages import Welcome
+from protocol.transport import choose_transport
 
 
 def check_fits(run: LearnerRun, prompts: Prompts, welcome: Welcome) -> None:
@@ -12,11 +13,7 @@ def check_fits(run: LearnerRun, prompts: Prompts, welcome: Welcome) -> None:
         raise ConfigError(
             f"the server computes in {welcome.dtype}, this run says dtype = {run.dtype!r}; start both with the same"
         )
-    if not set(TRANSPORTS) & set(welcome.transports):
-        raise ConfigError(
-            f"the server offers the transports {welcome.transports}, this learner has {TRANSPORTS}; "
-            "install the same slipstream-rl on both sides"
-        )
+    choose_transport("gloo", "cpu", welcome.devices, learner_transports=["gloo"], server_transports=welcome.transports)
     row, num_tokens = prompts.longest()
     max_tokens = run.learner.sampling.max_tokens
     if num_tokens + max_tokens > welcome.max_model_len:

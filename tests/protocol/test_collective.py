@@ -62,8 +62,8 @@ class Waiting:
     def is_waiting(self) -> bool:
         return self._thread.is_alive()
 
-    def ends_promptly(self) -> bool:
-        self._thread.join(PROMPTLY_S)
+    def ends_promptly(self, timeout_s: float = PROMPTLY_S) -> bool:
+        self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
 
@@ -200,14 +200,16 @@ def test_abort_wakes_a_broadcast_that_waits_for_a_stopped_process(own_rank: int)
 
 
 @pytest.mark.parametrize("leave", ["abort", "close"])
-def test_a_rank_that_leaves_ends_the_broadcast_of_all_others(leave: str) -> None:
+def test_a_rank_that_leaves_ends_its_own_broadcast_and_those_that_wait_for_it(leave: str) -> None:
     with meeting(timeout_s=60) as hosted:
         ranks = join_all(hosted, "e1", num_workers=3)
         waits = [Waiting(lambda rank=rank: rank.broadcast(zeros(1024))) for rank in ranks[1:3]]
         time.sleep(0.2)
         assert all(wait.is_waiting() for wait in waits)
+        getattr(ranks[1], leave)()
+        assert waits[0].ends_promptly() and "failed" in waits[0].error
         getattr(ranks[0], leave)()
-        assert all(wait.ends_promptly() and "failed" in wait.error for wait in waits)
+        assert waits[1].ends_promptly() and "failed" in waits[1].error
         for rank in ranks:
             rank.close()
 
