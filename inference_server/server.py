@@ -14,20 +14,20 @@ import asyncio
 import logging
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from inference_server.config import ServerConfig
-from inference_server.engine import Engine, EngineDead, EngineFailed
+from inference_server.engine import Engine, EngineDead, EngineFailed, WorkerPlace
 from inference_server.groups import Groups, why_invalid, why_not_tokens
 from inference_server.push import Pushes
 from protocol.channel import ServerChannel
 from protocol.errors import ProtocolError
 from protocol.messages import (
     PROTOCOL_VERSION,
-    TRANSPORTS,
     Ack,
     Cancel,
     Generate,
@@ -66,12 +66,14 @@ class Server:
         self._server_id = uuid.uuid4().hex[:12]
         self._started_at = time.monotonic()
         self._learner: Learner | None = None
+        self._places: Sequence[WorkerPlace] = ()
         self._ignored_peers: set[bytes] = set()
         self._tasks = asyncio.TaskGroup()
         self._groups = Groups(engine, self._deliver, self._tasks)
         self._pushes = Pushes(engine, self._deliver, config.pause_timeout_s, receive_overlap=config.receive_overlap)
 
     async def serve(self) -> None:
+        self._places = await self._engine.places()
         try:
             async with self._tasks:
                 self._tasks.create_task(self._receive(), name="receive")
@@ -161,11 +163,16 @@ class Server:
         await self._deliver(
             Welcome(
                 server_id=self._server_id, policy_version=self._pushes.version, num_workers=limits.num_workers,
-                dtype=limits.dtype, transports=TRANSPORTS, max_model_len=limits.max_model_len,
+                dtype=limits.dtype, transports=self._common_transports(), devices=[place.device for place in self._places],
+                max_model_len=limits.max_model_len,
                 max_concurrent_sequences=limits.max_concurrent_sequences,
             )
         )  # fmt: skip
         await self._groups.resend(after_s=0)
+
+    def _common_transports(self) -> list[str]:
+        first, *others = [place.transports for place in self._places]
+        return [transport for transport in first if all(transport in other for other in others)]
 
     async def _why_refused(self, hello: Hello) -> str | None:
         if hello.protocol_version != PROTOCOL_VERSION:

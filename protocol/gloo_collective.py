@@ -18,7 +18,8 @@ class GlooCollective:
     device = torch.device("cpu")
 
     def __init__(self, store: Store, epoch: str, rank: int, world_size: int, own_host: str, timeout_s: float) -> None:
-        self._epoch, self._rank, self._timeout_s = epoch, rank, timeout_s
+        self._epoch, self._timeout_s = epoch, timeout_s
+        self._peers = [peer for peer in range(world_size) if peer != rank]
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         # Without a named device gloo listens on whatever the host name resolves to.
         options._devices = [ProcessGroupGloo.create_device(hostname=own_host)]
@@ -42,14 +43,25 @@ class GlooCollective:
                 f"(deadline {self._timeout_s:g} s, learner.push.timeout_s)"
             ) from error
 
+    def barrier(self) -> None:
+        """Return once every rank has come here. Raises PushFailed as `broadcast` does."""
+        try:
+            self._open_group().barrier().wait()  # type: ignore[attr-defined]
+        except RuntimeError as error:
+            raise PushFailed(
+                f"waiting for the other ranks of epoch {self._epoch} failed: {error} "
+                f"(deadline {self._timeout_s:g} s, learner.push.timeout_s)"
+            ) from error
+
     def abort(self) -> None:
         # ProcessGroupGloo.abort() wakes nobody, but an operation that runs out of time closes all connections of its
-        # group and so ends every other one at once, here and at the peers. This one has a millisecond.
-        with contextlib.suppress(RuntimeError, PushFailed):
-            peer = 1 if self._rank == 0 else 0
-            nothing = [torch.empty(1, dtype=torch.uint8)]
-            work = self._open_group().recv(nothing, peer, _NEVER_SENT)  # type: ignore[attr-defined]
-            work.wait(timedelta(milliseconds=1))
+        # group and so ends every other one at once, here and at the peers. This one has a millisecond. It is tried with
+        # each peer, for it must wait to run out of time, and with one that has left it does not wait.
+        for peer in self._peers:
+            with contextlib.suppress(RuntimeError, PushFailed):
+                nothing = [torch.empty(1, dtype=torch.uint8)]
+                work = self._open_group().recv(nothing, peer, _NEVER_SENT)  # type: ignore[attr-defined]
+                work.wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
         self.abort()

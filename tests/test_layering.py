@@ -12,7 +12,7 @@ PACKAGES = ("protocol", "learner", "inference_server", "deploy")
 ONLY_IN = {
     "zmq": {"protocol/channel.py"},
     "vllm": {"inference_server/vllm_engine.py", "inference_server/worker.py", "inference_server/http.py"},
-    "cupy": {"protocol/collective.py"},
+    "cupy": {"protocol/nccl_collective.py"},
 }
 FORBIDDEN = {
     "protocol": {"learner", "inference_server", "deploy"},
