@@ -1,4 +1,4 @@
-"""Harm to the bytes of a push, done by the sender."""
+"""Harm to the bytes of a push."""
 
 import threading
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ TIMEOUT_S = 10.0
 
 
 class OneBitFlipped:
-    """A collective in which one bit of one broadcast changes on its way."""
+    """A sender's collective in which one bit of one broadcast changes on its way."""
 
     def __init__(self, collective: Collective, broadcast_index: int) -> None:
         self._collective, self._left = collective, broadcast_index
@@ -19,7 +19,7 @@ class OneBitFlipped:
     def broadcast(self, tensor: Any) -> None:
         if self._left == 0:
             tensor = tensor.clone()
-            tensor[len(tensor) // 2] ^= 4
+            _flip(tensor)
         self._left -= 1
         self._collective.broadcast(tensor)
 
@@ -28,6 +28,20 @@ class OneBitFlipped:
 
     def close(self) -> None:
         self._collective.close()
+
+
+class OneBitFlippedOnArrival(OneBitFlipped):
+    """The same for a receiver."""
+
+    def broadcast(self, tensor: Any) -> None:
+        self._collective.broadcast(tensor)
+        if self._left == 0:
+            _flip(tensor)
+        self._left -= 1
+
+
+def _flip(tensor: Any) -> None:
+    tensor[len(tensor) // 2] ^= 4
 
 
 class Halting:

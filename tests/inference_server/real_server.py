@@ -10,6 +10,7 @@ import time
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -89,8 +90,8 @@ class RealServer:
             return answer.read().decode()
 
 
-def running_server(directory: Path, *flags: str, model: PreTrainedModel | None = None) -> Iterator[RealServer]:
-    server = RealServer(directory, *flags, model=model)
+def running_server(directory: Path, *flags: str, **kwargs: Any) -> Iterator[RealServer]:
+    server = RealServer(directory, *flags, **kwargs)
     try:
         server.wait_for("ready after")
         yield server

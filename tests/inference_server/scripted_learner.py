@@ -1,6 +1,7 @@
 """A learner that does what a test says: the real channel and the real sending half of a push, nothing else."""
 
 import asyncio
+import contextlib
 import uuid
 from collections.abc import Iterable
 from typing import Any, Literal, TypeVar
@@ -117,6 +118,16 @@ class ScriptedLearner:
         if self._manifest.wire == "delta":
             return await asyncio.to_thread(send_changes, self.collective, buckets, tensors, self._baseline)
         return await asyncio.to_thread(send_weights, self.collective, buckets, tensors)
+
+    async def transfer_in_vain(self, tensors: Iterable[tuple[str, Any]]) -> PushFailed:
+        """Send the bytes of a push that must fail; return what the server says."""
+        from protocol.errors import PushFailed as TransferFailed
+
+        with contextlib.suppress(TransferFailed):  # small ones may all have left before a receiver is gone
+            await self.transfer(tensors)
+        failed = await self.receive((PushDone, PushFailed))
+        assert isinstance(failed, PushFailed)
+        return failed
 
     async def push(self, version: int, tensors: list, bucket_bytes: int = 1 << 20) -> tuple[PushDone | PushFailed, str]:
         """Push in a new epoch; return what the server said and the fingerprint of what was sent."""

