@@ -23,7 +23,7 @@ BUCKET_BYTES = 32 << 10
 
 
 class Load:
-    """Keeps `NUM_GROUPS` groups in flight; their lengths differ, so that they do not all end at once."""
+    """Groups in flight, whose lengths differ so that they do not all end at once."""
 
     def __init__(self, learner: ScriptedLearner, prompt: list[int]) -> None:
         self._learner, self._prompt = learner, prompt
@@ -44,14 +44,14 @@ class Load:
 
 
 async def push_under_load(
-    learner: ScriptedLearner, policy: DriftingPolicy, prompt: list[int], num_pushes: int
+    learner: ScriptedLearner, policy: DriftingPolicy, prompt: list[int], num_pushes: int, num_groups: int = NUM_GROUPS
 ) -> tuple[list[Completion], list[PushDone]]:
     """Push versions 0 to `num_pushes`, all but the first under load; return what was sampled and what the pushes took."""
     load, done = Load(learner, prompt), []
     for version in range(num_pushes + 1):
         if version == 0:
             outcome, fingerprint = await learner.push(version, policy.tensors(version), BUCKET_BYTES)
-            for _ in range(NUM_GROUPS):
+            for _ in range(num_groups):
                 await load.ask()
         else:
             outcome, fingerprint = await learner.push_again(version, policy.tensors(version))
@@ -63,7 +63,7 @@ async def push_under_load(
         for _ in range(num_ended):
             await load.take()
             await load.ask()
-    for _ in range(NUM_GROUPS):
+    for _ in range(num_groups):
         await load.take()
     return load.completions, done
 

