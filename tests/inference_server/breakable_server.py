@@ -1,6 +1,6 @@
 """`python -m inference_server` whose last worker receives one wrong bit in every epoch it joins while `BREAK_FILE` exists.
 
-vLLM's processes are spawned and import this module again, so each of them has the change.
+vLLM's processes are spawned and import this module again, so each of them has the change. No test may import it.
 """
 
 import os
@@ -13,10 +13,7 @@ from inference_server import receiver
 from inference_server.__main__ import main
 from protocol.collective import Collective, join_collective
 from protocol.messages import Rendezvous
-from tests.inference_server.broken_transfer import OneBitFlippedOnArrival
-
-BREAK_FILE = "SLIPSTREAM_TEST_BREAK_FILE"
-"""In the environment: a path; the file holds the index of the broadcast that goes wrong."""
+from tests.inference_server.broken_transfer import BREAK_FILE, OneBitFlippedOnArrival
 
 
 def join_breakable(epoch: str, rendezvous: Rendezvous, rank: int, device: torch.device) -> Collective:

@@ -7,6 +7,8 @@ from typing import Any
 from protocol.collective import Collective
 
 TIMEOUT_S = 10.0
+BREAK_FILE = "SLIPSTREAM_TEST_BREAK_FILE"
+"""For breakable_server.py, in the environment: the path of a file with the index of the broadcast that goes wrong."""
 
 
 class OneBitFlipped:

