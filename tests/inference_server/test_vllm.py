@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -63,12 +64,16 @@ class RealServer:
             "[server]\nenforce_eager = true\nkv_cache_memory_mib = 64\nblock_size = 32\n"
             f"http_port = {self.http_port}\n[learner]\nsteps = 1\n"
         )
+        self._command = [sys.executable, "-m", "inference_server", str(config), *flags]
         self.log_file = directory / "server.log"
+        self.start()
+
+    def start(self) -> None:
+        """Start, or start again on the same ports."""
         with self.log_file.open("w") as log:
-            command = [sys.executable, "-m", "inference_server", str(config), *flags]
             # One compute thread: the test process and the server would else fight for the cores with spinning threads.
             self.process = subprocess.Popen(
-                command,
+                self._command,
                 cwd=ROOT,
                 stdout=log,
                 stderr=log,
@@ -281,6 +286,31 @@ def test_a_push_torn_in_the_middle_is_healed_by_a_whole_one(server: RealServer) 
         assert waited.oldest_version == 2
         assert_sampled_by(NEW, waited)
         assert_sampled_by(NEW, await sample(learner, "g"))
+
+    with_learner(server, test)
+
+
+def test_torn_weights_are_a_503_with_the_reason_for_openai_clients_until_a_whole_push(server: RealServer) -> None:
+    import openai
+
+    async def test(learner: ScriptedLearner) -> None:
+        await push(learner, 0, OLD)
+        tensors = tiny_gpt2.named_tensors(NEW)
+        await learner.break_push(await learner.begin_push(1, tensors, bucket_bytes=1), tensors)
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            request = {"model": str(server.model), "prompt": "345", "max_tokens": 4, "temperature": 0}
+            with pytest.raises(openai.InternalServerError, match="neither old nor new") as refused:
+                await client.completions.create(**request)
+            assert refused.value.status_code == 503 and int(refused.value.response.headers["Retry-After"]) > 0
+            assert refused.value.type == "ServiceUnavailableError"
+            with pytest.raises(urllib.error.HTTPError, match="503"):
+                await asyncio.to_thread(server.get, "/health")
+            assert json.loads(await asyncio.to_thread(server.get, "/status"))["push_state"] == "torn"
+            await push(learner, 2, NEW)
+            prompt = [tiny_gpt2.TOKENS.index(character) for character in "345"]
+            text = (await client.completions.create(**request)).choices[0].text
+            assert text == greedy(NEW, prompt, num_tokens=4)
+            assert await asyncio.to_thread(server.get, "/health") == ""
 
     with_learner(server, test)
 
