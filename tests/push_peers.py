@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -31,6 +31,7 @@ import learner.push_epoch
 import protocol.collective
 from inference_server.config import ServerConfig
 from inference_server.engine import PushOrder, WorkerReport
+from learner.batch import ScoredGroup
 from learner.config import LearnerRun
 from learner.data import Prompt, Prompts
 from learner.ledger import Ledger
@@ -47,11 +48,13 @@ from tests.fakes import MODEL, ScriptedEngine, report, serving
 PUSH_TIMEOUT_S = 1.5
 DEAD_AFTER_S = 1.0
 """In place of the link's 3 s, with pulses ten times as often."""
-ANSWER_TIMEOUT_S = 40.0
+HANG = 0
+HANG_S = 1.5 * PUSH_TIMEOUT_S
+"""Past the deadline of one attempt, but not of the next."""
+ANSWER_TIMEOUT_S = 120.0
 NUM_TENSORS = 6
 TENSOR_BYTES = 2 << 20
 """More in all than the kernel buffers between two processes, so that a sender cannot be done before its receiver."""
-BUCKET_BYTES = TENSOR_BYTES
 
 NamedTensors = list[tuple[str, torch.Tensor]]
 
@@ -84,6 +87,7 @@ class Trap(msgspec.Struct, frozen=True):
     point: str
     pid: int
     signal: int
+    """HANG: only what has come to the point stands still, and that for HANG_S."""
     nth: int = 1
 
 
@@ -95,14 +99,17 @@ class _Traps:
     def set(self, trap: Trap) -> None:
         self._trap, self._num_reached = trap, 0
 
-    def reach(self, point: str) -> None:
+    def reach(self, point: str) -> float:
+        """Return how many seconds the caller is to stand still."""
         trap = self._trap
         if trap is None or trap.point != point:
-            return
+            return 0.0
         self._num_reached += 1
-        if self._num_reached == trap.nth:
-            self._trap = None
-            os.kill(trap.pid, trap.signal)
+        if self._num_reached < trap.nth:
+            return 0.0
+        self._trap = None
+        os.kill(trap.pid, trap.signal)
+        return HANG_S if trap.signal == HANG else 0.0
 
 
 TRAPS = _Traps()
@@ -112,11 +119,11 @@ class TrappedCollective(GlooCollective):
     """The real one, with the points at which a push is caught in the middle."""
 
     def __init__(self, *args: Any) -> None:
-        TRAPS.reach("forming")
+        time.sleep(TRAPS.reach("forming"))
         super().__init__(*args)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        TRAPS.reach("broadcast")
+        time.sleep(TRAPS.reach("broadcast"))
         super().broadcast(tensor)
 
 
@@ -143,15 +150,15 @@ class InPlaceEngine(ScriptedEngine):
             self.num_torn += completion.token_ids.tolist() != [label] * NUM_TENSORS
 
     async def pause(self) -> None:
-        TRAPS.reach("pausing")
+        await asyncio.sleep(TRAPS.reach("pausing"))
         await super().pause()
 
     async def stage_push(self, order: PushOrder) -> Any:
-        TRAPS.reach("joining")
+        await asyncio.sleep(TRAPS.reach("joining"))
         return await super().stage_push(order)
 
     async def load_push(self, order: PushOrder) -> Any:
-        TRAPS.reach("joining")
+        await asyncio.sleep(TRAPS.reach("joining"))
         return await super().load_push(order)
 
     def _load(self, order: PushOrder) -> WorkerReport:
@@ -166,7 +173,7 @@ class InPlaceEngine(ScriptedEngine):
         return report(fingerprint=receiver.fingerprint)
 
     async def set_version(self, version: int) -> None:
-        TRAPS.reach("labelling")
+        await asyncio.sleep(TRAPS.reach("labelling"))
         await super().set_version(version)
 
 
@@ -218,33 +225,63 @@ class _Words:
         return [str(token_ids) for token_ids in token_ids_G]
 
 
-def run_learner(
-    pipe: Connection, log: Path, endpoint: str, push: dict[str, Any], model: ModelFingerprint, weights: Callable
-) -> None:
-    """The learner's process: answers `push` with what became of it and `take` with the tokens of two groups."""
+class LearnerSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """What a test decides of its learner."""
+
+    endpoint: str
+    push: dict[str, Any]
+    """Keys of [learner.push]."""
+    model: ModelFingerprint = MODEL
+    weights: Callable[[int], NamedTensors] = weights
+    bucket_bytes: int = TENSOR_BYTES
+    """Smaller than the config allows, so that small models have several."""
+    dead_after_s: float = DEAD_AFTER_S
+
+
+class Sampled(msgspec.Struct, frozen=True):
+    """A completion as the learner got it."""
+
+    prompt: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[tuple[int, int]]
+
+
+def run_learner(pipe: Connection, log: Path, setup: LearnerSetup) -> None:
+    """The learner's process: answers a version with what became of its push, and `take` with two groups' completions."""
     _begin(log)
-    learner.link.DEAD_AFTER_S, learner.link.HELLO_INTERVAL_S = DEAD_AFTER_S, DEAD_AFTER_S / 10
-    learner.push_epoch.make_manifest = lambda tensors, dtype, _, wire: make_manifest(tensors, dtype, BUCKET_BYTES, wire)
-    run = _learner_run(log.parent, endpoint, push)
-    words: Any = _Words()
-    scorer = Scorer(run.learner, words, _AtOnce(), ledger := Ledger(log.with_suffix(f".{os.getpid()}.db")))  # type: ignore[arg-type]
-    hello = Hello(run="run", protocol_version=PROTOCOL_VERSION, model=model)
-    rollouts = Rollouts(run, hello, Prompts(run.learner.data, words, run.seed), ledger, scorer, 0)
-    version = 0
-    config = run.learner
-    pusher = Pusher(
-        rollouts, lambda: weights(version), torch.float32, config.push, config.connect_timeout_s, torch.device("cpu")
+    learner.link.DEAD_AFTER_S, learner.link.HELLO_INTERVAL_S = setup.dead_after_s, DEAD_AFTER_S / 10
+    learner.push_epoch.make_manifest = lambda tensors, dtype, _, wire: make_manifest(
+        tensors, dtype, setup.bucket_bytes, wire
     )
+    run = _learner_run(log.parent, setup)
+    config, words, at_once = run.learner, cast(Any, _Words()), cast(Any, _AtOnce())
+    ledger = Ledger(log.with_suffix(".db"))
+    hello = Hello(run="run", protocol_version=PROTOCOL_VERSION, model=setup.model)
+    prompts = Prompts(config.data, words, run.seed)
+    rollouts = Rollouts(run, hello, prompts, ledger, Scorer(config, words, at_once, ledger), 0)
+    version = 0
+    pusher = Pusher(
+        rollouts, lambda: setup.weights(version), torch.float32, config.push, config.connect_timeout_s,
+        torch.device("cpu"),
+    )  # fmt: skip
     pipe.send("ready")
     while True:
         match _next_command(pipe):
             case Trap() as trap:
                 TRAPS.set(trap)
             case int(version):
-                pipe.send(_push(pusher, rollouts, version, config.push.overlap) or digest(weights(version)))
+                pipe.send(_push(pusher, rollouts, version, config.push.overlap) or digest(setup.weights(version)))
             case "take":
-                groups = rollouts.take(2, ANSWER_TIMEOUT_S, version) or []
-                pipe.send([(c.versions, c.token_ids.tolist()) for group in groups for c in group.completions])
+                pipe.send(_sampled(rollouts.take(2, ANSWER_TIMEOUT_S, version) or []))
+
+
+def _sampled(groups: list[ScoredGroup]) -> list[Sampled]:
+    return [
+        Sampled(group.prompt_token_ids.tolist(), c.token_ids.tolist(), c.behaviour_logprobs.tolist(), list(c.versions))
+        for group in groups
+        for c in group.completions
+    ]
 
 
 def _push(pusher: Pusher, rollouts: Rollouts, version: int, overlap: bool) -> Exception | None:
@@ -261,19 +298,19 @@ def _push(pusher: Pusher, rollouts: Rollouts, version: int, overlap: bool) -> Ex
     return None
 
 
-def _learner_run(directory: Path, endpoint: str, push: dict[str, Any]) -> LearnerRun:
+def _learner_run(directory: Path, setup: LearnerSetup) -> LearnerRun:
     return msgspec.convert(
         {
             "model": "scripted",
             "run_dir": str(directory),
-            "endpoint": endpoint,
+            "endpoint": setup.endpoint,
             "dtype": "float32",
             "learner": {
                 "steps": 10**6, "groups_per_step": 2, "max_staleness": 1, "connect_timeout_s": ANSWER_TIMEOUT_S,
                 "data": {"task": "reverse", "num_digits": 4, "num_prompts": 8},
                 "reward": {"functions": ["exact_match"]},
                 "sampling": {"num_completions": 2, "max_tokens": NUM_TENSORS},
-                "push": {"timeout_s": PUSH_TIMEOUT_S} | push,
+                "push": {"timeout_s": PUSH_TIMEOUT_S} | setup.push,
             },
         },
         LearnerRun,
@@ -356,10 +393,13 @@ class Peer:
     def go_on(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
 
-    def resources(self) -> tuple[int, int, int]:
-        """Threads, file descriptors, children."""
+    def resources(self) -> dict[str, int]:
         process = psutil.Process(self.pid)
-        return process.num_threads(), process.num_fds(), len(process.children(recursive=True))
+        return {
+            "threads": process.num_threads(),
+            "file descriptors": process.num_fds(),
+            "children": len(process.children(recursive=True)),
+        }
 
     def kill(self) -> None:
         self.process.kill()
@@ -380,9 +420,8 @@ class Pair:
         return self.server
 
     def start_learner(self) -> Peer:
-        self.learner = Peer(
-            run_learner, self._directory / "learner.log", self._endpoint, self._push, MODEL, weights
-        )  # fmt: skip
+        setup = LearnerSetup(endpoint=self._endpoint, push=self._push)
+        self.learner = Peer(run_learner, self._directory / "learner.log", setup)
         return self.learner
 
     def kill(self) -> None:
