@@ -82,7 +82,7 @@ class Receiver:
                     f"epoch {order.epoch} is not known here (the last one was {known}) and came without a rendezvous; "
                     "the learner must begin a new epoch"
                 )
-            self._close()
+            self.leave_joined()
             baseline = Baseline() if order.manifest.wire == "delta" else None
             collective = join_collective(order.epoch, order.rendezvous, self._rank, self._device)
             with self._lock:
@@ -116,9 +116,10 @@ class Receiver:
         if epoch in (None, staged_epoch):
             self._drop_staging()
         if epoch is None or (self._member is not None and self._member.epoch == epoch):
-            self._close()
+            self.leave_joined()
 
-    def _close(self) -> None:
+    def leave_joined(self) -> None:
+        """Leave the group that was joined last."""
         with self._lock:
             member, self._member = self._member, None
         if member is not None:
@@ -153,6 +154,7 @@ class _Staging(threading.Thread):
         # Whatever it is, it must be in the worker's report: a thread that just ends would look like a push that has come.
         except Exception as failure:
             self.failure = failure
+            self._receiver.leave_joined()
 
     def take(self) -> Iterator[Arrived]:
         """Yield each bucket and let go of it. Raises what receiving has failed with."""

@@ -63,8 +63,11 @@ class Epoch:
             self._meeting.call_off(self.name, "the learner gave up")
 
     def close(self) -> None:
+        """Leave the group; a server that still waits for it to form need not wait any longer."""
         if self.collective is not None:
             self.collective.close()
+        else:
+            self._meeting.call_off(self.name, "the learner gave up")
 
 
 class Epochs:

@@ -29,7 +29,8 @@ class GlooCollective:
             self._group = ProcessGroupGloo(store, rank, world_size, options)
         except RuntimeError as error:
             raise PushFailed(
-                f"rank {rank} of {world_size} could not connect to the others of {epoch}: {error}"
+                f"rank {rank} of {world_size} could not connect to the others of epoch {epoch}: {error} "
+                f"(deadline {timeout_s:g} s, learner.push.timeout_s)"
             ) from error
 
     def broadcast(self, tensor: torch.Tensor) -> None:

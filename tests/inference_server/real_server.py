@@ -52,12 +52,16 @@ class RealServer:
             "[server]\nenforce_eager = true\nkv_cache_memory_mib = 64\nblock_size = 32\n"
             f"http_port = {self.http_port}\n[learner]\nsteps = 1\n"
         )
+        self._command = [sys.executable, *program, str(config), *flags]
         self.log_file = directory / "server.log"
+        self.start()
+
+    def start(self) -> None:
+        """Start, or start again on the same ports."""
         with self.log_file.open("w") as log:
-            command = [sys.executable, *program, str(config), *flags]
             # One compute thread: the test process and the server would else fight for the cores with spinning threads.
             self.process = subprocess.Popen(
-                command,
+                self._command,
                 cwd=ROOT,
                 stdout=log,
                 stderr=log,

@@ -8,6 +8,8 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -174,6 +176,31 @@ def test_a_push_torn_in_the_middle_is_healed_by_a_whole_one(server: RealServer) 
         assert waited.oldest_version == 2
         assert_sampled_by(NEW, waited)
         assert_sampled_by(NEW, await sample(learner, "g"))
+
+    with_learner(server, test)
+
+
+def test_torn_weights_are_a_503_with_the_reason_for_openai_clients_until_a_whole_push(server: RealServer) -> None:
+    import openai
+
+    async def test(learner: ScriptedLearner) -> None:
+        await push(learner, 0, OLD)
+        tensors = tiny_gpt2.named_tensors(NEW)
+        await learner.break_push(await learner.begin_push(1, tensors, bucket_bytes=1), tensors)
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            request = {"model": str(server.model), "prompt": "345", "max_tokens": 4, "temperature": 0}
+            with pytest.raises(openai.InternalServerError, match="neither old nor new") as refused:
+                await client.completions.create(**request)
+            assert refused.value.status_code == 503 and int(refused.value.response.headers["Retry-After"]) > 0
+            assert refused.value.type == "ServiceUnavailableError"
+            with pytest.raises(urllib.error.HTTPError, match="503"):
+                await asyncio.to_thread(server.get, "/health")
+            assert json.loads(await asyncio.to_thread(server.get, "/status"))["push_state"] == "torn"
+            await push(learner, 2, NEW)
+            prompt = [tiny_gpt2.TOKENS.index(character) for character in "345"]
+            text = (await client.completions.create(**request)).choices[0].text
+            assert text == greedy(NEW, prompt, num_tokens=4)
+            assert await asyncio.to_thread(server.get, "/health") == ""
 
     with_learner(server, test)
 
