@@ -17,6 +17,7 @@ from protocol import weights
 from protocol.bucket_memory import BucketMemory
 from protocol.checksum import Checksum, fingerprint
 from protocol.collective import Collective, Meeting, join_collective
+from protocol.delta_wire import Baseline, receive_changes
 from protocol.messages import Manifest, Rendezvous
 from protocol.weights import receive_weights
 
@@ -35,6 +36,14 @@ class Order(NamedTuple):
     """Of the one tensor, if it is raw."""
     manifest: Manifest | None = None
     """Of the weights, if it is a push."""
+
+
+class Kept(NamedTuple):
+    """What a receiver keeps between the pushes of one manifest."""
+
+    manifest: Manifest
+    memory: BucketMemory
+    baseline: Baseline
 
 
 class NoChecksum(Checksum):
@@ -90,23 +99,28 @@ def serve(pipe: Connection, rendezvous: Rendezvous, device: str) -> None:
     torch.set_num_threads(1)
     collective = join_collective(EPOCH, rendezvous, 1, torch.device(device))
     raw = torch.empty(0, dtype=torch.uint8, device=device)
-    manifest, memory = None, None
+    kept: dict[str, Kept] = {}
     order: Order | None
     while (order := pipe.recv()) is not None:
         if order.manifest is None:
             if len(raw) != order.num_bytes:
                 raw = torch.zeros(order.num_bytes, dtype=torch.uint8, device=device)
-        elif order.manifest != manifest:
-            manifest, memory = order.manifest, BucketMemory(order.manifest, collective.device)
+        elif order.manifest.wire not in kept or kept[order.manifest.wire].manifest != order.manifest:
+            memory = BucketMemory(order.manifest, collective.device)
+            kept[order.manifest.wire] = Kept(order.manifest, memory, Baseline())
         pipe.send("ready")
         with as_ordered(order):
-            pipe.send(receive(collective, order, raw, memory))
+            pipe.send(receive(collective, order, raw, kept))
     collective.close()
 
 
-def receive(collective: Collective, order: Order, raw: torch.Tensor, memory: BucketMemory | None) -> str:
+def receive(collective: Collective, order: Order, raw: torch.Tensor, kept: dict[str, Kept]) -> str:
     """Receive one transfer; return its fingerprint, empty if it is raw."""
-    if order.manifest is not None:
-        return fingerprint([arrived.checksum for arrived in receive_weights(collective, order.manifest, memory)])
-    collective.broadcast(torch.empty_like(raw) if order.variant == "raw into fresh memory" else raw)
-    return ""
+    if order.manifest is None:
+        collective.broadcast(torch.empty_like(raw) if order.variant == "raw into fresh memory" else raw)
+        return ""
+    if order.manifest.wire == "delta":
+        arriving = receive_changes(collective, order.manifest, kept["delta"].baseline)
+    else:
+        arriving = receive_weights(collective, order.manifest, kept["dense"].memory)
+    return fingerprint([arrived.checksum for arrived in arriving])

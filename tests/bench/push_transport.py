@@ -8,6 +8,7 @@ A ratio is taken within a round, of transfers that follow each other; what is re
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -15,6 +16,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from protocol.buckets import cut, make_manifest
+from protocol.checksum import Checksum
 from protocol.weights import send_weights
 from tests.bench.push_peer import Order, Peer, Variant, as_ordered
 
@@ -29,6 +31,7 @@ SPARE_BYTES = 2 << 30
 """Of the machine's memory, left alone."""
 
 NamedTensors = list[tuple[str, torch.Tensor]]
+Shapes = list[tuple[str, torch.Size]]
 
 
 def model_tensors(num_bytes: int, dtype: torch.dtype, device: torch.device) -> NamedTensors:
@@ -42,9 +45,6 @@ def model_tensors(num_bytes: int, dtype: torch.dtype, device: torch.device) -> N
         (name, torch.full(shape, 1 + index / 100, dtype=dtype, device=device))
         for index, (name, shape) in enumerate(shapes)
     ]
-
-
-Shapes = list[tuple[str, torch.Size]]
 
 
 def _layer_shapes() -> tuple[Shapes, Shapes]:
@@ -86,47 +86,71 @@ class Transfers:
         assert arrived == sent, f"{variant}: sent {sent}, arrived {arrived}"
         return seconds
 
-    def ratios(self, variants: list[Variant], num_rounds: int) -> tuple[dict[str, float], float]:
-        """Return each variant's bytes/s over those of raw, and raw's GiB/s."""
-        for variant in variants:  # the first of each kind meets fresh memory and cold caches
+    def over_raw(self, variants: list[Variant], num_rounds: int) -> dict[str, list[float]]:
+        """Return each variant's bytes/s over those of raw, and under `raw` its own GiB/s, round by round."""
+        for variant in ["raw", *variants]:  # the first of each kind meets fresh memory and cold caches
             self.seconds(variant)
-        over_raw = defaultdict(list)
-        raw_seconds = []
+        rounds: dict[str, list[float]] = defaultdict(list)
         for _ in range(num_rounds):
-            raw_seconds.append(self.seconds("raw"))
+            raw_s = self.seconds("raw")
+            rounds["raw"].append(self.num_bytes / raw_s / 2**30)
             for variant in variants:
-                over_raw[variant].append(raw_seconds[-1] / self.seconds(variant))
-        return {variant: statistics.median(values) for variant, values in over_raw.items()}, (
-            self.num_bytes / statistics.median(raw_seconds) / 2**30
-        )
+                rounds[variant].append(raw_s / self.seconds(variant))
+        return rounds
 
 
-def measure(size_mib: int, num_rounds: int, bucket_bytes: int, transport: str = "gloo") -> dict[str, Any]:
-    """Return one size's numbers."""
-    peer = Peer(transport, CPU, CPU)
+def measure(size_mib: int, num_rounds: int, bucket_bytes: int) -> dict[str, Any]:
+    """Return one size's numbers; a word where the machine has not enough memory for it."""
+    num_bytes = size_mib << 20
+    if lacking := lacks_memory(3 * num_bytes):  # weights, and the raw tensor on both sides
+        return {"size_mib": size_mib, "skipped": lacking}
+    peer = Peer("gloo", CPU, CPU)
     try:
-        tensors = model_tensors(size_mib << 20, WIRE_DTYPE, CPU)
+        tensors = model_tensors(num_bytes, WIRE_DTYPE, CPU)
         transfers = Transfers(peer, tensors, bucket_bytes)
-        ratios, raw = transfers.ratios(
-            ["push", "push without checksums", "raw into fresh memory"], num_rounds
-        )
-        result = {
+        rounds = transfers.over_raw(["push", "push without checksums", "raw into fresh memory"], num_rounds)
+        result: dict[str, Any] = {
             "size_mib": size_mib, "num_bytes": transfers.num_bytes, "num_tensors": len(tensors), "num_rounds": num_rounds,
-            "raw_gib_per_s": raw, "dense_over_raw": ratios["push"],
-            "over_raw_without_checksums": ratios["push without checksums"],
-            "raw_fresh_over_raw": ratios["raw into fresh memory"],
+            "raw_gib_per_s": statistics.median(rounds["raw"]),
+            "dense_over_raw": statistics.median(rounds["push"]),
+            "dense_over_raw_by_round": rounds["push"],
+            "over_raw_without_checksums": statistics.median(rounds["push without checksums"]),
+            "raw_into_fresh_memory_over_raw": statistics.median(rounds["raw into fresh memory"]),
         }  # fmt: skip
         del tensors, transfers
-        if psutil.virtual_memory().available - SPARE_BYTES < 3 * (size_mib << 20):
-            return result | {"cast_over_raw": None}
-        transfers = Transfers(peer, model_tensors(size_mib << 20, torch.float32, CPU), bucket_bytes)
-        return result | {"cast_over_raw": transfers.ratios(["push"], num_rounds)[0]["push"]}
+        return result | {"cast_over_raw": cast_over_raw(peer, num_bytes, num_rounds, bucket_bytes)}
     finally:
         peer.close()
 
-if __name__ == "__main__":
-    import sys
-    torch.set_num_threads(1)
-    for s in sys.argv[1:]:
-        t=time.time()
-        print(measure(int(s), 7, 256<<20), round(time.time()-t,1),flush=True)
+
+def cast_over_raw(peer: Peer, num_bytes: int, num_rounds: int, bucket_bytes: int) -> float | str:
+    """The same with float32 weights that are cast on their way."""
+    if lacking := lacks_memory(3 * num_bytes):  # the peer holds its raw tensor by now, the weights take twice as much
+        return f"skipped: {lacking}"
+    transfers = Transfers(peer, model_tensors(num_bytes, torch.float32, CPU), bucket_bytes)
+    return statistics.median(transfers.over_raw(["push"], num_rounds)["push"])
+
+
+def lacks_memory(num_bytes: int) -> str:
+    """Say what is missing, or nothing."""
+    needed, free = (num_bytes + SPARE_BYTES) / 2**30, psutil.virtual_memory().available / 2**30
+    return f"needs {needed:.1f} GiB of free memory, there are {free:.1f}" if needed > free else ""
+
+
+def measure_memory(num_bytes: int = 256 << 20) -> dict[str, float]:
+    """What one core of this machine does alone, in GiB/s: most of a push is such passes over memory."""
+    bytes_N, other_N = torch.ones(num_bytes, dtype=torch.uint8), torch.ones(num_bytes, dtype=torch.uint8)
+    masters_N = torch.ones(num_bytes // 2, dtype=torch.float32)
+    passes: dict[str, Callable[[], object]] = {
+        "checksum": lambda: Checksum().update(bytes_N),
+        "copy": lambda: other_N.copy_(bytes_N),
+        "cast": lambda: other_N.view(WIRE_DTYPE).copy_(masters_N),
+        "copy_into_fresh_memory": lambda: bytes_N.clone(),
+    }
+    return {name: num_bytes / 2**30 / min(_seconds(one) for _ in range(5)) for name, one in passes.items()}
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
