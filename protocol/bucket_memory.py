@@ -32,7 +32,7 @@ class BucketMemory:
             return torch.empty(0, dtype=torch.uint8)
         # Of the size of the largest, so that any fits any bucket; what a bucket does not use costs no memory.
         whole = self._spare.pop() if self._spare else torch.empty(self._most_bytes, dtype=torch.uint8)
-        loan = memoryview(whole.numpy())
+        loan = whole.numpy().data
         # The loan lives as long as the storage of the tensor below, which all views of it share.
         weakref.finalize(loan, self._take_back, whole).atexit = False
         return torch.frombuffer(loan, dtype=torch.uint8, count=num_bytes)

@@ -1,6 +1,6 @@
 """Pushes that carry only what changed: how many bytes real consecutive optimizer steps leave, and when that is faster.
 
-    float32 masters ─▶ AdamW at a learning rate of RL ─▶ bfloat16 on the wire ─▶ delta against the version before
+float32 masters ─▶ AdamW at a learning rate of RL ─▶ bfloat16 on the wire ─▶ delta against the version before
 """
 
 import statistics

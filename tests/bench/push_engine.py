@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
@@ -86,24 +87,18 @@ def first_pushes(server: ServedModel, pusher: Pusher, trainee: Trainee) -> dict[
     """Push three times without load; return the memory this took on each side, also in buckets of the size configured."""
     largest = max(bucket.num_bytes for bucket in cut(make_manifest(trainee.tensors(), torch.float32, BUCKET_MIB << 20)))
     trainee.step()
-    import psutil
-
-    with peak_memory(server.process) as server_peak, peak_memory(psutil.Process()) as learner_peak:
+    with peak_memory(server.processes) as server_peak, peak_memory([psutil.Process()]) as learner_peak:
         for version in range(3):
             pusher.push(version)
-    return {
-        "bucket_bytes": BUCKET_MIB << 20,
-        "largest_bucket_bytes": largest,
-        **{
-            f"{side}_{name}": value
-            for side, peak in (("server", server_peak), ("learner", learner_peak))
-            for name, value in (
-                ("bytes", peak.num_bytes),
-                ("buckets", peak.num_bytes / (BUCKET_MIB << 20)),
-                ("largest_buckets", peak.num_bytes / largest),
-            )
-        },
-    }
+    memory: dict[str, Any] = {"bucket_bytes": BUCKET_MIB << 20, "largest_bucket_bytes": largest}
+    for side, peak in (("server", server_peak), ("learner", learner_peak)):
+        memory |= {
+            f"{side}_bytes": peak.num_bytes,
+            f"{side}_kept_bytes": peak.num_bytes_kept,
+            f"{side}_buckets": peak.num_bytes / (BUCKET_MIB << 20),
+            f"{side}_largest_buckets": peak.num_bytes / largest,
+        }
+    return memory
 
 
 def blocking_pushes(pusher: Pusher, link: BusyLink, trainee: Trainee, num_pushes: int) -> dict[str, float]:
@@ -155,8 +150,3 @@ def run(directory: Path, num_pushes: int) -> dict[str, Any]:
         "gpt2_small": measure(small, directory, num_pushes, 4, Sampling(num_completions=4, max_tokens=64)),
         "tiny": measure(TINY, directory / "tiny", num_pushes, 16, Sampling(num_completions=16, max_tokens=9)),
     }
-
-if __name__ == "__main__":
-    import json, sys
-    torch.set_num_threads(1)
-    print(json.dumps(run(Path(sys.argv[1]), 5), indent=1))

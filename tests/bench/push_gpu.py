@@ -1,6 +1,6 @@
 """The transport benchmark between two processes on GPUs, against a bare copy between two tensors on one.
 
-    ipc: both processes on one GPU        nccl: one GPU each
+ipc: both processes on one GPU        nccl: one GPU each
 """
 
 import statistics
@@ -42,7 +42,13 @@ def copy_gib_per_s(num_bytes: int, device: torch.device) -> float:
 
 
 def _measure(
-    transport: str, own: torch.device, other: torch.device, num_bytes: int, num_rounds: int, bucket_bytes: int, copy: float
+    transport: str,
+    own: torch.device,
+    other: torch.device,
+    num_bytes: int,
+    num_rounds: int,
+    bucket_bytes: int,
+    copy: float,
 ) -> dict[str, float]:
     peer = Peer(transport, own, other)
     try:

@@ -52,9 +52,10 @@ class ServedModel:
         self._wait_until_ready()
 
     @property
-    def process(self) -> psutil.Process:
-        """Server, engine and worker in one: a CPU engine without tensor parallelism has no processes of its own."""
-        return psutil.Process(self._process.pid)
+    def processes(self) -> list[psutil.Process]:
+        """The server and vLLM's engine."""
+        server = psutil.Process(self._process.pid)
+        return [server, *server.children(recursive=True)]
 
     def close(self) -> None:
         if self._process.poll() is None:
@@ -131,20 +132,24 @@ class _RecordingLink(ServerLink):
 
 
 class PeakMemory:
-    """The most resident memory of a process above what it had at first, in bytes."""
+    """The most resident memory of some processes above what they had at first, in bytes."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
+        self.num_bytes_kept = 0
+        """What was left of it at the end."""
 
 
 @contextmanager
-def peak_memory(process: psutil.Process) -> Iterator[PeakMemory]:
-    peak, before, ended = PeakMemory(), process.memory_info().rss, threading.Event()
+def peak_memory(processes: list[psutil.Process]) -> Iterator[PeakMemory]:
+    def resident() -> int:
+        return sum(process.memory_info().rss for process in processes)
 
     def sample() -> None:
         while not ended.wait(SAMPLE_EVERY_S):
-            peak.num_bytes = max(peak.num_bytes, process.memory_info().rss - before)
+            peak.num_bytes = max(peak.num_bytes, resident() - before)
 
+    peak, before, ended = PeakMemory(), resident(), threading.Event()
     sampler = threading.Thread(target=sample, daemon=True)
     sampler.start()
     try:
@@ -152,6 +157,7 @@ def peak_memory(process: psutil.Process) -> Iterator[PeakMemory]:
     finally:
         ended.set()
         sampler.join()
+        peak.num_bytes_kept = resident() - before
 
 
 def _free_port() -> int:
