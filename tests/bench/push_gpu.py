@@ -53,14 +53,13 @@ def _measure(
     peer = Peer(transport, own, other)
     try:
         transfers = Transfers(peer, model_tensors(num_bytes, WIRE_DTYPE, own), bucket_bytes)
-        rounds = transfers.over_raw(["push", "push without checksums"], num_rounds)
+        push = transfers.over_raw("push", num_rounds)
+        unchecked = transfers.over_raw("push without checksums", num_rounds)
     finally:
         peer.close()
-    raw = statistics.median(rounds["raw"])
-    dense = statistics.median(rounds["push"])
     return {
-        "raw_gib_per_s": raw,
-        "dense_over_raw": dense,
-        "over_raw_without_checksums": statistics.median(rounds["push without checksums"]),
-        "dense_over_copy": dense * raw / copy,
+        "raw_gib_per_s": push.raw_gib_per_s,
+        "dense_over_raw": push.median,
+        "over_raw_without_checksums": unchecked.median,
+        "dense_over_copy": push.median * push.raw_gib_per_s / copy,
     }
