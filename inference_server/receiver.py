@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from inference_server.engine import PushOrder
+from protocol.bucket_memory import BucketMemory
 from protocol.checksum import fingerprint
 from protocol.collective import Collective, join_collective
 from protocol.delta_wire import Baseline, receive_changes
@@ -31,6 +32,7 @@ class Membership(msgspec.Struct, frozen=True, eq=False):
     collective: Collective
     manifest: Manifest
     baseline: Baseline | None
+    memory: BucketMemory
 
 
 class Receiver:
@@ -89,7 +91,8 @@ class Receiver:
                 if staging is not None and staging.is_given_up:
                     collective.close()
                     raise PushFailed(f"epoch {order.epoch} was given up while it was joined")
-                self._member = Membership(order.epoch, collective, order.manifest, baseline)
+                memory = BucketMemory(order.manifest, collective.device)
+                self._member = Membership(order.epoch, collective, order.manifest, baseline, memory)
         self.join_s = time.monotonic() - started
 
     def receive(self) -> Iterator[Arrived]:
@@ -100,13 +103,14 @@ class Receiver:
         if member.baseline is not None:
             arriving = receive_changes(member.collective, member.manifest, member.baseline)
         else:
-            arriving = receive_weights(member.collective, member.manifest)
+            arriving = receive_weights(member.collective, member.manifest, member.memory)
         checksums = []
         asked = time.monotonic()
         for arrived in arriving:
             self.receive_s += time.monotonic() - asked
             checksums.append(arrived.checksum)
             yield arrived
+            del arrived  # or its memory would not be free for the next bucket
             asked = time.monotonic()
         self.fingerprint = fingerprint(checksums)
 

@@ -90,6 +90,7 @@ class PushWorker:
                     state, self.is_loading = "loading", True
                     tensors = arrived.bucket.views(arrived.buffer)
                     self.model_runner.model.load_weights(iter((name, t.to(self.device)) for name, t in tensors))
+                    del arrived, tensors  # or their memory would not be free for the next bucket
                     load_s += time.monotonic() - started
                 started = time.monotonic()
                 self._finish_loading()

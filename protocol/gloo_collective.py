@@ -1,6 +1,7 @@
 """The collective over TCP between the CPUs of the ranks, for machines without GPUs and GPUs that nothing else connects."""
 
 import contextlib
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -8,6 +9,8 @@ from torch.distributed import BroadcastOptions, ProcessGroupGloo, Store
 
 from protocol.errors import PushFailed
 
+NUM_THREADS = 4
+"""As many broadcasts are under way at a time, so that the connection is busy while the ranks agree on the next ones."""
 _NEVER_SENT = 1
 """Tag of the message that `abort` waits for in vain."""
 
@@ -23,6 +26,7 @@ class GlooCollective:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         # Without a named device gloo listens on whatever the host name resolves to.
         options._devices = [ProcessGroupGloo.create_device(hostname=own_host)]
+        options._threads = NUM_THREADS
         options._timeout = timedelta(seconds=timeout_s)
         self._group: ProcessGroupGloo | None = None
         try:
@@ -34,15 +38,33 @@ class GlooCollective:
             ) from error
 
     def broadcast(self, tensor: torch.Tensor) -> None:
+        self.start_broadcast(tensor)()
+
+    def start_broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:
+        """Begin a broadcast; return what waits for its end as `broadcast` does. Until then the tensor may not change.
+
+        Every rank must begin its broadcasts in the same order.
+        """
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         try:
-            self._open_group().broadcast([tensor], options).wait()  # type: ignore[attr-defined]
+            work = self._open_group().broadcast([tensor], options)  # type: ignore[attr-defined]
         except RuntimeError as error:
-            raise PushFailed(
-                f"broadcast of {tensor.nbytes} bytes in epoch {self._epoch} failed: {error} "
-                f"(deadline {self._timeout_s:g} s, learner.push.timeout_s)"
-            ) from error
+            raise self._failed(tensor, error) from error
+
+        def wait() -> None:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._failed(tensor, error) from error
+
+        return wait
+
+    def _failed(self, tensor: torch.Tensor, error: RuntimeError) -> PushFailed:
+        return PushFailed(
+            f"broadcast of {tensor.nbytes} bytes in epoch {self._epoch} failed: {error} "
+            f"(deadline {self._timeout_s:g} s, learner.push.timeout_s)"
+        )
 
     def barrier(self) -> None:
         """Return once every rank has come here. Raises PushFailed as `broadcast` does."""
