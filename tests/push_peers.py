@@ -1,19 +1,12 @@
-"""Both sides of a push, each in a process of its own that a test kills or stops at a state of the transfer.
+"""Both sides of a push as processes of their own, for tests that kill or stop them at a state of the transfer (peer.py).
 
-    test ── Pipe ──▶ learner: Rollouts, Pusher ══ zmq, gloo ══ server: Server, a scripted engine that loads in place ◀── Pipe
-
-A trap sends a signal the moment its process comes to a point for the n-th time, so that no test has to sleep and hope.
-Points: pausing, joining, labelling (server); forming, broadcast (both). Processes are forked from one that has imported
-everything: a side that was killed is back within a second.
+test ── Pipe ──▶ learner: Rollouts, Pusher ══ zmq, gloo ══ server: Server, a scripted engine that loads in place ◀── Pipe
 """
 
 import asyncio
 import hashlib
 import logging
-import multiprocessing
 import os
-import signal
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
@@ -22,7 +15,6 @@ from typing import Any, cast
 
 import msgspec
 import numpy as np
-import psutil
 import torch
 
 import inference_server.server
@@ -41,17 +33,13 @@ from learner.rollouts import Rollouts
 from learner.scoring import Scorer
 from protocol.buckets import make_manifest
 from protocol.errors import PushFailed, SlipstreamError
-from protocol.gloo_collective import GlooCollective
 from protocol.messages import PROTOCOL_VERSION, Hello, ModelFingerprint, Sampling
 from tests.fakes import MODEL, ScriptedEngine, report, serving
+from tests.push_traps import PUSH_TIMEOUT_S, TRAPS, Trap, TrappedCollective
 
-PUSH_TIMEOUT_S = 1.5
+ANSWER_TIMEOUT_S = 120.0
 DEAD_AFTER_S = 1.0
 """In place of the link's 3 s, with pulses ten times as often."""
-HANG = 0
-HANG_S = 1.5 * PUSH_TIMEOUT_S
-"""Past the deadline of one attempt, but not of the next."""
-ANSWER_TIMEOUT_S = 120.0
 NUM_TENSORS = 6
 TENSOR_BYTES = 2 << 20
 """More in all than the kernel buffers between two processes, so that a sender cannot be done before its receiver."""
@@ -79,52 +67,6 @@ def digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
         sha.update(name.encode())
         sha.update(tensor.contiguous().numpy())
     return sha.hexdigest()
-
-
-class Trap(msgspec.Struct, frozen=True):
-    """What happens to whom when the process in which it is set reaches a point for the n-th time."""
-
-    point: str
-    pid: int
-    signal: int
-    """HANG: only what has come to the point stands still, and that for HANG_S."""
-    nth: int = 1
-
-
-class _Traps:
-    def __init__(self) -> None:
-        self._trap: Trap | None = None
-        self._num_reached = 0
-
-    def set(self, trap: Trap) -> None:
-        self._trap, self._num_reached = trap, 0
-
-    def reach(self, point: str) -> float:
-        """Return how many seconds the caller is to stand still."""
-        trap = self._trap
-        if trap is None or trap.point != point:
-            return 0.0
-        self._num_reached += 1
-        if self._num_reached < trap.nth:
-            return 0.0
-        self._trap = None
-        os.kill(trap.pid, trap.signal)
-        return HANG_S if trap.signal == HANG else 0.0
-
-
-TRAPS = _Traps()
-
-
-class TrappedCollective(GlooCollective):
-    """The real one, with the points at which a push is caught in the middle."""
-
-    def __init__(self, *args: Any) -> None:
-        time.sleep(TRAPS.reach("forming"))
-        super().__init__(*args)
-
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        time.sleep(TRAPS.reach("broadcast"))
-        super().broadcast(tensor)
 
 
 class InPlaceEngine(ScriptedEngine):
@@ -328,102 +270,3 @@ def _next_command(pipe: Connection) -> Any:
         return pipe.recv()
     except EOFError:  # the test is over, or gone
         os._exit(0)
-
-
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload([__name__])
-
-
-class Peer:
-    """A side of the push as the test sees it: its process, its pipe, its log."""
-
-    def __init__(self, run: Callable[..., None], log: Path, *args: Any) -> None:
-        self._log = log
-        self._log_start = len(self.log)
-        self._pipe, theirs = PROCESSES.Pipe()
-        self.process = PROCESSES.Process(target=run, args=(theirs, log, *args), daemon=True)
-        self.process.start()
-        theirs.close()
-        assert self.process.pid is not None
-        self.pid: int = self.process.pid
-        assert self.receive() == "ready"
-
-    @property
-    def log(self) -> str:
-        return self._log.read_text() if self._log.exists() else ""
-
-    @property
-    def own_log(self) -> str:
-        """Without that of the processes before it."""
-        return self.log[self._log_start :]
-
-    def send(self, command: Any) -> None:
-        self._pipe.send(command)
-
-    def receive(self) -> Any:
-        assert self._pipe.poll(ANSWER_TIMEOUT_S), f"no answer within {ANSWER_TIMEOUT_S} s; its log:\n{self.own_log}"
-        return self._pipe.recv()
-
-    def ask(self, command: Any) -> Any:
-        self.send(command)
-        return self.receive()
-
-    def wait_for_log(self, text: str, timeout_s: float) -> str:
-        """Return the line with the text."""
-        give_up_at = time.monotonic() + timeout_s
-        while True:
-            lines = [line for line in self.own_log.splitlines() if text in line]
-            if lines:
-                return lines[0]
-            assert time.monotonic() < give_up_at, f"no {text!r} within {timeout_s} s in:\n{self.own_log}"
-            time.sleep(0.01)
-
-    def wait_until_struck(self, signal_number: int) -> None:
-        """Wait until the signal of a trap has done its work."""
-        give_up_at = time.monotonic() + ANSWER_TIMEOUT_S
-        while not self._is_struck(signal_number):
-            assert time.monotonic() < give_up_at, f"the trap was not reached; the log:\n{self.own_log}"
-            time.sleep(0.005)
-
-    def _is_struck(self, signal_number: int) -> bool:
-        if signal_number == signal.SIGKILL:
-            return not self.process.is_alive()
-        return psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
-
-    def go_on(self) -> None:
-        os.kill(self.pid, signal.SIGCONT)
-
-    def resources(self) -> dict[str, int]:
-        process = psutil.Process(self.pid)
-        return {
-            "threads": process.num_threads(),
-            "file descriptors": process.num_fds(),
-            "children": len(process.children(recursive=True)),
-        }
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
-        self._pipe.close()
-
-
-class Pair:
-    """A server and a learner that can each be started again."""
-
-    def __init__(self, directory: Path, endpoint: str, *, receive_overlap: bool = False, **push: Any) -> None:
-        self._directory, self._endpoint = directory, endpoint
-        self._receive_overlap, self._push = receive_overlap, push
-        self.server, self.learner = self.start_server(), self.start_learner()
-
-    def start_server(self) -> Peer:
-        self.server = Peer(run_server, self._directory / "server.log", self._endpoint, self._receive_overlap)
-        return self.server
-
-    def start_learner(self) -> Peer:
-        setup = LearnerSetup(endpoint=self._endpoint, push=self._push)
-        self.learner = Peer(run_learner, self._directory / "learner.log", setup)
-        return self.learner
-
-    def kill(self) -> None:
-        self.learner.kill()
-        self.server.kill()

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.push_peers import DEAD_AFTER_S, HANG, NUM_TENSORS, PUSH_TIMEOUT_S, Pair, Peer, Trap
+from tests.peer import Pair, Peer
+from tests.push_peers import DEAD_AFTER_S, NUM_TENSORS
+from tests.push_traps import HANG, PUSH_TIMEOUT_S, Trap
 
 NOTICE_S = 2 * PUSH_TIMEOUT_S + DEAD_AFTER_S + 4.0
 """The join and a broadcast may each take their deadline; the rest is for a machine that has other work."""

