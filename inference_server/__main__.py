@@ -73,6 +73,8 @@ def _set_environment(run: ServerRun) -> None:
     defaults = {
         # Threads of the CPU backend stay where sched_setaffinity put them.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # Torch asks for huge pages: the memory that buckets arrive in costs a third of the time it would else.
+        "THP_MEM_ALLOC_ENABLE": "1",
         # What vLLM and torch warn of on a CPU is about things that do not exist there.
         "VLLM_LOGGING_LEVEL": "ERROR",
         "TORCH_LOGS": "-torch",

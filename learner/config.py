@@ -109,7 +109,7 @@ class PushConfig(Section):
     transport: Literal["auto", "gloo", "nccl", "ipc"] = "auto"
     """auto: ipc where learner and server share one GPU, nccl between GPUs (needs cupy), else gloo (TCP between CPUs)."""
     bucket_mib: int = 256
-    """Size of the flat buckets the weights travel in; each side holds at most two at a time."""
+    """Size of the flat buckets the weights travel in; a tensor that is larger is a bucket alone. The server holds two or three."""
     overlap: bool = False
     """Push a copy of the weights while the next step is computed; costs the memory of the copy."""
     wire: Literal["dense", "delta"] = "dense"
