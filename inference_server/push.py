@@ -19,11 +19,15 @@ from typing import Literal, TypeVar
 
 from inference_server.engine import Engine, PushOrder, WorkerReport
 from inference_server.groups import Deliver
+from protocol.buckets import cut
 from protocol.messages import PushAbort, PushBegin, PushDone, PushFailed, PushReady
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+SLACK_S = 5.0
+"""A worker that ends at its deadline still has to say so."""
 
 PushState = Literal["idle", "pausing", "receiving", "loading", "resuming", "torn"]
 
@@ -44,6 +48,9 @@ class Pushes:
         self._epoch: str | None = None
         self._aborted_epochs: set[str] = set()
         self._epoch_timeout_s = 0.0
+        self._num_buckets = 0
+        self._given_up = asyncio.Event()
+        """Set once the learner has given up the epoch there is."""
         self._weights_intact = True
         self._num_runs = 0
         self._paused_at: float | None = None
@@ -73,6 +80,8 @@ class Pushes:
     async def abort(self, abort: PushAbort) -> None:
         """Leave an epoch. A push that is receiving ends by itself: the learner has closed its side."""
         self._aborted_epochs.add(abort.epoch)
+        if abort.epoch == self._epoch:
+            self._given_up.set()
         async with self._lock:
             if abort.epoch == self._epoch:
                 self._epoch = None
@@ -122,6 +131,8 @@ class Pushes:
             raise _Failed(f"epoch {begin.epoch} was given up by the learner while the push waited")
         if begin.rendezvous is not None and begin.manifest is not None:
             self._epoch, self._epoch_timeout_s = begin.epoch, begin.rendezvous.timeout_s
+            self._num_buckets = len(cut(begin.manifest))
+            self._given_up.clear()
         elif begin.epoch != self._epoch:
             raise _Failed(
                 f"epoch {begin.epoch} came without rendezvous and manifest, and the server is in epoch {self._epoch}; "
@@ -129,8 +140,17 @@ class Pushes:
             )
 
     async def _receive(self, reports: Awaitable[Sequence[WorkerReport]]) -> Sequence[WorkerReport]:
-        # A worker has this long to join and again for a broadcast that does not come; past both it is stuck.
-        return await self._within(reports, 2 * self._epoch_timeout_s + 5, "2 x learner.push.timeout_s + 5")
+        """Wait for the workers: as long as all broadcasts may take, or as one may once the learner has given up."""
+        receiving = asyncio.ensure_future(reports)
+        given_up = asyncio.create_task(self._given_up.wait())
+        longest_s = (2 + self._num_buckets) * self._epoch_timeout_s + SLACK_S
+        try:
+            await asyncio.wait([receiving, given_up], timeout=longest_s, return_when="FIRST_COMPLETED")
+            # A worker has its deadline for the broadcast it is in; past that it is stuck.
+            knob = f"learner.push.timeout_s + {SLACK_S:g}"
+            return await self._within(receiving, self._epoch_timeout_s + SLACK_S, knob)
+        finally:
+            given_up.cancel()
 
     async def _load(self, order: PushOrder) -> Sequence[WorkerReport]:
         # Until the reports say otherwise: a worker that is never heard of again may have loaded some layers.

@@ -58,7 +58,9 @@ def train_command(arguments: list[str]) -> None:
         print(to_toml(run))
         return
     bind_cores(run.learner.cpu_cores)  # before torch is imported: OpenMP reads its thread count once
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # likewise: huge pages make the copy of a push three times as fast
+    os.environ.setdefault(
+        "THP_MEM_ALLOC_ENABLE", "1"
+    )  # likewise: huge pages make the copy of a push three times as fast
     from learner.train import train
 
     run_dir = train(run, resume="--resume" in switches)
