@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 PULSE_INTERVAL_S = 1.0
 FAILED_HANDSHAKES_NOTE_S = 60.0
-MAX_MALFORMED_PEERS = 1_000
+MAX_IGNORED_PEERS = 1_000
 """So many peers that sent rubbish are remembered; one that is forgotten is told once more."""
 
 
@@ -71,7 +71,7 @@ class Server:
         self._server_id = uuid.uuid4().hex[:12]
         self._started_at = time.monotonic()
         self._learner: Learner | None = None
-        self._malformed_peers: deque[bytes] = deque(maxlen=MAX_MALFORMED_PEERS)
+        self._ignored_peers: deque[bytes] = deque(maxlen=MAX_IGNORED_PEERS)
         self._failed_handshakes: Counter[Failure] = Counter()
         self._noted_handshakes_at = -FAILED_HANDSHAKES_NOTE_S
         self._tasks = asyncio.TaskGroup()
@@ -111,12 +111,11 @@ class Server:
     async def _receive(self) -> None:
         while True:
             peer, message = await self._channel.receive()
-            if peer in self._malformed_peers:
-                self._channel.cut_off_sender("goes on after a malformed message")
+            if peer in self._ignored_peers:
                 continue
             match message:
                 case ProtocolError():
-                    await self._refuse_malformed(peer, str(message))
+                    await self._ignore(peer, str(message))
                 case Hello():
                     await self._greet(peer, message)
                 case _ if self._learner is None or self._learner.peer != peer:
@@ -207,10 +206,10 @@ class Server:
             )
         return None
 
-    async def _refuse_malformed(self, peer: bytes, reason: str) -> None:
-        """A peer that sends rubbish is told so once; the next thing it sends costs it the connection."""
-        log.warning("a peer sent a malformed message and is not listened to from now on: %s", reason)
-        self._malformed_peers.append(peer)
+    async def _ignore(self, peer: bytes, reason: str) -> None:
+        """A peer that sends rubbish is told so once; from then on nothing it sends is looked at."""
+        log.warning("a peer sent a malformed message and is ignored from now on: %s", reason)
+        self._ignored_peers.append(peer)
         await self._channel.send(peer, Refused(reason=f"malformed message: {reason}"))
 
     async def _deliver(self, message: Message) -> bool:
@@ -218,7 +217,7 @@ class Server:
         learner = self._learner
         if (
             learner is None
-            or learner.peer in self._malformed_peers
+            or learner.peer in self._ignored_peers
             or not await self._channel.send(learner.peer, message)
         ):
             return False

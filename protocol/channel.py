@@ -68,7 +68,6 @@ class ServerChannel:
         self._socket.setsockopt(zmq.RCVHWM, SERVER_RECEIVE_HIGH_WATER_MARK)
         self._strangers = Strangers()
         self._admitted: bytes | None = None
-        self._last_frame: zmq.Frame | None = None
         self._failed_handshakes: FailedHandshakes | None = None
         self._gate = self._lock(keys) if keys is not None else None
         try:
@@ -99,9 +98,8 @@ class ServerChannel:
             peer_frame, *frames = await self._socket.recv_multipart(copy=False)
             # A full queue is answered without waiting: only this lets other tasks run while a peer floods.
             await asyncio.sleep(0)
-            peer, self._last_frame = peer_frame.bytes, frames[0]
-            if peer != self._admitted and not self._strangers.allow(peer, sum(len(frame) for frame in frames)):
-                self.cut_off_sender("sends more than a peer may before its Hello is accepted")
+            peer = peer_frame.bytes
+            if peer != self._admitted and self._is_shut_out(peer, frames):
                 continue
             try:
                 return peer, decode([frame.buffer for frame in frames], LearnerMessage)  # type: ignore[arg-type]
@@ -112,15 +110,24 @@ class ServerChannel:
         """The one peer that is no stranger: what it sends has only the limits of each message."""
         self._admitted = peer
 
-    def cut_off_sender(self, reason: str) -> None:
-        """End the connection over which the last message came. ZeroMQ has no call for it, so its socket is shut down."""
-        assert self._last_frame is not None
+    def _is_shut_out(self, peer: bytes, frames: list[zmq.Frame]) -> bool:
+        if self._strangers.is_cut_off(peer):
+            return True
+        if self._strangers.allow(peer, sum(len(frame) for frame in frames)):
+            return False
+        self._strangers.cut_off(peer)
+        self._end_connection(int(frames[0].get(zmq.SRCFD)))
+        return True
+
+    def _end_connection(self, descriptor: int) -> None:
+        """Shut down the TCP socket of a peer, for which ZeroMQ has no call."""
         port = int(self.endpoint.rpartition(":")[2])
         try:
-            with socket.fromfd(int(self._last_frame.get(zmq.SRCFD)), socket.AF_INET, socket.SOCK_STREAM) as connection:
-                # The connection may be gone and its number another's by now: only our own peers are ever shut down.
+            with socket.fromfd(descriptor, socket.AF_INET, socket.SOCK_STREAM) as connection:
+                # The peer may be gone and its number another file's by now: only our own peers are ever shut down.
                 if connection.getsockname()[1:] == (port,):
-                    log.warning("a peer at %s %s: cut off", connection.getpeername()[0], reason)
+                    sender = connection.getpeername()[0]
+                    log.warning("a peer at %s sent more than it may before its Hello is accepted: cut off", sender)
                     connection.shutdown(socket.SHUT_RDWR)
         except OSError as error:
             log.debug("a peer to cut off is gone already: %s", error)
