@@ -49,15 +49,19 @@ async def build_http(
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(
         ["--model", model_path, "--served-model-name", served_name, "--disable-uvicorn-access-log"]
     )
+    args.api_key = None if api_key is None else [api_key]  # vLLM else reads VLLM_API_KEY, which may be another
     tasks = await llm.get_supported_tasks()
     app = build_app(args, tasks, llm.model_config)
     await init_app_state(llm, app.state, args, tasks)
     app.add_api_route("/status", status, methods=["GET"])
-    if api_key is not None:
-        app.add_middleware(ApiKeyGate, key=api_key)
     get_prometheus_registry().register(_Metrics(status))
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S, lifespan="on"
+        # Around the finished app, which takes no more middleware.
+        app if api_key is None else ApiKeyGate(app, api_key),
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
+        lifespan="on",
     )
     return HttpServer(config)
 
