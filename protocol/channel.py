@@ -43,9 +43,6 @@ log = logging.getLogger(__name__)
 
 def _open(context: zmq.asyncio.Context, kind: int) -> zmq.asyncio.Socket:
     opened = context.socket(kind)
-    opened.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
-    opened.setsockopt(zmq.HEARTBEAT_TIMEOUT, DEAD_PEER_TIMEOUT_MS)
-    opened.setsockopt(zmq.HEARTBEAT_TTL, DEAD_PEER_TIMEOUT_MS)
     opened.setsockopt(zmq.HANDSHAKE_IVL, DEAD_PEER_TIMEOUT_MS)
     opened.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     opened.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
@@ -182,6 +179,13 @@ class LearnerChannel:
         self._context = zmq.asyncio.Context()
         self._socket = _open(self._context, zmq.DEALER)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        # Only the learner pings; its pings tell the server for how long to believe in it. A socket that pings aborts its
+        # process when a peer fills the queue and hangs up (libzmq 4.3.5: assertion !_io_error in the ping's timer), so
+        # the server never pings, and the learner's queue is not bounded: it holds what the learner has asked for.
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, DEAD_PEER_TIMEOUT_MS)
+        self._socket.setsockopt(zmq.HEARTBEAT_TTL, DEAD_PEER_TIMEOUT_MS)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
         if keys is not None:
