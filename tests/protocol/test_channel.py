@@ -111,7 +111,7 @@ async def run():
         assert num_sent > SERVER_RECEIVE_HIGH_WATER_MARK
     peer.close(linger=0)
     context.term()
-    await asyncio.sleep(2 * HEARTBEAT_INTERVAL_MS / 1000)
+    await asyncio.sleep(3 * HEARTBEAT_INTERVAL_MS / 1000)
     server.close()
     print("the queue was full after", num_sent)
 
