@@ -89,6 +89,27 @@ def test_sending_to_a_peer_that_is_gone_says_so() -> None:
     with_channels(test)
 
 
+def test_a_full_queue_leaves_other_tasks_their_turn() -> None:
+    async def test(server: ServerChannel, learner: LearnerChannel) -> None:
+        for _ in range(50):
+            await learner.send(Ack(group_ids=[]), TIMEOUT_S)
+        await asyncio.sleep(0.5)  # all of them are in the queue now
+        num_received = 0
+        had_its_turn_after = []
+
+        async def other() -> None:
+            had_its_turn_after.append(num_received)
+
+        task = asyncio.create_task(other())
+        for _ in range(50):
+            await server.receive()
+            num_received += 1
+        assert had_its_turn_after and had_its_turn_after[0] < 10
+        await task
+
+    with_channels(test)
+
+
 def test_a_peer_that_fills_the_queue_and_hangs_up_does_not_take_the_server_with_it() -> None:
     """With pings of its own, libzmq 4.3.5 aborts the server's process; so the server runs in another one here."""
     script = f"""
