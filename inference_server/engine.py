@@ -21,6 +21,14 @@ class EngineFailed(SlipstreamError):
     """The engine could not do one request; others are not affected."""
 
 
+class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a worker computes, and how weights can reach it."""
+
+    device: str
+    """As protocol.transport.own_device_name gives it."""
+    transports: list[str]
+
+
 class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine was built for.
 
@@ -68,6 +76,10 @@ class Engine(Protocol):
 
     @property
     def limits(self) -> EngineLimits: ...
+
+    async def places(self) -> Sequence[WorkerPlace]:
+        """Ask every worker where it is."""
+        ...
 
     async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling) -> tuple[list[Completion], int]:
         """Sample the completions of one group; return them and the policy version when they entered the engine.

@@ -9,6 +9,8 @@ from typing import Any
 import uvicorn
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -21,6 +23,8 @@ from inference_server.api_key import ApiKeyGate
 Status = Callable[[], dict[str, Any]]
 
 SHUTDOWN_TIMEOUT_S = 1
+RETRY_AFTER_S = 5
+"""What a client is told to wait while the weights are torn; the learner tries again at once."""
 
 
 class HttpServer(uvicorn.Server):
@@ -55,15 +59,39 @@ async def build_http(
     await init_app_state(llm, app.state, args, tasks)
     app.add_api_route("/status", status, methods=["GET"])
     get_prometheus_registry().register(_Metrics(status))
+    guarded = RefuseWhileTorn(app, status)
     config = uvicorn.Config(
         # Around the finished app, which takes no more middleware.
-        app if api_key is None else ApiKeyGate(app, api_key),
+        guarded if api_key is None else ApiKeyGate(guarded, api_key),
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
         lifespan="on",
     )
     return HttpServer(config)
+
+
+class RefuseWhileTorn:
+    """ASGI middleware: without whole weights /v1/* and /health say 503 and why, for a request would wait for a push.
+
+    /health too, as vLLM's own says 503 when it cannot generate: a load balancer then asks another server.
+    """
+
+    def __init__(self, app: ASGIApp, status: Status) -> None:
+        self._app, self._status = app, status
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        needs_weights = scope["type"] == "http" and scope["path"].startswith(("/v1/", "/health"))
+        if not needs_weights or self._status()["push_state"] != "torn":
+            await self._app(scope, receive, send)
+            return
+        message = (
+            "a push of weights broke off while it was loaded, so the weights are neither old nor new; the server "
+            f"generates again after the learner's next whole push. Try again in {RETRY_AFTER_S} s; /status shows push_state"
+        )
+        error = {"message": message, "type": "ServiceUnavailableError", "param": None, "code": 503}
+        answer = JSONResponse({"error": error}, 503, {"Retry-After": str(RETRY_AFTER_S)})
+        await answer(scope, receive, send)
 
 
 class _Metrics(Collector):

@@ -155,7 +155,7 @@ class Pushes:
         failed_in = self.state
         self.num_failed += 1
         self._epoch = None
-        log.warning("push of version %d failed while %s: %s", begin.version, failed_in, reason)
+        log.warning("push of version %d in epoch %s failed while %s: %s", begin.version, begin.epoch, failed_in, reason)
         if not self._weights_intact:
             self.state = "torn"
             log.warning("the weights are neither old nor new; generation waits for a whole push")

@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from inference_server.engine import PushOrder
+from protocol.bucket_memory import BucketMemory
 from protocol.checksum import fingerprint
 from protocol.collective import Collective, join_collective
 from protocol.delta_wire import Baseline, receive_changes
@@ -31,6 +32,7 @@ class Membership(msgspec.Struct, frozen=True, eq=False):
     collective: Collective
     manifest: Manifest
     baseline: Baseline | None
+    memory: BucketMemory
 
 
 class Receiver:
@@ -82,14 +84,15 @@ class Receiver:
                     f"epoch {order.epoch} is not known here (the last one was {known}) and came without a rendezvous; "
                     "the learner must begin a new epoch"
                 )
-            self._close()
+            self.leave_joined()
             baseline = Baseline() if order.manifest.wire == "delta" else None
             collective = join_collective(order.epoch, order.rendezvous, self._rank, self._device)
             with self._lock:
                 if staging is not None and staging.is_given_up:
                     collective.close()
                     raise PushFailed(f"epoch {order.epoch} was given up while it was joined")
-                self._member = Membership(order.epoch, collective, order.manifest, baseline)
+                memory = BucketMemory(order.manifest, collective.device)
+                self._member = Membership(order.epoch, collective, order.manifest, baseline, memory)
         self.join_s = time.monotonic() - started
 
     def receive(self) -> Iterator[Arrived]:
@@ -100,13 +103,14 @@ class Receiver:
         if member.baseline is not None:
             arriving = receive_changes(member.collective, member.manifest, member.baseline)
         else:
-            arriving = receive_weights(member.collective, member.manifest)
+            arriving = receive_weights(member.collective, member.manifest, member.memory)
         checksums = []
         asked = time.monotonic()
         for arrived in arriving:
             self.receive_s += time.monotonic() - asked
             checksums.append(arrived.checksum)
             yield arrived
+            del arrived  # or its memory would not be free for the next bucket
             asked = time.monotonic()
         self.fingerprint = fingerprint(checksums)
 
@@ -116,9 +120,10 @@ class Receiver:
         if epoch in (None, staged_epoch):
             self._drop_staging()
         if epoch is None or (self._member is not None and self._member.epoch == epoch):
-            self._close()
+            self.leave_joined()
 
-    def _close(self) -> None:
+    def leave_joined(self) -> None:
+        """Leave the group that was joined last."""
         with self._lock:
             member, self._member = self._member, None
         if member is not None:
@@ -153,6 +158,7 @@ class _Staging(threading.Thread):
         # Whatever it is, it must be in the worker's report: a thread that just ends would look like a push that has come.
         except Exception as failure:
             self.failure = failure
+            self._receiver.leave_joined()
 
     def take(self) -> Iterator[Arrived]:
         """Yield each bucket and let go of it. Raises what receiving has failed with."""

@@ -15,13 +15,14 @@ import logging
 import time
 import uuid
 from collections import Counter, deque
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from inference_server.config import ServerConfig
-from inference_server.engine import Engine, EngineDead, EngineFailed
+from inference_server.engine import Engine, EngineDead, EngineFailed, WorkerPlace
 from inference_server.groups import Groups, why_invalid, why_not_tokens
 from inference_server.push import Pushes
 from protocol.channel import ServerChannel
@@ -29,7 +30,6 @@ from protocol.errors import ProtocolError
 from protocol.handshakes import Failure
 from protocol.messages import (
     PROTOCOL_VERSION,
-    TRANSPORTS,
     Ack,
     Cancel,
     Generate,
@@ -74,11 +74,13 @@ class Server:
         self._ignored_peers: deque[bytes] = deque(maxlen=MAX_IGNORED_PEERS)
         self._failed_handshakes: Counter[Failure] = Counter()
         self._noted_handshakes_at = -FAILED_HANDSHAKES_NOTE_S
+        self._places: Sequence[WorkerPlace] = ()
         self._tasks = asyncio.TaskGroup()
         self._groups = Groups(engine, self._deliver, self._tasks)
         self._pushes = Pushes(engine, self._deliver, config.pause_timeout_s, receive_overlap=config.receive_overlap)
 
     async def serve(self) -> None:
+        self._places = await self._engine.places()
         try:
             async with self._tasks:
                 self._tasks.create_task(self._receive(), name="receive")
@@ -179,11 +181,16 @@ class Server:
         await self._deliver(
             Welcome(
                 server_id=self._server_id, policy_version=self._pushes.version, num_workers=limits.num_workers,
-                dtype=limits.dtype, transports=TRANSPORTS, max_model_len=limits.max_model_len,
+                dtype=limits.dtype, transports=self._common_transports(), devices=[place.device for place in self._places],
+                max_model_len=limits.max_model_len,
                 max_concurrent_sequences=limits.max_concurrent_sequences,
             )
         )  # fmt: skip
         await self._groups.resend(after_s=0)
+
+    def _common_transports(self) -> list[str]:
+        first, *others = [place.transports for place in self._places]
+        return [transport for transport in first if all(transport in other for other in others)]
 
     async def _why_refused(self, hello: Hello) -> str | None:
         if hello.protocol_version != PROTOCOL_VERSION:

@@ -27,7 +27,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from inference_server.config import ServerRun
-from inference_server.engine import EngineDead, EngineFailed, EngineLimits, PushOrder, WorkerReport
+from inference_server.engine import EngineDead, EngineFailed, EngineLimits, PushOrder, WorkerPlace, WorkerReport
 from protocol.errors import ConfigError
 from protocol.messages import Completion, Sampling
 
@@ -77,6 +77,10 @@ class VllmEngine:
             max_concurrent_sequences=config.scheduler_config.max_num_seqs,
         )
         self._eos_token_ids = _eos_token_ids(model_path, self.limits.vocab_size)
+
+    async def places(self) -> list[WorkerPlace]:
+        replies = await self._call(self.llm.collective_rpc("place"))
+        return [msgspec.msgpack.decode(reply, type=WorkerPlace) for reply in replies]
 
     async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling) -> tuple[list[Completion], int]:
         await self.llm.admitting.wait()  # so that the version is the one the request enters under

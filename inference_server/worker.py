@@ -24,8 +24,9 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from inference_server.engine import PushOrder, WorkerReport, WorkerState
+from inference_server.engine import PushOrder, WorkerPlace, WorkerReport, WorkerState
 from inference_server.receiver import Receiver
+from protocol.transport import offered_transports, own_device_name
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,11 @@ class PushWorker:
         parallel = self.vllm_config.parallel_config
         return Receiver(1 + parallel.data_parallel_index * parallel.world_size + self.rank, self.device)
 
+    def place(self) -> bytes:
+        """Say where this worker computes, and how weights can reach it."""
+        place = WorkerPlace(device=own_device_name(self.device), transports=list(offered_transports()))
+        return msgspec.msgpack.encode(place)
+
     def stage_push(self, order: bytes) -> bytes:
         """Begin to receive a push while generation goes on."""
         try:
@@ -84,6 +90,7 @@ class PushWorker:
                     state, self.is_loading = "loading", True
                     tensors = arrived.bucket.views(arrived.buffer)
                     self.model_runner.model.load_weights(iter((name, t.to(self.device)) for name, t in tensors))
+                    del arrived, tensors  # or their memory would not be free for the next bucket
                     load_s += time.monotonic() - started
                 started = time.monotonic()
                 self._finish_loading()

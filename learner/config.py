@@ -106,6 +106,8 @@ class PushConfig(Section):
 
     timeout_s: float = 60.0
     """Deadline of every arrow of a push: ready, each broadcast, done."""
+    transport: Literal["auto", "gloo", "nccl", "ipc"] = "auto"
+    """auto: ipc where learner and server share one GPU, nccl between GPUs (needs cupy), else gloo (TCP between CPUs)."""
     bucket_mib: int = 256
     """Size of the flat buckets the weights travel in; each side holds at most two at a time."""
     overlap: bool = False

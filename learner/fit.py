@@ -3,7 +3,7 @@
 from learner.config import LearnerRun
 from learner.data import Prompts
 from protocol.errors import ConfigError, DataError
-from protocol.messages import TRANSPORTS, Welcome
+from protocol.messages import Welcome
 
 
 def check_fits(run: LearnerRun, prompts: Prompts, welcome: Welcome) -> None:
@@ -11,11 +11,6 @@ def check_fits(run: LearnerRun, prompts: Prompts, welcome: Welcome) -> None:
     if welcome.dtype != run.dtype:
         raise ConfigError(
             f"the server computes in {welcome.dtype}, this run says dtype = {run.dtype!r}; start both with the same"
-        )
-    if not set(TRANSPORTS) & set(welcome.transports):
-        raise ConfigError(
-            f"the server offers the transports {welcome.transports}, this learner has {TRANSPORTS}; "
-            "install the same slipstream-rl on both sides"
         )
     row, num_tokens = prompts.longest()
     max_tokens = run.learner.sampling.max_tokens

@@ -212,8 +212,8 @@ class ServerLink:
                 await self._push_reply(PushReady, begin.epoch, begin.version)
         except TimeoutError as error:
             raise DeadlineExceeded(
-                f"no PushReady for version {begin.version} from {self.endpoint} within {timeout_s} s "
-                "(learner.push.timeout_s)"
+                f"no PushReady for version {begin.version} in epoch {begin.epoch} from {self.endpoint} within "
+                f"{timeout_s:g} s (learner.push.timeout_s)"
             ) from error
 
     async def finish_push(self, epoch: str, version: int) -> PushDone:
@@ -221,7 +221,12 @@ class ServerLink:
         return await self._push_reply(PushDone, epoch, version)
 
     async def abort_push(self, epoch: str) -> None:
-        await self._try_send(PushAbort(epoch=epoch), SEND_TIMEOUT_S)
+        """Tell the server that an epoch is given up, if it can be reached; it will find out by itself."""
+        await self._try_send(PushAbort(epoch=epoch), HELLO_INTERVAL_S)
+
+    async def greet_again(self) -> None:
+        """Take the server for gone until it has welcomed this run again, which tells sooner than its silence."""
+        self._connected = False
 
     async def _push_reply(self, wanted: type[R], epoch: str, version: int) -> R:
         connection = self._connection
@@ -230,7 +235,9 @@ class ServerLink:
                 reply = await asyncio.wait_for(self._push_replies.get(), LIVENESS_CHECK_S)
             except TimeoutError as error:
                 if self._is_gone(connection):
-                    raise PushFailed(f"the server at {self.endpoint} went away before {wanted.__name__}") from error
+                    raise PushFailed(
+                        f"the server at {self.endpoint} went away before {wanted.__name__} in epoch {epoch}"
+                    ) from error
                 continue
             if (reply.epoch, reply.version) != (epoch, version):
                 continue  # a late reply of an epoch that was given up

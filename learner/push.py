@@ -10,11 +10,12 @@ With `learner.push.overlap` a push works on a copy of the weights in a thread of
 """
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as NotInTime
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 
 CALL_SLACK_S = 10.0
 """The event loop keeps the deadlines; a call into it waits this much longer, in case the loop itself is stuck."""
+PushState = Literal["pausing", "joining", "sending", "finishing"]
+"""What the learner waits for: the server's PushReady, its workers, the transfer, PushDone."""
 PROGRESS_BYTES = 1 << 30
 """A push of more shows a progress bar."""
 
@@ -68,7 +71,9 @@ class Pusher:
         self._copy = WeightCopy(wire_dtype)
         self._thread = ThreadPoolExecutor(1, "push")
         self._pending: Future[PushReport] | None = None
-        self._closed = False
+        self._closing = threading.Event()
+        self._state: PushState = "pausing"
+        """Of the push that is under way, or was."""
         self.server_id: str | None = None
         """The server that got the last push."""
 
@@ -110,7 +115,7 @@ class Pusher:
 
     def close(self) -> None:
         """Give up whatever is under way."""
-        self._closed = True
+        self._closing.set()
         if self._epoch is not None:
             self._epoch.abort()
         self._thread.shutdown()
@@ -119,14 +124,18 @@ class Pusher:
 
     def _push_until_done(self, version: int, tensors: Callable[[], NamedTensors]) -> PushReport:
         for attempt in range(1, self._config.max_attempts + 1):
-            self._rollouts.wait_for_server(self._connect_timeout_s)
+            self._rollouts.wait_for_server(self._connect_timeout_s, self._closing)
             try:
                 return self._push_once(version, tensors)
             except (PushFailed, DeadlineExceeded) as error:
+                if not self._closing.is_set():
+                    log.warning(
+                        "push of version %d failed while %s (attempt %d): %s", version, self._state, attempt, error
+                    )
                 self._abandon_epoch()
-                if self._closed:
+                if self._closing.is_set():
                     raise
-                log.warning("push of version %d failed (attempt %d): %s", version, attempt, error)
+                self._tell(self._link.greet_again())
                 failure = error
         raise PushFailed(
             f"version {version} could not be pushed in {self._config.max_attempts} attempts (learner.push.max_attempts); "
@@ -146,13 +155,15 @@ class Pusher:
             rendezvous=epoch.rendezvous if is_new else None,
             manifest=epoch.manifest if is_new else None,
         )
+        self._state = "pausing"
         self._loop.call(self._link.begin_push(begin, timeout_s), timeout_s + CALL_SLACK_S)
         ready = time.monotonic()
         done = self._loop.submit(self._link.finish_push(epoch.name, version))
         try:
             sent = self._send(epoch, version, tensors(), done)
             travelled = time.monotonic()
-            report = self._result(done, version, timeout_s)
+            self._state = "finishing"
+            report = self._result(done, begin, sent)
         finally:
             done.cancel()
         if report.fingerprint != sent.fingerprint:
@@ -166,7 +177,9 @@ class Pusher:
     def _send(self, epoch: Epoch, version: int, tensors: NamedTensors, done: Future[PushDone]) -> Sent:
         """Join the epoch if need be and send; a `done` that fails meanwhile is why."""
         if epoch.collective is None:
+            self._state = "joining"
             epoch.collective = self._join(epoch, done)
+        self._state = "sending"
         done.add_done_callback(lambda ended: epoch.abort() if ended.cancelled() or ended.exception() else None)
         num_bytes = epoch.num_bytes
         try:
@@ -174,9 +187,10 @@ class Pusher:
                 total=num_bytes, unit="B", unit_scale=True, desc=f"push {version}", disable=num_bytes < PROGRESS_BYTES
             ) as bar:
                 return epoch.send(tensors, bar.update)
-        except PushFailed:
-            if done.done() and not done.cancelled():
-                done.result()  # raises the cause, of which the broken transfer is the effect
+        except PushFailed as effect:
+            cause = done.exception() if done.done() and not done.cancelled() else None
+            if cause is not None:
+                raise PushFailed(f"{cause}; the transfer ended in {effect}") from cause
             raise
 
     def _join(self, epoch: Epoch, done: Future[PushDone]) -> Collective:
@@ -194,13 +208,14 @@ class Pusher:
                     done.result()
                 raise
 
-    def _result(self, done: Future[PushDone], version: int, timeout_s: float) -> PushDone:
+    def _result(self, done: Future[PushDone], begin: PushBegin, sent: Sent) -> PushDone:
+        timeout_s = self._config.timeout_s
         try:
             return done.result(timeout_s)
         except NotInTime as error:
             raise DeadlineExceeded(
-                f"no PushDone for version {version} from {self._link.endpoint} within {timeout_s} s after the last byte "
-                "(learner.push.timeout_s)"
+                f"no PushDone for version {begin.version} in epoch {begin.epoch} from {self._link.endpoint} within "
+                f"{timeout_s:g} s after the last of {sent.num_bytes} bytes (learner.push.timeout_s)"
             ) from error
 
     def _abandon_epoch(self) -> None:
@@ -209,7 +224,10 @@ class Pusher:
             return
         epoch.close()
         if self._link.connected:
-            try:
-                self._loop.call(self._link.abort_push(epoch.name), CALL_SLACK_S)
-            except SlipstreamError as error:
-                log.warning("the server was not told that epoch %s is given up: %s", epoch.name, error)
+            self._tell(self._link.abort_push(epoch.name))
+
+    def _tell(self, word: Coroutine[Any, Any, None]) -> None:
+        try:
+            self._loop.call(word, CALL_SLACK_S)
+        except SlipstreamError as error:
+            log.warning("the push could not be given up in order: %s", error)

@@ -15,7 +15,9 @@ from protocol.buckets import NamedTensors, cut, make_manifest
 from protocol.collective import Collective, Meeting, address_towards
 from protocol.delta_wire import Baseline, send_changes
 from protocol.errors import PushFailed
-from protocol.messages import Manifest, Rendezvous
+from protocol.messages import Manifest, Rendezvous, Transport, Welcome
+from protocol.nccl_collective import ranks_may_share_a_gpu
+from protocol.transport import choose_transport, offered_transports, own_device_name
 from protocol.weights import Sent, send_weights
 
 
@@ -61,8 +63,11 @@ class Epoch:
             self._meeting.call_off(self.name, "the learner gave up")
 
     def close(self) -> None:
+        """Leave the group; a server that still waits for it to form need not wait any longer."""
         if self.collective is not None:
             self.collective.close()
+        else:
+            self._meeting.call_off(self.name, "the learner gave up")
 
 
 class Epochs:
@@ -74,7 +79,10 @@ class Epochs:
         self._manifest: Manifest | None = None
 
     def begin(self, tensors: Callable[[], NamedTensors]) -> Epoch:
-        """Return a new epoch with the server now connected. Raises PushFailed if there is none."""
+        """Return a new epoch with the server now connected.
+
+        Raises PushFailed if there is none, ConfigError if weights cannot travel as the config says.
+        """
         welcome = self._link.welcome
         if welcome is None:
             raise PushFailed(f"no server is connected at {self._link.endpoint}")
@@ -86,8 +94,19 @@ class Epochs:
             )
         return Epoch(
             welcome.server_id, self._manifest,
-            self._meeting.rendezvous(welcome.num_workers, "gloo"), self._meeting, self._device,
+            self._meeting.rendezvous(welcome.num_workers, self._transport(welcome)), self._meeting, self._device,
         )  # fmt: skip
+
+    def _transport(self, welcome: Welcome) -> Transport:
+        offered = offered_transports()
+        return choose_transport(
+            self._config.transport,
+            own_device_name(self._device),
+            welcome.devices,
+            learner_transports=offered,
+            server_transports=welcome.transports,
+            ranks_may_share_a_gpu="nccl" in offered and ranks_may_share_a_gpu(),
+        )
 
     def close(self) -> None:
         if self._meeting is not None:

@@ -37,7 +37,7 @@ from learner.scoring import Scorer, rewards_of, scored_group
 from learner.selection import Selection
 from learner.slots import Slots
 from protocol.codec import pack
-from protocol.errors import DataError, DeadlineExceeded
+from protocol.errors import DataError, DeadlineExceeded, ServerLost
 from protocol.keys import learner_keys
 from protocol.messages import Group, GroupFailed, Hello, Welcome
 
@@ -78,12 +78,14 @@ class Rollouts:
 
     # --- the main thread's side ----------------------------------------------------------------------------------
 
-    def wait_for_server(self, timeout_s: float) -> Welcome:
-        """Block until the server has welcomed this run. Raises DeadlineExceeded, HandshakeRefused."""
+    def wait_for_server(self, timeout_s: float, closing: threading.Event | None = None) -> Welcome:
+        """Block until the server has welcomed this run. Raises DeadlineExceeded, HandshakeRefused, ServerLost when `closing`."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while not self.link.connected:
                 self._raise_failure()
+                if closing is not None and closing.is_set():
+                    raise ServerLost(f"the server at {self._run.endpoint} is no longer waited for: the learner ends")
                 if not self._changed.wait(min(0.5, deadline - time.monotonic())) and time.monotonic() > deadline:
                     raise self.no_server(timeout_s)
         assert self.link.welcome is not None

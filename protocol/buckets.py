@@ -20,8 +20,8 @@ ALIGNMENT_BYTES = 16
 """Every tensor starts at a multiple, so that a view of any dtype is legal."""
 SPAN_BYTES = 16 << 20
 """Small enough that a span is checked while it is in the cache, large enough that the calls do not count."""
-LARGE_BYTES = 1 << 20
-"""From here on a tensor gets spans of its own."""
+LARGE_BYTES = 4 << 20
+"""From here on a tensor gets spans of its own; to copy a smaller one costs less than a broadcast more."""
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 

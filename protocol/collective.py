@@ -23,7 +23,9 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from protocol.errors import PushFailed
 from protocol.gloo_collective import GlooCollective
-from protocol.messages import Rendezvous
+from protocol.ipc_collective import IpcCollective
+from protocol.messages import Rendezvous, Transport
+from protocol.nccl_collective import NcclCollective, new_unique_id
 
 MEETING_POLL_S = 0.02
 JOIN_SLACK_S = 1.0
@@ -78,10 +80,11 @@ class Meeting:
             timeout=timedelta(seconds=timeout_s), use_libuv=True,
         )  # fmt: skip
 
-    def rendezvous(self, num_workers: int, transport: str) -> Rendezvous:
+    def rendezvous(self, num_workers: int, transport: Transport) -> Rendezvous:
+        """Say where and how the ranks of one new epoch meet. Raises PushFailed if the transport is not installed."""
         return Rendezvous(
-            transport=transport,  # type: ignore[arg-type]
-            host=self._host, port=self._port, world_size=1 + num_workers, timeout_s=self._timeout_s,
+            transport=transport, host=self._host, port=self._port, world_size=1 + num_workers,
+            timeout_s=self._timeout_s, nccl_unique_id=new_unique_id() if transport == "nccl" else None,
         )  # fmt: skip
 
     def host_collective(self, epoch: str, rendezvous: Rendezvous, device: torch.device) -> Collective:
@@ -89,7 +92,10 @@ class Meeting:
         return _join(epoch, rendezvous, 0, device, lambda: (self._open_store(), self._host))
 
     def call_off(self, epoch: str, reason: str) -> None:
-        """From any thread: every rank that waits to join the epoch, here and at the server, raises PushFailed at once."""
+        """From any thread: every rank, here and at the server, that waits for others to join raises PushFailed at once.
+
+        One that is already connecting to them ends at its deadline.
+        """
         PrefixStore(epoch, self._open_store()).set(_CALLED_OFF, reason)
 
     def close(self) -> None:
@@ -126,7 +132,7 @@ def _join(
         store = PrefixStore(epoch, store)
         try:
             _meet(store, epoch, rank, rendezvous)
-            return GlooCollective(store, epoch, rank, rendezvous.world_size, own_host, rendezvous.timeout_s)
+            return _form(store, epoch, rank, rendezvous, own_host, device)
         except PushFailed as error:
             with contextlib.suppress(RuntimeError):
                 store.set(_CALLED_OFF, f"rank {rank} gave up: {error}")
@@ -162,6 +168,16 @@ def _meet(store: Store, epoch: str, rank: int, rendezvous: Rendezvous) -> None:
 def _check_not_called_off(store: Store, epoch: str) -> None:
     if store.check([_CALLED_OFF]):
         raise PushFailed(f"epoch {epoch} was called off: {store.get(_CALLED_OFF).decode()}")
+
+
+def _form(
+    store: Store, epoch: str, rank: int, rendezvous: Rendezvous, own_host: str, device: torch.device
+) -> Collective:
+    world_size, timeout_s = rendezvous.world_size, rendezvous.timeout_s
+    if rendezvous.nccl_unique_id is not None:
+        return NcclCollective(rendezvous.nccl_unique_id, epoch, rank, world_size, device, timeout_s)
+    group = GlooCollective(store, epoch, rank, world_size, own_host, timeout_s)
+    return IpcCollective(group, rank, device) if rendezvous.transport == "ipc" else group
 
 
 def _within(timeout_s: float, call: Callable[[], Collective], discard: Callable[[Collective], None]) -> Collective:

@@ -1,6 +1,7 @@
 """The collective over TCP between the CPUs of the ranks, for machines without GPUs and GPUs that nothing else connects."""
 
 import contextlib
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -8,6 +9,8 @@ from torch.distributed import BroadcastOptions, ProcessGroupGloo, Store
 
 from protocol.errors import PushFailed
 
+NUM_THREADS = 4
+"""As many broadcasts are under way at a time, so that the connection is busy while the ranks agree on the next ones."""
 _NEVER_SENT = 1
 """Tag of the message that `abort` waits for in vain."""
 
@@ -18,38 +21,70 @@ class GlooCollective:
     device = torch.device("cpu")
 
     def __init__(self, store: Store, epoch: str, rank: int, world_size: int, own_host: str, timeout_s: float) -> None:
-        self._epoch, self._rank, self._timeout_s = epoch, rank, timeout_s
+        self._epoch, self._timeout_s = epoch, timeout_s
+        self._peers = [peer for peer in range(world_size) if peer != rank]
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         # Without a named device gloo listens on whatever the host name resolves to.
         options._devices = [ProcessGroupGloo.create_device(hostname=own_host)]
+        options._threads = NUM_THREADS
         options._timeout = timedelta(seconds=timeout_s)
         self._group: ProcessGroupGloo | None = None
         try:
             self._group = ProcessGroupGloo(store, rank, world_size, options)
         except RuntimeError as error:
             raise PushFailed(
-                f"rank {rank} of {world_size} could not connect to the others of {epoch}: {error}"
+                f"rank {rank} of {world_size} could not connect to the others of epoch {epoch}: {error} "
+                f"(deadline {timeout_s:g} s, learner.push.timeout_s)"
             ) from error
 
     def broadcast(self, tensor: torch.Tensor) -> None:
+        self.start_broadcast(tensor)()
+
+    def start_broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:
+        """Begin a broadcast; return what waits for its end as `broadcast` does. Until then the tensor may not change.
+
+        Every rank must begin its broadcasts in the same order.
+        """
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         try:
-            self._open_group().broadcast([tensor], options).wait()  # type: ignore[attr-defined]
+            work = self._open_group().broadcast([tensor], options)  # type: ignore[attr-defined]
+        except RuntimeError as error:
+            raise self._failed(tensor, error) from error
+
+        def wait() -> None:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._failed(tensor, error) from error
+
+        return wait
+
+    def _failed(self, tensor: torch.Tensor, error: RuntimeError) -> PushFailed:
+        return PushFailed(
+            f"broadcast of {tensor.nbytes} bytes in epoch {self._epoch} failed: {error} "
+            f"(deadline {self._timeout_s:g} s, learner.push.timeout_s)"
+        )
+
+    def barrier(self) -> None:
+        """Return once every rank has come here. Raises PushFailed as `broadcast` does."""
+        try:
+            self._open_group().barrier().wait()  # type: ignore[attr-defined]
         except RuntimeError as error:
             raise PushFailed(
-                f"broadcast of {tensor.nbytes} bytes in epoch {self._epoch} failed: {error} "
+                f"waiting for the other ranks of epoch {self._epoch} failed: {error} "
                 f"(deadline {self._timeout_s:g} s, learner.push.timeout_s)"
             ) from error
 
     def abort(self) -> None:
         # ProcessGroupGloo.abort() wakes nobody, but an operation that runs out of time closes all connections of its
-        # group and so ends every other one at once, here and at the peers. This one has a millisecond.
-        with contextlib.suppress(RuntimeError, PushFailed):
-            peer = 1 if self._rank == 0 else 0
-            nothing = [torch.empty(1, dtype=torch.uint8)]
-            work = self._open_group().recv(nothing, peer, _NEVER_SENT)  # type: ignore[attr-defined]
-            work.wait(timedelta(milliseconds=1))
+        # group and so ends every other one at once, here and at the peers. This one has a millisecond. It is tried with
+        # each peer, for it must wait to run out of time, and with one that has left it does not wait.
+        for peer in self._peers:
+            with contextlib.suppress(RuntimeError, PushFailed):
+                nothing = [torch.empty(1, dtype=torch.uint8)]
+                work = self._open_group().recv(nothing, peer, _NEVER_SENT)  # type: ignore[attr-defined]
+                work.wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
         self.abort()

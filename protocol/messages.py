@@ -63,6 +63,9 @@ class Welcome(Message):
     num_workers: int
     dtype: str
     transports: list[str]
+    """What a push may travel by, seen from the workers."""
+    devices: list[str]
+    """Where each worker computes: "cpu" or "<host>/<id of the GPU>"."""
     max_model_len: int
     max_concurrent_sequences: int
 
@@ -216,18 +219,29 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """dense: all bytes; delta: what has changed since the last push of the epoch."""
 
 
-TRANSPORTS = ["gloo"]
-"""What a push may travel by; both sides announce theirs."""
+Transport = Literal["gloo", "nccl", "ipc"]
+"""What the bytes of a push travel by: TCP between CPUs, NCCL between GPUs, memory within one GPU."""
+
+NCCL_UNIQUE_ID_BYTES = 128
 
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the ranks of one epoch meet. The learner is rank 0, the workers of the server are ranks 1..N."""
 
-    transport: Literal["gloo"]
+    transport: Transport
     host: str
     port: int
     world_size: int
     timeout_s: float
+    nccl_unique_id: bytes | None = None
+    """Whoever has it can join an NCCL epoch, so it travels here and nowhere else."""
+
+    def __post_init__(self) -> None:
+        expected = NCCL_UNIQUE_ID_BYTES if self.transport == "nccl" else 0
+        if len(self.nccl_unique_id or b"") != expected:
+            raise ValueError(
+                f"the transport {self.transport} goes with an NCCL id of {expected} bytes, got {len(self.nccl_unique_id or b'')}"
+            )
 
 
 class PushBegin(Message):

@@ -2,29 +2,34 @@
 
     gathered (or a snapshot) ─▶ spans ─▶ checked ─▶ broadcast ═▶ broadcast ─▶ checked ─▶ whole buckets ─▶ load
 
-A thread broadcasts while the caller gathers and checks what comes next: one span ahead for the sender, one bucket ahead for
-the receiver. After each bucket its number and checksum travel, so no bucket is handed on that is not what was sent.
+Broadcasts go on while the caller gathers and checks: some spans ahead for the sender, one bucket ahead for the receiver. After each bucket its number and checksum travel, so no bucket is handed on that is not what was sent.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import msgspec
 import torch
 
+from protocol.bucket_memory import BucketMemory
 from protocol.buckets import ALIGNMENT_BYTES, SPAN_BYTES, Bucket, NamedTensors, Run, Slot, cut, spec_dtype, view
 from protocol.checksum import Checksum, fingerprint
 from protocol.collective import Collective
 from protocol.errors import PushFailed
+from protocol.gloo_collective import GlooCollective
 from protocol.messages import Manifest
 
-NUM_FRAMES_AHEAD = 2
-"""Of the sender: one travels, the next waits for its turn."""
+NUM_FRAMES_AHEAD = 3
+"""Of the sender: under way while another is made. One would leave the connection idle between two."""
 
 Frames = Iterable[tuple[int, torch.Tensor]]
 """What is broadcast, with the index of its bucket."""
+Wait = Callable[[], object]
+"""Returns when one broadcast has ended. Raises PushFailed."""
+Start = Callable[[torch.Tensor], Wait]
+"""Begins a broadcast, while others are under way."""
 
 
 class Sent(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,23 +71,23 @@ def send_weights(
 
 
 def broadcast_frames(collective: Collective, frames: Frames, progress: Callable[[int], object]) -> int:
-    """Broadcast in order from a thread while the next frames are made; return the sum of their bytes. Raises PushFailed."""
+    """Broadcast in order while the next frames are made; return the sum of their bytes. Raises PushFailed."""
     num_sent = 0
-    under_way: deque[tuple[Future[None], int, int]] = deque()
+    under_way: deque[tuple[Wait, int, int]] = deque()
 
     def wait_for_oldest() -> None:
         nonlocal num_sent
-        future, index, num_bytes = under_way.popleft()
+        wait, index, num_bytes = under_way.popleft()
         try:
-            future.result()
+            wait()
         except PushFailed as error:
             raise PushFailed(f"bucket {index + 1}, after {num_sent} bytes in all: {error}") from error
         num_sent += num_bytes
         progress(num_bytes)
 
-    with transfer_thread(collective) as thread:
+    with transfers(collective) as start:
         for index, frame in frames:
-            under_way.append((thread.submit(collective.broadcast, frame), index, len(frame)))
+            under_way.append((start(frame), index, len(frame)))
             if len(under_way) > NUM_FRAMES_AHEAD:
                 wait_for_oldest()
         while under_way:
@@ -99,32 +104,45 @@ class Arrived(msgspec.Struct, frozen=True, eq=False):
     checksum: int
 
 
-def receive_weights(collective: Collective, manifest: Manifest) -> Iterator[Arrived]:
-    """Yield every bucket in order while the next one is on its way; the buffers are the caller's. Raises PushFailed."""
+def receive_weights(
+    collective: Collective, manifest: Manifest, memory: BucketMemory | None = None
+) -> Iterator[Arrived]:
+    """Yield every bucket in order while the next one is on its way. Raises PushFailed.
+
+    The memory of a bucket is used again once nothing refers to it; `memory` keeps it from one push of a manifest to the next.
+    """
     buckets = cut(manifest)
-    with transfer_thread(collective) as thread:
-        coming = deque(_receive_in(thread, collective, bucket) for bucket in buckets[:1])
+    memory = memory or BucketMemory(manifest, collective.device)
+    with transfers(collective) as start:
+        coming = deque(_Coming(start, bucket, memory) for bucket in buckets[:1])
         for bucket in buckets:
-            coming += [_receive_in(thread, collective, after) for after in buckets[bucket.index + 1 :][:1]]
-            buffer, spans, trailer = coming.popleft()
-            checksum = Checksum()
+            coming += [_Coming(start, after, memory) for after in buckets[bucket.index + 1 :][:1]]
             try:
-                for span, arrival in spans:
-                    arrival.result()
-                    checksum.update(span)
-                check_trailer(bucket, trailer.result(), checksum.value())
+                arrived = coming.popleft().wait()
             except PushFailed as error:
                 raise in_bucket(bucket, len(buckets), error) from error
-            yield Arrived(bucket, buffer, checksum.value())
+            yield arrived
+            del arrived  # or its memory would not be free for the next bucket
 
 
-def _receive_in(
-    thread: ThreadPoolExecutor, collective: Collective, bucket: Bucket
-) -> tuple[torch.Tensor, list[tuple[torch.Tensor, Future[None]]], Future[torch.Tensor]]:
-    """Let the thread receive a bucket; return its buffer, each span with its arrival, and the trailer to come."""
-    buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=collective.device)
-    spans = [(span, thread.submit(collective.broadcast, span)) for span in bucket.spans(buffer)]
-    return buffer, spans, thread.submit(receive_bytes, collective, ALIGNMENT_BYTES)
+class _Coming:
+    """A bucket on its way into memory."""
+
+    def __init__(self, start: Start, bucket: Bucket, memory: BucketMemory) -> None:
+        self._bucket, self._buffer = bucket, memory.lend(bucket.num_bytes)
+        self._trailer = torch.empty(ALIGNMENT_BYTES, dtype=torch.uint8, device=self._buffer.device)
+        self._spans = [(span, start(span)) for span in bucket.spans(self._buffer)]
+        self._wait_for_trailer = start(self._trailer)
+
+    def wait(self) -> Arrived:
+        """Check each span as it comes. Raises PushFailed."""
+        checksum = Checksum()
+        for span, wait in self._spans:
+            wait()
+            checksum.update(span)
+        self._wait_for_trailer()
+        check_trailer(self._bucket, self._trailer, checksum.value())
+        return Arrived(self._bucket, self._buffer, checksum.value())
 
 
 def receive_bytes(collective: Collective, num_bytes: int) -> torch.Tensor:
@@ -156,6 +174,20 @@ def check_trailer(bucket: Bucket, trailer: torch.Tensor, checksum: int) -> None:
 def make_trailer(bucket: Bucket, checksum: int) -> torch.Tensor:
     """Return the bytes that follow a bucket: its number and its checksum."""
     return torch.tensor([bucket.index, _signed(checksum)]).view(torch.uint8)
+
+
+@contextmanager
+def transfers(collective: Collective) -> Iterator[Start]:
+    """Yield what begins a broadcast; whatever goes wrong meanwhile ends those under way."""
+    if isinstance(collective, GlooCollective):
+        try:
+            yield collective.start_broadcast
+        except BaseException:
+            collective.abort()
+            raise
+    else:
+        with transfer_thread(collective) as thread:
+            yield lambda tensor: thread.submit(collective.broadcast, tensor).result
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from inference_server.config import ServerConfig
-from inference_server.engine import EngineDead, EngineFailed, EngineLimits, PushOrder, WorkerReport
+from inference_server.engine import EngineDead, EngineFailed, EngineLimits, PushOrder, WorkerPlace, WorkerReport
 from inference_server.server import Server
 from protocol.channel import ServerChannel
 from protocol.keys import ServerKeys
@@ -64,6 +64,9 @@ class ScriptedEngine:
         self._open = asyncio.Event()
         self._open.set()
         self._receiver: Any = None
+
+    async def places(self) -> Sequence[WorkerPlace]:
+        return [WorkerPlace(device="cpu", transports=["gloo"])] * self.limits.num_workers
 
     async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling) -> tuple[list[Completion], int]:
         self.prompts.append(prompt_token_ids.tolist())

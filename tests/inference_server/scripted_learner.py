@@ -1,8 +1,10 @@
 """A learner that does what a test says: the real channel and the real sending half of a push, nothing else."""
 
 import asyncio
+import contextlib
 import uuid
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -12,6 +14,7 @@ from protocol.messages import (
     PROTOCOL_VERSION,
     Generate,
     Hello,
+    Manifest,
     Message,
     ModelFingerprint,
     Pulse,
@@ -25,6 +28,7 @@ from protocol.messages import (
 from tests.fakes import MODEL
 
 TIMEOUT_S = 20.0
+PUSH_TIMEOUT_S = 10.0
 M = TypeVar("M")
 
 
@@ -38,7 +42,10 @@ class ScriptedLearner:
         self.run, self.model = run, model
         self.unread: list[Any] = []
         self._meeting: Any = None
-        self._collective: Any = None
+        self.collective: Any = None
+        """May be replaced by one that does harm."""
+        self._manifest: Any = None
+        self._baseline: Any = None
         self.epoch = ""
         self.num_workers = 1
 
@@ -77,44 +84,64 @@ class ScriptedLearner:
     # --- the sending half of a push ----------------------------------------------------------------------------------
 
     async def begin_push(
-        self, version: int, tensors: list, bucket_bytes: int = 1 << 20, timeout_s: float = 10.0
-    ) -> Any:
+        self, version: int, tensors: list, bucket_bytes: int = 1 << 20, wire: Literal["dense", "delta"] = "dense"
+    ) -> Manifest:
         """Begin the first push of a new epoch; return its manifest once the server is ready and the group is formed."""
         import torch
 
         from protocol.buckets import make_manifest
         from protocol.collective import Meeting
+        from protocol.delta_wire import Baseline
 
         if self._meeting is None:
-            self._meeting = Meeting("127.0.0.1", timeout_s)
+            self._meeting = Meeting("127.0.0.1", PUSH_TIMEOUT_S)
         self.epoch = uuid.uuid4().hex[:8]
         rendezvous = self._meeting.rendezvous(self.num_workers, "gloo")
-        manifest = make_manifest(tensors, tensors[0][1].dtype, bucket_bytes)
-        await self.send(PushBegin(epoch=self.epoch, version=version, rendezvous=rendezvous, manifest=manifest))
+        self._manifest = make_manifest(tensors, tensors[0][1].dtype, bucket_bytes, wire)
+        self._baseline = Baseline()
+        await self.send(PushBegin(epoch=self.epoch, version=version, rendezvous=rendezvous, manifest=self._manifest))
         await self.receive(PushReady)
-        self._collective = await asyncio.to_thread(
+        self.collective = await asyncio.to_thread(
             self._meeting.host_collective, self.epoch, rendezvous, torch.device("cpu")
         )
-        return manifest
+        return self._manifest
+
+    async def begin_push_again(self, version: int) -> None:
+        """Begin a push in the epoch there is; return once the server is ready."""
+        await self.send(PushBegin(epoch=self.epoch, version=version))
+        await self.receive(PushReady)
+
+    async def transfer(self, tensors: Iterable[tuple[str, Any]]) -> Any:
+        """Send the bytes of the push that was begun; return what left. Raises PushFailed."""
+        from protocol.buckets import cut
+        from protocol.delta_wire import send_changes
+        from protocol.weights import send_weights
+
+        buckets = cut(self._manifest)
+        if self._manifest.wire == "delta":
+            return await asyncio.to_thread(send_changes, self.collective, buckets, tensors, self._baseline)
+        return await asyncio.to_thread(send_weights, self.collective, buckets, tensors)
+
+    async def transfer_in_vain(self, tensors: Iterable[tuple[str, Any]]) -> PushFailed:
+        """Send the bytes of a push that must fail; return what the server says."""
+        from protocol.errors import PushFailed as TransferFailed
+
+        with contextlib.suppress(TransferFailed):  # small ones may all have left before a receiver is gone
+            await self.transfer(tensors)
+        failed = await self.receive((PushDone, PushFailed))
+        assert isinstance(failed, PushFailed)
+        return failed
 
     async def push(self, version: int, tensors: list, bucket_bytes: int = 1 << 20) -> tuple[PushDone | PushFailed, str]:
         """Push in a new epoch; return what the server said and the fingerprint of what was sent."""
-        manifest = await self.begin_push(version, tensors, bucket_bytes)
-        return await self._send(manifest, tensors)
+        await self.begin_push(version, tensors, bucket_bytes)
+        sent = await self.transfer(tensors)
+        return await self.receive((PushDone, PushFailed)), sent.fingerprint
 
     async def push_again(self, version: int, tensors: list) -> tuple[PushDone | PushFailed, str]:
         """Push in the epoch there is."""
-        from protocol.buckets import make_manifest
-
-        await self.send(PushBegin(epoch=self.epoch, version=version))
-        await self.receive(PushReady)
-        return await self._send(make_manifest(tensors, tensors[0][1].dtype, 1 << 20), tensors)
-
-    async def _send(self, manifest: Any, tensors: list) -> tuple[PushDone | PushFailed, str]:
-        from protocol.buckets import cut
-        from protocol.weights import send_weights
-
-        sent = await asyncio.to_thread(send_weights, self._collective, cut(manifest), tensors)
+        await self.begin_push_again(version)
+        sent = await self.transfer(tensors)
         return await self.receive((PushDone, PushFailed)), sent.fingerprint
 
     async def break_push(self, manifest: Any, tensors: list) -> PushFailed:
@@ -123,14 +150,14 @@ class ScriptedLearner:
         from protocol.weights import send_weights
 
         first = cut(manifest)[:1]
-        await asyncio.to_thread(send_weights, self._collective, first, tensors[: len(first[0].slots)])
+        await asyncio.to_thread(send_weights, self.collective, first, tensors[: len(first[0].slots)])
         self.close_collective()
         return await self.receive(PushFailed)
 
     def close_collective(self) -> None:
-        if self._collective is not None:
-            self._collective.close()
-            self._collective = None
+        if self.collective is not None:
+            self.collective.close()
+            self.collective = None
 
     def close(self) -> None:
         self.close_collective()

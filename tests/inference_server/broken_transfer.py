@@ -1,0 +1,61 @@
+"""Harm to the bytes of a push."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from protocol.collective import Collective
+
+TIMEOUT_S = 10.0
+BREAK_FILE = "SLIPSTREAM_TEST_BREAK_FILE"
+"""For breakable_server.py, in the environment: the path of a file with the index of the broadcast that goes wrong."""
+
+
+class OneBitFlipped:
+    """A sender's collective in which one bit of one broadcast changes on its way."""
+
+    def __init__(self, collective: Collective, broadcast_index: int) -> None:
+        self._collective, self._left = collective, broadcast_index
+        self.device = collective.device
+
+    def broadcast(self, tensor: Any) -> None:
+        if self._left == 0:
+            tensor = tensor.clone()
+            _flip(tensor)
+        self._left -= 1
+        self._collective.broadcast(tensor)
+
+    def abort(self) -> None:
+        self._collective.abort()
+
+    def close(self) -> None:
+        self._collective.close()
+
+
+class OneBitFlippedOnArrival(OneBitFlipped):
+    """The same for a receiver."""
+
+    def broadcast(self, tensor: Any) -> None:
+        self._collective.broadcast(tensor)
+        if self._left == 0:
+            _flip(tensor)
+        self._left -= 1
+
+
+def _flip(tensor: Any) -> None:
+    tensor[len(tensor) // 2] ^= 4
+
+
+class Halting:
+    """Tensors of which the second half comes only once `go_on` is set; `is_halfway` says that the first half has gone."""
+
+    def __init__(self, tensors: list[tuple[str, Any]]) -> None:
+        self._tensors = tensors
+        self.is_halfway, self.go_on = threading.Event(), threading.Event()
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        middle = len(self._tensors) // 2
+        yield from self._tensors[:middle]
+        self.is_halfway.set()
+        assert self.go_on.wait(TIMEOUT_S)
+        yield from self._tensors[middle:]

