@@ -13,7 +13,7 @@ ifneq ($(shell $(PY) -c 'print("starts")' 2>/dev/null),starts)
 $(STAMP): FORCE
 endif
 
-.PHONY: help install demo test lint lock clean FORCE
+.PHONY: help install demo test lint lock keys clean FORCE
 FORCE:
 
 help:  ## show this list
@@ -36,6 +36,9 @@ lint: $(STAMP)  ## ruff, formatting and mypy
 
 lock:  ## resolve deploy/cpu.lock anew
 	@$(PYTHON) deploy/cpu_environment.py lock
+
+keys: $(STAMP)  ## make CURVE keys for server and learner in keys/ (ARGS=DIR: elsewhere)
+	@$(PY) -m protocol.keys $(or $(ARGS),keys)
 
 clean:  ## remove .venv, runs/ and all caches
 	@rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

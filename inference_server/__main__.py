@@ -19,6 +19,7 @@ from inference_server.config import ServerConfig, ServerRun
 from inference_server.engine import EngineDead
 from protocol.config import load_config, to_toml
 from protocol.cores import bind_cores
+from protocol.endpoint import exposure
 from protocol.errors import ConfigError, SlipstreamError
 
 log = logging.getLogger("inference_server")
@@ -101,13 +102,19 @@ def _listen(config: ServerConfig) -> socket.socket | None:
 
 async def _serve(run: ServerRun) -> None:
     """Start everything in the order in which it can fail cheaply, serve, and take it down again."""
+    from inference_server.api_key import read_api_key
     from protocol.channel import ServerChannel
+    from protocol.keys import server_keys
     from protocol.model_files import fingerprint, resolve_model
 
     started_at = time.monotonic()
     with contextlib.ExitStack() as open_things:
-        channel = ServerChannel(run.endpoint)
+        keys = server_keys(run.keys) if run.keys is not None else None
+        api_key = read_api_key(run.server, insecure=run.insecure)
+        channel = ServerChannel(run.endpoint, keys, insecure=run.insecure)
         open_things.callback(channel.close)
+        if note := exposure(run.endpoint, has_keys=keys is not None):
+            log.warning(note)
         listener = _listen(run.server)
         if listener is not None:
             open_things.callback(listener.close)
@@ -125,7 +132,7 @@ async def _serve(run: ServerRun) -> None:
         server = Server(channel, engine, model, run.server)
         parts = [server.serve()]
         if listener is not None:
-            http = await build_http(engine.llm, str(model_path), run.model, server.status)
+            http = await build_http(engine.llm, str(model_path), run.model, server.status, api_key)
             parts.append(http.serve_on(listener))
         where = f"http://{run.server.http_host}:{run.server.http_port}" if listener else "off"
         log.info(

@@ -33,6 +33,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Address of the OpenAI API, /status and /metrics."""
     http_port: Annotated[int, msgspec.Meta(ge=0, lt=65536)] = 8000
     """Port of the OpenAI API, /status and /metrics; 0 turns them off."""
+    api_key_file: str | None = None
+    """File with the key that clients of the OpenAI API must send, mode 600; by default VLLM_API_KEY of the environment, if
+    set. Needed where http_host is not loopback."""
     cpu_cores: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(min_length=1)] | None = None
     """Bind to these positions within the cores this process may use, one compute thread each."""
     orphan_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0

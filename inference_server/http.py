@@ -18,6 +18,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 
+from inference_server.api_key import ApiKeyGate
+
 Status = Callable[[], dict[str, Any]]
 
 SHUTDOWN_TIMEOUT_S = 1
@@ -44,20 +46,28 @@ class HttpServer(uvicorn.Server):
             raise
 
 
-async def build_http(llm: AsyncLLM, model_path: str, served_name: str, status: Status) -> HttpServer:
+async def build_http(
+    llm: AsyncLLM, model_path: str, served_name: str, status: Status, api_key: str | None
+) -> HttpServer:
     """Return a server of vLLM's OpenAI routes, /health and /metrics, and of our /status."""
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(
         ["--model", model_path, "--served-model-name", served_name, "--disable-uvicorn-access-log"]
     )
+    args.api_key = None if api_key is None else [api_key]  # vLLM else reads VLLM_API_KEY, which may be another
     tasks = await llm.get_supported_tasks()
     app = build_app(args, tasks, llm.model_config)
     await init_app_state(llm, app.state, args, tasks)
     app.add_api_route("/status", status, methods=["GET"])
     get_prometheus_registry().register(_Metrics(status))
+    guarded = RefuseWhileTorn(app, status)
     config = uvicorn.Config(
-        RefuseWhileTorn(app, status), log_level="warning", access_log=False,
-        timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S, lifespan="on",
-    )  # fmt: skip
+        # Around the finished app, which takes no more middleware.
+        guarded if api_key is None else ApiKeyGate(guarded, api_key),
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
+        lifespan="on",
+    )
     return HttpServer(config)
 
 

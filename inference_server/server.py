@@ -14,6 +14,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from inference_server.groups import Groups, why_invalid, why_not_tokens
 from inference_server.push import Pushes
 from protocol.channel import ServerChannel
 from protocol.errors import ProtocolError
+from protocol.handshakes import Failure
 from protocol.messages import (
     PROTOCOL_VERSION,
     Ack,
@@ -47,6 +49,9 @@ from protocol.messages import (
 log = logging.getLogger(__name__)
 
 PULSE_INTERVAL_S = 1.0
+FAILED_HANDSHAKES_NOTE_S = 60.0
+MAX_IGNORED_PEERS = 1_000
+"""So many peers that sent rubbish are remembered; one that is forgotten is told once more."""
 
 
 class Learner(msgspec.Struct):
@@ -66,8 +71,10 @@ class Server:
         self._server_id = uuid.uuid4().hex[:12]
         self._started_at = time.monotonic()
         self._learner: Learner | None = None
+        self._ignored_peers: deque[bytes] = deque(maxlen=MAX_IGNORED_PEERS)
+        self._failed_handshakes: Counter[Failure] = Counter()
+        self._noted_handshakes_at = -FAILED_HANDSHAKES_NOTE_S
         self._places: Sequence[WorkerPlace] = ()
-        self._ignored_peers: set[bytes] = set()
         self._tasks = asyncio.TaskGroup()
         self._groups = Groups(engine, self._deliver, self._tasks)
         self._pushes = Pushes(engine, self._deliver, config.pause_timeout_s, receive_overlap=config.receive_overlap)
@@ -134,6 +141,7 @@ class Server:
         while True:
             await asyncio.sleep(PULSE_INTERVAL_S)
             self._engine.check_alive()
+            self._note_failed_handshakes()
             if self._learner is None:
                 continue
             if await self._deliver(self._pulse_message()):
@@ -145,6 +153,15 @@ class Server:
                 )  # fmt: skip
                 self._groups.forget_all()
                 self._learner = None
+
+    def _note_failed_handshakes(self) -> None:
+        """Say who knocks in vain, at most once a minute however many they are."""
+        self._failed_handshakes += self._channel.take_failed_handshakes()
+        if self._failed_handshakes and time.monotonic() - self._noted_handshakes_at > FAILED_HANDSHAKES_NOTE_S:
+            counts = ", ".join(f"{count} with {cause.value}" for cause, count in self._failed_handshakes.most_common())
+            log.warning("connections that failed in the handshake: %s (SECURITY.md)", counts)
+            self._failed_handshakes.clear()
+            self._noted_handshakes_at = time.monotonic()
 
     # --- learner -----------------------------------------------------------------------------------------------------
 
@@ -159,6 +176,7 @@ class Server:
             self._server_id = uuid.uuid4().hex[:12]  # what the id stands for, the weights and the groups, is gone
             log.info("serving run %s", hello.run)
         self._learner = Learner(run=hello.run, peer=peer, reached_at=time.monotonic())
+        self._channel.admit(peer)
         limits = self._engine.limits
         await self._deliver(
             Welcome(
@@ -198,7 +216,7 @@ class Server:
     async def _ignore(self, peer: bytes, reason: str) -> None:
         """A peer that sends rubbish is told so once; from then on nothing it sends is looked at."""
         log.warning("a peer sent a malformed message and is ignored from now on: %s", reason)
-        self._ignored_peers.add(peer)
+        self._ignored_peers.append(peer)
         await self._channel.send(peer, Refused(reason=f"malformed message: {reason}"))
 
     async def _deliver(self, message: Message) -> bool:

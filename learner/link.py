@@ -18,6 +18,7 @@ import numpy as np
 
 from protocol.channel import LearnerChannel
 from protocol.errors import DeadlineExceeded, HandshakeRefused, ProtocolError, PushFailed, ServerLost, SlipstreamError
+from protocol.keys import LearnerKeys
 from protocol.messages import (
     Ack,
     Cancel,
@@ -61,13 +62,17 @@ class ServerLink:
         *,
         on_group: Callable[[Group | GroupFailed], None],
         on_welcome: Callable[[Welcome], None],
+        keys: LearnerKeys | None = None,
+        insecure: bool = False,
     ) -> None:
         self.endpoint = endpoint
         self.welcome: Welcome | None = None
         self.server_idle_frac: float | None = None
         """Share of the last second in which the server had no group to work on."""
         self._hello, self._on_group, self._on_welcome = hello, on_group, on_welcome
-        self._channel = LearnerChannel(endpoint)
+        self._channel = LearnerChannel(endpoint, keys, insecure=insecure)
+        self.handshakes_fail = False
+        """While not connected: what listens at the endpoint has ended a handshake."""
         self._last_heard_s = time.monotonic()
         self._last_pulse: tuple[Pulse, float] | None = None
         self._connected = False
@@ -97,9 +102,19 @@ class ServerLink:
                     "no sign of the server at %s for %.0f s; waiting for it to come back", self.endpoint, DEAD_AFTER_S
                 )
                 self._connected = False
+            self._note_failed_handshakes()
             if not self._connected:
                 await self._try_send(self._hello, HELLO_INTERVAL_S)
             await asyncio.sleep(HELLO_INTERVAL_S)
+
+    def _note_failed_handshakes(self) -> None:
+        failed = self._channel.check_handshake() and not self._connected
+        if failed and not self.handshakes_fail:
+            log.warning(
+                "what listens at %s ended the handshake; if this goes on, `server.pub` in `keys` is another server's",
+                self.endpoint,
+            )
+        self.handshakes_fail = failed or (self.handshakes_fail and not self._connected)
 
     async def _receive(self) -> None:
         while True:

@@ -27,6 +27,7 @@ from learner.run_dir import RunDir
 from learner.run_log import RunLog
 from learner.scoring import Scorer
 from learner.trainee import Trainee
+from protocol.endpoint import exposure
 from protocol.messages import PROTOCOL_VERSION, Hello
 from protocol.model_files import fingerprint, resolve_model
 
@@ -63,6 +64,8 @@ def make_leader(
     cleanup.callback(workers.close)
     model_fingerprint = fingerprint(model_path)
     hello = Hello(run=run_dir.run_id, protocol_version=PROTOCOL_VERSION, model=model_fingerprint)
+    if note := exposure(run.endpoint, has_keys=run.keys is not None):
+        log.warning(note)
     scorer = Scorer(config, tokenizer, workers, ledger)
     rollouts = Rollouts(run, hello, prompts, ledger, scorer, version)
     cleanup.callback(rollouts.close)

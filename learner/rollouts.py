@@ -38,6 +38,7 @@ from learner.selection import Selection
 from learner.slots import Slots
 from protocol.codec import pack
 from protocol.errors import DataError, DeadlineExceeded, ServerLost
+from protocol.keys import learner_keys
 from protocol.messages import Group, GroupFailed, Hello, Welcome
 
 log = logging.getLogger(__name__)
@@ -92,9 +93,10 @@ class Rollouts:
 
     def no_server(self, timeout_s: float) -> DeadlineExceeded:
         """The error for a server that has not answered for `timeout_s`."""
+        keys = " and `keys` (what listens there ends every handshake)" if self.link.handshakes_fail else ""
         return DeadlineExceeded(
             f"no inference server answers at {self._run.endpoint} after {timeout_s:.0f} s; start one with "
-            "`inference-server run.toml`, check `endpoint`, or raise learner.connect_timeout_s"
+            f"`inference-server run.toml`, check `endpoint`{keys}, or raise learner.connect_timeout_s"
         )
 
     def publish(self, version: int, server_id: str) -> None:
@@ -158,7 +160,11 @@ class Rollouts:
     # --- the loop thread's side ----------------------------------------------------------------------------------
 
     async def _open_link(self, hello: Hello) -> ServerLink:
-        return ServerLink(self._run.endpoint, hello, on_group=self._on_group, on_welcome=self._on_welcome)
+        run = self._run
+        return ServerLink(
+            run.endpoint, hello, on_group=self._on_group, on_welcome=self._on_welcome,
+            keys=learner_keys(run.keys) if run.keys is not None else None, insecure=run.insecure,
+        )  # fmt: skip
 
     async def _start(self) -> None:
         """Take up every group where the ledger has it (a new run has none), then begin."""

@@ -13,9 +13,10 @@ from learner.config import LearnerRun
 from protocol.config import to_toml
 from protocol.errors import ConfigError
 
-MAY_CHANGE_AT_RESUME = {"endpoint", "run_dir", "server", "learner.steps", "learner.checkpoint_every", "learner.trackers",
-                        "learner.dashboard_port", "learner.connect_timeout_s", "learner.group_deadline_s", "learner.push",
-                        "learner.parity", "learner.cpu_cores", "learner.micro_batch_tokens", "learner.reward.timeout_s",
+MAY_CHANGE_AT_RESUME = {"endpoint", "keys", "insecure", "run_dir", "server", "learner.steps",
+                        "learner.checkpoint_every", "learner.trackers", "learner.dashboard_port",
+                        "learner.connect_timeout_s", "learner.group_deadline_s", "learner.push", "learner.parity",
+                        "learner.cpu_cores", "learner.micro_batch_tokens", "learner.reward.timeout_s",
                         "learner.reward.num_workers", "learner.reference.device"}  # fmt: skip
 """Keys that do not change what is learned, so a run may go on with other values."""
 

@@ -33,20 +33,31 @@ def encode(message: msgspec.Struct) -> list[bytes | memoryview]:
 def decode(frames: Sequence[bytes | memoryview], expected: type[M]) -> M:
     """Decode the frames of one message of type `expected` (a union of messages).
 
-    Raises ProtocolError if the header does not fit `expected` or a frame differs from what the header announces.
+    Raises ProtocolError if the header does not fit `expected` or the frames differ from what the header announces.
     """
+
+    unclaimed = set(range(len(frames) - 1))
 
     def dec_hook(wanted: type, value: Any) -> Any:
         if wanted is not np.ndarray:
             raise NotImplementedError(f"cannot decode {wanted}")
-        return _array_from_frame(value, frames)
+        array = _array_from_frame(value, frames)
+        if value[0] not in unclaimed:
+            raise ValueError(f"frame {value[0]} is announced twice")
+        unclaimed.remove(value[0])
+        return array
 
     if not frames:
         raise ProtocolError("a message without frames came; expected a msgpack header")
     try:
-        return msgspec.msgpack.decode(frames[0], type=expected, dec_hook=dec_hook)
+        message = msgspec.msgpack.decode(frames[0], type=expected, dec_hook=dec_hook)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ProtocolError(f"not a valid message: {error}") from error
+    if unclaimed:
+        raise ProtocolError(
+            f"{len(frames) - 1} array frames came, {len(unclaimed)} of them announced by no header field"
+        )
+    return message
 
 
 def _array_from_frame(announced: Any, frames: Sequence[bytes | memoryview]) -> np.ndarray:

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 import tyro
 
+from protocol.endpoint import check_endpoint
 from protocol.errors import ConfigError
 
 
@@ -29,6 +30,11 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Directory of this run: metrics, ledger, checkpoints, report."""
     endpoint: str = "tcp://127.0.0.1:5757"
     """Where the server listens and the learner connects."""
+    keys: str | None = None
+    """Directory of the CURVE keys that `make keys` made; needed where endpoint is not loopback."""
+    insecure: bool = False
+    """Allow an endpoint beyond loopback without keys, and server.http_host without an API key: only on a network that is
+    yours alone."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """In which the server computes, and in which weights travel."""
     seed: int = 0
@@ -41,11 +47,13 @@ C = TypeVar("C", bound=SharedConfig)
 def load_config(config_type: type[C], argv: Sequence[str], program: str, switches: str = "") -> C:
     """Read `run.toml [--section.key value ...]` from `argv`; `switches` are the caller's own, named in the help.
 
-    Raises ConfigError for a missing file, an unknown key or a value of the wrong type or range.
+    Raises ConfigError for a missing file, an unknown key, a value of the wrong type or range, or an open endpoint.
     """
     path, flags = _split(argv, program)
     base = _from_file(config_type, path) if path else None
-    return _with_flags(config_type, base, flags, f"{program} run.toml {switches}".strip())
+    config = _with_flags(config_type, base, flags, f"{program} run.toml {switches}".strip())
+    check_endpoint(config.endpoint, has_keys=config.keys is not None, insecure=config.insecure)
+    return config
 
 
 def to_toml(config: msgspec.Struct) -> str:

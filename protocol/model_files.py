@@ -37,7 +37,6 @@ _TOKENIZER_FILES = {
     "vocab.txt",
 }
 _DOWNLOADED = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.safetensors"]
-_OLD_WEIGHTS = ["pytorch_model*.bin"]
 
 # Lets the chat API of the server be tried on the tiny model: the messages' texts, one after the other.
 _TINY_CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -57,12 +56,22 @@ def resolve_model(name: str) -> Path:
                 f"model = {name!r} is a directory without config.json; expected the files of a Hugging Face model, "
                 "as `save_pretrained` writes them"
             )
-        return path.resolve()
+        return _with_safetensors(path.resolve(), name)
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ConfigError(
             f"model = {name!r}: there is no such directory; set model to one that exists or to a hub name"
         )
-    return _download(name)
+    return _with_safetensors(_download(name), name)
+
+
+def _with_safetensors(path: Path, name: str) -> Path:
+    """Older weight files are pickles, which may run code when they are read."""
+    if not any(path.glob("*.safetensors")):
+        raise ConfigError(
+            f"model = {name!r} has no weights in *.safetensors, the only format that is read; load it where you trust it and "
+            "save it again with `save_pretrained`"
+        )
+    return path
 
 
 def fingerprint(path: Path) -> ModelFingerprint:
@@ -114,16 +123,13 @@ def _download(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        path = Path(snapshot_download(name, allow_patterns=_DOWNLOADED))
-        if not any(path.glob("*.safetensors")):
-            path = Path(snapshot_download(name, allow_patterns=_DOWNLOADED + _OLD_WEIGHTS))
+        return Path(snapshot_download(name, allow_patterns=_DOWNLOADED))
     except (OSError, ValueError) as error:  # what huggingface_hub raises for names, networks and permissions
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
             f"model = {name!r} is neither a local directory nor can it be downloaded from the hub ({reason}); check the "
             "name, the network and `hf auth login`, or set model to a local directory"
         ) from error
-    return path
 
 
 # --- tiny:digits -------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from inference_server.config import ServerConfig
 from inference_server.engine import EngineDead, EngineFailed, EngineLimits, PushOrder, WorkerPlace, WorkerReport
 from inference_server.server import Server
 from protocol.channel import ServerChannel
+from protocol.keys import ServerKeys
 from protocol.messages import Completion, ModelFingerprint, Sampling
 
 MODEL = ModelFingerprint(
@@ -195,9 +196,10 @@ async def serving(
     config: ServerConfig = ServerConfig(),  # noqa: B008  (frozen)
     model: ModelFingerprint = MODEL,
     endpoint: str = "tcp://127.0.0.1:*",
+    keys: ServerKeys | None = None,
 ) -> AsyncIterator[Serving]:
     """Run the real server on a scripted engine in the current loop."""
-    channel = ServerChannel(endpoint)
+    channel = ServerChannel(endpoint, keys)
     server = Server(channel, engine, model, config)
     task = asyncio.create_task(server.serve())
     try:

@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 from transformers import PreTrainedModel
 
+from protocol.keys import LearnerKeys
 from protocol.messages import PROTOCOL_VERSION, Hello, PushDone, Refused, Score, Scores, Welcome
 from protocol.model_files import fingerprint
 from tests.inference_server import tiny_gpt2
@@ -35,6 +36,9 @@ def free_port() -> int:
 
 class RealServer:
     """`python -m inference_server` in a process group of its own, with a tiny GPT-2 unless the test has a model."""
+
+    keys: LearnerKeys | None = None
+    """What a learner needs to get in, where the server has keys."""
 
     def __init__(
         self,
@@ -110,7 +114,7 @@ def with_learner(
 
     async def run() -> None:
         model = fingerprint(server.model)
-        learner = ScriptedLearner(server.endpoint, run=f"run-{time.monotonic_ns()}", model=model)
+        learner = ScriptedLearner(server.endpoint, f"run-{time.monotonic_ns()}", model, server.keys)
         try:
             async with asyncio.timeout(timeout_s):
                 answer: Welcome | Refused = Refused(reason="not asked yet")

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from protocol.channel import LearnerChannel
+from protocol.keys import LearnerKeys
 from protocol.messages import (
     PROTOCOL_VERSION,
     Generate,
@@ -34,8 +35,10 @@ M = TypeVar("M")
 class ScriptedLearner:
     """Keeps whatever comes that a test did not wait for, so that the order of unrelated messages does not matter."""
 
-    def __init__(self, endpoint: str, run: str = "run-a", model: ModelFingerprint = MODEL) -> None:
-        self.channel = LearnerChannel(endpoint)
+    def __init__(
+        self, endpoint: str, run: str = "run-a", model: ModelFingerprint = MODEL, keys: LearnerKeys | None = None
+    ) -> None:
+        self.channel = LearnerChannel(endpoint, keys)
         self.run, self.model = run, model
         self.unread: list[Any] = []
         self._meeting: Any = None

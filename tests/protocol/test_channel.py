@@ -1,7 +1,10 @@
 """The channel over real sockets: delivery, malformed peers, peers that are gone."""
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 import zmq
@@ -10,15 +13,18 @@ from protocol.channel import LearnerChannel, ServerChannel
 from protocol.errors import ConfigError, DeadlineExceeded, ProtocolError
 from protocol.messages import Ack, Refused
 
+ROOT = Path(__file__).parent.parent.parent
 TIMEOUT_S = 10.0
 
 
-def with_channels(test: Callable[[ServerChannel, LearnerChannel], Awaitable[None]]) -> None:
+def with_channels(
+    test: Callable[[ServerChannel, LearnerChannel], Awaitable[None]], timeout_s: float = TIMEOUT_S
+) -> None:
     async def run() -> None:
         server = ServerChannel("tcp://127.0.0.1:*")
         learner = LearnerChannel(server.endpoint)
         try:
-            await asyncio.wait_for(test(server, learner), TIMEOUT_S)
+            await asyncio.wait_for(test(server, learner), timeout_s)
         finally:
             learner.close()
             server.close()
@@ -81,6 +87,88 @@ def test_sending_to_a_peer_that_is_gone_says_so() -> None:
             await asyncio.sleep(0.05)
 
     with_channels(test)
+
+
+def test_a_full_queue_leaves_other_tasks_their_turn() -> None:
+    async def test(server: ServerChannel, learner: LearnerChannel) -> None:
+        for _ in range(50):
+            await learner.send(Ack(group_ids=[]), TIMEOUT_S)
+        await asyncio.sleep(0.5)  # all of them are in the queue now
+        num_received = 0
+        had_its_turn_after = []
+
+        async def other() -> None:
+            had_its_turn_after.append(num_received)
+
+        task = asyncio.create_task(other())
+        for _ in range(50):
+            await server.receive()
+            num_received += 1
+        assert had_its_turn_after and had_its_turn_after[0] < 10
+        await task
+
+    with_channels(test)
+
+
+def test_a_peer_that_fills_the_queue_and_hangs_up_does_not_take_the_server_with_it() -> None:
+    """With pings of its own, libzmq 4.3.5 aborts the server's process; so the server runs in another one here."""
+    script = f"""
+import asyncio, zmq
+from protocol.channel import HEARTBEAT_INTERVAL_MS, SERVER_RECEIVE_HIGH_WATER_MARK, ServerChannel
+
+async def run():
+    server = ServerChannel("tcp://127.0.0.1:*")
+    context = zmq.Context()
+    peer = context.socket(zmq.DEALER)
+    peer.setsockopt(zmq.SNDHWM, 1)
+    peer.setsockopt(zmq.SNDTIMEO, 500)
+    peer.connect(server.endpoint)
+    num_sent = 0
+    try:
+        while num_sent < {10**6}:
+            peer.send(b"x" * {10**5})
+            num_sent += 1
+    except zmq.Again:
+        assert num_sent > SERVER_RECEIVE_HIGH_WATER_MARK
+    peer.close(linger=0)
+    context.term()
+    await asyncio.sleep(3 * HEARTBEAT_INTERVAL_MS / 1000)
+    server.close()
+    print("the queue was full after", num_sent)
+
+asyncio.run(run())
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "the queue was full" in done.stdout, done.stderr
+
+
+def test_a_learner_that_freezes_is_gone_for_the_server_within_seconds() -> None:
+    """The server does not ping; the learner's pings have told it for how long to wait for the next one."""
+    script = """
+import asyncio, os, signal, sys
+from protocol.channel import LearnerChannel
+from protocol.messages import Ack
+
+async def run():
+    await LearnerChannel(sys.argv[1]).send(Ack(group_ids=[]), 10)
+    await asyncio.sleep(2.5)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+asyncio.run(run())
+"""
+
+    async def test(server: ServerChannel, learner: LearnerChannel) -> None:
+        frozen = subprocess.Popen([sys.executable, "-c", script, server.endpoint], cwd=ROOT)
+        try:
+            peer, _ = await server.receive()
+            await asyncio.sleep(3)
+            while await server.send(peer, Refused(reason="are you there?")):
+                await asyncio.sleep(0.1)
+        finally:
+            frozen.kill()
+            frozen.wait()
+
+    with_channels(test, timeout_s=30.0)
 
 
 def test_sending_without_a_server_ends_at_the_deadline() -> None:

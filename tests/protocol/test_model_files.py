@@ -117,6 +117,14 @@ def test_a_directory_without_a_model_or_without_a_tokenizer_is_an_error(tmp_path
         fingerprint(tmp_path)
 
 
+def test_weights_that_are_a_pickle_are_not_read(tiny, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny, copy)
+    (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"no weights in \*\.safetensors"):
+        resolve_model(str(copy))
+
+
 def test_a_name_that_is_nothing_says_what_it_could_be(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match=r"'tiny:letters' is not a built-in model; the only one is 'tiny:digits'"):
