@@ -60,7 +60,7 @@ class Receiver:
         return self._staging is not None and self._staging.is_alive()
 
     @property
-    def failure(self) -> Exception | None:
+    def failure(self) -> PushFailed | None:
         """What staging has failed with."""
         return self._staging.failure if self._staging is not None else None
 
@@ -148,7 +148,7 @@ class _Staging(threading.Thread):
         super().__init__(name="push-staging", daemon=True)
         self.order, self._receiver = order, receiver
         self._buckets: list[Arrived] = []
-        self.failure: Exception | None = None
+        self.failure: PushFailed | None = None
         self.is_given_up = False
 
     def run(self) -> None:
@@ -157,7 +157,8 @@ class _Staging(threading.Thread):
             self._buckets = list(self._receiver.receive())
         # Whatever it is, it must be in the worker's report: a thread that just ends would look like a push that has come.
         except Exception as failure:
-            self.failure = failure
+            # Only its words: its traceback would keep the sockets of the epoch open for as long as it is remembered.
+            self.failure = PushFailed(f"{type(failure).__name__}: {failure}")
             self._receiver.leave_joined()
 
     def take(self) -> Iterator[Arrived]:

@@ -136,11 +136,11 @@ class Pusher:
                 if self._closing.is_set():
                     raise
                 self._tell(self._link.greet_again())
-                failure = error
+                reason = str(error)  # only its words: its traceback would keep the sockets of the epoch open
         raise PushFailed(
             f"version {version} could not be pushed in {self._config.max_attempts} attempts (learner.push.max_attempts); "
-            f"the last failure: {failure}"
-        ) from failure
+            f"the last failure: {reason}"
+        )
 
     def _push_once(self, version: int, tensors: Callable[[], NamedTensors]) -> PushReport:
         started = time.monotonic()

@@ -1,8 +1,10 @@
 """The collective over TCP between the CPUs of the ranks, for machines without GPUs and GPUs that nothing else connects."""
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch.distributed import BroadcastOptions, ProcessGroupGloo, Store
@@ -29,6 +31,9 @@ class GlooCollective:
         options._threads = NUM_THREADS
         options._timeout = timedelta(seconds=timeout_s)
         self._group: ProcessGroupGloo | None = None
+        self._under_way: dict[int, Any] = {}
+        """Broadcasts. Each keeps the sockets open, so nothing else may hold one: a traceback would, for as long as it lives."""
+        self._numbers = itertools.count()
         try:
             self._group = ProcessGroupGloo(store, rank, world_size, options)
         except RuntimeError as error:
@@ -47,16 +52,19 @@ class GlooCollective:
         """
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
+        number = next(self._numbers)
         try:
-            work = self._open_group().broadcast([tensor], options)  # type: ignore[attr-defined]
+            self._under_way[number] = self._open_group().broadcast([tensor], options)  # type: ignore[attr-defined]
         except RuntimeError as error:
             raise self._failed(tensor, error) from error
 
         def wait() -> None:
             try:
-                work.wait()
+                self._work(number).wait()
             except RuntimeError as error:
                 raise self._failed(tensor, error) from error
+            finally:
+                self._under_way.pop(number, None)
 
         return wait
 
@@ -88,7 +96,13 @@ class GlooCollective:
 
     def close(self) -> None:
         self.abort()
+        self._under_way.clear()
         self._group = None  # its destructor frees the sockets and the threads
+
+    def _work(self, number: int) -> Any:
+        if number not in self._under_way:
+            raise PushFailed(f"the collective of epoch {self._epoch} is closed")
+        return self._under_way[number]
 
     def _open_group(self) -> ProcessGroupGloo:
         """Not kept in a local of the callers: the traceback of a failure would keep the sockets open with it."""

@@ -5,6 +5,7 @@ So no test has to sleep and hope. Points: pausing, joining, labelling (server); 
 
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -59,6 +60,6 @@ class TrappedCollective(GlooCollective):
         time.sleep(TRAPS.reach("forming"))
         super().__init__(*args)
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
+    def start_broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:
         time.sleep(TRAPS.reach("broadcast"))
-        super().broadcast(tensor)
+        return super().start_broadcast(tensor)

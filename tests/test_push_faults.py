@@ -203,10 +203,14 @@ NUM_FAILURES = 50
 PLAIN_AND_OVERLAP = [pytest.param(PLAIN, marks=pytest.mark.slow, id="plain"), pytest.param(OVERLAP, id="overlap")]
 
 
+FEW = 5
+"""A worker thread or a timer of its own may come or go at any moment; a leak is at least one for each failure."""
+
+
 def assert_settled(peer: Peer, before: dict[str, int]) -> None:
     """What was given up may take a moment to end in its thread."""
     give_up_at = time.monotonic() + NOTICE_S
-    while (now := peer.resources()) != before:
+    while any((now := peer.resources())[name] > number + FEW for name, number in before.items()):
         assert time.monotonic() < give_up_at, f"it began with {before} and ended with {now}"
         time.sleep(0.05)
 
