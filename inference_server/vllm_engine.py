@@ -200,6 +200,11 @@ _DEAD = "the vLLM engine has died; its own error is in the log above. Restart th
 def _start(run: ServerRun, model_path: Path) -> VersionedLLM:
     server = run.server
     on_cpu = current_platform.is_cpu()
+    if on_cpu and server.receive_overlap and server.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"server.receive_overlap = true with server.tensor_parallel_size = {server.tensor_parallel_size}: on a CPU, workers that "
+            "wait for each other leave the thread that receives too little time; set receive_overlap = false"
+        )
     in_engine_process = on_cpu and server.tensor_parallel_size == 1
     if in_engine_process:
         # Without it vLLM puts the CPU worker into a third process: 4 s more to start and two hops more per step.

@@ -165,7 +165,8 @@ def test_a_stranger_that_floods_is_cut_off_and_the_learner_undisturbed(num_bytes
         counts = flood.result()
         assert counts["ended"] > 0 and counts["answers"] <= counts["ended"] + 1
         assert num_groups > 10
-        assert psutil.Process().memory_info().rss - memory_before < 2 * MAX_GROWTH_BYTES
+        # A queue of 100 messages, of the connection that is cut off and perhaps of the one made after it.
+        assert psutil.Process().memory_info().rss - memory_before < 4 * MAX_GROWTH_BYTES
 
     run_with_server(test, None)
 

@@ -35,8 +35,6 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(BREAK_FILE, str(break_file))
         flags = ["--server.tensor-parallel-size", "2", "--server.kv-on-push", "recompute"]
-        if request.param == "llama":
-            flags.append("--server.receive-overlap")
         program = ("-m", "tests.inference_server.breakable_server")
         for server in running_server(directory, *flags, model=policy.model(0), program=program):
             yield server, policy, break_file

