@@ -87,7 +87,7 @@ class BusyLink:
         self.link = self.thread.call(self._open(server.endpoint, hello), DEADLINE_S)
         self._running = self.thread.submit(self.link.run())
 
-    def wait_for_server(self, timeout_s: float) -> Welcome:
+    def wait_for_server(self, timeout_s: float, closing: threading.Event | None = None) -> Welcome:
         deadline = time.monotonic() + timeout_s
         while not self.link.connected or self.link.welcome is None:
             if self._running.done():
