@@ -159,7 +159,8 @@ class _Staging(threading.Thread):
         except Exception as failure:
             # Only its words: its traceback would keep the sockets of the epoch open for as long as it is remembered.
             self.failure = PushFailed(f"{type(failure).__name__}: {failure}")
-            self._receiver.leave_joined()
+            if not self.is_given_up:  # else whoever gave it up leaves, and may have joined another epoch since
+                self._receiver.leave_joined()
 
     def take(self) -> Iterator[Arrived]:
         """Yield each bucket and let go of it. Raises what receiving has failed with."""

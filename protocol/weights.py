@@ -1,8 +1,9 @@
 """A push of weights, sender and receiver side by side.
 
-    gathered (or a snapshot) ─▶ spans ─▶ checked ─▶ broadcast ═▶ broadcast ─▶ checked ─▶ whole buckets ─▶ load
+    gathered (or a copy) ─▶ spans ─▶ checked ─▶ broadcast ═▶ broadcast ─▶ checked ─▶ whole buckets ─▶ load
 
-Broadcasts go on while the caller gathers and checks: some spans ahead for the sender, one bucket ahead for the receiver. After each bucket its number and checksum travel, so no bucket is handed on that is not what was sent.
+Broadcasts go on while the caller gathers and checks: some spans ahead for the sender, one bucket ahead for the receiver.
+After each bucket its number and checksum travel, so no bucket is handed on that is not what was sent.
 """
 
 from collections import deque
