@@ -58,6 +58,7 @@ def train(run: LearnerRun, *, resume: bool) -> Path | None:
         log.info("rank %d of %d on %s", accelerator.process_index, accelerator.num_processes, accelerator.device)
     set_seed(run.seed)
     with ExitStack() as cleanup:
+        cleanup.callback(accelerator.end_training)  # gloo's threads, left to the interpreter's end, abort the process
         run_dir = open_run_dir(run, resume=resume) if accelerator.is_main_process else None
         if run_dir is not None:
             cleanup.callback(run_dir.close)

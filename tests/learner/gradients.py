@@ -73,3 +73,4 @@ if __name__ == "__main__":
     torch.save(
         {"ranks": accelerator.num_processes, "gradients": gradients}, f"{sys.argv[1]}-{accelerator.process_index}"
     )
+    accelerator.end_training()
