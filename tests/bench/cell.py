@@ -5,11 +5,16 @@ of `learner train`, so what the benchmark compares is what a user can set.
 """
 
 import hashlib
+import json
+import shutil
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from learner.config import LearnerRun
+from protocol.model_files import cache_dir, resolve_model
 
 TASKS: dict[str, dict[str, Any]] = {
     "sort": {
@@ -48,6 +53,8 @@ STALENESSES = (0, 1, 4, 8)
 SEEDS = (0, 1, 2, 3)
 KL_COEF = 0.01
 """Of every cell with a reference."""
+SERVED_HEADS = 2
+"""Attention heads of tiny:digits: of width 32, the narrowest that vLLM's CPU kernels have."""
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,12 +67,15 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     learning_rate: float | None = None
     """None: the task's."""
+    heads: int = SERVED_HEADS
 
     @property
     def name(self) -> str:
         """As in `sort/grpo/stale4/none/seed0`; what --only is matched with."""
         name = f"{self.task}/{self.algorithm}/stale{self.max_staleness}/{self.reference}/seed{self.seed}"
-        return name if self.learning_rate is None else f"{name}/lr{self.learning_rate:g}"
+        if self.learning_rate is not None:
+            name += f"/lr{self.learning_rate:g}"
+        return name if self.heads == SERVED_HEADS else f"{name}/heads{self.heads}"
 
     def run(self, run_dir: str = "none") -> LearnerRun:
         """Return the config. Raises msgspec.ValidationError where the learner refuses it."""
@@ -79,7 +89,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
             learner |= {"optimizer": {"learning_rate": self.learning_rate}}
         if self.reference != "none":
             learner |= {"reference": REFERENCES[self.reference], "kl": {"coef": KL_COEF}}
-        run = {"model": "tiny:digits", "run_dir": run_dir, "dtype": "float32", "seed": self.seed}
+        run = {"model": model_with(self.heads), "run_dir": run_dir, "dtype": "float32", "seed": self.seed}
         return msgspec.convert(run | {"learner": learner}, LearnerRun)
 
     @property
@@ -88,18 +98,33 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         return hashlib.sha256(msgspec.json.encode(self.run().learner)).hexdigest()[:12]
 
 
-def grid(tasks: list[str], seeds: list[int]) -> list[Cell]:
+def model_with(heads: int) -> str:
+    """Return tiny:digits, or a copy of it with the same weights that attends with another number of heads."""
+    if heads == SERVED_HEADS:
+        return "tiny:digits"
+    tiny = resolve_model("tiny:digits")
+    final = cache_dir() / f"{tiny.name}-{heads}-heads"
+    if not final.is_dir():
+        aside = Path(tempfile.mkdtemp(dir=final.parent))
+        shutil.copytree(tiny, aside, dirs_exist_ok=True)
+        config = json.loads((aside / "config.json").read_text()) | {"n_head": heads}
+        (aside / "config.json").write_text(json.dumps(config))
+        aside.rename(final)
+    return str(final)
+
+
+def grid(tasks: list[str], seeds: list[int], heads: int = SERVED_HEADS) -> list[Cell]:
     """Every algorithm at every staleness, then every reference at staleness 4; all cells of a seed before the next."""
     cells = []
     for seed in seeds:
         for task in tasks:
             cells += [
-                Cell(task=task, algorithm=algorithm, max_staleness=staleness, seed=seed)
+                Cell(task=task, algorithm=algorithm, max_staleness=staleness, seed=seed, heads=heads)
                 for algorithm in ALGORITHMS
                 for staleness in STALENESSES
             ]
             cells += [
-                Cell(task=task, algorithm="grpo", max_staleness=4, reference=reference, seed=seed)
+                Cell(task=task, algorithm="grpo", max_staleness=4, reference=reference, seed=seed, heads=heads)
                 for reference in REFERENCES
                 if reference != "none"
             ]

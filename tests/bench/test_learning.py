@@ -14,7 +14,7 @@ from learner.tasks import make_rows
 from protocol.errors import ConfigError
 from protocol.model_files import resolve_model
 from tests.bench import results
-from tests.bench.cell import ALGORITHMS, NUM_TASK_PROMPTS, STALENESSES, Cell, grid
+from tests.bench.cell import ALGORITHMS, NUM_TASK_PROMPTS, STALENESSES, Cell, grid, model_with
 from tests.bench.learning import is_chosen, parse_options
 from tests.bench.plots import write_plots
 from tests.bench.sampler import StaleSampler, exact_match, sample
@@ -45,6 +45,22 @@ def test_the_grid_has_every_algorithm_at_every_staleness_and_every_reference_onc
 def test_every_cell_is_a_config_the_learner_accepts(cell: Cell) -> None:
     learner = cell.run().learner
     assert learner.max_staleness == cell.max_staleness and learner.reference.kind == cell.reference
+
+
+def test_a_model_with_other_heads_has_the_same_weights_and_other_logits() -> None:
+    token_ids = torch.tensor([[1, 5, 3, 8, 11]])
+    two, four = (load_policy(resolve_model(model_with(heads)), gradient_checkpointing=False) for heads in (2, 4))
+    for name, tensor in two.state_dict().items():
+        assert torch.equal(tensor, four.state_dict()[name]), name
+    assert (two(token_ids).logits - four(token_ids).logits).abs().max() > 1e-3
+
+
+def test_cells_with_other_heads_are_other_cells_of_another_name() -> None:
+    cells = grid(["sort"], [0], heads=4)
+    assert not set(cells) & set(grid(["sort"], [0]))
+    assert {cell.name.rpartition("/")[2] for cell in cells} == {"heads4"}
+    with pytest.raises(SystemExit):
+        parse_options(["--real", "--heads", "4"])
 
 
 def test_only_picks_cells_by_name() -> None:
