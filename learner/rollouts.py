@@ -326,6 +326,12 @@ class Rollouts:
         slot, prompt = request.slot, request.prompt
         self._scoring.add(slot)
         rewards = await self._scorer.score(prompt, group)
+        with self._changed:
+            self._selection.count(rewards)
+        if rewards.is_unscorable:
+            self._scoring.discard(slot)
+            await self._failed(request, "unscorable")
+            return
         scored = scored_group(slot, prompt, group, rewards)
         # Replaced here and not when its turn comes, so that the replacement starts at once. Score and drop are one commit:
         # a resume never decides again, and so consumes the same groups.

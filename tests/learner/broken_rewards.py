@@ -9,6 +9,12 @@ def raises(completions, **kwargs):
     raise ValueError("no such answer")
 
 
+def raises_for_two_tokens(completions, completion_ids, **kwargs):
+    if min(map(len, completion_ids)) == 2:
+        raise ValueError("cannot score that")
+    return [0.0] * len(completions)
+
+
 def wrong_length(completions, **kwargs):
     return [1.0]
 
