@@ -19,6 +19,11 @@ def wrong_length(completions, **kwargs):
     return [1.0]
 
 
+def slow(completions, **kwargs):
+    time.sleep(0.5)
+    return [0.0] * len(completions)
+
+
 def slow_once(completions, **kwargs):
     """Too slow for the first group it ever sees; the file outlives the process that is killed for it."""
     flag = Path(os.environ["PYTEST_CURRENT_TEST_DIR"]) / "slow_once"

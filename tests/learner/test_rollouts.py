@@ -207,6 +207,7 @@ def test_nothing_is_sent_before_the_server_has_weights_and_then_only_what_the_ru
         assert rollouts.take(1, 0.3, 0) is None and server.generated == []
         rollouts.publish(0, server.server_id)
         assert slots(rollouts.take(3, TIMEOUT_S, 0)) == [0, 1, 2]
+        assert rollouts.batch_metrics["wait/push"] >= 0.3
         assert slots(rollouts.take(3, TIMEOUT_S, 0)) == [3, 4, 5]
         assert rollouts.take(1, 0.3, 0) is None and len(server.generated) == 6
         rollouts.publish(1, server.server_id)
