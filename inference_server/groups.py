@@ -1,7 +1,7 @@
 """The groups of the one learner: sampled by the engine, kept until the learner has acknowledged them.
 
 Generate ──▶ running ──▶ finished ──▶ Ack ▸ forgotten
-                │           └── sent again: on reconnect, or when no Ack came for RESEND_AFTER_S
+                │           └── sent again on a new connection, never twice on one: what waits on a slow link would only grow
                 └── GroupFailed: said once, the learner asks again
 """
 
@@ -17,7 +17,6 @@ from protocol.messages import Generate, Group, GroupFailed, Message, Sampling
 
 log = logging.getLogger(__name__)
 
-RESEND_AFTER_S = 10.0
 MAX_COMPLETIONS = 16_384
 """vLLM's own bound on the completions of one request."""
 
@@ -32,7 +31,8 @@ class Groups:
         self._engine, self._deliver, self._tasks = engine, deliver, tasks
         self._running: dict[str, asyncio.Task[None]] = {}
         self._finished: dict[str, Group] = {}
-        self._sent_at: dict[str, float] = {}
+        self._undelivered: set[str] = set()
+        """Of the finished ones: those not handed to the learner's present connection."""
         self._idle_since: float | None = time.monotonic()
         self._idle_s = 0.0
         self.tokens_generated = 0
@@ -50,13 +50,10 @@ class Groups:
         """Seconds in which no group was running."""
         return self._idle_s + (0.0 if self._idle_since is None else time.monotonic() - self._idle_since)
 
-    async def ask(self, request: Generate) -> None:
-        """Start a group; one that is running goes on, one that is finished is sent again."""
+    def ask(self, request: Generate) -> None:
+        """Start a group; one that is running goes on, one that is finished is on its way."""
         group_id = request.group_id
-        if group_id in self._running:
-            return
-        if group_id in self._finished:
-            await self._send(group_id)
+        if group_id in self._running or group_id in self._finished:
             return
         if self._idle_since is not None:
             self._idle_s, self._idle_since = self.idle_s, None
@@ -67,7 +64,7 @@ class Groups:
     def acknowledge(self, group_ids: Iterable[str]) -> None:
         for group_id in group_ids:
             self._finished.pop(group_id, None)
-            self._sent_at.pop(group_id, None)
+            self._undelivered.discard(group_id)
 
     def cancel(self, group_ids: Sequence[str]) -> None:
         for group_id in group_ids:
@@ -81,14 +78,19 @@ class Groups:
         """Abort what is running and drop what is finished."""
         self.cancel([*self._running, *self._finished])
 
-    async def resend(self, after_s: float = RESEND_AFTER_S) -> None:
-        """Send every finished group again whose last sending was that long ago."""
-        due = time.monotonic() - after_s
-        for group_id in [group_id for group_id, sent_at in self._sent_at.items() if sent_at <= due]:
+    async def deliver_again(self) -> None:
+        """Send every finished group on a new connection."""
+        self._undelivered = set(self._finished)
+        await self.deliver_rest()
+
+    async def deliver_rest(self) -> None:
+        """Send what the learner could not be reached for."""
+        for group_id in list(self._undelivered):
             await self._send(group_id)
 
     async def _generate(self, request: Generate) -> None:
         group_id, sampling = request.group_id, request.sampling
+        asked_at = time.monotonic()
         try:
             async with asyncio.timeout(request.deadline_s):
                 completions, entered_version = await self._engine.generate(request.prompt_token_ids, sampling)
@@ -107,13 +109,18 @@ class Groups:
         else:
             self.tokens_generated += sum(len(completion.token_ids) for completion in completions)
             self._finished[group_id] = Group(
-                group_id=group_id, entered_version=entered_version, completions=completions
+                group_id=group_id,
+                entered_version=entered_version,
+                completions=completions,
+                server_s=time.monotonic() - asked_at,
             )
+            self._undelivered.add(group_id)
             await self._send(group_id)
 
     async def _send(self, group_id: str) -> None:
-        self._sent_at[group_id] = time.monotonic()
-        await self._deliver(self._finished[group_id])
+        group = self._finished.get(group_id)  # None: acknowledged while others were sent
+        if group is not None and await self._deliver(group):
+            self._undelivered.discard(group_id)
 
     def _ended(self, group_id: str, task: asyncio.Task[None]) -> None:
         if self._running.get(group_id) is task:

@@ -5,7 +5,7 @@ learner ◀── Welcome, Refused, Group, GroupFailed, Scores, PushReady, PushD
 learner ◀── Pulse ── pulse, once a second
 
 receive   consumes messages; starts tasks and never waits for the engine; ends with the server
-pulse     consumes nothing; says that the server is alive, sends unacknowledged groups again, drops the groups of a
+pulse     consumes nothing; says that the server is alive, sends the groups that could not be sent, drops the groups of a
           learner that cannot be reached, ends the server when the engine has died
 tasks     wait for the engine, each with a deadline; unblocked by its answer, a Cancel or the deadline
 """
@@ -145,7 +145,7 @@ class Server:
             if self._learner is None:
                 continue
             if await self._deliver(self._pulse_message()):
-                await self._groups.resend()
+                await self._groups.deliver_rest()
             elif time.monotonic() - self._learner.reached_at > self._config.orphan_timeout_s:
                 log.warning(
                     "run %s has not been reached for %g s (server.orphan_timeout_s): %d running and %d finished groups dropped",
@@ -175,6 +175,7 @@ class Server:
             self._pushes.forget_version()
             self._server_id = uuid.uuid4().hex[:12]  # what the id stands for, the weights and the groups, is gone
             log.info("serving run %s", hello.run)
+        is_new_connection = self._learner is None or self._learner.peer != peer
         self._learner = Learner(run=hello.run, peer=peer, reached_at=time.monotonic())
         self._channel.admit(peer)
         limits = self._engine.limits
@@ -186,7 +187,8 @@ class Server:
                 max_concurrent_sequences=limits.max_concurrent_sequences,
             )
         )  # fmt: skip
-        await self._groups.resend(after_s=0)
+        if is_new_connection:
+            await self._groups.deliver_again()
 
     def _common_transports(self) -> list[str]:
         first, *others = [place.transports for place in self._places]
@@ -252,7 +254,7 @@ class Server:
             failed = GroupFailed(group_id=request.group_id, code="not_ready", message=reason, retryable=True)
             await self._deliver(failed)
         else:
-            await self._groups.ask(request)
+            self._groups.ask(request)
 
     async def _score(self, request: Score) -> None:
         await self._deliver(await self._scores(request))

@@ -28,8 +28,6 @@ class ScoredGroup(Part):
     completions: list[Completion]
     rewards_G: list[float | None]
     rewards_by_function: dict[str, list[float | None]]
-    num_timed_out: int
-    """Reward functions that did not score this group in time."""
     entered_version: int
     """The policy version when the group entered the engine; UNKNOWN_VERSION if a restart lies between."""
 

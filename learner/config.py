@@ -14,7 +14,7 @@ from learner.data import DataConfig
 from learner.lora_config import LoraConfig
 from learner.loss_config import CorrectionConfig, KlConfig, LossConfig
 from learner.reference_config import ReferenceConfig
-from learner.rewards import RewardConfig
+from learner.reward_config import RewardConfig
 from learner.section import Section, require
 from learner.warm_start_config import WarmStartConfig
 from protocol.config import SharedConfig

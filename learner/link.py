@@ -80,6 +80,7 @@ class ServerLink:
         """Counts the welcomes after a silence or by another server."""
         self._push_replies: asyncio.Queue[PushReply] = asyncio.Queue()
         self._scores: dict[str, asyncio.Future[Scores]] = {}
+        self._unsent_acks: list[str] = []
 
     @property
     def connected(self) -> bool:
@@ -167,8 +168,11 @@ class ServerLink:
         return await self._try_send(request, SEND_TIMEOUT_S)
 
     async def acknowledge(self, group_ids: list[str]) -> None:
-        """Let the server forget groups. A lost ack costs only a duplicate, which the ledger recognises."""
-        await self._try_send(Ack(group_ids=group_ids), SEND_TIMEOUT_S)
+        """Let the server forget groups. Acks that cannot be sent now go with the next; one that is lost with its connection
+        costs only a duplicate, which the ledger recognises."""
+        acks, self._unsent_acks = self._unsent_acks + group_ids, []
+        if not await self._try_send(Ack(group_ids=acks), SEND_TIMEOUT_S):
+            self._unsent_acks += acks
 
     async def cancel(self, group_ids: list[str]) -> None:
         """Tell the server that these groups are no longer wanted."""

@@ -54,7 +54,6 @@ def group_metrics(groups: list[ScoredGroup], version: int) -> dict[str, float]:
     completions = [completion for group in groups for completion in group.completions]
     stalenesses = [staleness(group, version) for group in groups]
     metrics = {
-        "reward/timed_out": float(sum(group.num_timed_out for group in groups)),
         "batch/unscorable_completions": float(sum(reward is None for group in groups for reward in group.rewards_G)),
         "staleness/mean": statistics.fmean(stalenesses),
         "staleness/max": float(max(stalenesses)),

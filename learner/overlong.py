@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from learner.rewards import OVERLONG, FunctionRewards, GroupRewards
+from learner.reward_config import OVERLONG
+from learner.rewards import FunctionRewards, GroupRewards
 from protocol.messages import Completion
 
 

@@ -14,12 +14,14 @@ from protocol.messages import Generate, Group, Sampling
 MIN_SURVIVORS = 2
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
+class Request(msgspec.Struct, kw_only=True, eq=False):
     """A group the server owes us."""
 
     slot: int
     attempt: int
     prompt: Prompt
+    sent_at: float | None = None
+    """When it was last handed to the connection."""
 
     @property
     def group_id(self) -> str:

@@ -1,7 +1,7 @@
 """A reward function of the user's: how a name in the config becomes one, and how it is called and its answer checked.
 
 It has TRL's signature, `f(prompts, completions, completion_ids, **columns) -> list[float | None]`, and runs unchanged. All
-of this happens in the reward workers that `learner.rewards` spawns; they import this file and the functions' modules,
+of this happens in the processes of reward_process.py; they import this file and the functions' modules,
 nothing heavier. Invariant: a call gives one finite number or None per completion, or a text that says what was wrong.
 """
 
@@ -11,13 +11,10 @@ import importlib
 import importlib.util
 import inspect
 import math
-import multiprocessing
 import os
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Sequence
-from multiprocessing import connection
 from pathlib import Path
 from typing import Any, SupportsFloat
 
@@ -91,19 +88,6 @@ def _check_signature(function: RewardFunction, spec: str) -> None:
             f"reward function {spec!r} takes ({', '.join(parameters)}) but not {', '.join(missing)}; it is called, as in "
             "TRL, with prompts, completions, completion_ids and every column: add **kwargs to its parameters"
         )
-
-
-def start_worker(functions: Sequence[str]) -> None:
-    """Import the functions before the first deadline runs, and end with the learner even in the midst of a call."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
-    load_problem(functions)
-
-
-def _end_with(sentinel: int) -> None:
-    connection.wait([sentinel])
-    os._exit(1)
 
 
 def load_problem(functions: Sequence[str]) -> str | None:

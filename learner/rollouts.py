@@ -36,6 +36,7 @@ from learner.request import Request, message_of, survivors
 from learner.scoring import Scorer, rewards_of, scored_group
 from learner.selection import Selection
 from learner.slots import Slots
+from learner.waits import Part, Waits
 from protocol.codec import pack
 from protocol.errors import DataError, DeadlineExceeded, ServerLost
 from protocol.keys import learner_keys
@@ -62,11 +63,14 @@ class Rollouts:
         """Of the outstanding: those a resume found beyond the admission rule; they wait for it like new ones."""
         self._scoring: set[int] = set()
         self._changed = threading.Condition()
-        """Held around every use of the slots and the curriculum; notified when a group is ready or a slot passed over."""
+        """Held around every use of the slots, the curriculum and the waits; notified when a group comes, is ready or given up."""
         self._slots = Slots(ledger.next_slot(), ledger.next_slot_to_consume(), ledger.passed_over())
         reward = self._config.curriculum.reward or self._config.reward.names[0]
         self._curriculum = Curriculum(self._config.curriculum, reward, prompts, run.seed, ledger.next_position())
         self._selection = Selection(self._config, self._slots, self._curriculum)
+        self._waits = Waits()
+        self.batch_metrics: dict[str, float] = {}
+        """What happened on the way to the batch that was taken last, and what it waited for."""
         self._failure: BaseException | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
@@ -117,14 +121,23 @@ class Rollouts:
                 self._raise_failure()
                 slots = self._slots.head(num_groups)
                 if slots is not None and not self._drop_stale(slots, version):
-                    return self._selection.take(slots)
-                if not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                    groups = self._selection.take(slots)
+                    self.batch_metrics = self._selection.batch_metrics | self._waits.metrics()
+                    self._waits = Waits()
+                    return groups
+                waits_for, now = self._waits_for(num_groups), time.monotonic()
+                has_changed = self._changed.wait(max(0.0, deadline - now))
+                self._waits.add(waits_for, time.monotonic() - now)
+                if not has_changed:
                     return None
 
-    @property
-    def batch_metrics(self) -> dict[str, float]:
-        """What happened on the way to the batch that was taken last."""
-        return self._selection.batch_metrics
+    def _waits_for(self, num_groups: int) -> Part:
+        if not self.link.connected:
+            return "link"
+        missing = [slot for slot in self._slots.next(num_groups) if slot not in self._slots.ready]
+        if any(slot < self._slots.next_to_admit and slot not in self._scoring for slot in missing):
+            return "server"
+        return "reward" if any(slot in self._scoring for slot in missing) else "push"
 
     @property
     def waits_for(self) -> str:
@@ -263,6 +276,7 @@ class Rollouts:
         config = self._config
         for request in requests:
             message = message_of(request, config.sampling, self._run.seed, config.group_deadline_s)
+            request.sent_at = time.monotonic()
             if not await self.link.generate(message):
                 return  # all that is outstanding is sent again when the server is back
 
@@ -310,6 +324,9 @@ class Rollouts:
             await self.link.acknowledge([group.group_id])
             return
         self._unsent = [other for other in self._unsent if other is not request]
+        if request.sent_at is not None:
+            with self._changed:
+                self._waits.note_arrival(time.monotonic() - request.sent_at, group.server_s)
         num_asked = self._config.sampling.num_completions
         usable = survivors(group, num_asked)
         if usable is None:
@@ -324,8 +341,16 @@ class Rollouts:
 
     async def _score(self, request: Request, group: Group) -> None:
         slot, prompt = request.slot, request.prompt
-        self._scoring.add(slot)
+        with self._changed:
+            self._scoring.add(slot)
+            self._changed.notify_all()
         rewards = await self._scorer.score(prompt, group)
+        with self._changed:
+            self._selection.count(rewards)
+        if rewards.is_unscorable:
+            self._scoring.discard(slot)
+            await self._failed(request, "unscorable")
+            return
         scored = scored_group(slot, prompt, group, rewards)
         # Replaced here and not when its turn comes, so that the replacement starts at once. Score and drop are one commit:
         # a resume never decides again, and so consumes the same groups.

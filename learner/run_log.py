@@ -12,6 +12,7 @@ from typing import Any, TextIO
 from learner.dashboard import Dashboard
 from learner.health import Health
 from learner.run_dir import RunDir
+from learner.waits import held_up_by
 
 log = logging.getLogger(__name__)
 
@@ -115,6 +116,8 @@ def console_line(step: int, num_steps: int, metrics: dict[str, float]) -> str:
         f"wait {metrics['time/wait_for_batch']:.2f}s",
         f"push {metrics['time/push']:.2f}s",
     ]
+    if part := held_up_by(metrics):
+        parts.append(f"waits: {part}")
     return " | ".join(parts)
 
 

@@ -1,7 +1,6 @@
 """From a group as the server sent it to one that can be trained on: text, rewards, and back again from the ledger."""
 
 import asyncio
-from collections import Counter
 
 import msgspec
 import numpy as np
@@ -13,12 +12,10 @@ from learner.data import Prompt
 from learner.ledger import Ledger
 from learner.ledger_row import Row
 from learner.overlong import overlong_rewards, with_overlong
-from learner.rewards import GroupRewards, RewardWorkers, raise_if_failed
+from learner.reward_failures import RewardFailures
+from learner.rewards import GroupRewards, RewardWorkers
 from protocol.codec import unpack
-from protocol.errors import RewardError
 from protocol.messages import Group
-
-MAX_TIMEOUTS_IN_A_ROW = 3
 
 
 class Scorer:
@@ -28,14 +25,14 @@ class Scorer:
         self, config: LearnerConfig, tokenizer: PreTrainedTokenizerBase, workers: RewardWorkers, ledger: Ledger
     ) -> None:
         self._config, self._tokenizer, self._workers, self._ledger = config, tokenizer, workers, ledger
-        self._timeouts_in_a_row: Counter[str] = Counter()
+        self._failures = RewardFailures(config.reward)
 
     async def score(self, prompt: Prompt, group: Group) -> GroupRewards:
-        """Call the reward functions and add the overlong penalty. Raises RewardError if one breaks its contract."""
+        """Call the reward functions and add the overlong penalty. Raises RewardError if one fails too often."""
         token_ids_G = [completion.token_ids.tolist() for completion in group.completions]
         texts_G = self._tokenizer.batch_decode(token_ids_G, skip_special_tokens=True)
         rewards = await asyncio.wrap_future(self._workers.submit(prompt, texts_G, token_ids_G))
-        self._raise_if_broken(rewards)
+        self._failures.note(rewards)
         config = self._config.reward
         if config.overlong_buffer_tokens is None:
             return rewards
@@ -46,15 +43,6 @@ class Scorer:
             config.overlong_penalty,
         )
         return with_overlong(rewards, overlong_G)
-
-    def _raise_if_broken(self, rewards: GroupRewards) -> None:
-        """One slow completion costs its group that function's reward; a function that is always too slow is an error."""
-        raise_if_failed(rewards)
-        for function in rewards.functions:
-            in_a_row = self._timeouts_in_a_row[function.name] + 1 if function.outcome == "timed_out" else 0
-            self._timeouts_in_a_row[function.name] = in_a_row
-            if in_a_row >= MAX_TIMEOUTS_IN_A_ROW:
-                raise RewardError(f"{in_a_row} times in a row: {function.message}")
 
     def received(self, row: Row) -> Group:
         """Return a group that was received before a restart."""
@@ -81,6 +69,5 @@ def scored_group(slot: int, prompt: Prompt, group: Group, rewards: GroupRewards)
         completions=group.completions,
         rewards_G=rewards.rewards,
         rewards_by_function=rewards.by_function,
-        num_timed_out=rewards.num_outcomes("timed_out"),
         entered_version=group.entered_version,
     )

@@ -7,11 +7,13 @@ Not thread-safe: rollouts.py holds its lock.
 """
 
 import logging
+from collections import Counter
 
 from learner.advantages import has_signal
 from learner.batch import ScoredGroup
 from learner.config import LearnerConfig
 from learner.curriculum import Curriculum
+from learner.rewards import GroupRewards
 from learner.slots import Slots
 
 log = logging.getLogger(__name__)
@@ -24,6 +26,12 @@ class Selection:
         self._config, self._slots, self._curriculum = config, slots, curriculum
         self.batch_metrics: dict[str, float] = {}
         """Of the batch that was taken last."""
+        self._num_calls: Counter[str] = Counter()
+        """Calls of reward functions since then, by outcome."""
+
+    def count(self, rewards: GroupRewards) -> None:
+        """Note how the calls for a group went, whether or not the group will be used."""
+        self._num_calls.update(function.outcome for function in rewards.functions)
 
     def admits(self, group: ScoredGroup) -> bool:
         """Make a scored group ready and return True, or pass its slot over, for another to replace it."""
@@ -40,6 +48,10 @@ class Selection:
         self._curriculum.count(self._slots.next_to_take)
         num_lost = sum(self._config.sampling.num_completions - len(group.completions) for group in groups)
         self.batch_metrics = {"rollout/lost_completions": float(num_lost)}
+        self.batch_metrics |= {
+            f"reward/{outcome}": float(self._num_calls[outcome]) for outcome in ("timed_out", "failed")
+        }
+        self._num_calls.clear()
         self.batch_metrics |= self._curriculum.metrics(self._slots.next_to_admit)
         if self._config.active_sampling:
             self.batch_metrics["batch/replaced_groups"] = float(num_replaced)

@@ -5,6 +5,7 @@ A slot is a place to be filled by one group, and its number is the order of cons
 Not thread-safe: rollouts.py holds its lock.
 """
 
+from itertools import count, islice
 from typing import Literal
 
 from learner.batch import ScoredGroup
@@ -29,17 +30,15 @@ class Slots:
         """Return how many new slots fit into so many places."""
         return max(0, num_places_allowed - (self.next_to_admit - len(self.passed_over)))
 
+    def next(self, num_groups: int) -> list[int]:
+        """Return the next slots that are not passed over, ready or not, admitted or not."""
+        open_slots = (slot for slot in count(self.next_to_take) if slot not in self.passed_over)
+        return list(islice(open_slots, num_groups))
+
     def head(self, num_groups: int) -> list[int] | None:
-        """Return the next slots that are not passed over, if all of them are ready."""
-        slots: list[int] = []
-        slot = self.next_to_take
-        while len(slots) < num_groups:
-            if slot in self.ready:
-                slots.append(slot)
-            elif slot not in self.passed_over:
-                return None
-            slot += 1
-        return slots
+        """Return the next slots, if all of them are ready."""
+        slots = self.next(num_groups)
+        return slots if all(slot in self.ready for slot in slots) else None
 
     def take(self, slots: list[int]) -> list[ScoredGroup]:
         """Hand out the groups of `head`."""

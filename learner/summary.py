@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from learner.ledger import Ledger, LedgerCounts
+from learner.waits import IN_WORDS, shares
 from protocol.errors import SlipstreamError
 
 
@@ -42,6 +43,14 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     mismatch_mean_abs_logprob: float | None
     """The larger of two means over the steps: of the fresh tokens met in training, and of the parity probes."""
     tokens_per_s: float | None
+    wait_shares: dict[str, float]
+    """Of the time of all steps, the share that each part of the run held them up (waits.py), the largest first."""
+
+    @property
+    def waited_for(self) -> tuple[str, float] | None:
+        """The part that held the run up most, with its share, if any did."""
+        part, share = next(iter(self.wait_shares.items()), ("", 0.0))
+        return (part, share) if share > 0 else None
 
 
 class LedgerFacts(msgspec.Struct, frozen=True):
@@ -84,6 +93,7 @@ def summary_of(metrics: list[dict[str, float]], ledger: LedgerFacts) -> Summary:
         push_stall_median_s=median(stalls) if stalls else None,
         mismatch_mean_abs_logprob=max(mismatches) if mismatches else None,
         tokens_per_s=sum(tokens) / seconds if tokens and seconds > 0 else None,
+        wait_shares=shares(metrics),
     )
 
 
@@ -106,6 +116,10 @@ def lines(summary: Summary) -> list[str]:
         ("push", stall),
         ("mismatch", f"{number(s.mismatch_mean_abs_logprob, '.1e')} mean |Δ logprob| between server and learner"),
         ("speed", f"{number(s.tokens_per_s, ',.0f')} completion tokens/s"),
+        (
+            "waits",
+            f"mostly for {IN_WORDS[s.waited_for[0]]} ({s.waited_for[1]:.0%} of the time)" if s.waited_for else None,
+        ),
     ]
     return [f"{label:<12} {text}" for label, text in rows if text is not None]
 

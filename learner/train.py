@@ -35,6 +35,7 @@ from learner.run_dir import RunDir, open_run_dir
 from learner.run_log import StepTimer
 from learner.step import train_on
 from learner.trainee import make_trainee
+from learner.waits import learner_s
 from protocol.errors import ServerLost
 
 log = logging.getLogger(__name__)
@@ -205,8 +206,10 @@ def record(
     metrics |= times
     metrics["perf/tokens_per_s"] = metrics["rollout/tokens"] / times["time/step"]
     metrics["perf/learner_idle_frac"] = times["time/wait_for_batch"] / times["time/step"]
-    if leader.rollouts.link.server_idle_frac is not None:
-        metrics["perf/server_idle_frac"] = leader.rollouts.link.server_idle_frac
+    server_idle_frac = leader.rollouts.link.server_idle_frac
+    if server_idle_frac is not None:
+        metrics["perf/server_idle_frac"] = server_idle_frac
+        metrics["wait/learner"] = learner_s(metrics, server_idle_frac)
     metrics |= leader.rollouts.batch_metrics
     leader.log.step(step, metrics)
     leader.log.sample(step, *sample_of(groups[0], leader.tokenizer))

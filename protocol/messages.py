@@ -7,7 +7,7 @@ Frozen and tagged: one typed decoder per direction tells them apart (codec.py), 
 as a message is made, so an invalid one exists on neither side.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
@@ -105,7 +105,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Generate(Message):
-    """Ask for one group. Sent again with the same id it is answered once more, not generated twice."""
+    """Ask for one group. Sent again with the same id it is neither generated twice nor answered twice on one connection."""
 
     group_id: str
     prompt_token_ids: np.ndarray
@@ -149,6 +149,8 @@ class Group(Message):
     entered_version: int
     """The policy version when the group entered the engine; its prompt's keys and values may be as old."""
     completions: list[Completion]
+    server_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """From the request's arrival to the last token. 0: from before a server that says so."""
 
     @property
     def oldest_version(self) -> int:

@@ -73,7 +73,6 @@ class StaleSampler:
             completions=completions,
             rewards_G=rewards_G,
             rewards_by_function=by_function,
-            num_timed_out=0,
             entered_version=completions[0].oldest_version,
         )
 

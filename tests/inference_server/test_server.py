@@ -10,6 +10,7 @@ import pytest
 from inference_server import push
 from inference_server.config import ServerConfig
 from inference_server.engine import EngineDead, EngineFailed, PushOrder, WorkerReport
+from protocol.channel import ServerChannel
 from protocol.messages import (
     PROTOCOL_VERSION,
     Ack,
@@ -19,6 +20,7 @@ from protocol.messages import (
     GroupFailed,
     Hello,
     Manifest,
+    Message,
     ModelFingerprint,
     Pulse,
     PushAbort,
@@ -184,7 +186,12 @@ def test_generating_before_the_first_push_fails_retryably() -> None:
     run_with_server(test)
 
 
-def test_a_running_group_is_not_generated_twice_and_a_finished_one_is_sent_again() -> None:
+def test_a_group_is_generated_once_and_answered_once_on_a_connection_however_often_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a slow link every further copy would lengthen the queue that the learner is already behind."""
+    monkeypatch.setattr("inference_server.server.PULSE_INTERVAL_S", 0.01)
+
     async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
         await join_and_push(engine, learner)
         engine.release.clear()
@@ -192,10 +199,14 @@ def test_a_running_group_is_not_generated_twice_and_a_finished_one_is_sent_again
         await learner.generate("g", [1])
         await until(lambda: len(engine.prompts) == 1)
         engine.release.set()
-        first = await learner.receive(Group)
-        await learner.generate("g", [1])
-        second = await learner.receive(Group)
-        assert first.group_id == second.group_id == "g" and len(engine.prompts) == 1
+        group = await learner.receive(Group)
+        assert group.server_s > 0
+        for _ in range(3):
+            await learner.generate("g", [1])
+            await learner.join()
+        for _ in range(10):
+            await learner.receive(Pulse)
+        assert not [message for message in learner.unread if isinstance(message, Group)] and len(engine.prompts) == 1
         await learner.send(Ack(group_ids=["g"]))
         await learner.generate("g", [1])
         await learner.receive(Group)
@@ -239,14 +250,22 @@ def test_a_group_that_finishes_while_the_learner_is_away_is_kept_for_it() -> Non
     run_with_server(test)
 
 
-def test_groups_without_an_ack_are_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_for_which_the_queue_was_full_is_sent_with_a_later_pulse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference_server.server.PULSE_INTERVAL_S", 0.05)
-    monkeypatch.setattr("inference_server.groups.Groups.resend.__defaults__", (0.1,))
+    send, refused = ServerChannel.send, []
+
+    async def full_at_first(channel: ServerChannel, peer: bytes, message: Message) -> bool:
+        if isinstance(message, Group) and len(refused) < 2:
+            refused.append(message.group_id)
+            return False
+        return await send(channel, peer, message)
+
+    monkeypatch.setattr(ServerChannel, "send", full_at_first)
 
     async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
         await join_and_push(engine, learner)
         await learner.generate("g", [1])
-        assert [(await learner.receive(Group)).group_id for _ in range(3)] == ["g"] * 3
+        assert (await learner.receive(Group)).group_id == "g" and refused == ["g", "g"]
 
     run_with_server(test)
 

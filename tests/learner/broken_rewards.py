@@ -9,8 +9,19 @@ def raises(completions, **kwargs):
     raise ValueError("no such answer")
 
 
+def raises_for_two_tokens(completions, completion_ids, **kwargs):
+    if min(map(len, completion_ids)) == 2:
+        raise ValueError("cannot score that")
+    return [0.0] * len(completions)
+
+
 def wrong_length(completions, **kwargs):
     return [1.0]
+
+
+def slow(completions, **kwargs):
+    time.sleep(0.5)
+    return [0.0] * len(completions)
 
 
 def slow_once(completions, **kwargs):

@@ -76,7 +76,6 @@ def make_groups(policy: torch.nn.Module, num_groups: int = 3, num_completions: i
             completions=completions,
             rewards_G=list(rewards),
             rewards_by_function={"share_right": list(rewards)},
-            num_timed_out=0,
             entered_version=1,
         )
         groups.append(group)

@@ -7,7 +7,7 @@ from learner.config import AdvantageConfig, LearnerConfig
 from learner.data import DataConfig
 from learner.loss_config import CorrectionConfig, KlConfig, LossConfig
 from learner.reference_config import ReferenceConfig
-from learner.rewards import RewardConfig
+from learner.reward_config import RewardConfig
 from tests.learner.oracle import Rule
 
 NORMALIZATIONS = ("token", "sequence", "dr_grpo")

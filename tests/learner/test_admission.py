@@ -9,7 +9,7 @@ from learner.batch import ScoredGroup
 from learner.config import LearnerConfig
 from learner.curriculum import Curriculum, CurriculumConfig
 from learner.data import DataConfig
-from learner.rewards import RewardConfig
+from learner.reward_config import RewardConfig
 from learner.selection import Selection
 from learner.slots import Slots
 from protocol.messages import Completion
@@ -22,7 +22,7 @@ def group(slot: int, version: int, *, signal: bool) -> ScoredGroup:
     rewards = [0.0, 1.0] if signal else [1.0, 1.0]
     return ScoredGroup(
         group_id=f"{slot}.0", slot=slot, prompt_token_ids=np.ones(1, np.int32), completions=[completion] * 2,
-        rewards_G=rewards, rewards_by_function={"f": rewards}, num_timed_out=0, entered_version=version,
+        rewards_G=rewards, rewards_by_function={"f": rewards}, entered_version=version,
     )  # fmt: skip
 
 

@@ -46,7 +46,6 @@ def make_group(slot: int = 0) -> ScoredGroup:
         completions=[make_completion([10 + g, 20 + g]) for g in range(2)],
         rewards_G=[0.0, 1.0],
         entered_version=3,
-        num_timed_out=0,
         rewards_by_function={},
     )
 

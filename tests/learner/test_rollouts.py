@@ -207,6 +207,7 @@ def test_nothing_is_sent_before_the_server_has_weights_and_then_only_what_the_ru
         assert rollouts.take(1, 0.3, 0) is None and server.generated == []
         rollouts.publish(0, server.server_id)
         assert slots(rollouts.take(3, TIMEOUT_S, 0)) == [0, 1, 2]
+        assert rollouts.batch_metrics["wait/push"] >= 0.3
         assert slots(rollouts.take(3, TIMEOUT_S, 0)) == [3, 4, 5]
         assert rollouts.take(1, 0.3, 0) is None and len(server.generated) == 6
         rollouts.publish(1, server.server_id)
@@ -334,6 +335,26 @@ def test_a_prompt_whose_groups_never_survive_is_given_up(tmp_path: Path) -> None
         rollouts.publish(0, server.server_id)
         assert slots(rollouts.take(3, TIMEOUT_S, 0)) == [0, 2, 3]
     assert [reason for _, reason in dropped(tmp_path)] == ["too_few_survivors", "too_few_survivors", "failed"]
+
+
+def test_a_group_that_could_not_be_scored_is_asked_again_and_its_prompt_then_recorded_as_failed(tmp_path: Path) -> None:
+    reward = {"functions": ["tests/learner/broken_rewards.py:raises_for_two_tokens"], "max_failed_share": 0.9}
+
+    def unlucky(server: HandServer, request: Generate) -> list[Message]:
+        """Slot 1 fails once, slot 2 always."""
+        group = group_of(request, server.version)
+        is_broken = request.group_id == "1.0" or slot_of(request) == 2
+        return [group if is_broken else msgspec.structs.replace(group, completions=group.completions[1:])]
+
+    with HandServer(unlucky) as server, rollouts_on(server, tmp_path, reward=reward) as rollouts:
+        rollouts.publish(0, server.server_id)
+        groups = rollouts.take(3, TIMEOUT_S, 0)
+        assert groups is not None and [group.group_id for group in groups] == ["0.0", "1.1", "3.0"]
+        assert (rollouts.batch_metrics["reward/failed"], rollouts.batch_metrics["reward/timed_out"]) == (4, 0)
+    assert dropped(tmp_path) == [
+        ("1.0", "unscorable"), ("2.0", "unscorable"), ("2.1", "unscorable"), ("2.2", "failed"),
+    ]  # fmt: skip
+    assert counts(tmp_path).lost == 0
 
 
 def test_more_completions_than_asked_for_stop_the_run(tmp_path: Path) -> None:

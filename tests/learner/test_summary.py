@@ -27,6 +27,7 @@ FIELDS = [
     "push_stall_median_s",
     "mismatch_mean_abs_logprob",
     "tokens_per_s",
+    "wait_shares",
 ]
 
 
@@ -49,6 +50,10 @@ def test_every_number_agrees_with_an_independent_computation(tmp_path):
     means = [np.nanmean(column("policy/mismatch_abs_logprob")), np.nanmean(column("parity/abs_logprob"))]
     assert summary.mismatch_mean_abs_logprob == pytest.approx(max(means))
     assert summary.tokens_per_s == pytest.approx(column("rollout/tokens").sum() / summary.seconds)
+    waits = {part: column(f"wait/{part}").sum() for part in ("server", "reward", "link", "push", "learner")}
+    expected = {part: pytest.approx(seconds / column("time/step").sum()) for part, seconds in waits.items()}
+    assert summary.wait_shares == expected
+    assert list(summary.wait_shares.values()) == sorted(summary.wait_shares.values(), reverse=True)
 
 
 def test_groups_are_counted_by_the_ledger(tmp_path):
@@ -151,3 +156,7 @@ def test_the_console_lines_are_short_and_aligned(tmp_path):
     assert {line[12] for line in told} == {" "} and all(line[13] != " " for line in told)
     assert f"{summary.reward_first:.2f} → {summary.reward_last:.2f}" in told[0]
     assert any(line.endswith("0 lost") for line in told)
+    assert any(
+        line.startswith("waits        mostly for the server's completions (") and line.endswith("% of the time)")
+        for line in told
+    )

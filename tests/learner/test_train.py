@@ -192,7 +192,8 @@ def test_a_run_with_active_sampling_and_a_curriculum_that_crashes_asks_and_consu
             run = make_run(
                 tmp_path / name, server.endpoint, steps=6, max_staleness=0, checkpoint_every=2, active_sampling=True,
                 sampling={"num_completions": 3, "max_tokens": 3, "seeded": True}, data={"path": str(data)},
-                reward={"functions": ["share_right", "tests/learner/broken_rewards.py:raises_once"], "weights": [1, 0]},
+                reward={"functions": ["share_right", "tests/learner/broken_rewards.py:raises_once"], "weights": [1, 0],
+                        "max_failed_share": 0},
                 curriculum={"kind": "pass_rate", "easy_above": 0.3, "hard_below": 0.15, "easy_weight": 0.1},
             )  # fmt: skip
             if name == "whole":
@@ -383,7 +384,7 @@ def test_a_prompt_longer_than_the_server_allows_is_refused_with_the_numbers(tmp_
     [
         ("raises", r"raises.*ValueError.*no such answer"),
         ("wrong_length", r"wrong_length.*4 completions"),
-        ("never_returns", r"3 times in a row: reward function never_returns.*1 s.*learner\.reward\.timeout_s"),
+        ("never_returns", r"never_returns timed out 3 times(.|\n)*within 1 s.*learner\.reward\.timeout_s"),
     ],
 )
 def test_a_broken_reward_function_stops_the_run_with_its_name(tmp_path: Path, function: str, expected: str) -> None:
@@ -404,6 +405,7 @@ def test_one_slow_group_costs_only_its_reward_and_is_counted(tmp_path: Path, mon
         train(run, resume=False)
     metrics = metrics_of(run)
     assert sum(line["reward/timed_out"] for line in metrics) == 1
+    assert sum(line["reward/failed"] for line in metrics) == 0
     assert len(rows_of(run, "slot", "state = 'consumed'")) == 6
 
 

@@ -1,9 +1,14 @@
 """A user's file of reward functions: the four of the Hugging Face course's page on GRPO, and some that misbehave."""
 
+import gc
 import os
 import re
+import signal
+import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection
+from pathlib import Path
 
 
 def reward_func(completions, **kwargs):
@@ -85,6 +90,17 @@ def dies(completions, **kwargs):
     os._exit(7)
 
 
+def closes_its_pipe(completions, **kwargs):
+    for found in gc.get_objects():
+        if isinstance(found, Connection):
+            found.close()
+    time.sleep(1000)
+
+
+def is_always_killed(completions, **kwargs):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def spins(completions, **kwargs):
     while True:
         pass
@@ -97,6 +113,26 @@ def sleeps(completions, **kwargs):
 def slow_if_told(completions, seconds, **kwargs):
     time.sleep(seconds[0])
     return [0.0 for _ in completions]
+
+
+def takes_mib(completions, mib, **kwargs):
+    held = []
+    try:
+        for _ in range(mib[0]):
+            held.append(bytearray(b"x") * (1 << 20))
+    except Exception:
+        pass
+    return [0.0 for _ in completions]
+
+
+def its_process(completions, **kwargs):
+    return [float(os.getpid()) for _ in completions]
+
+
+def starts_a_program(completions, pid_file, **kwargs):
+    program = subprocess.Popen(["sleep", "1000"])
+    Path(pid_file[0]).write_text(str(program.pid))
+    return [float(program.wait())]
 
 
 def loads_torch(completions, **kwargs):
