@@ -4,6 +4,7 @@ import json
 import sqlite3
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def metrics_of(run: LearnerRun) -> list[dict[str, float]]:
 
 
 def rows_of(run: LearnerRun, columns: str, where: str = "1") -> list[tuple]:
-    with sqlite3.connect(Path(run.run_dir) / "ledger.db") as ledger:
+    with closing(sqlite3.connect(Path(run.run_dir) / "ledger.db")) as ledger:
         return ledger.execute(f"SELECT {columns} FROM groups WHERE {where} ORDER BY slot").fetchall()
 
 

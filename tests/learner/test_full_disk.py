@@ -1,0 +1,148 @@
+"""Disks that are really full: a run ends with a sentence, keeps what it committed, and goes on when there is space again."""
+
+import os
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from learner.checkpoint import complete_checkpoints
+from learner.disk import DiskError, replace_file
+from learner.ledger import Ledger, LedgerError
+from learner.run_log import Lines
+from tests.learner.model_engine import tiny_server
+from tests.learner.mortal_learner import BALLAST, FullDisk, Life, live
+from tests.learner.test_exact_resume import a_run, assert_ends_alike
+
+Disk = Callable[[Path, int], None]
+
+
+@pytest.fixture
+def mount() -> Iterator[Disk]:
+    """Mount a file system of so many KiB at a path; a second time: change its size."""
+    mounted: list[Path] = []
+
+    def mount(path: Path, num_kib: int) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        options = f"size={num_kib}k" if path not in mounted else f"remount,size={num_kib}k"
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)], capture_output=True, text=True
+        )
+        if done.returncode and path not in mounted:
+            pytest.skip(f"no file system may be mounted here: {done.stderr.strip()}")
+        assert done.returncode == 0, done.stderr
+        mounted.append(path)
+
+    yield mount
+    for path in dict.fromkeys(mounted):
+        subprocess.run(["umount", "--lazy", str(path)], check=True)  # also while a failed test keeps a file open
+
+
+def fill(directory: Path) -> None:
+    FullDisk("logged").strike(directory)
+    assert os.statvfs(directory).f_bfree == 0
+
+
+def test_lines_that_find_no_room_are_an_error_and_leave_whole_lines_behind(tmp_path: Path, mount: Disk) -> None:
+    disk = tmp_path / "disk"
+    mount(disk, 64)
+    lines = Lines(disk / "metrics.jsonl")
+    lines.append({"step": 1})
+    fill(disk)
+    with pytest.raises(DiskError, match=r"metrics\.jsonl could not be written \(.*0\.0 MiB are free.*--resume"):
+        for step in range(2, 1000):
+            lines.append({"step": step})
+    lines.close()
+    (disk / BALLAST).unlink()
+    lines = Lines(disk / "metrics.jsonl")
+    lines.append({"step": step})
+    lines.close()
+    assert (disk / "metrics.jsonl").read_text().splitlines() == [f'{{"step": {i}}}' for i in range(1, step + 1)]
+
+
+def test_a_ledger_that_finds_no_room_keeps_what_it_committed(tmp_path: Path, mount: Disk) -> None:
+    disk = tmp_path / "disk"
+    mount(disk, 512)
+    ledger = Ledger(disk / "ledger.db")
+
+    def receive(slot: int) -> None:
+        ledger.admit(f"{slot}.0", slot=slot, attempt=0, position=slot, epoch=0, prompt_id=slot, version=0)
+        assert ledger.receive(f"{slot}.0", b"x" * 5000, 0, 1)
+
+    receive(0)
+    fill(disk)
+    with pytest.raises(LedgerError, match=r"ledger\.db: .*(full|disk I/O error).*free space.*--resume"):
+        for slot in range(1, 1000):
+            receive(slot)
+    ledger.close()
+    (disk / BALLAST).unlink()
+    ledger = Ledger(disk / "ledger.db")
+    rows = ledger.outstanding()
+    assert [row.slot for row in rows] == list(range(len(rows))) and rows[0].state == "received"
+    receive(len(rows))
+    ledger.close()
+
+
+def test_a_file_is_replaced_whole_or_stays_as_it_was(tmp_path: Path, mount: Disk) -> None:
+    disk = tmp_path / "disk"
+    mount(disk, 64)
+    replace_file(disk / "config.toml", b"old")
+    fill(disk)
+    with pytest.raises(DiskError, match=r"config\.toml could not be written \(.*No space left"):
+        replace_file(disk / "config.toml", bytes(100_000))
+    (disk / BALLAST).unlink()
+    assert {file.name: file.read_bytes() for file in disk.iterdir()} == {"config.toml": b"old"}
+
+
+def error_of(life: Life) -> str:
+    (error,) = re.findall(r"^error: .*", life.log, flags=re.MULTILINE)
+    return error
+
+
+REFERENCE = {"reference": {"kind": "every", "every_steps": 2}, "kl": {"coef": 0.1}, "keep_best": 0}
+
+
+@pytest.mark.parametrize("num_mib", [3, 5])
+def test_a_run_without_room_for_a_checkpoint_ends_and_goes_on_as_if_nothing_had_been(
+    tmp_path: Path, mount: Disk, num_mib: int
+) -> None:
+    """A checkpoint takes 2 MiB."""
+    with tiny_server() as server:
+        whole = a_run(tmp_path / "whole", server.endpoint, **REFERENCE)
+        live(whole)
+    with tiny_server() as server:
+        run = a_run(tmp_path / "full", server.endpoint, **REFERENCE)
+        run_dir = Path(run.run_dir)
+        mount(run_dir, num_mib << 10)
+        life = Life(run, resume=False)
+        assert life.end() == 2, life.log
+        failed = f"step-00000{4 if num_mib == 3 else 5}"
+        assert re.search(rf"{failed}.* could not be written .*free some space.*--resume", error_of(life))
+        assert set(complete_checkpoints(run_dir / "checkpoints")) == set((run_dir / "checkpoints").iterdir()) != set()
+        mount(run_dir, 64 << 10)
+        assert Life(run, resume=True).end() == 0
+    assert_ends_alike(run, whole)
+
+
+@pytest.mark.parametrize("trackers", [[], ["tensorboard"]])
+def test_a_disk_that_fills_up_in_the_middle_of_a_step_ends_the_run_and_nothing_is_lost(
+    tmp_path: Path, mount: Disk, trackers: list[str]
+) -> None:
+    settings: dict[str, Any] = {**REFERENCE, "trackers": trackers}
+    with tiny_server() as server:
+        whole = a_run(tmp_path / "whole", server.endpoint, **settings)
+        live(whole)
+    with tiny_server() as server:
+        run = a_run(tmp_path / "full", server.endpoint, **settings)
+        run_dir = Path(run.run_dir)
+        mount(run_dir, 16 << 10)
+        for nth in (3, 1):
+            life = Life(run, FullDisk("consumed" if trackers else "logged", nth), resume=nth == 1)
+            assert life.end() == 2, life.log
+            (run_dir / BALLAST).unlink()
+        assert re.search(r"error: .*/run/.* (could not be|full).*--resume", life.log)
+        assert Life(run, resume=True).end() == 0
+    assert_ends_alike(run, whole)
