@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from learner.checkpoint import complete_checkpoints
+from learner.config import LearnerRun
 from learner.disk import DiskError, replace_file
 from learner.ledger import Ledger, LedgerError
 from learner.run_log import Lines
@@ -102,19 +103,30 @@ def error_of(life: Life) -> str:
     return error
 
 
-REFERENCE = {"reference": {"kind": "every", "every_steps": 2}, "kl": {"coef": 0.1}, "keep_best": 0}
+SETTINGS: dict[str, Any] = {
+    "reference": {"kind": "every", "every_steps": 2},
+    "kl": {"coef": 0.1},
+    "keep_best": 0,
+    "trackers": ["tensorboard"],
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> LearnerRun:
+    """A run whose disk had room."""
+    with tiny_server() as server:
+        run = a_run(tmp_path_factory.mktemp("whole") / "it", server.endpoint, **SETTINGS)
+        live(run)
+    return run
 
 
 @pytest.mark.parametrize("num_mib", [3, 5])
 def test_a_run_without_room_for_a_checkpoint_ends_and_goes_on_as_if_nothing_had_been(
-    tmp_path: Path, mount: Disk, num_mib: int
+    tmp_path: Path, mount: Disk, whole: LearnerRun, num_mib: int
 ) -> None:
     """A checkpoint takes 2 MiB."""
     with tiny_server() as server:
-        whole = a_run(tmp_path / "whole", server.endpoint, **REFERENCE)
-        live(whole)
-    with tiny_server() as server:
-        run = a_run(tmp_path / "full", server.endpoint, **REFERENCE)
+        run = a_run(tmp_path / "full", server.endpoint, **SETTINGS)
         run_dir = Path(run.run_dir)
         mount(run_dir, num_mib << 10)
         life = Life(run, resume=False)
@@ -127,22 +139,18 @@ def test_a_run_without_room_for_a_checkpoint_ends_and_goes_on_as_if_nothing_had_
     assert_ends_alike(run, whole)
 
 
-@pytest.mark.parametrize("trackers", [[], ["tensorboard"]])
 def test_a_disk_that_fills_up_in_the_middle_of_a_step_ends_the_run_and_nothing_is_lost(
-    tmp_path: Path, mount: Disk, trackers: list[str]
+    tmp_path: Path, mount: Disk, whole: LearnerRun
 ) -> None:
-    settings: dict[str, Any] = {**REFERENCE, "trackers": trackers}
     with tiny_server() as server:
-        whole = a_run(tmp_path / "whole", server.endpoint, **settings)
-        live(whole)
-    with tiny_server() as server:
-        run = a_run(tmp_path / "full", server.endpoint, **settings)
+        run = a_run(tmp_path / "full", server.endpoint, **SETTINGS)
         run_dir = Path(run.run_dir)
         mount(run_dir, 16 << 10)
-        for nth in (3, 1):
-            life = Life(run, FullDisk("consumed" if trackers else "logged", nth), resume=nth == 1)
+        for resume, blow in enumerate([FullDisk("consumed", 3), FullDisk("logged", 1)]):
+            life = Life(run, blow, resume=bool(resume))
             assert life.end() == 2, life.log
             (run_dir / BALLAST).unlink()
-        assert re.search(r"error: .*/run/.* (could not be|full).*--resume", life.log)
+        errors = re.findall(r"^error: .*/run/.*(?:could not be written|full).*--resume", life.log, flags=re.MULTILINE)
+        assert len(errors) == 2, life.log
         assert Life(run, resume=True).end() == 0
     assert_ends_alike(run, whole)
