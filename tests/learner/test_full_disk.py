@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from learner.checkpoint import complete_checkpoints
 from learner.config import LearnerRun
-from learner.disk import DiskError, replace_file
+from learner.disk import DiskError, replace_file, writing
 from learner.ledger import Ledger, LedgerError
 from learner.run_log import Lines
 from tests.learner.model_engine import tiny_server
@@ -85,6 +87,27 @@ def test_a_ledger_that_finds_no_room_keeps_what_it_committed(tmp_path: Path, mou
     assert [row.slot for row in rows] == list(range(len(rows))) and rows[0].state == "received"
     receive(len(rows))
     ledger.close()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: path.write_bytes(bytes(1 << 20)),
+        lambda path: save_file({"weight": torch.zeros(1 << 18)}, path),
+        lambda path: torch.save({"weight": torch.zeros(1 << 18)}, path),
+    ],
+    ids=["python", "safetensors", "torch"],
+)
+def test_whoever_writes_the_error_names_the_path_and_the_space(
+    tmp_path: Path, mount: Disk, write: Callable[[Path], None]
+) -> None:
+    disk = tmp_path / "disk"
+    mount(disk, 64)
+    with (
+        pytest.raises(DiskError, match=r"disk/file could not be written \(.*0\.\d MiB are free"),
+        writing(disk / "file"),
+    ):
+        write(disk / "file")
 
 
 def test_a_file_is_replaced_whole_or_stays_as_it_was(tmp_path: Path, mount: Disk) -> None:

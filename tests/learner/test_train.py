@@ -430,10 +430,11 @@ def test_a_finished_run_that_is_resumed_leaves_its_checkpoint_alone(tmp_path: Pa
     assert state.stat().st_mtime_ns == written
 
 
-def test_a_half_deleted_checkpoint_is_not_taken_for_one(tmp_path: Path) -> None:
-    for step in (1, 2):
-        (tmp_path / f"step-00000{step}").mkdir()
-    (tmp_path / "step-000001" / "state.json").write_text("{}")
+def test_a_half_written_or_half_deleted_checkpoint_is_not_taken_for_one(tmp_path: Path) -> None:
+    for name in ("step-000001", "step-000002", "step-000003.tmp", "step-000004.old.tmp"):
+        (tmp_path / name).mkdir()
+        if name != "step-000002":
+            (tmp_path / name / "state.json").write_text("{}")
     assert find_checkpoint(tmp_path) == tmp_path / "step-000001"
 
 
