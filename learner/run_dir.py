@@ -23,8 +23,8 @@ MAY_CHANGE_AT_RESUME = {"endpoint", "keys", "insecure", "run_dir", "server", "le
 """Keys that do not change what is learned, so a run may go on with other values."""
 
 
-LEFT_BY_A_FAILED_START = {".lock", "logs", "run_id", "run_id.tmp", "config.toml.tmp", "ledger.db", "ledger.db-shm", "ledger.db-wal", "metrics.jsonl",
-                          "samples.jsonl", "tensorboard"}  # fmt: skip
+LEFT_BY_A_FAILED_START = {".lock", "logs", "run_id", "run_id.tmp", "config.toml.tmp", "ledger.db", "ledger.db-shm",
+                          "ledger.db-wal", "metrics.jsonl", "samples.jsonl", "tensorboard"}  # fmt: skip
 """What a start that ended before its first group leaves behind; the next start goes over it."""
 
 
