@@ -186,6 +186,14 @@ class LearnerConfig(Section):
     parity: ParityConfig = ParityConfig()
     checkpoint_every: int = 50
     """Steps between checkpoints; one is always written at the end."""
+    keep_last: int = 2
+    """How many of the newest checkpoints stay, 0: all; a resume goes on from the newest, or, when newer ones are removed by
+    hand, from any of these. While one is written there is one more."""
+    keep_best: int = 1
+    """So many with the highest mean reward over the steps that led to them stay too, however old."""
+    export_model: bool = True
+    """Also write the policy into each checkpoint as `model/`, in the run's dtype and with the adapter merged, for `vllm serve`
+    and `from_pretrained`."""
     trackers: tuple[Literal["tensorboard"], ...] = ("tensorboard",)
     """Where metrics go besides metrics.jsonl."""
     dashboard_port: int = 8765
@@ -212,6 +220,8 @@ class LearnerConfig(Section):
             require(getattr(self, name) >= 1, f"{name} = {getattr(self, name)} must be at least 1")
         for name in ("connect_timeout_s", "group_deadline_s"):
             require(getattr(self, name) > 0, f"{name} = {getattr(self, name)} must be above 0")
+        for name in ("keep_last", "keep_best"):
+            require(getattr(self, name) >= 0, f"{name} = {getattr(self, name)} must not be negative")
         require(self.max_staleness >= 0, f"max_staleness = {self.max_staleness} must not be negative")
         refuse_contradictions(self)
 

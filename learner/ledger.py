@@ -136,7 +136,8 @@ class Ledger:
             if forgotten is not None:
                 raise LedgerError(
                     f"{self.path}: cannot go back to step {step}: group {forgotten[0]}, consumed at step {forgotten[1]}, is no "
-                    "longer kept, because a later checkpoint made it superfluous; resume from the newest checkpoint"
+                    "longer kept, because later checkpoints made it superfluous; resume from the newest checkpoint, or begin a new run with "
+                    "that checkpoint's model/ as its model"
                 )
             self._db.execute(
                 "UPDATE groups SET state = 'scored', step = NULL, staleness = NULL, consumed_at = NULL"
@@ -162,6 +163,12 @@ class Ledger:
         """The last attempt of every slot that was dropped for a retry which is not admitted yet, in slot order."""
         latest = "attempt = (SELECT max(attempt) FROM groups AS other WHERE other.slot = groups.slot)"
         return self._rows(f"state = 'dropped' AND reason NOT IN ({_marks(FINAL_REASONS)}) AND {latest}", FINAL_REASONS)
+
+    def num_failures(self) -> dict[int, int]:
+        """Slot → how many of its attempts have failed, for those that are still tried."""
+        other = ("stale", *FINAL_REASONS)
+        where = f"state = 'dropped' AND reason NOT IN ({_marks(other)})"
+        return dict(self._all(f"SELECT slot, count(*) FROM groups WHERE {where} GROUP BY slot", other))
 
     def payload(self, group_id: str) -> bytes:
         row = self._one("SELECT state, payload FROM groups WHERE group_id = ?", (group_id,))

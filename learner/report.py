@@ -5,7 +5,6 @@ are text that a model wrote, so everything is escaped by the template and the pa
 """
 
 import datetime
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import jinja2
 import msgspec
 from markupsafe import Markup
 
+from learner.disk import replace_file
 from learner.report_charts import Absent, Chart, draw_charts
 from learner.summary import Summary, duration, number, read_ledger, read_metrics, read_steps, summary_of
 
@@ -49,9 +49,7 @@ def write_report(run_dir: Path) -> Path:
     """Writes `report.html` into the run directory, whole or not at all."""
     run_dir = Path(run_dir)
     path = run_dir / "report.html"
-    aside = path.with_suffix(".html.tmp")
-    aside.write_bytes(render(run_dir).encode("utf-8", "replace"))
-    os.replace(aside, path)
+    replace_file(path, render(run_dir).encode("utf-8", "replace"))
     return path
 
 

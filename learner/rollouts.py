@@ -74,7 +74,7 @@ class Rollouts:
         self._failure: BaseException | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
-        self._num_failures: Counter[int] = Counter()
+        self._num_failures = Counter(ledger.num_failures())
         """By slot."""
         self.thread = LoopThread("rollouts")
         self.link = self.thread.call(self._open_link(hello), CALL_TIMEOUT_S)

@@ -10,19 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from learner.config import LearnerRun
+from learner.disk import replace_file
 from protocol.config import to_toml
 from protocol.errors import ConfigError
 
 MAY_CHANGE_AT_RESUME = {"endpoint", "keys", "insecure", "run_dir", "server", "learner.steps",
-                        "learner.checkpoint_every", "learner.trackers", "learner.dashboard_port",
+                        "learner.checkpoint_every", "learner.keep_last", "learner.keep_best",
+                        "learner.export_model", "learner.trackers", "learner.dashboard_port",
                         "learner.connect_timeout_s", "learner.group_deadline_s", "learner.push", "learner.parity",
                         "learner.cpu_cores", "learner.micro_batch_tokens", "learner.reward.timeout_s",
                         "learner.reward.num_workers", "learner.reference.device"}  # fmt: skip
 """Keys that do not change what is learned, so a run may go on with other values."""
 
 
-LEFT_BY_A_FAILED_START = {".lock", "logs", "run_id", "ledger.db", "ledger.db-shm", "ledger.db-wal", "metrics.jsonl",
-                          "samples.jsonl", "tensorboard"}  # fmt: skip
+LEFT_BY_A_FAILED_START = {".lock", "logs", "run_id", "run_id.tmp", "config.toml.tmp", "ledger.db", "ledger.db-shm",
+                          "ledger.db-wal", "metrics.jsonl", "samples.jsonl", "tensorboard"}  # fmt: skip
 """What a start that ended before its first group leaves behind; the next start goes over it."""
 
 
@@ -35,7 +37,6 @@ class RunDir:
         self.metrics = path / "metrics.jsonl"
         self.samples = path / "samples.jsonl"
         self.ledger = path / "ledger.db"
-        self.checkpoints = self.checkpoints_of(path)
         self.tensorboard = path / "tensorboard"
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -52,9 +53,7 @@ class RunDir:
 
     def begin(self, run: LearnerRun) -> None:
         """Store the resolved config: from now on the directory holds a run, which only a resume may touch."""
-        aside = self.config.with_suffix(".tmp")
-        aside.write_text(to_toml(run))
-        aside.rename(self.config)
+        replace_file(self.config, to_toml(run).encode())
 
     def close(self) -> None:
         """Let another learner write here."""
@@ -65,7 +64,7 @@ class RunDir:
         """This run's name on the wire: the directory's, and a part that no other run on any machine has."""
         path = self.path / "run_id"
         if not path.exists():
-            path.write_text(f"{self.path.name}-{uuid.uuid4().hex[:8]}")
+            replace_file(path, f"{self.path.name}-{uuid.uuid4().hex[:8]}".encode())
         return path.read_text()
 
     @staticmethod

@@ -7,9 +7,11 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO
+from pathlib import Path
+from typing import Any
 
 from learner.dashboard import Dashboard
+from learner.disk import writing
 from learner.health import Health
 from learner.run_dir import RunDir
 from learner.waits import held_up_by
@@ -49,49 +51,51 @@ class RunLog:
     ) -> None:
         self._num_steps, self._dashboard = num_steps, dashboard
         self._health = Health()
-        self._metrics = _open_lines(run_dir, run_dir.metrics.name)
-        self._samples = _open_lines(run_dir, run_dir.samples.name)
+        self._metrics, self._samples = Lines(run_dir.metrics), Lines(run_dir.samples)
         self._elapsed_before = _elapsed_before(run_dir)
         self._started = time.monotonic()
         self._tensorboard = None
         if "tensorboard" in trackers:
             from torch.utils.tensorboard import SummaryWriter  # slow to import, and optional
 
-            self._tensorboard = SummaryWriter(run_dir.tensorboard)
+            with writing(run_dir.tensorboard):
+                self._tensorboard = SummaryWriter(run_dir.tensorboard)
 
     def start_clock(self) -> None:
         """Count the seconds of the run from now: training, not the wait for a server that starts."""
         self._started = time.monotonic()
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        """Record one optimizer step everywhere."""
+        """Record one optimizer step everywhere. Raises DiskError."""
         line = {
             "step": step,
             "time": time.time(),
             "elapsed_s": self._elapsed_before + time.monotonic() - self._started,
         } | metrics
-        _write_line(self._metrics, line)
+        self._metrics.append(line)
         self._health.watch(step, metrics)
         if self._dashboard is not None:
             self._dashboard.publish(step, line)
         if self._tensorboard is not None:
-            for name, value in metrics.items():
-                self._tensorboard.add_scalar(name, value, step)
+            with writing(Path(self._tensorboard.log_dir)):
+                for name, value in metrics.items():
+                    self._tensorboard.add_scalar(name, value, step)
         sys.stdout.write(console_line(step, self._num_steps, metrics) + "\n")
         sys.stdout.flush()
 
     def sample(self, step: int, prompt: Any, completions: list[str], rewards: list[float | None]) -> None:
         """Keep a few completions of one group for the report."""
         kept = slice(MAX_SAMPLED_COMPLETIONS)
-        _write_line(
-            self._samples, {"step": step, "prompt": prompt, "completions": completions[kept], "rewards": rewards[kept]}
+        self._samples.append(
+            {"step": step, "prompt": prompt, "completions": completions[kept], "rewards": rewards[kept]}
         )
 
     def close(self) -> None:
         self._metrics.close()
         self._samples.close()
         if self._tensorboard is not None:
-            self._tensorboard.close()
+            with writing(Path(self._tensorboard.log_dir)):
+                self._tensorboard.close()
 
 
 def console_line(step: int, num_steps: int, metrics: dict[str, float]) -> str:
@@ -121,21 +125,31 @@ def console_line(step: int, num_steps: int, metrics: dict[str, float]) -> str:
     return " | ".join(parts)
 
 
-def _open_lines(run_dir: RunDir, name: str) -> TextIO:
-    """Open a JSON-lines file to append; a last line cut off by a kill is ended so that the next one stands alone."""
-    path = run_dir.path / name
-    if path.exists() and path.stat().st_size:
-        whole = path.read_bytes()
-        if not whole.endswith(b"\n"):
-            os.truncate(path, whole.rfind(b"\n") + 1)
-    return path.open("a", encoding="utf-8")
+class Lines:
+    """A JSON-lines file to append to. Not buffered: after a write that failed, closing would try it again."""
+
+    def __init__(self, path: Path) -> None:
+        """A last line that was cut off, by a kill or a full disk, is taken away."""
+        self._path = path
+        if path.exists() and path.stat().st_size:
+            whole = path.read_bytes()
+            if not whole.endswith(b"\n"):
+                os.truncate(path, whole.rfind(b"\n") + 1)
+        with writing(path):
+            self._file = path.open("ab", buffering=0)
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Raises DiskError."""
+        line = json.dumps(record).encode() + b"\n"
+        with writing(self._path):
+            num_written = self._file.write(line)
+            if num_written != len(line):
+                raise OSError(f"only {num_written} of the last {len(line)} bytes found room")
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def _elapsed_before(run_dir: RunDir) -> float:
     lines = run_dir.metrics.read_text().splitlines()
     return json.loads(lines[-1])["elapsed_s"] if lines else 0.0
-
-
-def _write_line(file: TextIO, record: dict[str, Any]) -> None:
-    file.write(json.dumps(record) + "\n")
-    file.flush()

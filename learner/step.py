@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from learner.advantages import combined_advantages, step_advantages
 from learner.batch import MicroBatch, Row, ScoredGroup, micro_batches, step_rows, trained_rows
 from learner.config import LearnerConfig
+from learner.learning_rate import learning_rate
 from learner.loss import NUM_LENGTH_QUARTERS, LossInputs, Sums, policy_loss
 from learner.metrics import loss_metrics
 from learner.policy import token_logprobs
@@ -46,8 +47,7 @@ def train_on(
             sums = forward_backward(accelerator, trainee, batches, version, config, is_first_update=update == 0)
             total = _added(total, sums)
         with timer("optimizer"):
-            metrics |= optimizer_step(accelerator, trainee, config)
-    trainee.scheduler.step()
+            metrics |= optimizer_step(accelerator, trainee, version, config)
     total = {name: accelerator.reduce(value, "sum") for name, value in total.items()}
     metrics = loss_metrics(total, config) | metrics
     metrics["batch/no_signal_groups"] = float(sum(not any(advantages_G) for advantages_G in advantages_P_G))
@@ -108,12 +108,14 @@ def forward_backward(
     return total
 
 
-def optimizer_step(accelerator: Accelerator, trainee: Trainee, config: LearnerConfig) -> dict[str, float]:
-    learning_rate = float(trainee.scheduler.get_last_lr()[0])
+def optimizer_step(accelerator: Accelerator, trainee: Trainee, version: int, config: LearnerConfig) -> dict[str, float]:
+    rate = learning_rate(config.optimizer, version, config.steps)
+    for group in trainee.optimizer.param_groups:
+        group["lr"] = rate
     grad_norm = accelerator.clip_grad_norm_(trainee.policy.parameters(), config.optimizer.max_grad_norm)
     trainee.optimizer.step()
     trainee.optimizer.zero_grad()
-    return {"optim/grad_norm": float(grad_norm or 0.0), "optim/lr": learning_rate}
+    return {"optim/grad_norm": float(grad_norm or 0.0), "optim/lr": rate}
 
 
 def _micro_batch_loss(

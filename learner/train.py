@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from learner.batch import ScoredGroup
-from learner.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from learner.checkpoint import find_checkpoint, load_checkpoint
 from learner.config import LearnerConfig, LearnerRun
 from learner.fit import check_fits
 from learner.interrupt import Interrupt
@@ -31,6 +31,7 @@ from learner.parity import check_mismatch
 from learner.parts import Leader, make_leader
 from learner.push import PushReport
 from learner.ranks import share_groups
+from learner.retention import Checkpoints
 from learner.run_dir import RunDir, open_run_dir
 from learner.run_log import StepTimer
 from learner.step import train_on
@@ -63,23 +64,23 @@ def train(run: LearnerRun, *, resume: bool) -> Path | None:
         run_dir = open_run_dir(run, resume=resume) if accelerator.is_main_process else None
         if run_dir is not None:
             cleanup.callback(run_dir.close)
-        checkpoints = run_dir.checkpoints if run_dir else RunDir.checkpoints_of(run.run_dir)
-        checkpoint = find_checkpoint(checkpoints) if resume else None
+        directory = RunDir.checkpoints_of(run.run_dir)
+        checkpoint = find_checkpoint(directory) if resume else None
         trainee = make_trainee(run, accelerator, is_new=checkpoint is None)
         version = load_checkpoint(accelerator, checkpoint, trainee).version if checkpoint else 0
         trainee.set_kl_coef(version, None, config)
-        saved_version = version if checkpoint else None
         if version >= config.steps:
             log.warning("nothing to do: the run is at step %d, learner.steps = %d", version, config.steps)
             return run_dir.path if run_dir else None
         leader = make_leader(run, run_dir, accelerator, trainee, version, cleanup) if run_dir else None
-        ledger = leader.ledger if leader else None
+        checkpoints = Checkpoints(
+            run, directory, accelerator, trainee, leader.ledger if leader else None, version if checkpoint else None
+        )
         if leader is not None:
             connect(leader, accelerator.unwrap_model(trainee.policy), version, run, accelerator.device)
             leader.log.start_clock()
         if checkpoint is None and config.warm_start.steps > 0:
-            save_checkpoint(accelerator, checkpoints, version, trainee, ledger)
-            saved_version = version
+            checkpoints.save(version)
         interrupt = cleanup.enter_context(Interrupt())
 
         for step in range(version + 1, config.steps + 1):
@@ -100,11 +101,8 @@ def train(run: LearnerRun, *, resume: bool) -> Path | None:
             metrics |= trainee.after_step(version, metrics, config)
             if leader is not None:
                 record(leader, step, groups, metrics, timer, policy, accelerator.device, run)
-            if step % config.checkpoint_every == 0 and step < config.steps:
-                save_checkpoint(accelerator, checkpoints, version, trainee, ledger)
-                saved_version = version
-        if version != saved_version:
-            save_checkpoint(accelerator, checkpoints, version, trainee, ledger)
+            checkpoints.after_step(step, metrics)
+        checkpoints.save(version)
         if leader is not None:
             leader.pusher.wait()
     return run_dir.path if run_dir and version else None

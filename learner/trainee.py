@@ -7,7 +7,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
-from transformers import get_scheduler
 
 from learner.config import LearnerConfig, LearnerRun
 from learner.kl import next_coef
@@ -26,7 +25,6 @@ class Trainee(msgspec.Struct, eq=False):
 
     policy: nn.Module
     optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LRScheduler
     reference: Reference | None
     kl_coef: float
 
@@ -70,17 +68,11 @@ def make_trainee(run: LearnerRun, accelerator: Accelerator, *, is_new: bool) -> 
         betas=(settings.beta1, settings.beta2),
         weight_decay=settings.weight_decay,
     )
-    names = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
-    # accelerate advances the scheduler once per rank at every step
-    scale = accelerator.num_processes
-    scheduler = get_scheduler(
-        names[settings.schedule], optimizer, settings.warmup_steps * scale, num_training_steps=config.steps * scale
-    )
-    policy, optimizer, scheduler = accelerator.prepare(policy, optimizer, scheduler)
+    policy, optimizer = accelerator.prepare(policy, optimizer)
     if is_new and config.warm_start.steps > 0:
         warm_start(run, accelerator, policy)
     reference = make_reference(config.reference, policy, accelerator, config.sampling.temperature)
-    return Trainee(policy, optimizer, scheduler, reference, config.kl.coef)
+    return Trainee(policy, optimizer, reference, config.kl.coef)
 
 
 def _refuse_sharding(accelerator: Accelerator) -> None:

@@ -36,7 +36,8 @@ _TOKENIZER_FILES = {
     "vocab.json",
     "vocab.txt",
 }
-_DOWNLOADED = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.safetensors"]
+_TEXT_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+_DOWNLOADED = [*_TEXT_FILES, "*.safetensors"]
 
 # Lets the chat API of the server be tried on the tiny model: the messages' texts, one after the other.
 _TINY_CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -92,6 +93,12 @@ def fingerprint(path: Path) -> ModelFingerprint:
         vocab_size=vocab_size,
         tokenizer_hash=_hash_tokenizer(path),
     )
+
+
+def text_files(path: Path) -> list[Path]:
+    """Return what belongs to a model besides its weights: configs, tokenizer, chat template."""
+    files = {file for pattern in _TEXT_FILES for file in path.glob(pattern)}
+    return sorted(file for file in files if not file.name.endswith(".safetensors.index.json"))
 
 
 def cache_dir() -> Path:

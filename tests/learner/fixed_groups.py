@@ -41,8 +41,7 @@ def make_moved_trainee(run: LearnerRun, accelerator: Accelerator) -> Trainee:
         for parameter in trainee.policy.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
     descent = torch.optim.SGD(trainee.policy.parameters(), lr=0.1)
-    constant = torch.optim.lr_scheduler.ConstantLR(descent, factor=1.0)
-    trainee.optimizer, trainee.scheduler = accelerator.prepare(descent, constant)
+    trainee.optimizer = accelerator.prepare(descent)
     return trainee
 
 

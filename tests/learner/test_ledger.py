@@ -123,6 +123,15 @@ def test_a_retry_is_due_until_it_is_admitted(ledger):
     assert ledger.counts().lost == 0
 
 
+def test_the_failures_of_a_slot_are_counted_but_not_what_was_merely_too_old(ledger):
+    for attempt, reason in enumerate(["engine_error", "stale", "too_few_survivors"]):
+        admit(ledger, 4, attempt)
+        ledger.drop(f"4.{attempt}", reason)
+    scored(ledger, 5)
+    ledger.drop("5.0", "no_signal")
+    assert ledger.num_failures() == {4: 2}
+
+
 def test_a_resume_takes_back_what_was_consumed_after_the_checkpoint(ledger):
     for slot in range(4):
         ledger.consume([(scored(ledger, slot), 1)], step=slot + 1)

@@ -191,7 +191,7 @@ def test_a_run_in_two_parts_ends_with_the_weights_of_one_and_saves_the_adapter_a
     for name, tensor in weights[0].items():
         assert torch.equal(tensor, weights[1][name]), name
     checkpoint = tmp_path / "parts" / "run" / "checkpoints" / "step-000006"
-    assert not list(checkpoint.glob("model*")) and not list(checkpoint.glob("pytorch_model*"))
+    assert not list(checkpoint.glob("model.*")) and not list(checkpoint.glob("pytorch_model*"))
     saved = load_file(checkpoint / "adapter.safetensors")
     assert len(saved) == 16 and all(".lora_" in name for name in saved)
 

@@ -9,7 +9,6 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from learner.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
-from learner.ledger import Ledger
 from learner.train import train
 from learner.trainee import make_trainee
 from protocol.errors import ConfigError
@@ -66,18 +65,21 @@ def accelerator():
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def trainee_with(accelerator: Accelerator, tmp_path: Path, reference: dict | None):
+def run_with(tmp_path: Path, reference: dict | None):
     settings = {} if reference is None else {"reference": reference, "kl": {"coef": 0.1}}
-    return make_trainee(make_run(tmp_path, "tcp://127.0.0.1:1", **settings), accelerator, is_new=True)
+    return make_run(tmp_path, "tcp://127.0.0.1:1", **settings)
+
+
+def trainee_with(accelerator: Accelerator, tmp_path: Path, reference: dict | None):
+    return make_trainee(run_with(tmp_path, reference), accelerator, is_new=True)
 
 
 @pytest.mark.parametrize(("before", "now"), [(MIXTURE, ADAPTIVE), (MIXTURE, None), (None, ADAPTIVE)])
 def test_a_checkpoint_of_another_kind_of_reference_is_refused(
     accelerator: Accelerator, tmp_path: Path, before: dict | None, now: dict | None
 ) -> None:
-    ledger = Ledger(tmp_path / "ledger.db")
-    save_checkpoint(accelerator, tmp_path, 3, trainee_with(accelerator, tmp_path, before), ledger)
-    ledger.close()
+    trainee, run = trainee_with(accelerator, tmp_path, before), run_with(tmp_path, before)
+    save_checkpoint(accelerator, tmp_path, 3, trainee, run, reward_mean=None)
     kinds = ["none" if settings is None else settings["kind"] for settings in (before, now)]
     with pytest.raises(ConfigError, match=f'a reference of kind "{kinds[0]}", learner.reference.kind is "{kinds[1]}"'):
         load_checkpoint(accelerator, tmp_path / "step-000003", trainee_with(accelerator, tmp_path, now))

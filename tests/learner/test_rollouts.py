@@ -357,6 +357,25 @@ def test_a_group_that_could_not_be_scored_is_asked_again_and_its_prompt_then_rec
     assert counts(tmp_path).lost == 0
 
 
+def test_a_resume_remembers_how_often_a_prompt_has_failed(tmp_path: Path) -> None:
+    asked_again = threading.Event()
+
+    def lossy(server: HandServer, request: Generate) -> list[Message]:
+        if request.group_id == "1.1" and not asked_again.is_set():
+            asked_again.set()
+            return []
+        return [without_tokens(request, 0, 3) if slot_of(request) == 1 else group_of(request, 0)]
+
+    with HandServer(lossy) as server:
+        with rollouts_on(server, tmp_path) as rollouts:
+            rollouts.publish(0, server.server_id)
+            assert asked_again.wait(TIMEOUT_S)
+        with rollouts_on(server, tmp_path) as rollouts:
+            rollouts.publish(0, server.server_id)
+            assert slots(rollouts.take(3, TIMEOUT_S, 0)) == [0, 2, 3]
+    assert dropped(tmp_path) == [("1.0", "too_few_survivors"), ("1.1", "too_few_survivors"), ("1.2", "failed")]
+
+
 def test_more_completions_than_asked_for_stop_the_run(tmp_path: Path) -> None:
     def generous(server: HandServer, request: Generate) -> list[Message]:
         group = group_of(request, 0)

@@ -4,6 +4,7 @@ import json
 import sqlite3
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def metrics_of(run: LearnerRun) -> list[dict[str, float]]:
 
 
 def rows_of(run: LearnerRun, columns: str, where: str = "1") -> list[tuple]:
-    with sqlite3.connect(Path(run.run_dir) / "ledger.db") as ledger:
+    with closing(sqlite3.connect(Path(run.run_dir) / "ledger.db")) as ledger:
         return ledger.execute(f"SELECT {columns} FROM groups WHERE {where} ORDER BY slot").fetchall()
 
 
@@ -431,10 +432,11 @@ def test_a_finished_run_that_is_resumed_leaves_its_checkpoint_alone(tmp_path: Pa
     assert state.stat().st_mtime_ns == written
 
 
-def test_a_half_deleted_checkpoint_is_not_taken_for_one(tmp_path: Path) -> None:
-    for step in (1, 2):
-        (tmp_path / f"step-00000{step}").mkdir()
-    (tmp_path / "step-000001" / "state.json").write_text("{}")
+def test_a_half_written_or_half_deleted_checkpoint_is_not_taken_for_one(tmp_path: Path) -> None:
+    for name in ("step-000001", "step-000002", "step-000003.tmp", "step-000004.old.tmp"):
+        (tmp_path / name).mkdir()
+        if name != "step-000002":
+            (tmp_path / name / "state.json").write_text("{}")
     assert find_checkpoint(tmp_path) == tmp_path / "step-000001"
 
 
