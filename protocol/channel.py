@@ -81,7 +81,7 @@ class ServerChannel:
         """Let only listed keys in. Asked in a thread of its own, because the event loop stands still while vLLM starts."""
         gate = ThreadAuthenticator(self._context)
         gate.start()
-        gate.configure_curve_callback(credentials_provider=_AllowList(keys.allowed))
+        gate.configure_curve_callback(credentials_provider=_AllowList(keys))
         self._socket.curve_secretkey, self._socket.curve_publickey = keys.secret, keys.public
         self._socket.curve_server = True
         return gate
@@ -159,11 +159,11 @@ class ServerChannel:
 class _AllowList:
     """In the form in which pyzmq's authenticator asks."""
 
-    def __init__(self, allowed: frozenset[bytes]) -> None:
-        self._allowed = allowed
+    def __init__(self, keys: ServerKeys) -> None:
+        self._keys = keys
 
     def callback(self, domain: str, key: bytes) -> bool:
-        return key in self._allowed
+        return key in self._keys.allowed()
 
 
 class LearnerChannel:
@@ -217,7 +217,7 @@ class LearnerChannel:
         if Failure.UNKNOWN_KEY in failures:
             raise HandshakeRefused(
                 f"the server at {self.endpoint} does not know this learner's key; copy its public key (`allowed/learner.pub` "
-                "where it was made) into `allowed/` of the server's keys and start the server anew"
+                "where it was made) into `allowed/` of the server's keys and start this learner again"
             )
         if Failure.OTHER_MECHANISM in failures:
             raise HandshakeRefused(
