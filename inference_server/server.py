@@ -158,7 +158,7 @@ class Server:
         while True:
             await asyncio.sleep(PULSE_INTERVAL_S)
             self._note_failed_handshakes()
-            self._channel.end_unfinished_messages()
+            self._channel.look_at_connections()
             if self._learner is None:
                 continue
             if await self._deliver(self._pulse_message()):

@@ -76,7 +76,7 @@ class ServerChannel:
                 "Stop the process that holds the port, or choose another with `endpoint` in the config."
             ) from error
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-        self._connections = Connections(port=int(self.endpoint.rpartition(":")[2]))
+        self._connections = Connections(int(self.endpoint.rpartition(":")[2]), DEAD_PEER_TIMEOUT_MS)
 
     def _lock(self, keys: ServerKeys) -> ThreadAuthenticator:
         """Let only listed keys in. Asked in a thread of its own, because the event loop stands still while vLLM starts."""
@@ -118,9 +118,9 @@ class ServerChannel:
         self._connections.end(descriptor, "it sent more than a peer may before its Hello is accepted")
         return True
 
-    def end_unfinished_messages(self) -> None:
-        """Cut off peers whose message goes on and on. To be called each second or so."""
-        self._connections.end_unfinished()
+    def look_at_connections(self) -> None:
+        """Cut off peers that are silent and those whose message goes on and on. To be called each second or so."""
+        self._connections.look()
 
     def take_failed_handshakes(self) -> Counter[Failure]:
         """Count the connections that failed before their first message, since the last call (the first call begins)."""

@@ -1,16 +1,18 @@
-"""A message that does not end: a peer that speaks ZMTP by hand, for ZeroMQ itself sends only whole messages."""
+"""Messages that do not end and peers that fall silent: they speak ZMTP by hand, for ZeroMQ itself does neither."""
 
 import asyncio
 import contextlib
 import socket
 import struct
 import threading
+import time
 
 import pytest
 
 from protocol import connections
 from protocol.channel import ServerChannel
-from protocol.messages import Ack
+from protocol.codec import encode
+from protocol.messages import Ack, Refused
 from tests.inference_server.scripted_learner import ScriptedLearner
 
 MIB = 1 << 20
@@ -25,13 +27,16 @@ def greet(endpoint: str) -> socket.socket:
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     connection = socket.create_connection((host, int(port)), timeout=TIMEOUT_S)
     connection.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
+    connection.recv(64, socket.MSG_WAITALL)
     ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
     connection.sendall(bytes([4, len(ready)]) + ready)
+    _, length = connection.recv(2, socket.MSG_WAITALL)
+    connection.recv(length, socket.MSG_WAITALL)
     return connection
 
 
-def frame(num_bytes: int, *, more: bool) -> bytes:
-    return bytes([2 + more]) + struct.pack(">Q", num_bytes) + bytes(num_bytes)
+def frame(body: bytes, *, more: bool = False) -> bytes:
+    return bytes([2 + more]) + struct.pack(">Q", len(body)) + body
 
 
 class EndlessMessage(threading.Thread):
@@ -44,7 +49,7 @@ class EndlessMessage(threading.Thread):
         self._endpoint = endpoint
 
     def run(self) -> None:
-        part = frame(MIB, more=True)
+        part = frame(bytes(MIB), more=True)
         with greet(self._endpoint) as connection, contextlib.suppress(OSError):
             while self.num_bytes < MOST_BYTES:
                 connection.sendall(part)
@@ -67,8 +72,36 @@ def test_a_message_that_does_not_end_costs_its_sender_the_connection_and_others_
                 _, message = await server.receive()
                 assert isinstance(message, Ack)
                 await asyncio.sleep(0.01)
-                server.end_unfinished_messages()
+                server.look_at_connections()
         assert LIMIT_BYTES < endless.num_bytes < MOST_BYTES
+        learner.close()
+        server.close()
+
+    asyncio.run(run())
+
+
+def test_a_peer_that_falls_silent_after_a_message_is_cut_off_and_one_that_pings_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("protocol.channel.DEAD_PEER_TIMEOUT_MS", 1000)
+    monkeypatch.setattr("protocol.channel.HEARTBEAT_INTERVAL_MS", 50)
+
+    async def run() -> None:
+        server = ServerChannel("tcp://127.0.0.1:*")
+        learner = ScriptedLearner(server.endpoint)
+        silent = greet(server.endpoint)
+        message = b"".join(bytes(part) for part in encode(Ack(group_ids=[])))
+        silent.sendall(frame(message))
+        async with asyncio.timeout(TIMEOUT_S):
+            await learner.send(Ack(group_ids=[]))
+            peers = [(await server.receive())[0] for _ in range(2)]
+            give_up_at = time.monotonic() + 2
+            while time.monotonic() < give_up_at:
+                server.look_at_connections()
+                await asyncio.sleep(0.05)
+            assert sorted([await server.send(peer, Refused(reason="")) for peer in peers]) == [False, True]
+            assert isinstance(await learner.receive(Refused), Refused)
+        silent.close()
         learner.close()
         server.close()
 
@@ -85,10 +118,10 @@ def test_one_long_message_after_the_other_is_no_endless_one(monkeypatch: pytest.
         async with asyncio.timeout(TIMEOUT_S):
             for _ in range(20):
                 await learner.send(Ack(group_ids=["x" * MIB]))
-                server.end_unfinished_messages()
+                server.look_at_connections()
                 _, message = await server.receive()
                 assert isinstance(message, Ack)
-                server.end_unfinished_messages()
+                server.look_at_connections()
         learner.close()
         server.close()
 
