@@ -70,6 +70,7 @@ def _set_environment(run: ServerRun) -> None:
         VLLM_NO_USAGE_STATS="1",
         DO_NOT_TRACK="1",
         VLLM_ENGINE_READY_TIMEOUT_S=str(run.server.start_timeout_s),
+        VLLM_KEEP_ALIVE_ON_ENGINE_DEATH="1",
     )
     defaults = {
         # Threads of the CPU backend stay where sched_setaffinity put them.
@@ -133,6 +134,7 @@ async def _serve(run: ServerRun) -> None:
         parts = [server.serve()]
         if listener is not None:
             http = await build_http(engine.llm, str(model_path), run.model, server.status, api_key)
+            engine.on_restart = http.answer_from
             parts.append(http.serve_on(listener))
         where = f"http://{run.server.http_host}:{run.server.http_port}" if listener else "off"
         log.info(

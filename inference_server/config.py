@@ -41,7 +41,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     orphan_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0
     """How long the groups of a learner that cannot be reached are kept."""
     start_timeout_s: Annotated[int, msgspec.Meta(gt=0)] = 600
-    """Longest time for loading the model and warming up."""
+    """Longest time for loading the model and warming up, also after the engine has died."""
+    max_engine_restarts: Annotated[int, msgspec.Meta(ge=0)] = 3
+    """How often within an hour an engine that has died is started again; one death more ends the server."""
     pause_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0
     """Longest time in which the engine must have paused, taken a version label or resumed around a push."""
 

@@ -14,7 +14,7 @@ from protocol.messages import Completion, Manifest, Rendezvous, Sampling
 
 
 class EngineDead(SlipstreamError):
-    """The engine has stopped for good; only a restart of the server helps."""
+    """The engine has stopped for good; only another one helps."""
 
 
 class EngineFailed(SlipstreamError):
@@ -27,6 +27,7 @@ class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     """As protocol.transport.own_device_name gives it."""
     transports: list[str]
+    pid: int
 
 
 class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +73,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Engine(Protocol):
-    """Generates, scores and takes new weights. All methods raise EngineDead once the engine has stopped."""
+    """Generates, scores and takes new weights. All methods but `restart` raise EngineDead once the engine has stopped."""
 
     @property
     def limits(self) -> EngineLimits: ...
@@ -116,6 +117,13 @@ class Engine(Protocol):
 
     def check_alive(self) -> None:
         """Raise EngineDead if the engine has stopped."""
+        ...
+
+    async def restart(self) -> None:
+        """Take the place of an engine that has died: not paused, with the model's own weights.
+
+        Raises EngineDead, ConfigError when it cannot be started.
+        """
         ...
 
     def close(self) -> None: ...

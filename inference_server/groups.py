@@ -8,7 +8,7 @@ Generate ──▶ running ──▶ finished ──▶ Ack ▸ forgotten
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 
 import numpy as np
 
@@ -23,12 +23,15 @@ MAX_COMPLETIONS = 16_384
 Deliver = Callable[[Message], Awaitable[bool]]
 """Sends a message to the learner; False if it cannot be reached now."""
 
+Spawn = Callable[[Coroutine[None, None, None], str], asyncio.Task[None]]
+"""Runs what needs the engine, under a name."""
+
 
 class Groups:
     """Running and finished groups by id; all of them belong to the current learner."""
 
-    def __init__(self, engine: Engine, deliver: Deliver, tasks: asyncio.TaskGroup) -> None:
-        self._engine, self._deliver, self._tasks = engine, deliver, tasks
+    def __init__(self, engine: Engine, deliver: Deliver, spawn: Spawn) -> None:
+        self._engine, self._deliver, self._spawn = engine, deliver, spawn
         self._running: dict[str, asyncio.Task[None]] = {}
         self._finished: dict[str, Group] = {}
         self._undelivered: set[str] = set()
@@ -57,7 +60,7 @@ class Groups:
             return
         if self._idle_since is not None:
             self._idle_s, self._idle_since = self.idle_s, None
-        task = self._tasks.create_task(self._generate(request), name=f"group {group_id}")
+        task = self._spawn(self._generate(request), f"group {group_id}")
         self._running[group_id] = task
         task.add_done_callback(lambda task: self._ended(group_id, task))
 
@@ -103,7 +106,7 @@ class Groups:
                     "a time, or raise server.max_concurrent_sequences",
                 )
             )  # fmt: skip
-        except EngineFailed as error:  # EngineDead ends the server: the learner asks its successor for the same groups
+        except EngineFailed as error:  # not EngineDead: the learner asks the next engine for the same groups
             log.warning("group %s failed: %s", group_id, error)
             await self._deliver(GroupFailed(group_id=group_id, code="engine_error", message=str(error), retryable=True))
         else:

@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 import socket
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.responses import JSONResponse
@@ -24,11 +26,20 @@ Status = Callable[[], dict[str, Any]]
 
 SHUTDOWN_TIMEOUT_S = 1
 RETRY_AFTER_S = 5
-"""What a client is told to wait while the weights are torn; the learner tries again at once."""
+"""What a client is told to wait while there are no whole weights; the learner tries again at once."""
 
 
 class HttpServer(uvicorn.Server):
-    """Uvicorn inside the server's own event loop."""
+    """Uvicorn inside the server's own event loop, with vLLM's application."""
+
+    def __init__(self, config: uvicorn.Config, app: FastAPI, args: Namespace) -> None:
+        super().__init__(config)
+        self._app, self._args = app, args
+        app.state.server = self  # vLLM's handlers would end it when the engine dies, but for KEEP_ALIVE_ON_ENGINE_DEATH
+
+    async def answer_from(self, llm: AsyncLLM) -> None:
+        """Let the routes use this engine from now on."""
+        await init_app_state(llm, self._app.state, self._args, await llm.get_supported_tasks())
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -51,15 +62,21 @@ async def build_http(
 ) -> HttpServer:
     """Return a server of vLLM's OpenAI routes, /health and /metrics, and of our /status."""
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(
-        ["--model", model_path, "--served-model-name", served_name, "--disable-uvicorn-access-log"]
+        # Without stats in the log, for which a task would keep the first engine.
+        [
+            "--model",
+            model_path,
+            "--served-model-name",
+            served_name,
+            "--disable-uvicorn-access-log",
+            "--disable-log-stats",
+        ]
     )
     args.api_key = None if api_key is None else [api_key]  # vLLM else reads VLLM_API_KEY, which may be another
-    tasks = await llm.get_supported_tasks()
-    app = build_app(args, tasks, llm.model_config)
-    await init_app_state(llm, app.state, args, tasks)
+    app = build_app(args, await llm.get_supported_tasks(), llm.model_config)
     app.add_api_route("/status", status, methods=["GET"])
     get_prometheus_registry().register(_Metrics(status))
-    guarded = RefuseWhileTorn(app, status)
+    guarded = RefuseWithoutWeights(app, status)
     config = uvicorn.Config(
         # Around the finished app, which takes no more middleware.
         guarded if api_key is None else ApiKeyGate(guarded, api_key),
@@ -68,10 +85,12 @@ async def build_http(
         timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
         lifespan="on",
     )
-    return HttpServer(config)
+    server = HttpServer(config, app, args)
+    await server.answer_from(llm)
+    return server
 
 
-class RefuseWhileTorn:
+class RefuseWithoutWeights:
     """ASGI middleware: without whole weights /v1/* and /health say 503 and why, for a request would wait for a push.
 
     /health too, as vLLM's own says 503 when it cannot generate: a load balancer then asks another server.
@@ -82,13 +101,11 @@ class RefuseWhileTorn:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         needs_weights = scope["type"] == "http" and scope["path"].startswith(("/v1/", "/health"))
-        if not needs_weights or self._status()["push_state"] != "torn":
+        reason = self._status()["unavailable"] if needs_weights else None
+        if reason is None:
             await self._app(scope, receive, send)
             return
-        message = (
-            "a push of weights broke off while it was loaded, so the weights are neither old nor new; the server "
-            f"generates again after the learner's next whole push. Try again in {RETRY_AFTER_S} s; /status shows push_state"
-        )
+        message = f"{reason}. Try again in {RETRY_AFTER_S} s; /status shows when it is over"
         error = {"message": message, "type": "ServiceUnavailableError", "param": None, "code": 503}
         answer = JSONResponse({"error": error}, 503, {"Retry-After": str(RETRY_AFTER_S)})
         await answer(scope, receive, send)
@@ -107,6 +124,7 @@ class _Metrics(Collector):
         yield GaugeMetricFamily("slipstream_groups_running", "Groups being sampled", status["groups_running"])
         yield GaugeMetricFamily("slipstream_groups_unacked", "Finished groups kept", status["groups_unacked"])
         yield GaugeMetricFamily("slipstream_idle_frac", "Share of time without a running group", status["idle_frac"])
+        yield CounterMetricFamily("slipstream_engine_restarts", "Engines started again", status["engine_restarts"])
         yield CounterMetricFamily("slipstream_pushes", "Pushes completed", status["pushes_done"])
         yield CounterMetricFamily("slipstream_pushes_failed", "Pushes failed", status["pushes_failed"])
         yield CounterMetricFamily("slipstream_push_stall_seconds", "Generation stalled", status["push_stall_s"])

@@ -67,6 +67,14 @@ class Pushes:
         self.version = self.fingerprint = None
         self._num_runs += 1
 
+    def forget_engine(self) -> None:
+        """Another engine has taken its place, with the model's own weights: those of a run came to the old one."""
+        self.num_failed += self.state not in ("idle", "torn")
+        had_weights_of_a_run = self.num_done > 0 or not self._weights_intact
+        self._weights_intact, self.state = not had_weights_of_a_run, "torn" if had_weights_of_a_run else "idle"
+        self._epoch = self._paused_at = None
+        self.forget_version()
+
     async def push(self, begin: PushBegin) -> None:
         """Run one push to its PushDone or PushFailed."""
         async with self._lock:
@@ -151,6 +159,7 @@ class Pushes:
             return await self._within(receiving, self._epoch_timeout_s + SLACK_S, knob)
         finally:
             given_up.cancel()
+            receiving.cancel()
 
     async def _load(self, order: PushOrder) -> Sequence[WorkerReport]:
         # Until the reports say otherwise: a worker that is never heard of again may have loaded some layers.

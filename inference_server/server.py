@@ -6,8 +6,11 @@ learner ◀── Pulse ── pulse, once a second
 
 receive   consumes messages; starts tasks and never waits for the engine; ends with the server
 pulse     consumes nothing; says that the server is alive, sends the groups that could not be sent, drops the groups of a
-          learner that cannot be reached, ends the server when the engine has died
-tasks     wait for the engine, each with a deadline; unblocked by its answer, a Cancel or the deadline
+          learner that cannot be reached
+tasks     wait for the engine, each with a deadline; unblocked by its answer, a Cancel, the deadline or its death
+
+When the engine dies (engine_life.py) the weights are gone: the server takes a new id and is without a version until the
+next push. Finished groups stay, for they are what their version labels say; running ones the learner asks for again.
 """
 
 import asyncio
@@ -15,16 +18,16 @@ import logging
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from inference_server.config import ServerConfig
-from inference_server.engine import Engine, EngineDead, EngineFailed, WorkerPlace
-from inference_server.groups import Groups, why_invalid, why_not_tokens
+from inference_server.engine import Engine, EngineDead
+from inference_server.engine_life import EngineLife
+from inference_server.groups import Groups, why_invalid
 from inference_server.push import Pushes
+from inference_server.scores import scores_of
 from protocol.channel import ServerChannel
 from protocol.errors import ProtocolError
 from protocol.handshakes import Failure
@@ -42,7 +45,6 @@ from protocol.messages import (
     PushBegin,
     Refused,
     Score,
-    Scores,
     Welcome,
 )
 
@@ -64,25 +66,26 @@ class Learner(msgspec.Struct):
 
 
 class Server:
-    """Serves one learner at a time; `serve` runs until it is cancelled or the engine dies (EngineDead)."""
+    """Serves one learner at a time; `serve` runs until it is cancelled or the engine has died too often (EngineDead)."""
 
     def __init__(self, channel: ServerChannel, engine: Engine, model: ModelFingerprint, config: ServerConfig) -> None:
         self._channel, self._engine, self._model, self._config = channel, engine, model, config
-        self._server_id = uuid.uuid4().hex[:12]
+        self._server_id = _new_id()
         self._started_at = time.monotonic()
         self._learner: Learner | None = None
         self._ignored_peers: deque[bytes] = deque(maxlen=MAX_IGNORED_PEERS)
         self._failed_handshakes: Counter[Failure] = Counter()
         self._noted_handshakes_at = -FAILED_HANDSHAKES_NOTE_S
-        self._places: Sequence[WorkerPlace] = ()
         self._tasks = asyncio.TaskGroup()
-        self._groups = Groups(engine, self._deliver, self._tasks)
+        self._life = EngineLife(engine, self._tasks, config.max_engine_restarts, self._forget_engine)
+        self._groups = Groups(engine, self._deliver, self._life.spawn)
         self._pushes = Pushes(engine, self._deliver, config.pause_timeout_s, receive_overlap=config.receive_overlap)
 
     async def serve(self) -> None:
-        self._places = await self._engine.places()
         try:
             async with self._tasks:
+                self._tasks.create_task(self._life.keep(), name="engine")
+                await self._life.alive.wait()
                 self._tasks.create_task(self._receive(), name="receive")
                 self._tasks.create_task(self._pulse(), name="pulse")
         except* EngineDead as dead:
@@ -106,7 +109,19 @@ class Server:
             "tokens_generated": self._groups.tokens_generated,
             "uptime_s": round(uptime_s, 3),
             "idle_frac": round(self._groups.idle_s / uptime_s, 4),
+            "engine_restarts": self._life.num_restarts,
+            "unavailable": self._why_unavailable(),
         }
+
+    def _why_unavailable(self) -> str | None:
+        if not self._life.is_alive:
+            return "the engine has died and is being started again"
+        if self._pushes.state == "torn":
+            return (
+                "a push of weights broke off while it was loaded, or the engine that had them has died, so there are neither "
+                "old nor new weights; the server generates again after the learner's next whole push"
+            )
+        return None
 
     # --- loops -------------------------------------------------------------------------------------------------------
 
@@ -124,24 +139,26 @@ class Server:
                     # A connection that was lost and made again. It hears no pulse and so will say Hello: an answer here
                     # would only keep it from noticing.
                     log.info("%s on a connection that has not said Hello is ignored", type(message).__name__)
-                case Generate():
-                    await self._ask(message)
                 case Ack(group_ids=group_ids):
                     self._groups.acknowledge(group_ids)
                 case Cancel(group_ids=group_ids):
                     self._groups.cancel(group_ids)
+                case _ if not self._life.is_alive:
+                    log.info("%s for an engine that has died is ignored", type(message).__name__)
+                case Generate():
+                    await self._ask(message)
                 case Score():
-                    self._tasks.create_task(self._score(message))
+                    self._life.spawn(self._score(message))
                 case PushBegin():
-                    self._tasks.create_task(self._pushes.push(message))
+                    self._life.spawn(self._pushes.push(message))
                 case PushAbort():
-                    self._tasks.create_task(self._pushes.abort(message))
+                    self._life.spawn(self._pushes.abort(message))
 
     async def _pulse(self) -> None:
         while True:
             await asyncio.sleep(PULSE_INTERVAL_S)
-            self._engine.check_alive()
             self._note_failed_handshakes()
+            self._channel.look_at_connections()
             if self._learner is None:
                 continue
             if await self._deliver(self._pulse_message()):
@@ -170,10 +187,12 @@ class Server:
             log.warning("run %s refused: %s", hello.run, reason)
             await self._channel.send(peer, Refused(reason=reason))
             return
+        if not self._life.is_alive:
+            return  # said again until it is answered
         if self._learner is None or self._learner.run != hello.run:
             self._groups.forget_all()
             self._pushes.forget_version()
-            self._server_id = uuid.uuid4().hex[:12]  # what the id stands for, the weights and the groups, is gone
+            self._server_id = _new_id()  # what the id stands for, the weights of a run, is gone
             log.info("serving run %s", hello.run)
         is_new_connection = self._learner is None or self._learner.peer != peer
         self._learner = Learner(run=hello.run, peer=peer, reached_at=time.monotonic())
@@ -182,17 +201,13 @@ class Server:
         await self._deliver(
             Welcome(
                 server_id=self._server_id, policy_version=self._pushes.version, num_workers=limits.num_workers,
-                dtype=limits.dtype, transports=self._common_transports(), devices=[place.device for place in self._places],
+                dtype=limits.dtype, transports=self._life.transports, devices=[place.device for place in self._life.places],
                 max_model_len=limits.max_model_len,
                 max_concurrent_sequences=limits.max_concurrent_sequences,
             )
         )  # fmt: skip
         if is_new_connection:
             await self._groups.deliver_again()
-
-    def _common_transports(self) -> list[str]:
-        first, *others = [place.transports for place in self._places]
-        return [transport for transport in first if all(transport in other for other in others)]
 
     async def _why_refused(self, hello: Hello) -> str | None:
         if hello.protocol_version != PROTOCOL_VERSION:
@@ -233,6 +248,11 @@ class Server:
         learner.reached_at = time.monotonic()
         return True
 
+    async def _forget_engine(self) -> None:
+        self._server_id = _new_id()
+        self._pushes.forget_engine()
+        await self._deliver(self._pulse_message())  # whose id tells the learner at once
+
     def _pulse_message(self) -> Pulse:
         return Pulse(
             server_id=self._server_id,
@@ -257,32 +277,12 @@ class Server:
             self._groups.ask(request)
 
     async def _score(self, request: Score) -> None:
-        await self._deliver(await self._scores(request))
-
-    async def _scores(self, request: Score) -> Scores:
-        limits = self._engine.limits
-        if self._pushes.version is None:
-            return _no_scores(request.request_id, "the server has no weights of this run yet; push before scoring")
-        if problem := why_not_tokens(request.token_ids, limits):
-            return _no_scores(request.request_id, problem)
-        # vLLM scores a prompt on the way to a first token, which needs a place of its own.
-        if not 2 <= len(request.token_ids) < limits.max_model_len:
-            expected = f"2 to {limits.max_model_len - 1} (server.max_model_len - 1)"
-            return _no_scores(request.request_id, f"{len(request.token_ids)} tokens came to score; expected {expected}")
-        try:
-            async with asyncio.timeout(request.deadline_s):
-                logprobs, version = await self._engine.score(request.token_ids)
-        except TimeoutError:
-            return _no_scores(
-                request.request_id, f"not scored within the request's deadline of {request.deadline_s:g} s"
-            )
-        except EngineFailed as error:
-            return _no_scores(request.request_id, str(error))
-        return Scores(request_id=request.request_id, logprobs=logprobs, policy_version=version)
+        has_weights = self._pushes.version is not None
+        await self._deliver(await scores_of(request, self._engine, has_weights=has_weights))
 
 
-def _no_scores(request_id: str, error: str) -> Scores:
-    return Scores(request_id=request_id, logprobs=np.zeros(0, dtype=np.float32), policy_version=None, error=error)
+def _new_id() -> str:
+    return uuid.uuid4().hex[:12]
 
 
 def _in_words(model: ModelFingerprint) -> str:

@@ -7,10 +7,12 @@ so keys and values of an old policy are never shared with a request of a new one
 import asyncio
 import json
 import logging
+import multiprocessing
 import os
 import sys
+import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from inference_server.config import ServerRun
 from inference_server.engine import EngineDead, EngineFailed, EngineLimits, PushOrder, WorkerPlace, WorkerReport
+from inference_server.engine_processes import EngineProcesses
 from protocol.errors import ConfigError
 from protocol.messages import Completion, Sampling
 
@@ -35,6 +38,8 @@ log = logging.getLogger(__name__)
 
 STAGING_POLL_S = 0.01
 """Between two questions whether a push has come; each one is answered between two decoding steps."""
+DEATH_NOTICE_S = 5.0
+"""vLLM tells its waiting requests of the death of its process in less."""
 
 
 class VersionedLLM(AsyncLLM):
@@ -42,7 +47,11 @@ class VersionedLLM(AsyncLLM):
 
     num_pushes = 0
     """In the salt instead of the version: two runs on one server both have a version 3."""
-    admitting: asyncio.Event
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.admitting = asyncio.Event()
+        self.admitting.set()
 
     async def generate(self, prompt: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
         await self.admitting.wait()
@@ -58,12 +67,14 @@ class VersionedLLM(AsyncLLM):
 
 
 class VllmEngine:
-    """The Engine on vLLM; `llm` is for the OpenAI application."""
+    """The Engine on vLLM; `llm` is for the OpenAI application, which `on_restart` gives the next one."""
+
+    on_restart: Callable[[AsyncLLM], Awaitable[None]] | None = None
 
     def __init__(self, run: ServerRun, model_path: Path) -> None:
+        self._config, self._model_path = run, model_path
         self.llm = _start(run, model_path)
-        self.llm.admitting = asyncio.Event()
-        self.llm.admitting.set()
+        self._processes = EngineProcesses(())
         self._clear_cache_on_push = run.server.kv_on_push == "recompute"
         self._num_requests = 0
         self._version = -1
@@ -80,7 +91,9 @@ class VllmEngine:
 
     async def places(self) -> list[WorkerPlace]:
         replies = await self._call(self.llm.collective_rpc("place"))
-        return [msgspec.msgpack.decode(reply, type=WorkerPlace) for reply in replies]
+        places = [msgspec.msgpack.decode(reply, type=WorkerPlace) for reply in replies]
+        self._processes = EngineProcesses(place.pid for place in places)
+        return places
 
     async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling) -> tuple[list[Completion], int]:
         await self.llm.admitting.wait()  # so that the version is the one the request enters under
@@ -167,6 +180,31 @@ class VllmEngine:
     def check_alive(self) -> None:
         if self.llm.errored:
             raise EngineDead(_DEAD)
+        if self._processes.one_has_ended:
+            raise EngineDead("a worker process of the vLLM engine has ended")
+
+    async def restart(self) -> None:
+        starting = asyncio.create_task(asyncio.to_thread(self._start_anew))
+        try:
+            await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            # A start cannot be called off, but it fails as soon as its process is gone.
+            while not starting.done():
+                _kill_engine_core()
+                await asyncio.wait([starting], timeout=0.1)
+            raise
+        if self.on_restart is not None:
+            await self.on_restart(self.llm)
+
+    def _start_anew(self) -> None:
+        _kill_engine_core()
+        self._processes.kill()
+        give_up_at = time.monotonic() + DEATH_NOTICE_S
+        while (handler := self.llm.output_handler) and not handler.done() and time.monotonic() < give_up_at:
+            time.sleep(0.01)  # it tells the requests that wait, which a shutdown before would leave waiting for ever
+        self.close()
+        self.llm = _start(self._config, self._model_path)
+        self._version = -1
 
     def close(self) -> None:
         # There is nothing to save in the engine's process, and left alone it takes 3 s to unload.
@@ -194,7 +232,12 @@ def _completion(output: CompletionOutput) -> Completion:
     )
 
 
-_DEAD = "the vLLM engine has died; its own error is in the log above. Restart the server: the learner will push again"
+def _kill_engine_core() -> None:
+    for child in multiprocessing.active_children():
+        child.kill()
+
+
+_DEAD = "the vLLM engine has died; its own error is in the log above"
 
 
 def _start(run: ServerRun, model_path: Path) -> VersionedLLM:

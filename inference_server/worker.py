@@ -59,7 +59,9 @@ class PushWorker:
 
     def place(self) -> bytes:
         """Say where this worker computes, and how weights can reach it."""
-        place = WorkerPlace(device=own_device_name(self.device), transports=list(offered_transports()))
+        place = WorkerPlace(
+            device=own_device_name(self.device), transports=list(offered_transports()), pid=os.getpid()
+        )  # fmt: skip
         return msgspec.msgpack.encode(place)
 
     def stage_push(self, order: bytes) -> bytes:

@@ -151,6 +151,11 @@ class ServerLink:
         self._on_welcome(welcome)
 
     def _pulsed(self, pulse: Pulse) -> None:
+        if self._connected and self.welcome is not None and pulse.server_id != self.welcome.server_id:
+            log.warning(
+                "the server at %s has lost its engine, and the weights with it; waiting for the next one", self.endpoint
+            )
+            self._connected = False
         now, before = time.monotonic(), self._last_pulse
         if before is not None and before[0].server_id == pulse.server_id:
             self.server_idle_frac = min(1.0, (pulse.idle_s - before[0].idle_s) / max(now - before[1], 1e-3))

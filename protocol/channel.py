@@ -10,7 +10,6 @@ threads and never reach `receive`. Without keys, a peer that has not been admitt
 
 import asyncio
 import logging
-import socket
 from collections import Counter
 
 import zmq
@@ -18,6 +17,7 @@ import zmq.asyncio
 from zmq.auth.thread import ThreadAuthenticator
 
 from protocol.codec import decode, encode
+from protocol.connections import Connections
 from protocol.endpoint import check_endpoint
 from protocol.errors import ConfigError, DeadlineExceeded, HandshakeRefused, ProtocolError
 from protocol.handshakes import FailedHandshakes, Failure
@@ -76,12 +76,13 @@ class ServerChannel:
                 "Stop the process that holds the port, or choose another with `endpoint` in the config."
             ) from error
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        self._connections = Connections(int(self.endpoint.rpartition(":")[2]), DEAD_PEER_TIMEOUT_MS)
 
     def _lock(self, keys: ServerKeys) -> ThreadAuthenticator:
         """Let only listed keys in. Asked in a thread of its own, because the event loop stands still while vLLM starts."""
         gate = ThreadAuthenticator(self._context)
         gate.start()
-        gate.configure_curve_callback(credentials_provider=_AllowList(keys.allowed))
+        gate.configure_curve_callback(credentials_provider=_AllowList(keys))
         self._socket.curve_secretkey, self._socket.curve_publickey = keys.secret, keys.public
         self._socket.curve_server = True
         return gate
@@ -95,8 +96,9 @@ class ServerChannel:
             peer_frame, *frames = await self._socket.recv_multipart(copy=False)
             # A full queue is answered without waiting: only this lets other tasks run while a peer floods.
             await asyncio.sleep(0)
-            peer = peer_frame.bytes
-            if peer != self._admitted and self._is_shut_out(peer, frames):
+            peer, descriptor = peer_frame.bytes, int(frames[0].get(zmq.SRCFD))
+            self._connections.finished_message(descriptor)
+            if peer != self._admitted and self._is_shut_out(peer, descriptor, frames):
                 continue
             try:
                 return peer, decode([frame.buffer for frame in frames], LearnerMessage)  # type: ignore[arg-type]
@@ -107,27 +109,18 @@ class ServerChannel:
         """The one peer that is no stranger: what it sends has only the limits of each message."""
         self._admitted = peer
 
-    def _is_shut_out(self, peer: bytes, frames: list[zmq.Frame]) -> bool:
+    def _is_shut_out(self, peer: bytes, descriptor: int, frames: list[zmq.Frame]) -> bool:
         if self._strangers.is_cut_off(peer):
             return True
         if self._strangers.allow(peer, sum(len(frame) for frame in frames)):
             return False
         self._strangers.cut_off(peer)
-        self._end_connection(int(frames[0].get(zmq.SRCFD)))
+        self._connections.end(descriptor, "it sent more than a peer may before its Hello is accepted")
         return True
 
-    def _end_connection(self, descriptor: int) -> None:
-        """Shut down the TCP socket of a peer, for which ZeroMQ has no call."""
-        port = int(self.endpoint.rpartition(":")[2])
-        try:
-            with socket.fromfd(descriptor, socket.AF_INET, socket.SOCK_STREAM) as connection:
-                # The peer may be gone and its number another file's by now: only our own peers are ever shut down.
-                if connection.getsockname()[1:] == (port,):
-                    sender = connection.getpeername()[0]
-                    log.warning("a peer at %s sent more than it may before its Hello is accepted: cut off", sender)
-                    connection.shutdown(socket.SHUT_RDWR)
-        except OSError as error:
-            log.debug("a peer to cut off is gone already: %s", error)
+    def look_at_connections(self) -> None:
+        """Cut off peers that are silent and those whose message goes on and on. To be called each second or so."""
+        self._connections.look()
 
     def take_failed_handshakes(self) -> Counter[Failure]:
         """Count the connections that failed before their first message, since the last call (the first call begins)."""
@@ -159,11 +152,11 @@ class ServerChannel:
 class _AllowList:
     """In the form in which pyzmq's authenticator asks."""
 
-    def __init__(self, allowed: frozenset[bytes]) -> None:
-        self._allowed = allowed
+    def __init__(self, keys: ServerKeys) -> None:
+        self._keys = keys
 
     def callback(self, domain: str, key: bytes) -> bool:
-        return key in self._allowed
+        return key in self._keys.allowed()
 
 
 class LearnerChannel:
@@ -217,7 +210,7 @@ class LearnerChannel:
         if Failure.UNKNOWN_KEY in failures:
             raise HandshakeRefused(
                 f"the server at {self.endpoint} does not know this learner's key; copy its public key (`allowed/learner.pub` "
-                "where it was made) into `allowed/` of the server's keys and start the server anew"
+                "where it was made) into `allowed/` of the server's keys and start this learner again"
             )
         if Failure.OTHER_MECHANISM in failures:
             raise HandshakeRefused(

@@ -3,12 +3,13 @@
     DIR/server.key            the server's secret             stays on the server
     DIR/server.pub            the server's public key         goes to every learner
     DIR/learner.key           a learner's secret              goes to that learner
-    DIR/allowed/learner.pub   the public keys let in          stays on the server, one file per learner
+    DIR/allowed/learner.pub   the public keys let in          stays on the server, one file per learner, read at each handshake
 
 Public keys follow from the secret ones, so a side needs no file of its own public key. Invariant: secrets are read only
 from files that nobody else may read.
 """
 
+import logging
 import sys
 from pathlib import Path
 
@@ -17,6 +18,8 @@ import zmq
 
 from protocol.errors import ConfigError, SlipstreamError
 from protocol.secret_file import read_secret, write_secret
+
+log = logging.getLogger(__name__)
 
 KEY_CHARACTERS = 40
 """32 bytes in Z85."""
@@ -27,7 +30,17 @@ class ServerKeys(msgspec.Struct, frozen=True):
 
     secret: bytes
     public: bytes
-    allowed: frozenset[bytes]
+    allowed_in: Path
+
+    def allowed(self) -> set[bytes]:
+        """Read the keys that are let in now. A file without a key, half copied perhaps, lets nobody in and is logged."""
+        keys = set()
+        for path in sorted(self.allowed_in.glob("*.pub")):
+            try:
+                keys.add(_read_public(path))
+            except ConfigError as error:
+                log.warning("%s", error)
+        return keys
 
 
 class LearnerKeys(msgspec.Struct, frozen=True):
@@ -39,14 +52,14 @@ class LearnerKeys(msgspec.Struct, frozen=True):
 
 
 def server_keys(directory: str) -> ServerKeys:
-    """Read the server's key and the public keys of its learners. Raises ConfigError."""
+    """Read the server's key, and see that a learner could get in. Raises ConfigError."""
     secret, public = _read_pair(Path(directory) / "server.key")
-    listed = sorted((Path(directory) / "allowed").glob("*.pub"))
-    if not listed:
+    keys = ServerKeys(secret, public, Path(directory) / "allowed")
+    if not keys.allowed():
         raise ConfigError(
             f"{directory}/allowed holds no public key, so no learner could connect; copy the learner's .pub file there"
         )
-    return ServerKeys(secret, public, frozenset(_read_public(path) for path in listed))
+    return keys
 
 
 def learner_keys(directory: str) -> LearnerKeys:
@@ -112,7 +125,7 @@ def main() -> None:
         f"  the server keeps   {directory}/server.key and {directory}/allowed/\n"
         f"  the learner needs  {directory}/learner.key and {directory}/server.pub: copy them (scp -p), then delete learner.key here\n"
         f"  another learner    makes keys of its own and takes this server.pub; its allowed/learner.pub goes into\n"
-        f"                     {directory}/allowed/ under another name, before the server starts"
+        f"                     {directory}/allowed/ under another name, also while the server runs"
     )
 
 

@@ -8,6 +8,7 @@ assert engine.calls[0] == "pause"
 
 import asyncio
 import contextlib
+import os
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from inference_server.config import ServerConfig
 from inference_server.engine import EngineDead, EngineFailed, EngineLimits, PushOrder, WorkerPlace, WorkerReport
 from inference_server.server import Server
 from protocol.channel import ServerChannel
+from protocol.errors import ConfigError
 from protocol.keys import ServerKeys
 from protocol.messages import Completion, ModelFingerprint, Sampling
 
@@ -61,12 +63,16 @@ class ScriptedEngine:
         self.release.set()
         self.release_pause = asyncio.Event()
         self.release_pause.set()
+        self.restart_fails = False
+        self.release_restart = asyncio.Event()
+        """Clear it to hold the next engine back."""
+        self.release_restart.set()
         self._open = asyncio.Event()
         self._open.set()
         self._receiver: Any = None
 
     async def places(self) -> Sequence[WorkerPlace]:
-        return [WorkerPlace(device="cpu", transports=["gloo"])] * self.limits.num_workers
+        return [WorkerPlace(device="cpu", transports=["gloo"], pid=os.getpid())] * self.limits.num_workers
 
     async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling) -> tuple[list[Completion], int]:
         self.prompts.append(prompt_token_ids.tolist())
@@ -162,6 +168,15 @@ class ScriptedEngine:
     def check_alive(self) -> None:
         if isinstance(self.fail_with, EngineDead):
             raise self.fail_with
+
+    async def restart(self) -> None:
+        self.calls.append("restart")
+        await self.release_restart.wait()
+        if self.restart_fails:
+            raise ConfigError("out of memory")
+        self.fail_with, self.version, self.weights = None, None, {}
+        self._open.set()
+        self._leave()
 
     def close(self) -> None:
         self.calls.append("close")

@@ -140,17 +140,14 @@ def test_a_learner_gives_a_stopped_engine_up_at_the_deadline_and_goes_on_with_it
     assert_served(server, learner, 1)
 
 
-def test_a_killed_engine_ends_the_server_and_the_next_one_gets_the_weights(
+def test_a_killed_engine_is_started_again_and_gets_the_weights(
     server: RealServer, start_learner: Callable[[], Peer]
 ) -> None:
     learner = start_learner()
     learner.ask(0)
     learner.send(Trap("broadcast", engine_core(server), signal.SIGKILL, MID_BUCKET))
     learner.send(1)
-    assert server.process.wait(timeout=30) == 2
-    assert server.log.splitlines()[-1].startswith("error: the vLLM engine has died")
     learner.wait_for_log("push of version 1 failed while", NOTICE_S)
-    server.start()
-    server.wait_for("ready after")
+    server.wait_for("the engine is back after")
     assert isinstance(learner.receive(), str)
     assert_served(server, learner, 1)

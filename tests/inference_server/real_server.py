@@ -88,6 +88,11 @@ class RealServer:
         parent = psutil.Process(self.process.pid)
         return [parent, *parent.children(recursive=True)]
 
+    def kill_process(self, name: str) -> None:
+        """SIGKILL vLLM's process whose name has this in it."""
+        (process,) = (child for child in self.family()[1:] if name in child.name())
+        process.kill()
+
     def kill(self) -> None:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)

@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from learner.link import ServerLink
-from protocol.errors import ConfigError, HandshakeRefused
+from protocol.errors import ConfigError, DeadlineExceeded, HandshakeRefused
 from protocol.keys import LearnerKeys, ServerKeys, learner_keys, make_keys, server_keys
 from protocol.messages import PROTOCOL_VERSION, Ack, Group, Hello, Manifest, Pulse, PushBegin, PushDone, Rendezvous
 from tests.fakes import MODEL, ScriptedEngine, Serving, report, serving
@@ -106,6 +106,33 @@ def test_a_listed_key_is_served_end_to_end(keys: Path) -> None:
         await learner.generate("g", [5, 6], num_completions=3)
         group = await learner.receive(Group)
         assert [completion.token_ids.tolist() for completion in group.completions] == [[7], [7, 8], [7, 8, 9]]
+
+    run_with_server(test, keys)
+
+
+def test_a_key_may_come_and_go_while_the_server_runs(keys: Path, tmp_path: Path) -> None:
+    make_keys(tmp_path / "other")
+    learner_key = learner_keys(str(keys))
+    other = msgspec.structs.replace(learner_keys(str(tmp_path / "other")), server=learner_key.server)
+
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        newcomer = ScriptedLearner(running.endpoint, learner.run, keys=other)
+        (keys / "allowed" / "half-copied.pub").write_bytes(other.public[:20])
+        with pytest.raises(DeadlineExceeded):
+            await newcomer.channel.send(Ack(group_ids=[]), 0.5)
+        newcomer.close()
+        (keys / "allowed" / "half-copied.pub").write_bytes(other.public)
+        (keys / "allowed" / "learner.pub").unlink()
+        await learner.generate("on a connection that was open before", [1])
+        await learner.receive(Group)
+        newcomer = ScriptedLearner(running.endpoint, learner.run, keys=other)
+        await newcomer.join()
+        newcomer.close()
+        removed = make_link(running.endpoint, learner_key)
+        with pytest.raises(ExceptionGroup) as caught:
+            await removed.run()
+        assert caught.group_contains(HandshakeRefused, match="does not know this learner's key")
+        removed.close()
 
     run_with_server(test, keys)
 

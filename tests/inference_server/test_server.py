@@ -9,7 +9,7 @@ import pytest
 
 from inference_server import push
 from inference_server.config import ServerConfig
-from inference_server.engine import EngineDead, EngineFailed, PushOrder, WorkerReport
+from inference_server.engine import EngineFailed, PushOrder, WorkerReport
 from protocol.channel import ServerChannel
 from protocol.messages import (
     PROTOCOL_VERSION,
@@ -543,35 +543,6 @@ def test_pulses_say_what_the_server_does(monkeypatch: pytest.MonkeyPatch) -> Non
             pulse = await learner.receive(Pulse)
         assert (pulse.policy_version, pulse.groups_unacked, pulse.tokens_generated) == (2, 1, 3)
         assert pulse.server_id == running.server.status()["server_id"]
-
-    run_with_server(test)
-
-
-def test_a_dead_engine_ends_the_server_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_server.server.PULSE_INTERVAL_S", 0.02)
-
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await join_and_push(engine, learner)
-        engine.fail_with = EngineDead("it is gone")
-        with pytest.raises(EngineDead, match="it is gone"):
-            await running.task
-
-    run_with_server(test)
-
-
-def test_a_group_in_a_dead_engine_is_not_reported_as_failed() -> None:
-    """The learner would ask again at once, and use up its prompts' attempts before the server is down."""
-
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await join_and_push(engine, learner)
-        engine.release.clear()
-        await learner.generate("g", [1])
-        await until(lambda: running.server.status()["groups_running"] == 1)
-        engine.fail_with = EngineDead("it is gone")
-        engine.release.set()
-        with pytest.raises(EngineDead, match="it is gone"):
-            await running.task
-        assert not any(isinstance(message, GroupFailed) for message in learner.unread)
 
     run_with_server(test)
 

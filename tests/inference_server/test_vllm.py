@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from protocol.keys import learner_keys, make_keys
-from protocol.messages import Group, GroupFailed, PushDone, PushFailed
+from protocol.messages import Ack, Group, GroupFailed, PushDone, PushFailed
 from protocol.secret_file import write_secret
 from tests.inference_server.scripted_learner import ScriptedLearner
 
@@ -54,6 +54,7 @@ def recomputing_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rea
     make_keys(directory / "keys")
     write_secret(directory / "api.key", API_KEY)
     flags = ["--keys", str(directory / "keys"), "--server.api-key-file", str(directory / "api.key")]
+    flags += ["--server.max-engine-restarts", "1"]
     for server in running_server(directory, "--server.kv-on-push", "recompute", *flags):
         server.keys = learner_keys(str(directory / "keys"))
         yield server
@@ -313,14 +314,44 @@ def test_the_api_key_is_asked_for_wherever_the_model_can_be_used(recomputing_ser
     assert API_KEY not in recomputing_server.log
 
 
-def test_a_dead_engine_ends_the_server_with_one_line(recomputing_server: RealServer) -> None:
-    _, *children = recomputing_server.family()
-    for child in children:
-        if "EngineCore" in child.name() or "spawn_main" in " ".join(child.cmdline()):
-            child.kill()
-    assert recomputing_server.process.wait(timeout=30) == 2
+def test_a_killed_engine_is_started_again_and_one_death_too_many_ends_the_server(
+    recomputing_server: RealServer,
+) -> None:
+    import openai
+
+    server = recomputing_server
+
+    async def test(learner: ScriptedLearner) -> None:
+        await push(learner, 0, OLD)
+        await sample(learner, "finished")
+        server.kill_process("EngineCore")
+        await asyncio.to_thread(server.wait_for, "Starting it again, 1 of 1")
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            await asyncio.to_thread(server.get, "/health")
+        await asyncio.to_thread(server.wait_for, "the engine is back after")
+        assert (await learner.join()).policy_version is None
+        kept = await learner.receive(Group)
+        assert kept.group_id == "finished"
+        assert_sampled_by(OLD, kept)
+        await learner.send(Ack(group_ids=["finished"]))
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=API_KEY, max_retries=0) as client:
+            request = {"model": str(server.model), "prompt": "345", "max_tokens": 4, "temperature": 0}
+            with pytest.raises(openai.InternalServerError, match="the engine that had them has died"):
+                await client.completions.create(**request)
+            await push(learner, 1, NEW)
+            learner.unread.clear()  # what was sent again and again until it was acknowledged
+            assert_sampled_by(NEW, await sample(learner, "g"))
+            prompt = [tiny_gpt2.TOKENS.index(character) for character in "345"]
+            text = (await client.completions.create(**request)).choices[0].text
+            assert text == greedy(NEW, prompt, num_tokens=4)
+        assert "slipstream_engine_restarts_total 1.0" in await asyncio.to_thread(server.get, "/metrics")
+
+    with_learner(server, test, timeout_s=START_TIMEOUT_S)
+    server.kill_process("EngineCore")
+    assert server.process.wait(timeout=30) == 2
     # vLLM logs its own account of the death, with a traceback, before ours.
-    assert recomputing_server.log.splitlines()[-1].startswith("error: the vLLM engine has died")
+    last_line = server.log.splitlines()[-1]
+    assert last_line.startswith("error: the vLLM engine has died") and "server.max_engine_restarts" in last_line
 
 
 def test_a_signal_ends_the_server_and_its_children(server: RealServer) -> None:

@@ -15,7 +15,7 @@ from datasets import Dataset
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM
 
-from inference_server.engine import PushOrder, WorkerReport
+from inference_server.engine import EngineDead, PushOrder, WorkerReport
 from learner.checkpoint import find_checkpoint
 from learner.config import LearnerRun
 from learner.data import Prompts
@@ -468,6 +468,29 @@ def test_a_server_that_has_forgotten_the_run_is_given_the_weights_again(tmp_path
         run = make_run(tmp_path, server.endpoint, steps=5)
         train(run, resume=False)
     assert len(metrics_of(run)) == 5 and rows_of(run, "count(*)", "state = 'consumed'") == [(15,)]
+
+
+def test_a_run_outlives_the_servers_engine_and_consumes_every_prompt_once(tmp_path: Path) -> None:
+    class Mortal(ModelEngine):
+        """Dies with groups in it, once."""
+
+        async def set_version(self, version: int) -> None:
+            await super().set_version(version)
+            if version == 2 and "restart" not in self.calls:
+                self.fail_with = EngineDead("scripted death")
+
+    engine = Mortal(resolve_model("tiny:digits"))
+    with tiny_server(engine) as server:
+        run = make_run(tmp_path, server.endpoint, steps=5)
+        train(run, resume=False)
+        status = server.running.server.status()
+    assert (status["engine_restarts"], status["policy_version"]) == (1, 5)
+    assert len(metrics_of(run)) == 5 and rows_of(run, "count(*), count(distinct slot)", "state = 'consumed'") == [
+        (15, 15)
+    ]
+    assert rows_of(run, "max(attempt)") == [(0,)], (
+        "a death costs no attempt: the groups are asked for under the same id"
+    )
 
 
 def test_a_run_directory_is_refused_or_resumed_but_never_overwritten(tmp_path: Path) -> None:

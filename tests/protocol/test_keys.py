@@ -29,7 +29,7 @@ def test_the_command_makes_keys_that_fit_together_for_their_owner_alone(tmp_path
     for path in [tmp_path / "keys", *(tmp_path / "keys").rglob("*")]:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
     server, learner = server_keys(str(tmp_path / "keys")), learner_keys(str(tmp_path / "keys"))
-    assert learner.server == server.public and server.allowed == {learner.public}
+    assert learner.server == server.public and server.allowed() == {learner.public}
     assert zmq.curve_public(server.secret) == server.public and server.secret != learner.secret
     assert server.secret.decode() not in made.stdout and learner.secret.decode() not in made.stdout
 

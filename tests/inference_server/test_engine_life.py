@@ -1,0 +1,315 @@
+"""An engine that dies and is started again, as server and learner see it: a scripted engine, real sockets."""
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+
+from inference_server import engine_processes
+from inference_server.config import ServerConfig
+from inference_server.engine import EngineDead
+from inference_server.engine_processes import EngineProcesses
+from learner.link import ServerLink
+from protocol.errors import PushFailed, ServerLost
+from protocol.messages import (
+    PROTOCOL_VERSION,
+    Ack,
+    Group,
+    GroupFailed,
+    Hello,
+    Manifest,
+    Pulse,
+    PushBegin,
+    PushDone,
+    Rendezvous,
+    Scores,
+    Welcome,
+)
+from tests.fakes import MODEL, ScriptedEngine, Serving, report, serving
+from tests.inference_server.scripted_learner import ScriptedLearner
+
+TIMEOUT_S = 30.0
+DEAD = EngineDead("it is gone")
+
+Test = Callable[[ScriptedEngine, Serving, ScriptedLearner], Awaitable[None]]
+
+
+@pytest.fixture(autouse=True)
+def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference_server.engine_life.LOOK_INTERVAL_S", 0.02)
+
+
+def run_with_server(test: Test, **options: Any) -> None:
+    async def run() -> None:
+        engine = ScriptedEngine()
+        async with serving(engine, ServerConfig(**options)) as running:
+            learner = ScriptedLearner(running.endpoint)
+            try:
+                await asyncio.wait_for(test(engine, running, learner), TIMEOUT_S)
+            finally:
+                learner.close()
+
+    asyncio.run(run())
+
+
+def begin(version: int, epoch: str) -> PushBegin:
+    rendezvous = Rendezvous(transport="gloo", host="127.0.0.1", port=1, world_size=2, timeout_s=5)
+    return PushBegin(
+        epoch=epoch, version=version, rendezvous=rendezvous, manifest=Manifest(tensors=(), bucket_bytes=1)
+    )  # fmt: skip
+
+
+async def push(engine: ScriptedEngine, learner: ScriptedLearner, version: int = 0, epoch: str = "e") -> None:
+    """Give the engine weights, without any transport."""
+    engine.scripted_reports.append([report()])
+    await learner.send(begin(version, epoch))
+    await learner.receive(PushDone)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+async def new_server_id(learner: ScriptedLearner, old: str) -> str:
+    """Wait for the pulse of a server that is another one now."""
+    while (pulse := await learner.receive(Pulse)).server_id == old:
+        pass
+    assert pulse.policy_version is None
+    return pulse.server_id
+
+
+def test_a_dead_engine_is_replaced_finished_groups_stay_and_running_ones_may_be_asked_for_again() -> None:
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        first_id = (await learner.join()).server_id
+        await push(engine, learner, version=3)
+        await learner.generate("finished", [1])
+        await learner.receive(Group)
+        engine.release.clear()
+        await learner.generate("running", [1])
+        await until(lambda: running.server.status()["groups_running"] == 1)
+        engine.fail_with = DEAD
+        second_id = await new_server_id(learner, first_id)
+        welcome = await learner.join()
+        assert (welcome.server_id, welcome.policy_version) == (second_id, None)
+        status = running.server.status()
+        assert engine.cancelled == 1 and (status["groups_running"], status["groups_unacked"]) == (0, 1)
+        assert not any(isinstance(message, GroupFailed) for message in learner.unread), "it would cost an attempt"
+
+        await push(engine, learner, version=4, epoch="e2")
+        engine.release.set()
+        await learner.generate("running", [1])
+        again = await learner.receive(Group)
+        assert (again.group_id, again.completions[0].versions) == ("running", [(4, 1)])
+        assert running.server.status()["engine_restarts"] == 1
+
+    run_with_server(test)
+
+
+@pytest.mark.parametrize("dies_in", ["generate", "score", "pause", "idleness"])
+def test_a_death_is_noticed_wherever_it_shows(monkeypatch: pytest.MonkeyPatch, dies_in: str) -> None:
+    if dies_in != "idleness":
+        monkeypatch.setattr(ScriptedEngine, "check_alive", lambda engine: None)
+
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        first_id = (await learner.join()).server_id
+        await push(engine, learner)
+        engine.fail_with = DEAD
+        match dies_in:
+            case "generate":
+                await learner.generate("g", [1])
+            case "score":
+                await learner.send(score_of([1, 2]))
+            case "pause":
+                await learner.send(PushBegin(epoch="e", version=1))
+        await new_server_id(learner, first_id)
+        await until(lambda: running.server.status()["engine_restarts"] == 1)
+        assert not any(isinstance(message, (Scores, GroupFailed, PushFailed)) for message in learner.unread)
+
+    run_with_server(test)
+
+
+def score_of(tokens: list[int]) -> Any:
+    import numpy as np
+
+    from protocol.messages import Score
+
+    return Score(request_id="s", token_ids=np.array(tokens, dtype=np.int32), deadline_s=5)
+
+
+def test_until_the_next_engine_is_there_acks_count_and_nothing_else_is_answered() -> None:
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        first_id = (await learner.join()).server_id
+        await push(engine, learner)
+        await learner.generate("finished", [1])
+        await learner.receive(Group)
+        engine.release_restart.clear()
+        engine.fail_with = DEAD
+        await new_server_id(learner, first_id)
+        assert "is being started again" in running.server.status()["unavailable"]
+        await learner.send(Ack(group_ids=["finished"]))
+        await learner.generate("g", [1])
+        await learner.send(score_of([1, 2]))
+        await learner.send(begin(1, "e2"))
+        await learner.hello()
+        await until(lambda: running.server.status()["groups_unacked"] == 0)
+        with pytest.raises(TimeoutError):
+            await learner.receive((Welcome, Group, GroupFailed, Scores, PushDone), timeout_s=0.3)
+        engine.release_restart.set()
+        await until(lambda: running.server.status()["engine_restarts"] == 1)
+        assert (await learner.join()).policy_version is None
+        await push(engine, learner, version=1, epoch="e3")
+        await learner.generate("g", [1])
+        assert (await learner.receive(Group)).group_id == "g"
+
+    run_with_server(test)
+
+
+def test_an_engine_that_had_pushed_weights_is_unavailable_without_them_and_one_that_had_none_is_not() -> None:
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        await learner.join()
+        for num_restarts in (1, 2):
+            engine.fail_with = DEAD
+            await until(lambda num=num_restarts: running.server.status()["engine_restarts"] == num)  # type: ignore[misc]
+            if num_restarts == 1:
+                assert running.server.status()["unavailable"] is None
+                await learner.join()
+                await push(engine, learner)
+        assert "neither old nor new weights" in running.server.status()["unavailable"]
+        await learner.join()
+        await push(engine, learner, version=1, epoch="e2")
+        status = running.server.status()
+        assert (status["unavailable"], status["push_state"], status["policy_version"]) == (None, "idle", 1)
+
+    run_with_server(test)
+
+
+def test_an_engine_that_dies_in_a_push_takes_the_push_with_it() -> None:
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        first_id = (await learner.join()).server_id
+        engine.release_pause.clear()
+        await learner.send(begin(0, "a"))
+        await until(lambda: engine.calls == ["pause"])
+        engine.fail_with = DEAD
+        await new_server_id(learner, first_id)
+        engine.release_pause.set()
+        await learner.join()
+        await push(engine, learner, version=0, epoch="b")
+        status = running.server.status()
+        assert (status["pushes_failed"], status["pushes_done"], status["push_state"]) == (1, 1, "idle")
+        assert engine.calls.count("load_push") == 1, "the push of the first engine must not go on in the second"
+
+    run_with_server(test)
+
+
+@pytest.mark.parametrize("max_restarts", [0, 2])
+def test_one_death_too_many_ends_the_server_with_its_reason_and_the_knob(max_restarts: int) -> None:
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        for num_deaths in range(1, max_restarts + 1):
+            engine.fail_with = DEAD
+            await until(lambda num=num_deaths: running.server.status()["engine_restarts"] == num)  # type: ignore[misc]
+        engine.fail_with = DEAD
+        with pytest.raises(
+            EngineDead, match=rf"it is gone.* death {max_restarts + 1} within.*server\.max_engine_restarts"
+        ):
+            await running.task
+
+    run_with_server(test, max_engine_restarts=max_restarts)
+
+
+def test_deaths_long_past_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference_server.engine_life.RESTARTS_WINDOW_S", 0.0)
+
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        for num_deaths in (1, 2, 3):
+            engine.fail_with = DEAD
+            await until(lambda num=num_deaths: running.server.status()["engine_restarts"] == num)  # type: ignore[misc]
+
+    run_with_server(test, max_engine_restarts=1)
+
+
+def test_an_engine_that_cannot_be_started_again_ends_the_server_after_as_many_attempts() -> None:
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        engine.restart_fails, engine.fail_with = True, DEAD
+        with pytest.raises(EngineDead, match="could not be started again: out of memory"):
+            await running.task
+        assert engine.calls.count("restart") == 2
+
+    run_with_server(test, max_engine_restarts=2)
+
+
+# --- the learner's side ------------------------------------------------------------------------------------------
+
+
+def test_the_link_learns_at_once_that_weights_scores_and_pushes_are_gone_and_is_welcomed_by_the_next() -> None:
+    async def run() -> None:
+        engine = ScriptedEngine()
+        async with serving(engine) as running:
+            hello = Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL)
+            link = ServerLink(running.endpoint, hello, on_group=lambda _: None, on_welcome=lambda _: None)
+            task = asyncio.create_task(link.run())
+            await until(lambda: link.connected)
+            engine.scripted_reports.append([report()])
+            await link.begin_push(begin(0, "e"), TIMEOUT_S)
+            await link.finish_push("e", 0)
+            assert link.welcome is not None
+            first_id = link.welcome.server_id
+            engine.release.clear()
+            engine.release_pause.clear()
+            engine.release_restart.clear()
+            scoring = asyncio.create_task(link.score([1, 2, 3], 600))
+            pushing = asyncio.create_task(link.begin_push(PushBegin(epoch="e", version=1), 600))
+            await until(lambda: engine.calls.count("pause") == 2)
+            engine.fail_with = DEAD
+            async with asyncio.timeout(2):  # long before a silent server is given up
+                with pytest.raises(ServerLost, match="went away before it scored"):
+                    await scoring
+                with pytest.raises(PushFailed, match="went away before PushReady"):
+                    await pushing
+            assert not link.connected and link.welcome.server_id == first_id
+            engine.release_restart.set()
+            await until(lambda: link.connected)
+            assert link.welcome.server_id != first_id
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            link.close()
+
+    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
+
+
+# --- processes ---------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def sleeping_processes() -> Iterator[list[subprocess.Popen[bytes]]]:
+    processes = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) for _ in range(2)]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def test_a_worker_that_ends_is_seen_before_anyone_has_waited_for_it_and_the_others_are_killed() -> None:
+    with sleeping_processes() as (first, second):
+        watched = EngineProcesses([first.pid, second.pid, first.pid])
+        assert not watched.one_has_ended
+        first.kill()
+        while not watched.one_has_ended:
+            pass
+        assert first.returncode is None and second.poll() is None
+        watched.kill()
+        assert second.wait(timeout=0) != 0
+        assert not watched.one_has_ended, "they are watched no longer"
+
+
+def test_a_process_that_stays_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_processes, "END_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("signal.pidfd_send_signal", lambda descriptor, number: None)
+    with sleeping_processes() as processes, pytest.raises(EngineDead, match="still there"):
+        EngineProcesses(process.pid for process in processes).kill()
