@@ -65,6 +65,10 @@ def _set_traps(traps: Traps) -> None:
     traps.wrap(LearnerChannel, "receive", "moment")
 
     class TrappedCollective(GlooCollective):
+        def __init__(self, *args: Any) -> None:
+            traps.reach("forming")
+            super().__init__(*args)
+
         def start_broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:
             traps.reach("mid-bucket")
             if traps.is_sprung("flip"):

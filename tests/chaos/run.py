@@ -30,7 +30,8 @@ REAL_SERVER = {
     # With "keep" a token's logprob is of a mixture of versions, which the audit could not compute.
     "kv_on_push": "recompute",
 }  # fmt: skip
-PUSH_TIMEOUT_S = 5.0
+PUSH_TIMEOUT_S = 20.0
+"""More than work may take to go on, so that whoever can only wait for it shows."""
 
 
 class Run:

@@ -15,9 +15,9 @@ Target = Literal["server", "engine core", "learner", "reward worker", "link"]
 Kind = Literal["kill", "stop", "stop, then kill", "cut", "stall"]
 
 FAULTS_PER_LEG = 25
-STEPS_PER_FAULT = 3
+STEPS_PER_FAULT = 4
 CHECKPOINT_EVERY = 3
-NUM_MOMENTS = 40
+NUM_MOMENTS = 30
 """A random moment is one of the next so many messages that a process gets."""
 DURATIONS_S = (0.3, 1.0, 4.0)
 """Of a stop, a cut and a stall; the last is longer than what a peer's silence may last."""
@@ -60,6 +60,7 @@ STATES = (
     State("learner", "before step is committed"),
     State("learner", "before ready"),
     State("learner", "joining", "server killed"),
+    State("learner", "forming", "server killed"),
     State("learner", "mid-bucket", num_times=8),
     State("learner", "before done"),
     State("learner", "checkpoint written, not renamed"),
@@ -108,8 +109,8 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def steps(self) -> int:
-        """Long enough for every fault, and some steps in peace."""
-        return STEPS_PER_FAULT * (len(self.faults) + 3)
+        """Long enough for every fault, although some come late, and some steps in peace."""
+        return STEPS_PER_FAULT * (len(self.faults) + 5)
 
 
 def schedule(seed: int, num_faults: int, engine: Engine) -> list[Leg]:

@@ -6,10 +6,10 @@ Every wait has a deadline; one that passes while nothing moves is a hang, and en
 in their logs.
 """
 
+import math
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import msgspec
 
@@ -23,8 +23,10 @@ HANG_S = 60.0
 """More than every deadline in the config of a run together, so whatever takes longer waits for nothing."""
 FLIPPED_BROADCAST = 5
 """The third bucket's: the first two are loaded by then, so the weights are torn."""
-NOTICE_S = 10.0
-"""Later than that a peer that is told lost is told so for another reason."""
+FRUITLESS_S = 15.0
+"""A state that the run has not come to after so long will hardly come."""
+MAX_TRIES = 3
+"""Of a fault whose state does not come up, or whose target does not exist at the moment."""
 MAX_DEATHS = 20
 """Of themselves, in one leg; more, and it would go on for ever."""
 
@@ -34,12 +36,10 @@ class Hang(Exception):
 
 
 class Struck(msgspec.Struct, kw_only=True):
-    """What became of one fault."""
+    """One fault that was done, and what became of it."""
 
     fault: Fault
-    is_done: bool = False
-    """False: the state did not come up, or the target did not exist at the moment."""
-    struck_at: float = 0.0
+    struck_at: float
     back_at: float = 0.0
     """When what was struck could work again."""
     start_s: float | None = None
@@ -63,9 +63,9 @@ class Supervisor:
         try:
             for number, fault in enumerate(self._leg.faults):
                 self._until(lambda fault=fault: self._run.steps_done >= fault.after_step, f"step {fault.after_step}")
-                if self._is_over:
-                    break
-                self._inflict(number, fault)
+                tries = 0
+                while not self._is_over and tries < MAX_TRIES and not self._inflict(number, fault):
+                    tries += 1
             self._until(lambda: False, "the end of the run")
         except Hang as hang:
             self.hangs.append(str(hang))
@@ -73,26 +73,28 @@ class Supervisor:
             for process in (self._run.server, self._run.learner):
                 strike(process.pid, signal.SIGUSR1)
             time.sleep(1.0)
-        for struck in self.struck:
-            struck.notice_s = self._notice_s(struck)
+        for struck, until_s in zip(self.struck, [*(after.struck_at for after in self.struck[1:]), math.inf], strict=True):
+            struck.notice_s = self._notice_s(struck, until_s)
 
     # --- one fault
 
-    def _inflict(self, number: int, fault: Fault) -> None:
-        struck = Struck(fault=fault)
-        self.struck.append(struck)
+    def _inflict(self, number: int, fault: Fault) -> bool:
+        """Return False if it could not be done now."""
         self._run.say(f"fault {number}: {fault}")
         trap = set_trap(self._run.directory, fault.state.process, fault.state.name, fault.nth, number)
         self._provoke(fault, number)
-        self._until(lambda: self._is_caught(fault) and not trap.exists(), f"the state of: {fault}", fruitless_s=15.0)
-        if trap.exists():
-            trap.unlink(missing_ok=True)
-            self._run.say(f"fault {number}: its state did not come up")
-        elif not self._is_over:
-            self._strike(struck)
-            if struck.is_done:
-                self._see_work_go_on(struck)
-        self._say(f"leg {self._leg.number} fault {number}: {_told(struck)}")
+        self._until(lambda: self._is_caught(fault) and not trap.exists(), f"the state of: {fault}", FRUITLESS_S)
+        is_caught = not trap.exists()
+        trap.unlink(missing_ok=True)
+        struck = self._strike(fault) if is_caught and not self._is_over else None
+        if struck is None:
+            self._run.say(f"fault {number}: not now")
+            return False
+        self.struck.append(struck)
+        self._see_work_go_on(struck)
+        recovered = f"{struck.recover_s:.1f} s" if struck.recover_s is not None else "by its end"
+        self._say(f"leg {self._leg.number}, fault {number}: {fault}: recovered in {recovered}")
+        return True
 
     def _is_caught(self, fault: Fault) -> bool:
         return is_stopped(getattr(self._run, fault.state.process).pid)
@@ -111,33 +113,26 @@ class Supervisor:
                 run.learner.reap()
                 run.learner = run.start_learner()
 
-    def _strike(self, struck: Struck) -> None:
-        """Do the fault while the process of the state stands still, and undo what can be undone."""
-        fault, run = struck.fault, self._run
-        holder = getattr(run, fault.state.process)
-        victim = run.find(fault.target)
-        struck.struck_at = time.monotonic()
-        with self._goes_on(holder.pid, unless=victim):
-            if fault.target == "link":
-                (run.link.cut if fault.kind == "cut" else run.link.stall)()
-            elif victim is None:
-                return
-            else:
-                strike(victim, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
-        struck.is_done = True
-        if fault.seconds:
-            time.sleep(fault.seconds)
+    def _strike(self, fault: Fault) -> Struck | None:
+        """Do the fault while the process of the state stands still, and undo what can be undone; None: nobody is there."""
+        run = self._run
+        holder, victim = getattr(run, fault.state.process).pid, run.find(fault.target)
+        struck = Struck(fault=fault, struck_at=time.monotonic())
         if fault.target == "link":
+            (run.link.cut if fault.kind == "cut" else run.link.stall)()
+        elif victim is not None:
+            strike(victim, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
+        if holder != victim:
+            strike(holder, signal.SIGCONT)
+        if fault.target != "link" and victim is None:
+            return None
+        time.sleep(fault.seconds)
+        if victim is None:
             run.link.restore()
-        elif victim is not None and fault.kind != "kill":
+        elif fault.kind != "kill":
             strike(victim, signal.SIGKILL if fault.kind == "stop, then kill" else signal.SIGCONT)
         self._bring_back(struck)
-
-    @contextmanager
-    def _goes_on(self, holder: int, unless: int | None) -> Iterator[None]:
-        yield
-        if holder != unless:
-            strike(holder, signal.SIGCONT)
+        return struck
 
     def _bring_back(self, struck: Struck) -> None:
         """Start again what was killed, and note when it could work."""
@@ -172,14 +167,14 @@ class Supervisor:
 
     # --- waiting
 
-    def _until(self, is_so: Callable[[], bool], what: str, fruitless_s: float | None = None) -> None:
-        """Wait until it is so, the run is over, or (quietly) after `fruitless_s` in which steps were done. Raises Hang."""
+    def _until(self, is_so: Callable[[], bool], what: str, fruitless_s: float = math.inf) -> None:
+        """Wait until it is so, or the run is over, or it has gone on for `fruitless_s` without. Raises Hang."""
         started = time.monotonic()
         while not is_so() and not self._is_over:
             self._start_what_died()
             now = time.monotonic()
             moved_at = max((event.time_s for event in self._run.read_events()[-50:]), default=0.0)
-            if fruitless_s is not None and now - started > fruitless_s and now - moved_at < 1.0:
+            if now - started > fruitless_s and now - moved_at < 1.0:
                 return
             if now - max(started, moved_at) > HANG_S or now - started > 3 * HANG_S:
                 raise Hang(f"{now - started:.0f} s without {what}")
@@ -203,16 +198,12 @@ class Supervisor:
 
     # --- findings
 
-    def _notice_s(self, struck: Struck) -> float | None:
+    def _notice_s(self, struck: Struck, until_s: float) -> float | None:
         """How long the other side took to tell that its peer is lost; None where it had no time to."""
         fault = struck.fault
-        if not struck.is_done or fault.target not in ("server", "learner", "link"):
+        if fault.target not in ("server", "learner", "link"):
             return None
         lost = self._run.first("learner lost" if fault.target == "learner" else "server lost", struck.struck_at)
-        notice_s = lost.time_s - struck.struck_at if lost else NOTICE_S
-        return notice_s if notice_s < NOTICE_S else None
-
-
-def _told(struck: Struck) -> str:
-    recovered = f"recovered in {struck.recover_s:.1f} s" if struck.recover_s is not None else "not done"
-    return f"{struck.fault}: {recovered}"
+        if "kill" not in fault.kind:  # else it is lost until it greets again, which comes after its start
+            until_s = struck.back_at
+        return lost.time_s - struck.struck_at if lost and lost.time_s < until_s else None

@@ -6,6 +6,7 @@ A resume trains some versions again: a label is right if any of its version's we
 
 import sqlite3
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from learner.config import LearnerRun
 from learner.data import Prompts
 from learner.policy import load_tokenizer
 from protocol.codec import unpack
-from protocol.messages import Group
+from protocol.messages import Completion, Group
 from protocol.model_files import resolve_model
 from tests.chaos.learner_process import RECEIVED, WEIGHTS
 
@@ -45,9 +46,8 @@ def audit_versions(directory: Path, config: LearnerRun) -> tuple[int, list[str]]
     for version, indices in wanted.items():
         for path in weights[version]:
             model.load_state_dict(load_file(path), strict=False)
-            for index in indices:
-                _, prompt, completion = sequences[index]
-                error = np.abs(_logprobs(model, prompt, completion.token_ids.tolist()) - completion.behaviour_logprobs)
+            for index, logprobs in _logprobs(model, {index: sequences[index][1:] for index in indices}):
+                error = np.abs(logprobs - sequences[index][2].behaviour_logprobs)
                 errors[version, index] = np.minimum(errors.get((version, index), np.inf), error)
     wrong = [
         f"group {name}, labelled {completion.versions}: {problem}"
@@ -71,10 +71,16 @@ def _problem(versions: list[tuple[int, int]], errors: dict[int, np.ndarray | Non
 
 
 @torch.no_grad()
-def _logprobs(model: Any, prompt: list[int], token_ids: list[int]) -> np.ndarray:
-    ids_1T = torch.tensor([prompt + token_ids])
-    logprobs_TV = model(ids_1T).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-    return logprobs_TV.gather(1, ids_1T[0, len(prompt) :, None])[:, 0].numpy()
+def _logprobs(model: Any, sequences: dict[int, tuple[list[int], Completion]]) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the logprobs of each completion's tokens; those of one length go through the model together."""
+    by_length = defaultdict(list)
+    for index, (prompt, completion) in sequences.items():
+        by_length[len(prompt), len(completion.token_ids)].append(index)
+    for (prompt_length, _), indices in by_length.items():
+        ids_BT = torch.tensor([sequences[i][0] + sequences[i][1].token_ids.tolist() for i in indices])
+        logits_BTV = model(ids_BT, attention_mask=torch.ones_like(ids_BT)).logits[:, prompt_length - 1 : -1]
+        logprobs_BT = logits_BTV.log_softmax(-1).gather(2, ids_BT[:, prompt_length:, None])[..., 0]
+        yield from zip(indices, logprobs_BT.numpy(), strict=True)
 
 
 def _prompts(ledger: Path, config: LearnerRun) -> dict[str, list[int]]:
