@@ -13,7 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 import torch
+from torch.distributed import PrefixStore, TCPStore
 
+import protocol.collective
 from protocol.collective import Collective, Meeting, join_collective
 from protocol.errors import PushFailed
 from protocol.messages import Rendezvous
@@ -136,6 +138,35 @@ def test_an_epoch_that_is_called_off_ends_the_join_on_both_sides() -> None:
         hosted.call_off("e1", "the server refused")
         assert all(wait.ends_promptly() for wait in waits)
         assert all("epoch e1 was called off: the server refused" in wait.error for wait in waits)
+
+
+def test_a_learner_that_dies_while_a_worker_connects_ends_the_join_long_before_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(protocol.collective, "STORE_TIMEOUT_S", 0.5)
+    with socket.create_server((HOST, 0)) as listener:
+        port = listener.getsockname()[1]
+        rendezvous = Rendezvous(transport="gloo", host=HOST, port=port, world_size=2, timeout_s=60)
+        wait = Waiting(lambda: join_collective("e1", rendezvous, 1, CPU))
+        probe, _ = listener.accept()
+        store, _ = listener.accept()
+    probe.close()
+    store.close()
+    assert wait.ends_promptly()
+    assert f"cannot reach the learner's rendezvous {HOST}:{port}" in wait.error
+
+
+def test_a_learner_need_not_wait_for_a_group_that_was_called_off_while_it_formed() -> None:
+    with meeting(timeout_s=60) as hosted:
+        rendezvous = hosted.rendezvous(num_workers=1, transport="gloo")
+        worker = PrefixStore("e1", TCPStore(HOST, rendezvous.port, is_master=False))
+        worker.set("rank 1", "")  # it comes, and dies before it can be connected to
+        wait = Waiting(lambda: hosted.host_collective("e1", rendezvous, CPU))
+        time.sleep(0.5)
+        assert wait.is_waiting()
+        hosted.call_off("e1", "the server went away")
+        assert wait.ends_promptly()
+        assert wait.error == "epoch e1 was called off: the server went away"
 
 
 # --- broadcast -------------------------------------------------------------------------------------------------------
