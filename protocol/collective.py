@@ -3,9 +3,9 @@
     Rendezvous ─▶ connect to the learner's store ─▶ all ranks meet ─▶ form the group ─▶ broadcast* ─▶ close
 
 One collective lives for one epoch; after any error it is closed and a new epoch makes a new one. Forming a group cannot
-be interrupted, so it begins only when every rank has come, one that gives up calls the epoch off for all, and whoever
-waits for a group that was called off leaves its forming to a thread that nobody waits for. Torch is
-imported here and in the files beside this one, never by `import protocol`.
+be interrupted, so it begins only when every rank has come, one that gives up calls the epoch off for all, and the learner
+leaves the forming of one that was called off to a thread that nobody waits for. Torch is imported here and in the files
+beside this one, never by `import protocol`.
 """
 
 import contextlib
@@ -29,9 +29,9 @@ from protocol.messages import Rendezvous, Transport
 from protocol.nccl_collective import NcclCollective, new_unique_id
 
 MEETING_POLL_S = 0.02
-STORE_TIMEOUT_S = 3.0
-"""The learner's store answers at once, from a thread of its own: if it does not, the learner is gone. Torch goes on trying
-to connect to one that has died for up to twice this time."""
+STORE_TIMEOUT_S = 4.0
+"""The learner's store answers at once, from a thread of its own: if it does not, the learner is gone, or torch has lost
+the connection (one in 50 hangs until its deadline). Torch goes on trying for up to twice this time."""
 JOIN_SLACK_S = 1.0
 """A join waits this much longer than its parts, so that the part that knows what is missing speaks first."""
 
@@ -106,10 +106,10 @@ class Meeting:
 
         One at the server that is already connecting to them ends when they are gone, or at its deadline.
         """
-        PrefixStore(epoch, self._open_store()).set(_CALLED_OFF, reason)
         if joining := self._joining.get(epoch):
             with contextlib.suppress(InvalidStateError):
                 joining.set_exception(PushFailed(f"epoch {epoch} was called off: {reason}"))
+        PrefixStore(epoch, self._open_store()).set(_CALLED_OFF, reason)
 
     def close(self) -> None:
         """Stop listening; a worker that waits to join gets an error."""

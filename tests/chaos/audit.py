@@ -3,6 +3,7 @@
 Prompt p of data epoch e is owed once for every position of the endless sequence of prompts up to the last that was consumed.
 """
 
+import itertools
 import sqlite3
 from collections import Counter
 from collections.abc import Iterator
@@ -49,7 +50,7 @@ def audit_prompts(ledger: Path, *, num_steps: int, groups_per_step: int, num_pro
     ]
     overtaken = [
         f"slot {slot} was consumed at step {step}, a slot before it at step {before}"
-        for (_, before, *_), (slot, step, *_) in zip(consumed, consumed[1:], strict=False)
+        for (_, before, *_), (slot, step, *_) in itertools.pairwise(consumed)
         if step < before
     ]
     return Prompts(

@@ -10,7 +10,6 @@ from tests.chaos.audit import Prompts
 from tests.chaos.schedule import Engine, Leg
 from tests.chaos.supervisor import Struck
 
-
 NUM_TOLD = 5
 
 

@@ -73,7 +73,9 @@ class Supervisor:
             for process in (self._run.server, self._run.learner):
                 strike(process.pid, signal.SIGUSR1)
             time.sleep(1.0)
-        for struck, until_s in zip(self.struck, [*(after.struck_at for after in self.struck[1:]), math.inf], strict=True):
+        for struck, until_s in zip(
+            self.struck, [*(after.struck_at for after in self.struck[1:]), math.inf], strict=True
+        ):
             struck.notice_s = self._notice_s(struck, until_s)
 
     # --- one fault

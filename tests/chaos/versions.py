@@ -35,7 +35,9 @@ def audit_versions(directory: Path, config: LearnerRun) -> tuple[int, list[str]]
     for path in (directory / WEIGHTS).glob("*.safetensors"):
         weights[int(path.name.partition("-")[0])].append(path)
     sequences = [
-        (name, prompts[name.partition("-")[0]], completion) for name, group in groups for completion in group.completions
+        (name, prompts[name.partition("-")[0]], completion)
+        for name, group in groups
+        for completion in group.completions
     ]
     wanted = defaultdict(list)
     for index, (_, _, completion) in enumerate(sequences):
@@ -89,4 +91,3 @@ def _prompts(ledger: Path, config: LearnerRun) -> dict[str, list[int]]:
     with sqlite3.connect(f"file:{ledger}?mode=ro", uri=True) as db:
         rows = db.execute("SELECT group_id, position FROM groups").fetchall()
     return {group_id: prompts.prompt_at(position).token_ids for group_id, position in rows}
-

@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 import torch
-from torch.distributed import PrefixStore, TCPStore
 
 import protocol.collective
 from protocol.collective import Collective, Meeting, join_collective
@@ -22,7 +21,7 @@ from protocol.messages import Rendezvous
 
 HOST = "127.0.0.1"
 CPU = torch.device("cpu")
-PROMPTLY_S = 5.0
+PROMPTLY_S = 10.0
 """Far below the deadline of a minute that the waits would otherwise have, far above what they take."""
 
 
@@ -156,17 +155,24 @@ def test_a_learner_that_dies_while_a_worker_connects_ends_the_join_long_before_t
     assert f"cannot reach the learner's rendezvous {HOST}:{port}" in wait.error
 
 
-def test_a_learner_need_not_wait_for_a_group_that_was_called_off_while_it_formed() -> None:
+def test_nobody_waits_for_the_forming_of_a_group_that_was_called_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As gloo does not end while it tries to connect to a worker that has died."""
+    forming, go_on = threading.Event(), threading.Event()
+
+    def form(*_: object) -> None:
+        forming.set()
+        go_on.wait(60)
+
+    monkeypatch.setattr(protocol.collective, "GlooCollective", form)
     with meeting(timeout_s=60) as hosted:
         rendezvous = hosted.rendezvous(num_workers=1, transport="gloo")
-        worker = PrefixStore("e1", TCPStore(HOST, rendezvous.port, is_master=False))
-        worker.set("rank 1", "")  # it comes, and dies before it can be connected to
         wait = Waiting(lambda: hosted.host_collective("e1", rendezvous, CPU))
-        time.sleep(0.5)
-        assert wait.is_waiting()
+        Waiting(lambda: join_collective("e1", rendezvous, 1, CPU))
+        assert forming.wait(PROMPTLY_S)
         hosted.call_off("e1", "the server went away")
         assert wait.ends_promptly()
         assert wait.error == "epoch e1 was called off: the server went away"
+        go_on.set()
 
 
 # --- broadcast -------------------------------------------------------------------------------------------------------
