@@ -23,8 +23,8 @@ HANG_S = 60.0
 """More than every deadline in the config of a run together, so whatever takes longer waits for nothing."""
 FLIPPED_BROADCAST = 5
 """The third bucket's: the first two are loaded by then, so the weights are torn."""
-FRUITLESS_S = 15.0
-"""A state that the run has not come to after so long will hardly come."""
+FRUITLESS_STEPS = 12
+"""A state that the run has not come to in so many steps will hardly come."""
 MAX_TRIES = 3
 """Of a fault whose state does not come up, or whose target does not exist at the moment."""
 MAX_DEATHS = 20
@@ -85,7 +85,7 @@ class Supervisor:
         self._run.say(f"fault {number}: {fault}")
         trap = set_trap(self._run.directory, fault.state.process, fault.state.name, fault.nth, number)
         self._provoke(fault, number)
-        self._until(lambda: self._is_caught(fault) and not trap.exists(), f"the state of: {fault}", FRUITLESS_S)
+        self._until(lambda: self._is_caught(fault) and not trap.exists(), f"the state of: {fault}", FRUITLESS_STEPS)
         is_caught = not trap.exists()
         trap.unlink(missing_ok=True)
         struck = self._strike(fault) if is_caught and not self._is_over else None
@@ -162,6 +162,9 @@ class Supervisor:
             received = run.first("received", struck.back_at)
             consumed = run.first("consumed", received.time_s) if received else None
             if consumed is not None:
+                # A server that ended with what was struck in it was started again later than that.
+                ups = [event.time_s for event in run.events if event.name == "up" and event.process == "server"]
+                struck.back_at = max([struck.back_at, *(up for up in ups if struck.struck_at < up < consumed.time_s)])
                 struck.recover_s = consumed.time_s - struck.back_at
             return consumed is not None
 
@@ -169,14 +172,15 @@ class Supervisor:
 
     # --- waiting
 
-    def _until(self, is_so: Callable[[], bool], what: str, fruitless_s: float = math.inf) -> None:
-        """Wait until it is so, or the run is over, or it has gone on for `fruitless_s` without. Raises Hang."""
+    def _until(self, is_so: Callable[[], bool], what: str, fruitless_steps: float = math.inf) -> None:
+        """Wait until it is so, or the run is over, or has done `fruitless_steps` without. Raises Hang."""
         started = time.monotonic()
         while not is_so() and not self._is_over:
             self._start_what_died()
-            now = time.monotonic()
-            moved_at = max((event.time_s for event in self._run.read_events()[-50:]), default=0.0)
-            if now - started > fruitless_s and now - moved_at < 1.0:
+            now, events = time.monotonic(), self._run.read_events()
+            moved_at = events[-1].time_s if events else 0.0
+            steps = [event for event in events if event.name == "consumed" and event.time_s > started]
+            if len(steps) > fruitless_steps:
                 return
             if now - max(started, moved_at) > HANG_S or now - started > 3 * HANG_S:
                 raise Hang(f"{now - started:.0f} s without {what}")
