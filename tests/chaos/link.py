@@ -13,8 +13,9 @@ CHUNK_BYTES = 1 << 16
 class Link:
     """Forwards `port` to `server_port` on the loopback. Only the control channel goes this way, not the weights."""
 
-    def __init__(self, server_port: int) -> None:
-        self._server_port = server_port
+    def __init__(self, server_port: int = 0) -> None:
+        self.server_port = server_port
+        """May change; connections from then on go there."""
         self._is_cut = False
         self._writers: set[asyncio.StreamWriter] = set()
         self._thread = LoopThread("link")
@@ -55,7 +56,7 @@ class Link:
             await self._flows.wait()
             if self._is_cut:
                 return
-            there, back = await asyncio.open_connection("127.0.0.1", self._server_port)
+            there, back = await asyncio.open_connection("127.0.0.1", self.server_port)
             writers.append(back)
             self._writers.update(writers)
             ways = [asyncio.create_task(self._carry(reader, back)), asyncio.create_task(self._carry(there, writer))]

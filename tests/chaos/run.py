@@ -40,18 +40,19 @@ class Run:
     def __init__(self, leg: Leg, engine: Engine, directory: Path) -> None:
         self.directory, self._engine = directory, engine
         directory.mkdir(parents=True)
-        port = _free_port()
-        self.config = make_config(leg, engine, directory, port)
+        self.config = make_config(leg, engine, directory)
         self._config_file = directory / "run.toml"
         self._config_file.write_text(to_toml(self.config))
-        self.link = Link(port)
+        self.link = Link()
         self.events: list[Event] = []
         self._num_bytes_read = 0
         self.server = self.start_server()
         self.learner = self.start_learner()
 
     def start_server(self) -> Process:
-        log, arguments = self.directory / "server.log", [str(self._config_file)]
+        self.link.server_port = _free_port()  # the one before may be somebody else's by now
+        address = f"tcp://127.0.0.1:{self.link.server_port}"
+        log, arguments = self.directory / "server.log", [str(self._config_file), "--endpoint", address]
         if self._engine == "real":
             return start_as_user(SERVER, self.directory, log, arguments)
         return start_forked(FAKE_SERVER, self.directory, log, arguments)
@@ -107,8 +108,8 @@ class Run:
         self.link.close()
 
 
-def make_config(leg: Leg, engine: Engine, directory: Path, port: int) -> LearnerRun:
-    """The config of both processes; the learner is told the link's port by a flag."""
+def make_config(leg: Leg, engine: Engine, directory: Path) -> LearnerRun:
+    """The config of both processes; each is told its port by a flag."""
     learner = (REAL if engine == "real" else FAKE) | {
         "steps": leg.steps, "checkpoint_every": CHECKPOINT_EVERY, "active_sampling": leg.active_sampling,
         "push": {"timeout_s": PUSH_TIMEOUT_S, "overlap": leg.push_overlap}, "parity": {"every_steps": 10},
@@ -116,8 +117,8 @@ def make_config(leg: Leg, engine: Engine, directory: Path, port: int) -> Learner
     }  # fmt: skip
     server = (REAL_SERVER if engine == "real" else {}) | {"http_port": 0, "receive_overlap": leg.receive_overlap}
     table = {
-        "model": "tiny:digits", "run_dir": str(directory / "run"), "endpoint": f"tcp://127.0.0.1:{port}",
-        "dtype": "float32", "seed": leg.seed % 1000, "learner": learner, "server": server,
+        "model": "tiny:digits", "run_dir": str(directory / "run"), "dtype": "float32",
+        "seed": leg.seed % 1000, "learner": learner, "server": server,
     }  # fmt: skip
     return msgspec.convert(table, LearnerRun)
 

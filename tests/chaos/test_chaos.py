@@ -134,7 +134,7 @@ def test_a_slot_that_was_passed_over_for_good_is_accounted_for(tmp_path: Path) -
 def sampled(tmp_path: Path) -> tuple[Path, list[Completion]]:
     """A directory with the weights of versions 0 and 1, and two completions that version 0 has sampled."""
     leg = msgspec.structs.replace(schedule(0, 1, "fake")[0], seed=0)
-    config = make_config(leg, "fake", tmp_path, 1)
+    config = make_config(leg, "fake", tmp_path)
     model = AutoModelForCausalLM.from_pretrained(resolve_model(config.model), dtype=torch.float32)
     (tmp_path / WEIGHTS).mkdir()
     save_file(
@@ -168,7 +168,7 @@ def audit_of(directory: Path, completions: list[Completion]) -> tuple[int, list[
     group = Group(group_id="0.0", entered_version=0, completions=completions)
     (directory / RECEIVED / "0.0-1").write_bytes(pack(group))
     leg: Leg = msgspec.structs.replace(schedule(0, 1, "fake")[0], seed=0)
-    return audit_versions(directory, make_config(leg, "fake", directory, 1))
+    return audit_versions(directory, make_config(leg, "fake", directory))
 
 
 def test_tokens_of_the_version_they_are_labelled_with_pass(sampled: tuple[Path, list[Completion]]) -> None:
