@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def campaign(seed: int, num_faults: int, engine: Engine, directory: Path) -> Report:
-    """Run all legs; `directory`/schedule.json holds what is to be done."""
+    """Run all legs; `directory` gets schedule.json, what is to be done, and legs.json, what became of it."""
     # Of the processes that are started; the second is about what killed ones leave behind.
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore::UserWarning:multiprocessing.resource_tracker"}
     started = time.monotonic()
@@ -57,6 +57,7 @@ def campaign(seed: int, num_faults: int, engine: Engine, directory: Path) -> Rep
     (directory / "schedule.json").write_bytes(msgspec.json.format(msgspec.json.encode(legs)))
     with ThreadPoolExecutor(NUM_AT_ONCE[engine]) as threads:
         reports = list(threads.map(lambda leg: run_leg(leg, engine, directory / f"leg-{leg.number}"), legs))
+    (directory / "legs.json").write_bytes(msgspec.json.format(msgspec.json.encode(reports)))
     return make_report(seed, engine, reports, time.monotonic() - started)
 
 

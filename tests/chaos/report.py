@@ -54,7 +54,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     ended_by_themselves: dict[str, int]
     """Processes that nobody had struck; each was started again."""
     notice_s: Spread
-    """From the fault until the other side took its peer for lost, where it lasted long enough for that."""
+    """From the fault until the learner took the server for lost, where it lasted long enough for that."""
+    server_notice_s: Spread
+    """The same until the server could not reach the learner; it tries once a second."""
     recover_s: Spread
     """From the moment what was struck could work again until a step with new groups was done."""
     start_s: Spread
@@ -99,7 +101,8 @@ def make_report(seed: int, engine: Engine, legs: Sequence[LegReport], seconds: f
         versions_wrong=len(wrong),
         completions_checked=sum(leg.num_completions_checked for leg in legs),
         ended_by_themselves=_counted(died for leg in legs for died in leg.died),
-        notice_s=_spread([each.notice_s for each in struck]),
+        notice_s=_spread([each.notice_s for each in struck if each.fault.target != "learner"]),
+        server_notice_s=_spread([each.notice_s for each in struck if each.fault.target == "learner"]),
         recover_s=_spread([each.recover_s for each in struck]),
         start_s=_spread([each.start_s for each in struck]),
         seconds=round(seconds, 1),
