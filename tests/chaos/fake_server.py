@@ -8,12 +8,14 @@ import asyncio
 import logging
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from inference_server.config import ServerRun
 from inference_server.engine import PushOrder, WorkerReport
 from protocol.config import load_config
 from protocol.errors import PushFailed
+from protocol.messages import Completion, Sampling
 from protocol.model_files import fingerprint, resolve_model
 from tests.chaos.server_process import set_traps
 from tests.fakes import ScriptedEngine, report, serving
@@ -34,12 +36,20 @@ async def _serve(config: ServerRun) -> None:
         await running.task
 
 
+GENERATE_S = 0.1
+"""What a group takes, so that every push finds some in flight."""
+
+
 class InPlaceModelEngine(ModelEngine):
     """`ModelEngine` without its copy at the end of a push."""
 
     def __init__(self, model_path: Path) -> None:
         super().__init__(model_path)
         self._parameters = dict(self.model.named_parameters())
+
+    async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling) -> tuple[list[Completion], int]:
+        await asyncio.sleep(GENERATE_S)
+        return await super().generate(prompt_token_ids, sampling)
 
     def _load(self, order: PushOrder) -> WorkerReport:
         receiver, is_intact = self._own_receiver(), True
