@@ -25,12 +25,11 @@ from learner.__main__ import main
 from learner.ledger import Ledger
 from learner.link import ServerLink
 from learner.push import Pusher
-from learner.rollouts import Rollouts
 from learner.run_dir import RunDir
 from protocol.buckets import make_manifest
 from protocol.channel import LearnerChannel
 from protocol.gloo_collective import GlooCollective
-from tests.chaos.traps import Traps, after
+from tests.chaos.traps import Traps
 
 BUCKET_BYTES = 64 << 10
 """In place of learner.push.bucket_mib, whose smallest is more than the tiny model: here it has several."""
@@ -103,7 +102,6 @@ def _keep_books(traps: Traps) -> None:
     Pusher._push_until_done = keep_weights  # type: ignore[method-assign]
     Ledger.receive, Ledger.consume = keep_received, tell_consumed  # type: ignore[method-assign]
     learner.train.connect = _told_before(learner.train.connect, traps)
-    Rollouts.close = after(Rollouts.close, lambda _: traps.tell("closed"))  # type: ignore[method-assign]
     ServerLink._connected = _Connected(traps)  # type: ignore[assignment]
 
 

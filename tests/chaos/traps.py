@@ -11,7 +11,6 @@ import inspect
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -90,15 +89,3 @@ def set_trap(directory: Path, process: str, state: str, nth: int, number: int) -
     aside.write_text(f"{state}/{nth}/{number}")
     aside.rename(trap)
     return trap
-
-
-def after(function: Callable[..., Any], then: Callable[[Any], None]) -> Callable[..., Any]:
-    """Return `function`, and `then` told what it has returned."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        then(result)
-        return result
-
-    return call
