@@ -13,7 +13,7 @@ ifneq ($(shell $(PY) -c 'print("starts")' 2>/dev/null),starts)
 $(STAMP): FORCE
 endif
 
-.PHONY: help install demo test lint lock keys clean FORCE
+.PHONY: help install demo test chaos lint lock keys clean FORCE
 FORCE:
 
 help:  ## show this list
@@ -28,6 +28,10 @@ demo: $(STAMP)  ## train a tiny model on the CPU with the whole system, ends wit
 
 test: $(STAMP)  ## run the tests that need no GPU (ARGS="-k loss -x")
 	@$(PY) -m pytest -m "not gpu and not slow" $(ARGS)
+
+chaos: $(STAMP)  ## kill, stop and cut off every part of a run: 8 faults with vLLM, 100 with a fake engine
+	@$(PY) -m tests.chaos --engine real --faults 8 $(ARGS)
+	@$(PY) -m tests.chaos --engine fake --faults 100 $(ARGS)
 
 lint: $(STAMP)  ## ruff, formatting and mypy
 	@$(PY) -m ruff check

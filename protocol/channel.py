@@ -219,6 +219,11 @@ class LearnerChannel:
             )
         return bool(failures)
 
+    @property
+    def num_broken(self) -> int:
+        """How often the connection has broken, as of the last `check_handshake`."""
+        return self._failed_handshakes.num_broken
+
     def close(self) -> None:
         self._socket.close()
         self._failed_handshakes.close()

@@ -3,8 +3,9 @@
     Rendezvous ─▶ connect to the learner's store ─▶ all ranks meet ─▶ form the group ─▶ broadcast* ─▶ close
 
 One collective lives for one epoch; after any error it is closed and a new epoch makes a new one. Forming a group cannot
-be interrupted, so it begins only when every rank has come, and one that gives up calls the epoch off for all. Torch is
-imported here and in the files beside this one, never by `import protocol`.
+be interrupted, so it begins only when every rank has come, one that gives up calls the epoch off for all, and the learner
+leaves the forming of one that was called off to a thread that nobody waits for. Torch is imported here and in the files
+beside this one, never by `import protocol`.
 """
 
 import contextlib
@@ -28,6 +29,9 @@ from protocol.messages import Rendezvous, Transport
 from protocol.nccl_collective import NcclCollective, new_unique_id
 
 MEETING_POLL_S = 0.02
+STORE_TIMEOUT_S = 4.0
+"""The learner's store answers at once, from a thread of its own: if it does not, the learner is gone, or torch has lost
+the connection (one in 50 hangs until its deadline). Torch goes on trying for up to twice this time."""
 JOIN_SLACK_S = 1.0
 """A join waits this much longer than its parts, so that the part that knows what is missing speaks first."""
 
@@ -72,6 +76,8 @@ class Meeting:
 
     def __init__(self, host: str, timeout_s: float) -> None:
         self._host, self._timeout_s = host, timeout_s
+        self._joining: dict[str, Future[Collective]] = {}
+        """By epoch."""
         listener = socket.create_server((host, 0))
         self._port = listener.getsockname()[1]
         # The store takes over the bound socket: without this it would listen on every interface.
@@ -89,13 +95,20 @@ class Meeting:
 
     def host_collective(self, epoch: str, rendezvous: Rendezvous, device: torch.device) -> Collective:
         """Join as rank 0; blocks until every worker has joined. Raises PushFailed at the deadline or after `call_off`."""
-        return _join(epoch, rendezvous, 0, device, lambda: (self._open_store(), self._host))
+        self._joining[epoch] = Future()
+        try:
+            return _join(epoch, rendezvous, 0, device, lambda: (self._open_store(), self._host), self._joining[epoch])
+        finally:
+            del self._joining[epoch]
 
     def call_off(self, epoch: str, reason: str) -> None:
         """From any thread: every rank, here and at the server, that waits for others to join raises PushFailed at once.
 
-        One that is already connecting to them ends at its deadline.
+        One at the server that is already connecting to them ends when they are gone, or at its deadline.
         """
+        if joining := self._joining.get(epoch):
+            with contextlib.suppress(InvalidStateError):
+                joining.set_exception(PushFailed(f"epoch {epoch} was called off: {reason}"))
         PrefixStore(epoch, self._open_store()).set(_CALLED_OFF, reason)
 
     def close(self) -> None:
@@ -110,22 +123,30 @@ class Meeting:
 
 def join_collective(epoch: str, rendezvous: Rendezvous, rank: int, device: torch.device) -> Collective:
     """Join the learner's epoch from a worker of the server. Raises PushFailed at the deadline."""
-    return _join(epoch, rendezvous, rank, device, lambda: _connect(rendezvous))
+    return _join(epoch, rendezvous, rank, device, lambda: _connect(rendezvous), Future())
 
 
 def _connect(rendezvous: Rendezvous) -> tuple[TCPStore, str]:
     """Return the learner's store and the own address that faces it."""
     address = (rendezvous.host, rendezvous.port)
+    answers_s = min(STORE_TIMEOUT_S, rendezvous.timeout_s)
     try:
-        with socket.create_connection(address, rendezvous.timeout_s) as probe:
+        with socket.create_connection(address, answers_s) as probe:
             own_host = probe.getsockname()[0]
-        return TCPStore(*address, is_master=False, timeout=timedelta(seconds=rendezvous.timeout_s)), own_host
+        store = TCPStore(*address, is_master=False, timeout=timedelta(seconds=answers_s))
+        store.set_timeout(timedelta(seconds=rendezvous.timeout_s))
+        return store, own_host
     except (OSError, RuntimeError, ValueError) as error:
         raise PushFailed(f"cannot reach the learner's rendezvous {address[0]}:{address[1]}: {error}") from error
 
 
 def _join(
-    epoch: str, rendezvous: Rendezvous, rank: int, device: torch.device, connect: Callable[[], tuple[Store, str]]
+    epoch: str,
+    rendezvous: Rendezvous,
+    rank: int,
+    device: torch.device,
+    connect: Callable[[], tuple[Store, str]],
+    joined: "Future[Collective]",
 ) -> Collective:
     def join() -> Collective:
         store, own_host = connect()
@@ -141,7 +162,7 @@ def _join(
             raise PushFailed(f"the learner's rendezvous was lost while rank {rank} joined {epoch}: {error}") from error
 
     try:
-        return _within(rendezvous.timeout_s + JOIN_SLACK_S, join, discard=lambda collective: collective.close())
+        return _within(rendezvous.timeout_s + JOIN_SLACK_S, join, joined, discard=lambda collective: collective.close())
     except TimeoutError as error:
         raise PushFailed(
             f"rank {rank} of {rendezvous.world_size} could not form epoch {epoch} within {rendezvous.timeout_s:g} s "
@@ -180,9 +201,16 @@ def _form(
     return IpcCollective(group, rank, device) if rendezvous.transport == "ipc" else group
 
 
-def _within(timeout_s: float, call: Callable[[], Collective], discard: Callable[[Collective], None]) -> Collective:
-    """Call in a thread of its own what may block for ever in C. Raises TimeoutError; what comes later is discarded."""
-    outcome: Future[Collective] = Future()
+def _within(
+    timeout_s: float,
+    call: Callable[[], Collective],
+    outcome: "Future[Collective]",
+    discard: Callable[[Collective], None],
+) -> Collective:
+    """Call in a thread of its own what may block for ever in C. Raises TimeoutError; what comes later is discarded.
+
+    So is what comes after somebody else has given `outcome` an exception, which is then raised at once.
+    """
 
     def run() -> None:
         try:

@@ -1,4 +1,4 @@
-"""Why connections fail before their first message: what libzmq tells a socket's monitor, in words."""
+"""Why connections fail before their first message, and when they break: what libzmq tells a socket's monitor, in words."""
 
 from enum import Enum
 from typing import Any
@@ -16,7 +16,9 @@ class Failure(Enum):
     BROKEN_OFF = "broken off"
 
 
-_EVENTS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_HANDSHAKES = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
 
 
 class FailedHandshakes:
@@ -24,17 +26,22 @@ class FailedHandshakes:
 
     def __init__(self, context: zmq.Context[Any], watched: zmq.Socket[Any]) -> None:
         address = f"inproc://failed-handshakes-{id(watched)}"
-        watched.monitor(address, _EVENTS)
+        watched.monitor(address, _HANDSHAKES | zmq.EVENT_DISCONNECTED)
         self._events = context.socket(zmq.PAIR, socket_class=zmq.Socket)
         # Without a limit: at one, libzmq's own thread would wait for the reader, and with it every connection.
         self._events.setsockopt(zmq.RCVHWM, 0)
         self._events.connect(address)
+        self.num_broken = 0
+        """Connections that were up and have ended, as of the last `take`."""
 
     def take(self) -> list[Failure]:
         failures = []
         while self._events.poll(0):
             event = parse_monitor_message(self._events.recv_multipart())
-            failures.append(_failure(event["event"], event["value"]))
+            if event["event"] == zmq.EVENT_DISCONNECTED:
+                self.num_broken += 1
+            else:
+                failures.append(_failure(event["event"], event["value"]))
         return failures
 
     def close(self) -> None:

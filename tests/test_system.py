@@ -194,7 +194,7 @@ def test_a_server_killed_in_the_middle_comes_back_and_the_run_goes_on(tmp_path: 
     server.kill()
     server.start()
     output = finish(learner)
-    assert "no sign of the server" in output or "went away" in output
+    assert "lost the server" in output or "went away" in output
     assert_every_group_is_accounted_for(run_dir, 60)
     assert server.stop() == 0
 

@@ -10,6 +10,7 @@ from learner import link as link_module
 from learner.link import ServerLink
 from protocol.errors import DeadlineExceeded, HandshakeRefused, PushFailed, ServerLost, SlipstreamError
 from protocol.messages import PROTOCOL_VERSION, Hello, Manifest, PushBegin, Rendezvous
+from tests.chaos.link import Link
 from tests.fakes import MODEL, ScriptedEngine, Serving, report, serving
 
 TIMEOUT_S = 20.0
@@ -108,6 +109,31 @@ def test_an_answer_that_may_be_lost_over_a_reconnect_is_not_waited_for() -> None
         assert link.connected
 
     with_link(test)
+
+
+def test_a_broken_connection_is_noticed_before_the_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "DEAD_AFTER_S", 10 * TIMEOUT_S)
+
+    async def run() -> None:
+        async with serving(ScriptedEngine()) as server:
+            wire = Link(int(server.endpoint.rpartition(":")[2]))
+            hello = Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL)
+            endpoint = f"tcp://127.0.0.1:{wire.port}"
+            link = ServerLink(endpoint, hello, on_group=lambda group: None, on_welcome=lambda welcome: None)
+            task = asyncio.create_task(link.run())
+            try:
+                await until(lambda: link.connected)
+                wire.cut()
+                await until(lambda: not link.connected)
+                wire.restore()
+                await until(lambda: link.connected)
+            finally:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                link.close()
+                wire.close()
+
+    asyncio.run(run())
 
 
 def test_a_push_that_the_server_cannot_do_fails_with_the_servers_words() -> None:

@@ -14,13 +14,14 @@ import psutil
 import pytest
 import torch
 
+import protocol.collective
 from protocol.collective import Collective, Meeting, join_collective
 from protocol.errors import PushFailed
 from protocol.messages import Rendezvous
 
 HOST = "127.0.0.1"
 CPU = torch.device("cpu")
-PROMPTLY_S = 5.0
+PROMPTLY_S = 10.0
 """Far below the deadline of a minute that the waits would otherwise have, far above what they take."""
 
 
@@ -136,6 +137,42 @@ def test_an_epoch_that_is_called_off_ends_the_join_on_both_sides() -> None:
         hosted.call_off("e1", "the server refused")
         assert all(wait.ends_promptly() for wait in waits)
         assert all("epoch e1 was called off: the server refused" in wait.error for wait in waits)
+
+
+def test_a_learner_that_dies_while_a_worker_connects_ends_the_join_long_before_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(protocol.collective, "STORE_TIMEOUT_S", 0.5)
+    with socket.create_server((HOST, 0)) as listener:
+        port = listener.getsockname()[1]
+        rendezvous = Rendezvous(transport="gloo", host=HOST, port=port, world_size=2, timeout_s=60)
+        wait = Waiting(lambda: join_collective("e1", rendezvous, 1, CPU))
+        probe, _ = listener.accept()
+        store, _ = listener.accept()
+    probe.close()
+    store.close()
+    assert wait.ends_promptly()
+    assert f"cannot reach the learner's rendezvous {HOST}:{port}" in wait.error
+
+
+def test_nobody_waits_for_the_forming_of_a_group_that_was_called_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As gloo does not end while it tries to connect to a worker that has died."""
+    forming, go_on = threading.Event(), threading.Event()
+
+    def form(*_: object) -> None:
+        forming.set()
+        go_on.wait(60)
+
+    monkeypatch.setattr(protocol.collective, "GlooCollective", form)
+    with meeting(timeout_s=60) as hosted:
+        rendezvous = hosted.rendezvous(num_workers=1, transport="gloo")
+        wait = Waiting(lambda: hosted.host_collective("e1", rendezvous, CPU))
+        Waiting(lambda: join_collective("e1", rendezvous, 1, CPU))
+        assert forming.wait(PROMPTLY_S)
+        hosted.call_off("e1", "the server went away")
+        assert wait.ends_promptly()
+        assert wait.error == "epoch e1 was called off: the server went away"
+        go_on.set()
 
 
 # --- broadcast -------------------------------------------------------------------------------------------------------

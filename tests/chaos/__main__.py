@@ -1,0 +1,88 @@
+"""`python -m tests.chaos [--json] [--seed S] [--faults N] [--engine real|fake] [--out DIR]`
+
+Runs the system as separate processes, kills, stops and cuts off its parts at random moments and at every named state, starts
+again what has died, and audits what is left. Exit code 0 only if nothing was lost, duplicated, mislabelled, or hung.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+from tests.chaos.audit import audit_prompts
+from tests.chaos.report import LegReport, Report, make_report
+from tests.chaos.run import Run
+from tests.chaos.schedule import Engine, Leg, schedule
+from tests.chaos.supervisor import Supervisor
+
+NUM_AT_ONCE: dict[Engine, int] = {"fake": 3, "real": 1}
+"""Legs at the same time: a fake one mostly waits for deadlines."""
+AUDITING = threading.Lock()
+"""Transformers gives models garbage for weights when several threads load one."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__.partition("\n\n")[2])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--faults", type=int, default=50)
+    parser.add_argument("--engine", choices=["real", "fake"], default="real")
+    parser.add_argument("--out", type=Path, help="where logs go (default: a temporary directory, kept on failure)")
+    parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
+    arguments = parser.parse_args()
+    directory = arguments.out or Path(tempfile.mkdtemp(prefix="chaos-"))
+    report = campaign(arguments.seed, arguments.faults, arguments.engine, directory)
+    encoded = msgspec.json.encode(report)
+    print((encoded if arguments.json else msgspec.json.format(encoded)).decode())
+    if not report.is_clean:
+        print(f"the logs of all processes: {directory}", file=sys.stderr)
+    elif arguments.out is None:
+        shutil.rmtree(directory)
+    sys.exit(0 if report.is_clean else 1)
+
+
+def campaign(seed: int, num_faults: int, engine: Engine, directory: Path) -> Report:
+    """Run all legs; `directory` gets schedule.json, what is to be done, and legs.json, what became of it."""
+    # Of the processes that are started; the second is about what killed ones leave behind.
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore::UserWarning:multiprocessing.resource_tracker"}
+    started = time.monotonic()
+    legs = schedule(seed, num_faults, engine)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "schedule.json").write_bytes(msgspec.json.format(msgspec.json.encode(legs)))
+    with ThreadPoolExecutor(NUM_AT_ONCE[engine]) as threads:
+        reports = list(threads.map(lambda leg: run_leg(leg, engine, directory / f"leg-{leg.number}"), legs))
+    (directory / "legs.json").write_bytes(msgspec.json.format(msgspec.json.encode(reports)))
+    return make_report(seed, engine, reports, time.monotonic() - started)
+
+
+def run_leg(leg: Leg, engine: Engine, directory: Path) -> LegReport:
+    """Run one leg to its end and audit it."""
+    run = Run(leg, engine, directory)
+    supervisor = Supervisor(leg, run, lambda text: print(text, file=sys.stderr, flush=True))
+    try:
+        supervisor.supervise()
+    finally:
+        run.close()
+    from tests.chaos.versions import audit_versions  # torch: not in the process that only supervises until now
+
+    learner = run.config.learner
+    with AUDITING:
+        num_checked, wrong = audit_versions(directory, run.config)
+    prompts = audit_prompts(
+        directory / "run" / "ledger.db", num_steps=learner.steps, groups_per_step=learner.groups_per_step,
+        num_prompts=learner.data.num_prompts or 0, seed=run.config.seed,
+    )  # fmt: skip
+    return LegReport(
+        leg=leg, struck=supervisor.struck, hangs=supervisor.hangs, died=supervisor.died, prompts=prompts,
+        num_completions_checked=num_checked, versions_wrong=wrong,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""The real protocol server on an engine that samples from the pushed weights in Python: vLLM's part, without its start.
+
+It loads a push bucket by bucket as vLLM does: a push that breaks off leaves old and new layers behind, so weights that are
+served although they are torn show in the tokens.
+"""
+
+import asyncio
+import logging
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from inference_server.config import ServerRun
+from inference_server.engine import PushOrder, WorkerReport
+from protocol.config import load_config
+from protocol.errors import PushFailed
+from protocol.messages import Completion, Sampling
+from protocol.model_files import fingerprint, resolve_model
+from tests.chaos.server_process import set_traps
+from tests.fakes import ScriptedEngine, report, serving
+from tests.learner.model_engine import ModelEngine
+
+
+def run(chaos_dir: Path, arguments: list[str]) -> None:
+    """Serve until killed."""
+    set_traps(chaos_dir)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    asyncio.run(_serve(load_config(ServerRun, arguments, "fake server")))
+
+
+async def _serve(config: ServerRun) -> None:
+    path = resolve_model(config.model)
+    engine = InPlaceModelEngine(path)
+    async with serving(engine, config.server, fingerprint(path), config.endpoint) as running:
+        await running.task
+
+
+GENERATE_S = 0.1
+"""What a group takes, so that every push finds some in flight."""
+
+
+class InPlaceModelEngine(ModelEngine):
+    """`ModelEngine` without its copy at the end of a push."""
+
+    def __init__(self, model_path: Path) -> None:
+        super().__init__(model_path)
+        self._parameters = dict(self.model.named_parameters())
+
+    async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling) -> tuple[list[Completion], int]:
+        await asyncio.sleep(GENERATE_S)
+        return await super().generate(prompt_token_ids, sampling)
+
+    def _load(self, order: PushOrder) -> WorkerReport:
+        receiver, is_intact = self._own_receiver(), True
+        try:
+            for arrived in receiver.buckets(order):
+                is_intact = False
+                with torch.no_grad():
+                    for name, tensor in arrived.bucket.views(arrived.buffer):
+                        self._parameters[name].copy_(tensor)
+        except PushFailed as error:
+            receiver.leave()
+            return report(ok=False, state="receiving", weights_intact=is_intact, error=str(error))
+        return report(fingerprint=receiver.fingerprint)
+
+    async def set_version(self, version: int) -> None:
+        await ScriptedEngine.set_version(self, version)

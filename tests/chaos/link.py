@@ -1,0 +1,78 @@
+"""The wire between learner and server: a TCP proxy whose connections can be cut or made to stall."""
+
+import asyncio
+import contextlib
+import socket
+
+from learner.loop_thread import LoopThread
+
+CALL_TIMEOUT_S = 10.0
+CHUNK_BYTES = 1 << 16
+
+
+class Link:
+    """Forwards `port` to `server_port` on the loopback. Only the control channel goes this way, not the weights."""
+
+    def __init__(self, server_port: int = 0) -> None:
+        self.server_port = server_port
+        """May change; connections from then on go there."""
+        self._is_cut = False
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._thread = LoopThread("link")
+        self._flows = asyncio.Event()
+        self._flows.set()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._server = self._thread.call(asyncio.start_server(self._forward, sock=self._listener), CALL_TIMEOUT_S)
+
+    def cut(self) -> None:
+        """Reset all connections, and every new one, until `restore`."""
+        self._thread.loop.call_soon_threadsafe(self._cut)
+
+    def stall(self) -> None:
+        """Let connections be, but carry no byte until `restore`."""
+        self._thread.loop.call_soon_threadsafe(self._flows.clear)
+
+    def restore(self) -> None:
+        self._thread.loop.call_soon_threadsafe(self._restore)
+
+    def close(self) -> None:
+        self.cut()
+        self._thread.loop.call_soon_threadsafe(self._server.close)
+        self._thread.stop()
+
+    def _cut(self) -> None:
+        self._is_cut = True
+        for writer in self._writers:
+            writer.transport.abort()
+
+    def _restore(self) -> None:
+        self._is_cut = False
+        self._flows.set()
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers = [writer]
+        try:
+            await self._flows.wait()
+            if self._is_cut:
+                return
+            there, back = await asyncio.open_connection("127.0.0.1", self.server_port)
+            writers.append(back)
+            self._writers.update(writers)
+            ways = [asyncio.create_task(self._carry(reader, back)), asyncio.create_task(self._carry(there, writer))]
+            await asyncio.wait(ways, return_when="FIRST_COMPLETED")
+            for way in ways:
+                way.cancel()
+        except OSError:
+            pass  # the server does not listen: the learner's connection ends as it would without the proxy
+        finally:
+            self._writers.difference_update(writers)
+            for each in writers:
+                each.transport.abort()
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while chunk := await reader.read(CHUNK_BYTES):
+                await self._flows.wait()
+                writer.write(chunk)
+                await writer.drain()

@@ -1,0 +1,111 @@
+"""The processes of a run: started, struck by signals, and found among the children of others.
+
+A fake run's processes are forked from one that has imported everything, for a killed one would else be seconds in its
+imports; a real run's are started as a user does.
+"""
+
+import importlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).parent.parent.parent
+LEARNER, FAKE_SERVER, SERVER = "tests.chaos.learner_process", "tests.chaos.fake_server", "tests.chaos.server_process"
+"""Modules with `run(chaos_dir, arguments)`."""
+FORKED = multiprocessing.get_context("forkserver")
+FORKED.set_forkserver_preload([LEARNER, FAKE_SERVER])
+STOP_TIMEOUT_S = 10.0
+
+
+class Process:
+    """One server or learner, from its start to its end."""
+
+    def __init__(self, start: Callable[[], Any]) -> None:
+        self.started_at = time.monotonic()
+        self._handle = start()
+        self.pid: int = self._handle.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative: the signal that ended it."""
+        if isinstance(self._handle, subprocess.Popen):
+            return self._handle.poll()
+        return self._handle.exitcode
+
+    def child(self, words: str) -> int | None:
+        """Return the process id of the first child whose command line has these words."""
+        try:
+            children = psutil.Process(self.pid).children(recursive=True)
+            return next((child.pid for child in children if words in " ".join(child.cmdline())), None)
+        except psutil.NoSuchProcess:
+            return None
+
+    def end(self) -> None:
+        """Kill it and its children, whatever they do, and wait."""
+        try:
+            everyone = [psutil.Process(self.pid), *psutil.Process(self.pid).children(recursive=True)]
+        except psutil.NoSuchProcess:
+            everyone = []
+        for process in everyone:
+            strike(process.pid, signal.SIGKILL)
+        self.reap()
+
+    def reap(self) -> None:
+        """Wait for the end of a process that was killed."""
+        if isinstance(self._handle, subprocess.Popen):
+            self._handle.wait(STOP_TIMEOUT_S)
+        else:
+            self._handle.join(STOP_TIMEOUT_S)
+
+
+def start_forked(module: str, chaos_dir: Path, log: Path, arguments: list[str]) -> Process:
+    def start() -> Any:
+        process = FORKED.Process(target=_in_session, args=(module, chaos_dir, log, arguments))
+        process.start()
+        return process
+
+    return Process(start)
+
+
+def start_as_user(module: str, chaos_dir: Path, log: Path, arguments: list[str]) -> Process:
+    def start() -> Any:
+        with log.open("a") as output:
+            return subprocess.Popen(
+                [sys.executable, "-m", module, str(chaos_dir), *arguments],
+                cwd=ROOT, stdout=output, stderr=output, start_new_session=True,
+            )  # fmt: skip
+
+    return Process(start)
+
+
+def _in_session(module: str, chaos_dir: Path, log: Path, arguments: list[str]) -> None:
+    """In the forked process."""
+    os.setsid()
+    output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    importlib.import_module(module).run(chaos_dir, arguments)
+
+
+def strike(pid: int, number: int) -> bool:
+    """Send a signal; False if there is nobody."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def is_stopped(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    except psutil.NoSuchProcess:
+        return False

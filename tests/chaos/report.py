@@ -1,0 +1,122 @@
+"""What a campaign found, as one JSON object."""
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from tests.chaos.audit import Prompts
+from tests.chaos.schedule import Engine, Leg
+from tests.chaos.supervisor import Struck
+
+NUM_TOLD = 5
+
+
+class LegReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One run and its audits."""
+
+    leg: Leg
+    struck: list[Struck]
+    hangs: list[str]
+    died: list[str]
+    prompts: Prompts
+    num_completions_checked: int
+    versions_wrong: list[str]
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """Of some seconds."""
+
+    median: float | None
+    max: float | None
+    count: int
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """The campaign. `lost` to `versions_wrong` must be 0."""
+
+    seed: int
+    engine: Engine
+    targets: list[str]
+    faults: int
+    faults_asked: int
+    by_kind: dict[str, int]
+    by_state: dict[str, int]
+    prompts_expected: int
+    prompts_consumed_once: int
+    lost: int
+    duplicated: int
+    overtaken: int
+    hangs: int
+    versions_wrong: int
+    completions_checked: int
+    ended_by_themselves: dict[str, int]
+    """Processes that nobody had struck; each was started again."""
+    notice_s: Spread
+    """From the fault until the learner took the server for lost, where it lasted long enough for that."""
+    server_notice_s: Spread
+    """The same until the server could not reach the learner; it tries once a second."""
+    recover_s: Spread
+    """From the moment what was struck could work again until a step with new groups was done."""
+    start_s: Spread
+    """From the start of a killed process to that moment."""
+    seconds: float
+    faults_per_minute: float
+    problems: list[str]
+    """In words, with the leg; the first of each kind."""
+
+    @property
+    def is_clean(self) -> bool:
+        return not (self.lost or self.duplicated or self.overtaken or self.hangs or self.versions_wrong)
+
+
+def make_report(seed: int, engine: Engine, legs: Sequence[LegReport], seconds: float) -> Report:
+    struck = [each for leg in legs for each in leg.struck]
+    asked = sum(len(leg.leg.faults) for leg in legs)
+    lost, duplicated, overtaken, hangs, wrong = (
+        [f"leg {leg.leg.number}: {kind}: {text}" for leg in legs for text in texts(leg)]
+        for kind, texts in (
+            ("lost", lambda leg: leg.prompts.lost),
+            ("duplicated", lambda leg: leg.prompts.duplicated),
+            ("overtaken", lambda leg: leg.prompts.overtaken),
+            ("hang", lambda leg: leg.hangs),
+            ("wrong version", lambda leg: leg.versions_wrong),
+        )
+    )
+    return Report(
+        seed=seed,
+        engine=engine,
+        targets=sorted({each.fault.target for each in struck}),
+        faults=len(struck),
+        faults_asked=asked,
+        by_kind=_counted(f"{each.fault.target}: {each.fault.kind}" for each in struck),
+        by_state=_counted(each.fault.state.label for each in struck),
+        prompts_expected=sum(leg.prompts.expected for leg in legs),
+        prompts_consumed_once=sum(leg.prompts.consumed_once for leg in legs),
+        lost=len(lost),
+        duplicated=len(duplicated),
+        overtaken=len(overtaken),
+        hangs=len(hangs),
+        versions_wrong=len(wrong),
+        completions_checked=sum(leg.num_completions_checked for leg in legs),
+        ended_by_themselves=_counted(died for leg in legs for died in leg.died),
+        notice_s=_spread([each.notice_s for each in struck if each.fault.target != "learner"]),
+        server_notice_s=_spread([each.notice_s for each in struck if each.fault.target == "learner"]),
+        recover_s=_spread([each.recover_s for each in struck]),
+        start_s=_spread([each.start_s for each in struck]),
+        seconds=round(seconds, 1),
+        faults_per_minute=round(60 * len(struck) / seconds, 1),
+        problems=[problem for kind in (hangs, lost, duplicated, overtaken, wrong) for problem in kind[:NUM_TOLD]],
+    )
+
+
+def _counted(names: Iterable[str]) -> dict[str, int]:
+    return dict(sorted(Counter(names).items()))
+
+
+def _spread(seconds: Sequence[float | None]) -> Spread:
+    known = [each for each in seconds if each is not None]
+    if not known:
+        return Spread(None, None, 0)
+    return Spread(round(statistics.median(known), 2), round(max(known), 2), len(known))

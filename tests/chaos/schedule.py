@@ -1,0 +1,149 @@
+"""What is done to whom and when: a pure function of the seed, so that a campaign can be had again.
+
+A campaign is cut into legs, each a run of its own with a config of its own. A fault waits for a number of steps and then
+for a state to be reached for the n-th time, never for a wall clock.
+"""
+
+import random
+from typing import Literal
+
+import msgspec
+
+Engine = Literal["fake", "real"]
+Process = Literal["server", "learner"]
+Target = Literal["server", "engine core", "learner", "reward worker", "link"]
+Kind = Literal["kill", "stop", "stop, then kill", "cut", "stall"]
+
+FAULTS_PER_LEG = 25
+STEPS_PER_FAULT = 4
+CHECKPOINT_EVERY = 3
+NUM_MOMENTS = 30
+"""A random moment is one of the next so many messages that a process gets."""
+DURATIONS_S = (0.3, 1.0, 4.0)
+"""Of a stop, a cut and a stall; the last is longer than what a peer's silence may last."""
+
+
+class State(msgspec.Struct, frozen=True):
+    """A place in the code of one process, at which it stands still while the fault happens."""
+
+    process: Process
+    name: str
+    provoked_by: Literal["server killed", "learner killed", "byte flipped"] | None = None
+    """What must happen first, for states that a healthy run does not come to."""
+    num_times: int = 1
+    """It may be caught at any of so many visits: the broadcasts of a push are one state."""
+    receive_overlap: bool | None = None
+    """Set where the state exists only with, or without, server.receive_overlap."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.process} {self.name}"
+
+
+STATES = (
+    State("server", "starting", "server killed"),
+    State("server", "greeting", "learner killed"),
+    State("server", "generating", num_times=4),
+    State("server", "delivering", num_times=4),
+    State("server", "pausing"),
+    State("server", "receiving"),
+    State("server", "loading", receive_overlap=True),
+    State("server", "resuming"),
+    State("server", "torn", "byte flipped", receive_overlap=False),
+    State("learner", "starting", "learner killed"),
+    State("learner", "resuming", "learner killed"),
+    State("learner", "beginning", "learner killed"),
+    State("learner", "admitting"),
+    State("learner", "before receive is committed", num_times=4),
+    State("learner", "between commit and ack", num_times=4),
+    State("learner", "before score is committed", num_times=4),
+    State("learner", "before step is committed"),
+    State("learner", "before ready"),
+    State("learner", "joining", "server killed"),
+    State("learner", "forming", "server killed"),
+    State("learner", "mid-bucket", num_times=8),
+    State("learner", "before done"),
+    State("learner", "checkpoint written, not renamed"),
+    State("learner", "checkpoint renamed"),
+)
+MOMENTS = (State("server", "moment", num_times=NUM_MOMENTS), State("learner", "moment", num_times=NUM_MOMENTS))
+
+TARGETS: dict[Engine, tuple[Target, ...]] = {
+    "fake": ("server", "learner", "reward worker", "link"),
+    "real": ("server", "engine core", "learner", "reward worker", "link"),
+}
+KINDS: dict[Target, tuple[Kind, ...]] = {
+    "server": ("kill", "kill", "stop", "stop, then kill"),
+    "engine core": ("kill", "stop"),
+    "learner": ("kill", "kill", "stop", "stop, then kill"),
+    "reward worker": ("kill", "stop"),
+    "link": ("cut", "stall"),
+}
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True):
+    """One fault. `nth` counts visits of `state` after the run has come to `after_step`."""
+
+    after_step: int
+    state: State
+    nth: int
+    target: Target
+    kind: Kind
+    seconds: float
+    """How long a stop, a cut or a stall lasts; 0 for a kill."""
+
+    def __str__(self) -> str:
+        lasting = f" for {self.seconds:g} s" if self.seconds else ""
+        return f"{self.kind} {self.target}{lasting} at {self.state.label} ({self.nth}) after step {self.after_step}"
+
+
+class Leg(msgspec.Struct, frozen=True, kw_only=True):
+    """One run with its faults."""
+
+    number: int
+    seed: int
+    receive_overlap: bool
+    push_overlap: bool
+    active_sampling: bool
+    faults: tuple[Fault, ...]
+
+    @property
+    def steps(self) -> int:
+        """Long enough for every fault, although some come late, and some steps in peace."""
+        return STEPS_PER_FAULT * (len(self.faults) + 5)
+
+
+def schedule(seed: int, num_faults: int, engine: Engine) -> list[Leg]:
+    """Share the faults out over legs. Every state comes up once before any comes up again."""
+    dice = random.Random(f"{seed}/{num_faults}/{engine}")
+    decks: dict[bool, list[State]] = {True: [], False: []}
+    legs: list[Leg] = []
+    while num_faults > 0:
+        num_here = min(FAULTS_PER_LEG, num_faults)
+        num_faults -= num_here
+        receive_overlap = (seed + len(legs)) % 2 == 1
+        faults = tuple(
+            _fault(dice, decks[receive_overlap], STEPS_PER_FAULT * (i + 1), receive_overlap, engine)
+            for i in range(num_here)
+        )
+        legs.append(
+            Leg(
+                number=len(legs), seed=dice.randrange(2**31), receive_overlap=receive_overlap,
+                push_overlap=dice.random() < 0.5, active_sampling=dice.random() < 0.5, faults=faults,
+            )
+        )  # fmt: skip
+    return legs
+
+
+def _fault(dice: random.Random, deck: list[State], after_step: int, receive_overlap: bool, engine: Engine) -> Fault:
+    if not deck:
+        deck += [state for state in STATES if state.receive_overlap in (None, receive_overlap)] + 4 * list(MOMENTS)
+        dice.shuffle(deck)
+    state = deck.pop()
+    others = [target for target in TARGETS[engine] if target != state.process]
+    target: Target = state.process if dice.random() < 0.5 else dice.choice(others)
+    kind = dice.choice(KINDS[target])
+    return Fault(
+        after_step=after_step, state=state, nth=dice.randint(1, state.num_times), target=target, kind=kind,
+        seconds=0.0 if kind == "kill" else dice.choice(DURATIONS_S),
+    )  # fmt: skip

@@ -1,0 +1,192 @@
+"""The campaign's own parts: its schedule is the seed's, its audits find what is wrong, and a few faults leave nothing wrong."""
+
+import sqlite3
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from learner.data import Prompts as Data
+from learner.ledger import Ledger
+from learner.policy import load_tokenizer
+from protocol.codec import pack
+from protocol.messages import Completion, Group
+from protocol.model_files import resolve_model
+from tests.chaos.__main__ import campaign
+from tests.chaos.audit import Prompts, audit_prompts
+from tests.chaos.learner_process import RECEIVED, WEIGHTS
+from tests.chaos.run import make_config
+from tests.chaos.schedule import STATES, Leg, schedule
+from tests.chaos.traps import Traps, set_trap
+from tests.chaos.versions import audit_versions
+from tests.learner.model_engine import sample
+
+NUM_STEPS, GROUPS_PER_STEP, NUM_PROMPTS, SEED = 5, 2, 4, 3
+
+
+def test_a_seed_gives_the_same_faults_again_and_another_seed_others() -> None:
+    assert schedule(7, 60, "fake") == schedule(7, 60, "fake")
+    assert schedule(7, 60, "fake") != schedule(8, 60, "fake")
+
+
+def test_a_campaign_comes_to_every_state_and_has_as_many_faults_as_were_asked() -> None:
+    legs = schedule(0, 130, "real")
+    faults = [fault for leg in legs for fault in leg.faults]
+    assert len(faults) == 130
+    assert {state.label for state in STATES} < {fault.state.label for fault in faults}
+    assert {fault.target for fault in faults} == {"server", "engine core", "learner", "reward worker", "link"}
+    for leg in legs:
+        assert all(fault.state.receive_overlap in (None, leg.receive_overlap) for fault in leg.faults)
+        assert max(fault.after_step for fault in leg.faults) < leg.steps
+
+
+def test_a_trap_is_sprung_at_its_nth_visit_and_only_once(tmp_path: Path) -> None:
+    traps = Traps(tmp_path, "learner")
+    trap = set_trap(tmp_path, "learner", "mid-bucket", 2, number=0)
+    visits = [traps.is_sprung(state) for state in ("mid-bucket", "joining", "mid-bucket", "mid-bucket")]
+    assert visits == [False, False, True, False] and not trap.exists()
+
+
+# --- the audit of prompts --------------------------------------------------------------------------------------------
+
+
+def make_ledger(path: Path) -> Path:
+    """A run of five steps, two groups each, over epochs of four prompts, in which all went well."""
+    orders = [np.random.default_rng([SEED, epoch]).permutation(NUM_PROMPTS).tolist() for epoch in range(3)]
+    ledger = Ledger(path)
+    for slot in range(NUM_STEPS * GROUPS_PER_STEP):
+        epoch, place = divmod(slot, NUM_PROMPTS)
+        group_id = f"{slot}.0"
+        ledger.admit(
+            group_id, slot=slot, attempt=0, position=slot, epoch=epoch, prompt_id=orders[epoch][place], version=0
+        )
+        ledger.receive(group_id, b"group", 0, 5)
+        ledger.score(group_id, "[]", 0.5)
+    for step in range(1, NUM_STEPS + 1):
+        first = (step - 1) * GROUPS_PER_STEP
+        ledger.consume([(f"{slot}.0", 0) for slot in range(first, first + GROUPS_PER_STEP)], step)
+    ledger.close()
+    return path
+
+
+def audit_after(tmp_path: Path, *doctoring: str) -> Prompts:
+    path = make_ledger(tmp_path / "ledger.db")
+    with sqlite3.connect(path) as db:
+        for sql in doctoring:
+            assert db.execute(sql).rowcount != 0
+    return audit_prompts(path, num_steps=NUM_STEPS, groups_per_step=GROUPS_PER_STEP, num_prompts=NUM_PROMPTS, seed=SEED)
+
+
+def test_a_run_without_faults_has_a_clean_audit(tmp_path: Path) -> None:
+    audit = audit_after(tmp_path)
+    assert (audit.expected, audit.consumed_once) == (10, 10)
+    assert not (audit.lost or audit.duplicated or audit.overtaken)
+
+
+def test_the_audit_finds_a_prompt_that_was_lost(tmp_path: Path) -> None:
+    audit = audit_after(tmp_path, "DELETE FROM groups WHERE slot = 3")
+    assert any("of epoch 0" in text for text in audit.lost) and "step 2 has 1 groups, not 2" in audit.lost
+
+
+def test_the_audit_finds_a_prompt_that_waits_while_later_ones_were_consumed(tmp_path: Path) -> None:
+    audit = audit_after(tmp_path, "UPDATE groups SET state = 'scored', step = NULL WHERE slot = 3")
+    assert any("of epoch 0" in text for text in audit.lost)
+
+
+def test_the_audit_finds_a_prompt_that_was_consumed_twice(tmp_path: Path) -> None:
+    audit = audit_after(
+        tmp_path,
+        "DROP INDEX one_live_group_per_slot",
+        "INSERT INTO groups SELECT '2.1', slot, 1, position, epoch, prompt_id, state, reason, admitted_version, oldest_version,"
+        " 5, staleness, num_tokens, reward_mean, rewards, admitted_at, received_at, scored_at, consumed_at, payload"
+        " FROM groups WHERE slot = 2",
+    )
+    assert len(audit.duplicated) == 1 and audit.consumed_once == 9
+
+
+def test_the_audit_finds_a_wrong_prompt(tmp_path: Path) -> None:
+    audit = audit_after(tmp_path, "UPDATE groups SET prompt_id = (prompt_id + 1) % 4 WHERE slot = 5")
+    assert len(audit.lost) == len(audit.duplicated) == 1
+
+
+def test_the_audit_finds_a_slot_that_was_overtaken(tmp_path: Path) -> None:
+    audit = audit_after(
+        tmp_path, "UPDATE groups SET step = 4 WHERE slot = 3", "UPDATE groups SET step = 2 WHERE slot = 6"
+    )
+    assert audit.overtaken and not (audit.lost or audit.duplicated)
+
+
+def test_a_slot_that_was_passed_over_for_good_is_accounted_for(tmp_path: Path) -> None:
+    audit = audit_after(
+        tmp_path, "UPDATE groups SET state = 'dropped', reason = 'no_signal', step = NULL WHERE slot = 7"
+    )
+    assert audit.lost == ["step 4 has 1 groups, not 2"]
+
+
+# --- the audit of versions -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sampled(tmp_path: Path) -> tuple[Path, list[Completion]]:
+    """A directory with the weights of versions 0 and 1, and two completions that version 0 has sampled."""
+    leg = msgspec.structs.replace(schedule(0, 1, "fake")[0], seed=0)
+    config = make_config(leg, "fake", tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(resolve_model(config.model), dtype=torch.float32)
+    (tmp_path / WEIGHTS).mkdir()
+    save_file(
+        {name: tensor.clone() for name, tensor in model.named_parameters()}, tmp_path / WEIGHTS / "0-a.safetensors"
+    )
+    prompt = Data(config.learner.data, load_tokenizer(resolve_model(config.model)), config.seed).prompt_at(0)
+    (tmp_path / "run").mkdir()
+    ledger = Ledger(tmp_path / "run" / "ledger.db")
+    ledger.admit("0.0", slot=0, attempt=0, position=0, epoch=0, prompt_id=prompt.prompt_id, version=0)
+    ledger.close()
+    completions = []
+    for seed in range(2):
+        tokens, logprobs = sample(model, prompt.token_ids, seed, 5)
+        completions.append(
+            Completion(
+                token_ids=np.array(tokens, np.int32), behaviour_logprobs=np.array(logprobs, np.float32),
+                versions=[(0, len(tokens))], finish_reason="length",
+            )
+        )  # fmt: skip
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.01
+    save_file(
+        {name: tensor.clone() for name, tensor in model.named_parameters()}, tmp_path / WEIGHTS / "1-b.safetensors"
+    )
+    return tmp_path, completions
+
+
+def audit_of(directory: Path, completions: list[Completion]) -> tuple[int, list[str]]:
+    (directory / RECEIVED).mkdir()
+    group = Group(group_id="0.0", entered_version=0, completions=completions)
+    (directory / RECEIVED / "0.0-1").write_bytes(pack(group))
+    leg: Leg = msgspec.structs.replace(schedule(0, 1, "fake")[0], seed=0)
+    return audit_versions(directory, make_config(leg, "fake", directory))
+
+
+def test_tokens_of_the_version_they_are_labelled_with_pass(sampled: tuple[Path, list[Completion]]) -> None:
+    assert audit_of(*sampled) == (2, [])
+
+
+@pytest.mark.parametrize(("label", "problem"), [(1, "differ by"), (2, "was never published")])
+def test_the_audit_finds_a_wrong_label(sampled: tuple[Path, list[Completion]], label: int, problem: str) -> None:
+    directory, (right, wrong) = sampled
+    num_tokens = len(wrong.token_ids)
+    num_checked, found = audit_of(directory, [right, msgspec.structs.replace(wrong, versions=[(label, num_tokens)])])
+    assert num_checked == 2 and len(found) == 1 and problem in found[0]
+
+
+# --- faults ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_few_faults_leave_nothing_lost_twice_mislabelled_or_hanging(tmp_path: Path) -> None:
+    report = campaign(5, 6, "fake", tmp_path / "chaos")
+    assert report.is_clean, report.problems
+    assert report.faults == 6 and report.prompts_consumed_once == report.prompts_expected

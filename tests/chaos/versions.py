@@ -1,0 +1,93 @@
+"""The audit of version labels: every token's behaviour logprob is computed again from the weights its label names.
+
+The learner's process has kept the weights of every version before they were pushed, and every group before it was committed.
+A resume trains some versions again: a label is right if any of its version's weights give the logprob.
+"""
+
+import sqlite3
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from learner.config import LearnerRun
+from learner.data import Prompts
+from learner.policy import load_tokenizer
+from protocol.codec import unpack
+from protocol.messages import Completion, Group
+from protocol.model_files import resolve_model
+from tests.chaos.learner_process import RECEIVED, WEIGHTS
+
+TOLERANCE = 2e-4
+"""Between float32 in vLLM and in torch there are 4e-5; one step of the optimizer moves most tokens by more than 1e-3."""
+
+
+def audit_versions(directory: Path, config: LearnerRun) -> tuple[int, list[str]]:
+    """Return how many completions were checked, and in words those whose labels are wrong."""
+    groups = [(path.name, unpack(path.read_bytes(), Group)) for path in sorted((directory / RECEIVED).glob("*-*"))]
+    prompts = _prompts(directory / "run" / "ledger.db", config)
+    weights = defaultdict(list)
+    for path in (directory / WEIGHTS).glob("*.safetensors"):
+        weights[int(path.name.partition("-")[0])].append(path)
+    sequences = [
+        (name, prompts[name.partition("-")[0]], completion)
+        for name, group in groups
+        for completion in group.completions
+    ]
+    wanted = defaultdict(list)
+    for index, (_, _, completion) in enumerate(sequences):
+        for version, _ in completion.versions:
+            wanted[version].append(index)
+    model = AutoModelForCausalLM.from_pretrained(resolve_model(config.model), dtype=torch.float32)
+    errors: dict[tuple[int, int], np.ndarray] = {}
+    for version, indices in wanted.items():
+        for path in weights[version]:
+            model.load_state_dict(load_file(path), strict=False)
+            for index, logprobs in _logprobs(model, {index: sequences[index][1:] for index in indices}):
+                error = np.abs(logprobs - sequences[index][2].behaviour_logprobs)
+                errors[version, index] = np.minimum(errors.get((version, index), np.inf), error)
+    wrong = [
+        f"group {name}, labelled {completion.versions}: {problem}"
+        for index, (name, _, completion) in enumerate(sequences)
+        if (problem := _problem(completion.versions, {v: errors.get((v, index)) for v, _ in completion.versions}))
+    ]
+    return len(sequences), wrong
+
+
+def _problem(versions: list[tuple[int, int]], errors: dict[int, np.ndarray | None]) -> str | None:
+    start = 0
+    for version, num_tokens in versions:
+        error = errors[version]
+        if error is None:
+            return f"version {version} was never published"
+        worst = float(error[start : start + num_tokens].max())
+        if not worst <= TOLERANCE:
+            return f"the weights of version {version} give logprobs that differ by {worst:.1e}"
+        start += num_tokens
+    return None
+
+
+@torch.no_grad()
+def _logprobs(model: Any, sequences: dict[int, tuple[list[int], Completion]]) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the logprobs of each completion's tokens; those of one length go through the model together."""
+    by_length = defaultdict(list)
+    for index, (prompt, completion) in sequences.items():
+        by_length[len(prompt), len(completion.token_ids)].append(index)
+    for (prompt_length, _), indices in by_length.items():
+        ids_BT = torch.tensor([sequences[i][0] + sequences[i][1].token_ids.tolist() for i in indices])
+        logits_BTV = model(ids_BT, attention_mask=torch.ones_like(ids_BT)).logits[:, prompt_length - 1 : -1]
+        logprobs_BT = logits_BTV.log_softmax(-1).gather(2, ids_BT[:, prompt_length:, None])[..., 0]
+        yield from zip(indices, logprobs_BT.numpy(), strict=True)
+
+
+def _prompts(ledger: Path, config: LearnerRun) -> dict[str, list[int]]:
+    """Group id → the tokens of its prompt."""
+    prompts = Prompts(config.learner.data, load_tokenizer(resolve_model(config.model)), config.seed)
+    with sqlite3.connect(f"file:{ledger}?mode=ro", uri=True) as db:
+        rows = db.execute("SELECT group_id, position FROM groups").fetchall()
+    return {group_id: prompts.prompt_at(position).token_ids for group_id, position in rows}
