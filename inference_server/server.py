@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,9 +25,9 @@ from inference_server.config import ServerConfig
 from inference_server.engine import Engine, EngineDead, EngineFailed, WorkerPlace
 from inference_server.groups import Groups, why_invalid, why_not_tokens
 from inference_server.push import Pushes
+from inference_server.refusals import Refusals
 from protocol.channel import ServerChannel
 from protocol.errors import ProtocolError
-from protocol.handshakes import Failure
 from protocol.messages import (
     PROTOCOL_VERSION,
     Ack,
@@ -49,7 +49,6 @@ from protocol.messages import (
 log = logging.getLogger(__name__)
 
 PULSE_INTERVAL_S = 1.0
-FAILED_HANDSHAKES_NOTE_S = 60.0
 MAX_IGNORED_PEERS = 1_000
 """So many peers that sent rubbish are remembered; one that is forgotten is told once more."""
 
@@ -72,8 +71,7 @@ class Server:
         self._started_at = time.monotonic()
         self._learner: Learner | None = None
         self._ignored_peers: deque[bytes] = deque(maxlen=MAX_IGNORED_PEERS)
-        self._failed_handshakes: Counter[Failure] = Counter()
-        self._noted_handshakes_at = -FAILED_HANDSHAKES_NOTE_S
+        self._refusals = Refusals()
         self._places: Sequence[WorkerPlace] = ()
         self._tasks = asyncio.TaskGroup()
         self._groups = Groups(engine, self._deliver, self._tasks)
@@ -106,6 +104,8 @@ class Server:
             "tokens_generated": self._groups.tokens_generated,
             "uptime_s": round(uptime_s, 3),
             "idle_frac": round(self._groups.idle_s / uptime_s, 4),
+            "messages_refused": self._refusals.num_messages + self._channel.num_shut_out,
+            "handshakes_failed": self._refusals.num_handshakes,
         }
 
     # --- loops -------------------------------------------------------------------------------------------------------
@@ -114,6 +114,7 @@ class Server:
         while True:
             peer, message = await self._channel.receive()
             if peer in self._ignored_peers:
+                self._refusals.message("of peers that sent rubbish before")
                 continue
             match message:
                 case ProtocolError():
@@ -123,7 +124,7 @@ class Server:
                 case _ if self._learner is None or self._learner.peer != peer:
                     # A connection that was lost and made again. It hears no pulse and so will say Hello: an answer here
                     # would only keep it from noticing.
-                    log.info("%s on a connection that has not said Hello is ignored", type(message).__name__)
+                    self._refusals.message(f"{type(message).__name__} on a connection that has not said Hello")
                 case Generate():
                     await self._ask(message)
                 case Ack(group_ids=group_ids):
@@ -141,7 +142,8 @@ class Server:
         while True:
             await asyncio.sleep(PULSE_INTERVAL_S)
             self._engine.check_alive()
-            self._note_failed_handshakes()
+            self._refusals.handshakes(self._channel.take_failed_handshakes())
+            self._refusals.note()
             if self._learner is None:
                 continue
             if await self._deliver(self._pulse_message()):
@@ -154,20 +156,11 @@ class Server:
                 self._groups.forget_all()
                 self._learner = None
 
-    def _note_failed_handshakes(self) -> None:
-        """Say who knocks in vain, at most once a minute however many they are."""
-        self._failed_handshakes += self._channel.take_failed_handshakes()
-        if self._failed_handshakes and time.monotonic() - self._noted_handshakes_at > FAILED_HANDSHAKES_NOTE_S:
-            counts = ", ".join(f"{count} with {cause.value}" for cause, count in self._failed_handshakes.most_common())
-            log.warning("connections that failed in the handshake: %s (SECURITY.md)", counts)
-            self._failed_handshakes.clear()
-            self._noted_handshakes_at = time.monotonic()
-
     # --- learner -----------------------------------------------------------------------------------------------------
 
     async def _greet(self, peer: bytes, hello: Hello) -> None:
         if reason := await self._why_refused(hello):
-            log.warning("run %s refused: %s", hello.run, reason)
+            self._refusals.message("Hello", f"run {hello.run}: {reason}")
             await self._channel.send(peer, Refused(reason=reason))
             return
         if self._learner is None or self._learner.run != hello.run:
@@ -215,7 +208,7 @@ class Server:
 
     async def _ignore(self, peer: bytes, reason: str) -> None:
         """A peer that sends rubbish is told so once; from then on nothing it sends is looked at."""
-        log.warning("a peer sent a malformed message and is ignored from now on: %s", reason)
+        self._refusals.message("malformed", reason)
         self._ignored_peers.append(peer)
         await self._channel.send(peer, Refused(reason=f"malformed message: {reason}"))
 

@@ -65,6 +65,8 @@ class ServerChannel:
         self._socket.setsockopt(zmq.RCVHWM, SERVER_RECEIVE_HIGH_WATER_MARK)
         self._strangers = Strangers()
         self._admitted: bytes | None = None
+        self.num_shut_out = 0
+        """Messages beyond what strangers may send, dropped unread."""
         self._failed_handshakes: FailedHandshakes | None = None
         self._gate = self._lock(keys) if keys is not None else None
         try:
@@ -97,6 +99,7 @@ class ServerChannel:
             await asyncio.sleep(0)
             peer = peer_frame.bytes
             if peer != self._admitted and self._is_shut_out(peer, frames):
+                self.num_shut_out += 1
                 continue
             try:
                 return peer, decode([frame.buffer for frame in frames], LearnerMessage)  # type: ignore[arg-type]
