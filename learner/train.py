@@ -207,6 +207,7 @@ def record(
     metrics["perf/learner_idle_frac"] = times["time/wait_for_batch"] / times["time/step"]
     if leader.rollouts.link.server_idle_frac is not None:
         metrics["perf/server_idle_frac"] = leader.rollouts.link.server_idle_frac
+    metrics["rollout/messages_refused"] = float(leader.rollouts.link.num_refused)
     metrics |= leader.rollouts.batch_metrics
     leader.log.step(step, metrics)
     leader.log.sample(step, *sample_of(groups[0], leader.tokenizer))

@@ -209,6 +209,7 @@ class LearnerChannel:
 
     async def receive(self) -> ServerMessage:
         """Return the server's next message. Raises ProtocolError if it is not one."""
+        await asyncio.sleep(0)  # as the server does: what floods leaves other tasks their turn
         return decode(await self._socket.recv_multipart(), ServerMessage)  # type: ignore[arg-type]
 
     def check_handshake(self) -> bool:
