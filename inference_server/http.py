@@ -129,3 +129,9 @@ class _Metrics(Collector):
         yield CounterMetricFamily("slipstream_pushes_failed", "Pushes failed", status["pushes_failed"])
         yield CounterMetricFamily("slipstream_push_stall_seconds", "Generation stalled", status["push_stall_s"])
         yield CounterMetricFamily("slipstream_tokens", "Tokens sampled for groups", status["tokens_generated"])
+        yield CounterMetricFamily(
+            "slipstream_messages_refused", "Malformed or uncalled-for messages", status["messages_refused"]
+        )
+        yield CounterMetricFamily(
+            "slipstream_handshakes_failed", "Connections without a listed key", status["handshakes_failed"]
+        )

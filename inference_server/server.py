@@ -17,7 +17,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections import Counter, deque
+from collections import deque
 from typing import Any
 
 import msgspec
@@ -27,10 +27,10 @@ from inference_server.engine import Engine, EngineDead
 from inference_server.engine_life import EngineLife
 from inference_server.groups import Groups, why_invalid
 from inference_server.push import Pushes
+from inference_server.refusals import Refusals
 from inference_server.scores import scores_of
 from protocol.channel import ServerChannel
 from protocol.errors import ProtocolError
-from protocol.handshakes import Failure
 from protocol.messages import (
     PROTOCOL_VERSION,
     Ack,
@@ -51,7 +51,6 @@ from protocol.messages import (
 log = logging.getLogger(__name__)
 
 PULSE_INTERVAL_S = 1.0
-FAILED_HANDSHAKES_NOTE_S = 60.0
 MAX_IGNORED_PEERS = 1_000
 """So many peers that sent rubbish are remembered; one that is forgotten is told once more."""
 
@@ -74,8 +73,7 @@ class Server:
         self._started_at = time.monotonic()
         self._learner: Learner | None = None
         self._ignored_peers: deque[bytes] = deque(maxlen=MAX_IGNORED_PEERS)
-        self._failed_handshakes: Counter[Failure] = Counter()
-        self._noted_handshakes_at = -FAILED_HANDSHAKES_NOTE_S
+        self._refusals = Refusals()
         self._tasks = asyncio.TaskGroup()
         self._life = EngineLife(engine, self._tasks, config.max_engine_restarts, self._forget_engine)
         self._groups = Groups(engine, self._deliver, self._life.spawn)
@@ -111,6 +109,8 @@ class Server:
             "idle_frac": round(self._groups.idle_s / uptime_s, 4),
             "engine_restarts": self._life.num_restarts,
             "unavailable": self._why_unavailable(),
+            "messages_refused": self._refusals.num_messages + self._channel.num_shut_out,
+            "handshakes_failed": self._refusals.num_handshakes,
         }
 
     def _why_unavailable(self) -> str | None:
@@ -129,6 +129,7 @@ class Server:
         while True:
             peer, message = await self._channel.receive()
             if peer in self._ignored_peers:
+                self._refusals.message("of peers that sent rubbish before")
                 continue
             match message:
                 case ProtocolError():
@@ -138,7 +139,7 @@ class Server:
                 case _ if self._learner is None or self._learner.peer != peer:
                     # A connection that was lost and made again. It hears no pulse and so will say Hello: an answer here
                     # would only keep it from noticing.
-                    log.info("%s on a connection that has not said Hello is ignored", type(message).__name__)
+                    self._refusals.message(f"{type(message).__name__} on a connection that has not said Hello")
                 case Ack(group_ids=group_ids):
                     self._groups.acknowledge(group_ids)
                 case Cancel(group_ids=group_ids):
@@ -157,7 +158,8 @@ class Server:
     async def _pulse(self) -> None:
         while True:
             await asyncio.sleep(PULSE_INTERVAL_S)
-            self._note_failed_handshakes()
+            self._refusals.handshakes(self._channel.take_failed_handshakes())
+            self._refusals.note()
             self._channel.look_at_connections()
             if self._learner is None:
                 continue
@@ -171,20 +173,11 @@ class Server:
                 self._groups.forget_all()
                 self._learner = None
 
-    def _note_failed_handshakes(self) -> None:
-        """Say who knocks in vain, at most once a minute however many they are."""
-        self._failed_handshakes += self._channel.take_failed_handshakes()
-        if self._failed_handshakes and time.monotonic() - self._noted_handshakes_at > FAILED_HANDSHAKES_NOTE_S:
-            counts = ", ".join(f"{count} with {cause.value}" for cause, count in self._failed_handshakes.most_common())
-            log.warning("connections that failed in the handshake: %s (SECURITY.md)", counts)
-            self._failed_handshakes.clear()
-            self._noted_handshakes_at = time.monotonic()
-
     # --- learner -----------------------------------------------------------------------------------------------------
 
     async def _greet(self, peer: bytes, hello: Hello) -> None:
         if reason := await self._why_refused(hello):
-            log.warning("run %s refused: %s", hello.run, reason)
+            self._refusals.message("Hello", f"run {hello.run}: {reason}")
             await self._channel.send(peer, Refused(reason=reason))
             return
         if not self._life.is_alive:
@@ -232,7 +225,7 @@ class Server:
 
     async def _ignore(self, peer: bytes, reason: str) -> None:
         """A peer that sends rubbish is told so once; from then on nothing it sends is looked at."""
-        log.warning("a peer sent a malformed message and is ignored from now on: %s", reason)
+        self._refusals.message("malformed", reason)
         self._ignored_peers.append(peer)
         await self._channel.send(peer, Refused(reason=f"malformed message: {reason}"))
 

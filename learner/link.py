@@ -46,6 +46,7 @@ DEAD_AFTER_S = 2.5
 """Silence after which the server is taken for dead: two pulses and a half. With HELLO_INTERVAL_S between two looks, 3 s."""
 SEND_TIMEOUT_S = 3.0
 LIVENESS_CHECK_S = 0.5
+REFUSED_NOTE_S = 60.0
 
 log = logging.getLogger(__name__)
 
@@ -76,11 +77,16 @@ class ServerLink:
         """While not connected: what listens at the endpoint has ended a handshake."""
         self._num_broken = 0
         """Of the channel's connections; when it grows the server must welcome this run again, whatever else comes."""
+        self.num_refused = 0
+        """Messages that were none, or not what was asked for. They are no sign of life."""
+        self._refused_noted_at = -REFUSED_NOTE_S
         self._last_heard_s = time.monotonic()
         self._last_pulse: tuple[Pulse, float] | None = None
         self._connected = False
         self._connection = 0
         """Counts the welcomes after a silence or by another server."""
+        self._push: tuple[str, int] | None = None
+        """Epoch and version of the newest push; replies to any other are late or replayed."""
         self._push_replies: asyncio.Queue[PushReply] = asyncio.Queue()
         self._scores: dict[str, asyncio.Future[Scores]] = {}
         self._unsent_acks: list[str] = []
@@ -91,7 +97,7 @@ class ServerLink:
         return self._connected
 
     async def run(self) -> None:
-        """Keep the link up until cancelled. Raises HandshakeRefused, ProtocolError."""
+        """Keep the link up until cancelled. Raises HandshakeRefused."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._receive())
             tasks.create_task(self._stay_connected())
@@ -123,9 +129,23 @@ class ServerLink:
 
     async def _receive(self) -> None:
         while True:
-            message = await self._channel.receive()
+            try:
+                message = await self._channel.receive()
+            except ProtocolError as error:
+                self.refuse(str(error))
+                continue
             self._last_heard_s = time.monotonic()
             self._dispatch(message)
+
+    def refuse(self, reason: str) -> None:
+        """Count what came and cannot be used; say so, but at most once a minute however much it is."""
+        self.num_refused += 1
+        if time.monotonic() - self._refused_noted_at > REFUSED_NOTE_S:
+            self._refused_noted_at = time.monotonic()
+            log.warning(
+                "what comes from the server at %s cannot be used (%d messages so far) and is left out: %s",
+                self.endpoint, self.num_refused, reason,
+            )  # fmt: skip
 
     def _dispatch(self, message: ServerMessage) -> None:
         match message:
@@ -141,7 +161,7 @@ class ServerLink:
                 waiting = self._scores.pop(request_id, None)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(message)
-            case PushReady() | PushDone() | PushFailedMessage():
+            case PushReady() | PushDone() | PushFailedMessage() if (message.epoch, message.version) == self._push:
                 self._push_replies.put_nowait(message)
 
     def _welcomed(self, welcome: Welcome) -> None:
@@ -219,19 +239,20 @@ class ServerLink:
 
     async def begin_push(self, begin: PushBegin, timeout_s: float) -> None:
         """Send PushBegin and wait for PushReady. Raises PushFailed, DeadlineExceeded."""
+        self._push, self._push_replies = (begin.epoch, begin.version), asyncio.Queue()
         await self._channel.send(begin, SEND_TIMEOUT_S)
         try:
             async with asyncio.timeout(timeout_s):
-                await self._push_reply(PushReady, begin.epoch, begin.version)
+                await self._push_reply(PushReady, begin.epoch)
         except TimeoutError as error:
             raise DeadlineExceeded(
                 f"no PushReady for version {begin.version} in epoch {begin.epoch} from {self.endpoint} within "
                 f"{timeout_s:g} s (learner.push.timeout_s)"
             ) from error
 
-    async def finish_push(self, epoch: str, version: int) -> PushDone:
-        """Wait for PushDone for as long as the server pulses. Raises PushFailed."""
-        return await self._push_reply(PushDone, epoch, version)
+    async def finish_push(self, epoch: str) -> PushDone:
+        """Wait for the PushDone of the push that was begun, for as long as the server pulses. Raises PushFailed."""
+        return await self._push_reply(PushDone, epoch)
 
     async def abort_push(self, epoch: str) -> None:
         """Tell the server that an epoch is given up, if it can be reached; it will find out by itself."""
@@ -241,7 +262,7 @@ class ServerLink:
         """Take the server for gone until it has welcomed this run again, which tells sooner than its silence."""
         self._connected = False
 
-    async def _push_reply(self, wanted: type[R], epoch: str, version: int) -> R:
+    async def _push_reply(self, wanted: type[R], epoch: str) -> R:
         connection = self._connection
         while True:
             try:
@@ -252,10 +273,7 @@ class ServerLink:
                         f"the server at {self.endpoint} went away before {wanted.__name__} in epoch {epoch}"
                     ) from error
                 continue
-            if (reply.epoch, reply.version) != (epoch, version):
-                continue  # a late reply of an epoch that was given up
             if isinstance(reply, PushFailedMessage):
                 raise PushFailed(f"the server failed in state {reply.state}: {reply.message}")
-            if not isinstance(reply, wanted):
-                raise ProtocolError(f"{type(reply).__name__} came for version {version}, expected {wanted.__name__}")
-            return reply
+            if isinstance(reply, wanted):
+                return reply

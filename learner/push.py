@@ -158,7 +158,7 @@ class Pusher:
         self._state = "pausing"
         self._loop.call(self._link.begin_push(begin, timeout_s), timeout_s + CALL_SLACK_S)
         ready = time.monotonic()
-        done = self._loop.submit(self._link.finish_push(epoch.name, version))
+        done = self._loop.submit(self._link.finish_push(epoch.name))
         try:
             sent = self._send(epoch, version, tensors(), done)
             travelled = time.monotonic()

@@ -46,12 +46,24 @@ def message_of(request: Request, config: SamplingConfig, run_seed: int, deadline
     )
 
 
-def survivors(group: Group, num_completions: int) -> Group | None:
-    """Leave completions without tokens out; None if fewer than two are left. Raises ProtocolError for too many."""
-    if len(group.completions) > num_completions:
+def survivors(group: Group, config: SamplingConfig, vocab_size: int) -> Group | None:
+    """Leave completions without tokens out; None if fewer than two are left.
+
+    Raises ProtocolError for what was not asked for: too many completions, or too long ones, or ids that are no tokens.
+    """
+    if len(group.completions) > config.num_completions:
         raise ProtocolError(
-            f"group {group.group_id} has {len(group.completions)} completions, asked for were {num_completions}; "
-            "server and learner do not fit, restart both from the same version of Slipstream"
+            f"group {group.group_id} has {len(group.completions)} completions, asked for were {config.num_completions}"
         )
+    for completion in group.completions:
+        ids = completion.token_ids
+        if len(ids) > config.max_tokens:
+            raise ProtocolError(
+                f"group {group.group_id} has a completion of {len(ids)} tokens, asked for were at most {config.max_tokens}"
+            )
+        if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
+            raise ProtocolError(
+                f"group {group.group_id} has token ids from {ids.min()} to {ids.max()}, the model 0 to {vocab_size - 1}"
+            )
     usable = [completion for completion in group.completions if len(completion.token_ids)]
     return msgspec.structs.replace(group, completions=usable) if len(usable) >= MIN_SURVIVORS else None

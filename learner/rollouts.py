@@ -38,7 +38,7 @@ from learner.selection import Selection
 from learner.slots import Slots
 from learner.waits import Part, Waits
 from protocol.codec import pack
-from protocol.errors import DataError, DeadlineExceeded, ServerLost
+from protocol.errors import DataError, DeadlineExceeded, ProtocolError, ServerLost
 from protocol.keys import learner_keys
 from protocol.messages import Group, GroupFailed, Hello, Welcome
 
@@ -55,7 +55,7 @@ class Rollouts:
     ) -> None:
         self._run, self._config = run, run.learner
         self._prompts, self._ledger, self._scorer = prompts, ledger, scorer
-        self._version = version
+        self._version, self._vocab_size = version, hello.model.vocab_size
         self._served_by: str | None = None
         """The server that has this run's weights."""
         self._outstanding: dict[str, Request] = {}
@@ -327,11 +327,15 @@ class Rollouts:
         if request.sent_at is not None:
             with self._changed:
                 self._waits.note_arrival(time.monotonic() - request.sent_at, group.server_s)
-        num_asked = self._config.sampling.num_completions
-        usable = survivors(group, num_asked)
+        usable, reason = None, "too_few_survivors"
+        try:
+            usable = survivors(group, self._config.sampling, self._vocab_size)
+        except ProtocolError as error:
+            self.link.refuse(str(error))
+            reason = "malformed"
         if usable is None:
-            log.warning("group %s lost all but at most one of its %d completions", group.group_id, num_asked)
-            await self._failed(request, "too_few_survivors")
+            log.warning("group %s cannot be used: %s", group.group_id, reason)
+            await self._failed(request, reason)
             await self.link.acknowledge([group.group_id])
             return
         num_tokens = sum(len(completion.token_ids) for completion in usable.completions)

@@ -208,6 +208,7 @@ def record(
     if server_idle_frac is not None:
         metrics["perf/server_idle_frac"] = server_idle_frac
         metrics["wait/learner"] = learner_s(metrics, server_idle_frac)
+    metrics["rollout/messages_refused"] = float(leader.rollouts.link.num_refused)
     metrics |= leader.rollouts.batch_metrics
     leader.log.step(step, metrics)
     leader.log.sample(step, *sample_of(groups[0], leader.tokenizer))

@@ -65,6 +65,8 @@ class ServerChannel:
         self._socket.setsockopt(zmq.RCVHWM, SERVER_RECEIVE_HIGH_WATER_MARK)
         self._strangers = Strangers()
         self._admitted: bytes | None = None
+        self.num_shut_out = 0
+        """Messages beyond what strangers may send, dropped unread."""
         self._failed_handshakes: FailedHandshakes | None = None
         self._gate = self._lock(keys) if keys is not None else None
         try:
@@ -99,6 +101,7 @@ class ServerChannel:
             peer, descriptor = peer_frame.bytes, int(frames[0].get(zmq.SRCFD))
             self._connections.finished_message(descriptor)
             if peer != self._admitted and self._is_shut_out(peer, descriptor, frames):
+                self.num_shut_out += 1
                 continue
             try:
                 return peer, decode([frame.buffer for frame in frames], LearnerMessage)  # type: ignore[arg-type]
@@ -199,6 +202,7 @@ class LearnerChannel:
 
     async def receive(self) -> ServerMessage:
         """Return the server's next message. Raises ProtocolError if it is not one."""
+        await asyncio.sleep(0)  # as the server does: what floods leaves other tasks their turn
         return decode(await self._socket.recv_multipart(), ServerMessage)  # type: ignore[arg-type]
 
     def check_handshake(self) -> bool:

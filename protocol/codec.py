@@ -15,6 +15,9 @@ from protocol.messages import DTYPES
 
 M = TypeVar("M")
 
+MAX_COMPLAINT_CHARACTERS = 300
+"""A complaint quotes what came, which may be megabytes."""
+
 
 def encode(message: msgspec.Struct) -> list[bytes | memoryview]:
     """Return the frames of a message: the header, then one frame per array, in the order the header names them."""
@@ -51,13 +54,18 @@ def decode(frames: Sequence[bytes | memoryview], expected: type[M]) -> M:
         raise ProtocolError("a message without frames came; expected a msgpack header")
     try:
         message = msgspec.msgpack.decode(frames[0], type=expected, dec_hook=dec_hook)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"not a valid message: {error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"not a valid message: {_in_one_line(error)}") from error
     if unclaimed:
         raise ProtocolError(
             f"{len(frames) - 1} array frames came, {len(unclaimed)} of them announced by no header field"
         )
     return message
+
+
+def _in_one_line(error: Exception) -> str:
+    """Without the line breaks with which a peer could write lines of its own into the log."""
+    return str(error)[:MAX_COMPLAINT_CHARACTERS].encode("unicode_escape").decode()
 
 
 def _array_from_frame(announced: Any, frames: Sequence[bytes | memoryview]) -> np.ndarray:

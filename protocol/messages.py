@@ -17,6 +17,13 @@ PROTOCOL_VERSION = 1
 DTYPES = {"int32": np.dtype("<i4"), "float32": np.dtype("<f4")}
 """The arrays a message may carry, by the name the header gives them."""
 
+# NaN, which fits no bound, would put an event loop's timers out of order; no other part checks what a peer sends here.
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Version = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+Name = Annotated[str, msgspec.Meta(max_length=256, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
+"""Short and of one line, for it is repeated in logs and answers."""
+Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+
 
 def _check_array(array: np.ndarray, dtype: str, field: str) -> None:
     if array.dtype != DTYPES[dtype] or array.ndim != 1:
@@ -37,18 +44,18 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_f
 class ModelFingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What must be equal on both sides for token ids and tensors to mean the same."""
 
-    architecture: str
-    size: str
+    architecture: Name
+    size: Name
     """Layers and width, as in "24 layers of width 896"."""
     vocab_size: int
-    tokenizer_hash: str
+    tokenizer_hash: Name
     """First 16 hex digits of a SHA-256 over the tokenizer's files."""
 
 
 class Hello(Message):
     """First message of a learner, repeated until the server answers."""
 
-    run: str
+    run: Name
     protocol_version: int
     model: ModelFingerprint
 
@@ -58,7 +65,7 @@ class Welcome(Message):
 
     server_id: str
     """New at every start of the server: a changed id means that it has lost its weights and its groups."""
-    policy_version: int | None
+    policy_version: Version | None
     """None until the first push."""
     num_workers: int
     dtype: str
@@ -80,7 +87,7 @@ class Pulse(Message):
     """Sent by the server every second: its state, and the sign that it is alive."""
 
     server_id: str
-    policy_version: int | None
+    policy_version: Version | None
     groups_running: int
     groups_unacked: int
     tokens_generated: int
@@ -107,10 +114,10 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class Generate(Message):
     """Ask for one group. Sent again with the same id it is neither generated twice nor answered twice on one connection."""
 
-    group_id: str
+    group_id: Name
     prompt_token_ids: np.ndarray
     sampling: Sampling
-    deadline_s: float
+    deadline_s: Seconds
 
     def __post_init__(self) -> None:
         _check_array(self.prompt_token_ids, "int32", "prompt_token_ids")
@@ -125,7 +132,7 @@ class Completion(Part):
 
     token_ids: np.ndarray
     behaviour_logprobs: np.ndarray
-    versions: list[tuple[int, int]]
+    versions: list[tuple[Version, int]]
     finish_reason: Literal["stop", "length"]
 
     def __post_init__(self) -> None:
@@ -145,7 +152,7 @@ class Completion(Part):
 class Group(Message):
     """All completions of one prompt."""
 
-    group_id: str
+    group_id: Name
     entered_version: int
     """The policy version when the group entered the engine; its prompt's keys and values may be as old."""
     completions: list[Completion]
@@ -160,7 +167,7 @@ class Group(Message):
 class GroupFailed(Message):
     """The group will not come; sent again only if `retryable`."""
 
-    group_id: str
+    group_id: Name
     code: Literal["invalid_prompt", "deadline", "engine_error", "not_ready"]
     message: str
     retryable: bool
@@ -181,9 +188,9 @@ class Cancel(Message):
 class Score(Message):
     """Ask for the logprobs the server's policy gives to a fixed token sequence."""
 
-    request_id: str
+    request_id: Name
     token_ids: np.ndarray
-    deadline_s: float
+    deadline_s: Seconds
 
     def __post_init__(self) -> None:
         _check_array(self.token_ids, "int32", "token_ids")
@@ -192,9 +199,9 @@ class Score(Message):
 class Scores(Message):
     """`logprobs[i]` belongs to `token_ids[i + 1]`; `error` is set instead when scoring failed."""
 
-    request_id: str
+    request_id: Name
     logprobs: np.ndarray
-    policy_version: int | None
+    policy_version: Version | None
     error: str | None = None
 
     def __post_init__(self) -> None:
@@ -203,20 +210,31 @@ class Scores(Message):
 
 # --- weight push -------------------------------------------------------------------------------------------------
 
+TENSOR_DTYPES = frozenset(
+    {"float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"}
+)
+"""What torch calls them; floating-point tensors travel as float32 or bfloat16."""
+
 
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One tensor of the model: its checkpoint name, shape and the dtype it travels in."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[Size, ...]
     dtype: str
+
+    def __post_init__(self) -> None:
+        if self.dtype not in TENSOR_DTYPES:
+            raise ValueError(
+                f"the dtype of {self.name[:100]} is {self.dtype[:20]}, expected one of {sorted(TENSOR_DTYPES)}"
+            )
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The tensors of a push in the order of their bytes, layer by layer."""
 
     tensors: tuple[TensorSpec, ...]
-    bucket_bytes: int
+    bucket_bytes: Size
     wire: Literal["dense", "delta"] = "dense"
     """dense: all bytes; delta: what has changed since the last push of the epoch."""
 
@@ -232,9 +250,9 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     transport: Transport
     host: str
-    port: int
+    port: Annotated[int, msgspec.Meta(gt=0, lt=1 << 16)]
     world_size: int
-    timeout_s: float
+    timeout_s: Annotated[float, msgspec.Meta(gt=0, le=1e6)]
     nccl_unique_id: bytes | None = None
     """Whoever has it can join an NCCL epoch, so it travels here and nowhere else."""
 
@@ -249,8 +267,8 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class PushBegin(Message):
     """Start of a push. `rendezvous` and `manifest` come only with the first push of an epoch."""
 
-    epoch: str
-    version: int
+    epoch: Name
+    version: Version
     rendezvous: Rendezvous | None = None
     manifest: Manifest | None = None
 
@@ -258,15 +276,15 @@ class PushBegin(Message):
 class PushReady(Message):
     """Generation is paused and the workers are about to receive."""
 
-    epoch: str
-    version: int
+    epoch: Name
+    version: Version
 
 
 class PushDone(Message):
     """The server generates with the new version; `fingerprint` is of the bytes that all its workers have checked."""
 
-    epoch: str
-    version: int
+    epoch: Name
+    version: Version
     fingerprint: str
     pause_s: float
     receive_s: float
@@ -278,8 +296,8 @@ class PushDone(Message):
 class PushFailed(Message):
     """The push did not complete. `weights_intact`: the server goes on with the old weights; else it waits for a resend."""
 
-    epoch: str
-    version: int
+    epoch: Name
+    version: Version
     state: str
     message: str
     weights_intact: bool
@@ -288,7 +306,7 @@ class PushFailed(Message):
 class PushAbort(Message):
     """The learner gives up on an epoch; the server leaves it and forgets its group."""
 
-    epoch: str
+    epoch: Name
 
 
 LearnerMessage = Hello | Generate | Ack | Cancel | Score | PushBegin | PushAbort

@@ -126,8 +126,8 @@ class BusyLink:
 class _RecordingLink(ServerLink):
     last_done: PushDone
 
-    async def finish_push(self, epoch: str, version: int) -> PushDone:
-        self.last_done = await super().finish_push(epoch, version)
+    async def finish_push(self, epoch: str) -> PushDone:
+        self.last_done = await super().finish_push(epoch)
         return self.last_done
 
 

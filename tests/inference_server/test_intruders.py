@@ -45,13 +45,14 @@ def wrong_keys(tmp_path: Path, keys: Path, request: pytest.FixtureRequest) -> Pa
     return wrong
 
 
-async def intrude(kind: str, endpoint: str, *more: str) -> dict[str, int]:
+async def intrude(kind: str, endpoint: str, *more: str, limit_s: float = INTRUSION_S) -> dict[str, int]:
+    """Run intruders for `limit_s`, or until they are done if that is sooner."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.protocol.intruder", kind, endpoint, str(INTRUSION_S), *more,
+        sys.executable, "-m", "tests.protocol.intruder", kind, endpoint, str(limit_s), *more,
         cwd=ROOT, stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:
-        output, _ = await asyncio.wait_for(process.communicate(), TIMEOUT_S)
+        output, _ = await asyncio.wait_for(process.communicate(), TIMEOUT_S + limit_s)
     finally:
         if process.returncode is None:
             process.kill()
@@ -69,7 +70,7 @@ async def push(engine: ScriptedEngine, learner: ScriptedLearner) -> None:
     await learner.receive(PushDone)
 
 
-async def work_until(done: Callable[[], bool], learner: ScriptedLearner) -> int:
+async def work_until(done: Callable[[], bool], learner: ScriptedLearner, pause_s: float = 0.0) -> int:
     """Ask for groups one after the other, each within a few seconds; return how many came."""
     num_groups = 0
     while not done():
@@ -78,13 +79,14 @@ async def work_until(done: Callable[[], bool], learner: ScriptedLearner) -> int:
         assert group.group_id == f"g{num_groups}"
         await learner.send(Ack(group_ids=[group.group_id]))
         num_groups += 1
+        await asyncio.sleep(pause_s)
     return num_groups
 
 
 Test = Callable[[ScriptedEngine, Serving, ScriptedLearner], Awaitable[None]]
 
 
-def run_with_server(test: Test, keys: Path | None) -> None:
+def run_with_server(test: Test, keys: Path | None, timeout_s: float = TIMEOUT_S) -> None:
     """Run a test on a server that already serves a good learner."""
 
     async def run() -> None:
@@ -92,7 +94,7 @@ def run_with_server(test: Test, keys: Path | None) -> None:
         async with serving(engine, keys=server_keys(str(keys)) if keys else None) as running:
             learner = ScriptedLearner(running.endpoint, keys=learner_keys(str(keys)) if keys else None)
             try:
-                async with asyncio.timeout(TIMEOUT_S):
+                async with asyncio.timeout(timeout_s):
                     await push(engine, learner)
                     await test(engine, running, learner)
             finally:

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from protocol.keys import learner_keys, make_keys
-from protocol.messages import Ack, Group, GroupFailed, PushDone, PushFailed
+from protocol.messages import Ack, Group, GroupFailed, PushDone, PushFailed, Refused
 from protocol.secret_file import write_secret
 from tests.inference_server.scripted_learner import ScriptedLearner
 
@@ -277,6 +277,13 @@ def test_status_health_and_metrics_show_the_server(server: RealServer) -> None:
         metrics = await asyncio.to_thread(server.get, "/metrics")
         assert "slipstream_policy_version 6.0" in metrics and "slipstream_groups_unacked 1.0" in metrics
         assert "vllm:generation_tokens_total" in metrics
+        num_refused = status["messages_refused"]
+        stranger = ScriptedLearner(server.endpoint, keys=server.keys)
+        await stranger.channel._socket.send_multipart([b"\xc1 not msgpack"])
+        await stranger.receive(Refused)
+        stranger.close()
+        metrics = await asyncio.to_thread(server.get, "/metrics")
+        assert f"slipstream_messages_refused_total {num_refused + 1}.0" in metrics
 
     with_learner(server, test)
 

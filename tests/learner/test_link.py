@@ -9,7 +9,7 @@ from inference_server.engine import EngineFailed
 from learner import link as link_module
 from learner.link import ServerLink
 from protocol.errors import DeadlineExceeded, HandshakeRefused, PushFailed, ServerLost, SlipstreamError
-from protocol.messages import PROTOCOL_VERSION, Hello, Manifest, PushBegin, Rendezvous
+from protocol.messages import PROTOCOL_VERSION, Hello, Manifest, PushBegin, PushReady, Rendezvous
 from tests.chaos.link import Link
 from tests.fakes import MODEL, ScriptedEngine, Serving, report, serving
 
@@ -42,7 +42,7 @@ def with_link(
                     engine.scripted_reports = [[report()]]
                     begin = PushBegin(epoch="e", version=version, rendezvous=NOWHERE, manifest=NOTHING)
                     await link.begin_push(begin, TIMEOUT_S)
-                    await link.finish_push("e", version)
+                    await link.finish_push("e")
                 await test(link, engine, server)
             finally:
                 task.cancel()
@@ -141,7 +141,20 @@ def test_a_push_that_the_server_cannot_do_fails_with_the_servers_words() -> None
         engine.scripted_reports = [[report(ok=False, state="receiving", error="scripted failure")]]
         await link.begin_push(PushBegin(epoch="e", version=1), TIMEOUT_S)
         with pytest.raises(PushFailed, match="scripted failure"):
-            await link.finish_push("e", 1)
+            await link.finish_push("e")
+
+    with_link(test)
+
+
+def test_a_reply_that_is_replayed_neither_ends_a_push_nor_is_kept() -> None:
+    async def test(link: ServerLink, engine: ScriptedEngine, server: Serving) -> None:
+        engine.scripted_reports = [[report()]]
+        await link.begin_push(PushBegin(epoch="f", version=1, rendezvous=NOWHERE, manifest=NOTHING), TIMEOUT_S)
+        for epoch in ("e", "f"):
+            link._dispatch(PushReady(epoch=epoch, version=1))
+            link._dispatch(PushReady(epoch=epoch, version=0))
+        assert link._push_replies.qsize() <= 2
+        assert (await link.finish_push("f")).version == 1
 
     with_link(test)
 

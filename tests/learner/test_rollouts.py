@@ -20,7 +20,6 @@ from learner.rollouts import Rollouts
 from learner.scoring import Scorer
 from protocol.channel import ServerChannel
 from protocol.codec import pack
-from protocol.errors import ProtocolError
 from protocol.messages import (
     PROTOCOL_VERSION,
     Ack,
@@ -376,15 +375,38 @@ def test_a_resume_remembers_how_often_a_prompt_has_failed(tmp_path: Path) -> Non
     assert dropped(tmp_path) == [("1.0", "too_few_survivors"), ("1.1", "too_few_survivors"), ("1.2", "failed")]
 
 
-def test_more_completions_than_asked_for_stop_the_run(tmp_path: Path) -> None:
-    def generous(server: HandServer, request: Generate) -> list[Message]:
-        group = group_of(request, 0)
-        return [msgspec.structs.replace(group, completions=group.completions * 2)]
+def changed(group: Group, **fields: object) -> Group:
+    """The first completion of a group made into one that nobody asked for."""
+    first = msgspec.structs.replace(group.completions[0], **fields)
+    return msgspec.structs.replace(group, completions=[first, *group.completions[1:]])
 
-    with HandServer(generous) as server, rollouts_on(server, tmp_path) as rollouts:
+
+NINE = {"behaviour_logprobs": np.zeros(9, np.float32), "versions": [(0, 9)]}
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        pytest.param(lambda group: msgspec.structs.replace(group, completions=group.completions * 2), id="too many"),
+        pytest.param(lambda group: changed(group, token_ids=np.ones(9, np.int32), **NINE), id="too long"),
+        pytest.param(lambda group: changed(group, token_ids=np.array([1, 16], np.int32)), id="beyond the vocabulary"),
+        pytest.param(lambda group: changed(group, token_ids=np.array([1, -1], np.int32)), id="negative"),
+    ],
+)
+def test_a_group_that_is_not_what_was_asked_for_is_refused_counted_and_asked_for_again(
+    tmp_path: Path, spoil: Callable[[Group], Group]
+) -> None:
+    def spoils_first_attempts(server: HandServer, request: Generate) -> list[Message]:
+        group = group_of(request, 0)
+        return [spoil(group) if request.group_id.endswith(".0") else group]
+
+    with HandServer(spoils_first_attempts) as server, rollouts_on(server, tmp_path) as rollouts:
         rollouts.publish(0, server.server_id)
-        with pytest.raises(ProtocolError, match="has 8 completions, asked for were 4"):
-            rollouts.take(3, TIMEOUT_S, 0)
+        taken = rollouts.take(3, TIMEOUT_S, 0)
+        assert [group.group_id for group in taken or []] == ["0.1", "1.1", "2.1"]
+        assert rollouts.link.num_refused >= 3
+    assert {reason for _, reason in dropped(tmp_path)} == {"malformed"}
+    assert {"0.0", "1.0", "2.0"} <= set(server.acked)
 
 
 def test_how_to_sample_reaches_the_server(tmp_path: Path) -> None:

@@ -1,14 +1,17 @@
 """A process that tries to get in or to flood: `python -m tests.protocol.intruder KIND ENDPOINT SECONDS [KEYS] [SIZE]`.
 
 Opens NUM_CONNECTIONS at once, sends Hellos (or, to flood, rubbish of SIZE bytes) as fast as it can, and prints how many
-messages left, how many answers came, and how many connections ended.
+messages left, how many answers came, and how many connections ended. `malformed` sends SIZE messages of malformed.py, a
+few on each connection, for after the first that is malformed it is ignored; `oversized` announces frames without sending them.
 """
 
 import contextlib
+import itertools
 import json
 import socket
 import sys
 import time
+from typing import Any
 
 import zmq
 
@@ -16,8 +19,13 @@ from protocol.codec import encode
 from protocol.keys import LearnerKeys, learner_keys
 from protocol.messages import PROTOCOL_VERSION, Hello
 from tests.fakes import MODEL
+from tests.malformed import TO_SERVER, without_end
 
 NUM_CONNECTIONS = 50
+MESSAGES_PER_CONNECTION = 4
+FRAME_OF_A_GIBIBYTE = b"\x02" + (1 << 30).to_bytes(8, "big")  # of ZMTP: a long frame
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + bytes(1) + bytes(31)
+READY = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
 
 
 def main() -> None:
@@ -25,6 +33,10 @@ def main() -> None:
     give_up_at = time.monotonic() + float(seconds)
     if kind == "raw":
         counts = shout(endpoint, give_up_at)
+    elif kind == "malformed":
+        counts = pester(endpoint, give_up_at, int(rest[0]))
+    elif kind == "oversized":
+        counts = announce(endpoint, give_up_at)
     elif kind == "flood":
         counts = knock(endpoint, give_up_at, None, [b"\xc1" * int(rest[0])], num_connections=1)
     else:
@@ -63,6 +75,56 @@ def knock(
                 monitor.recv_multipart()
                 counts["ended"] += 1
     context.destroy(linger=0)
+    return counts
+
+
+def pester(endpoint: str, give_up_at: float, num_messages: int) -> dict[str, int]:
+    """Send malformed messages, a few on each connection; then a Hello, whose answer says that the server has come so far."""
+    context = zmq.Context()
+    counts = {"sent": 0, "answers": 0, "ended": 0}
+    messages = itertools.islice(without_end(TO_SERVER, seed=0), num_messages)
+    before: list[zmq.Socket[Any]] = []
+    while batch := list(itertools.islice(messages, NUM_CONNECTIONS * MESSAGES_PER_CONNECTION)):
+        dealers = [open_dealer(context, endpoint) for _ in range(0, len(batch), MESSAGES_PER_CONNECTION)]
+        for frames, dealer in zip(batch, itertools.cycle(dealers), strict=False):
+            dealer.send_multipart(frames)
+        dealers.append(open_dealer(context, endpoint))
+        dealers[-1].send_multipart(encode(TO_SERVER[0]))
+        assert dealers[-1].poll(1000 * (give_up_at - time.monotonic())), f"no answer in time, after {counts}"
+        counts["sent"] += len(batch) + 1
+        counts["answers"] += 1
+        # Not those of this batch: the server forgets unread messages of a connection that has ended.
+        for dealer in before:
+            dealer.close()
+        counts["ended"] += len(before)
+        before = dealers
+    context.destroy()
+    return counts
+
+
+def open_dealer(context: zmq.Context[Any], endpoint: str) -> zmq.Socket[Any]:
+    dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.LINGER, 10_000)
+    dealer.connect(endpoint)
+    return dealer
+
+
+def announce(endpoint: str, give_up_at: float) -> dict[str, int]:
+    """Say that a frame of a gibibyte follows, and wait for what the server does."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    counts = {"sent": 0, "answers": 0, "ended": 0}
+    while time.monotonic() < give_up_at:
+        with socket.create_connection((host, int(port)), timeout=5) as connection:
+            connection.sendall(GREETING + READY)
+            heard = b""
+            while b"READY" not in heard:
+                heard += connection.recv(4096)
+            connection.sendall(FRAME_OF_A_GIBIBYTE)
+            counts["sent"] += 1
+            with contextlib.suppress(ConnectionError):
+                while connection.recv(4096):
+                    pass
+        counts["ended"] += 1
     return counts
 
 

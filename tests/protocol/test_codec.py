@@ -28,7 +28,7 @@ def completions(draw: st.DrawFn) -> Completion:
     )
 
 
-@given(st.lists(completions(), max_size=5), st.text(max_size=20))
+@given(st.lists(completions(), max_size=5), st.text(st.characters(categories=["L", "N"]), max_size=20))
 def test_a_group_survives_the_wire_bit_for_bit(sent: list[Completion], group_id: str) -> None:
     frames = [bytes(frame) for frame in encode(Group(group_id=group_id, entered_version=4, completions=sent))]
     received = decode(frames, ServerMessage)
@@ -90,6 +90,41 @@ def test_an_unknown_field_is_refused() -> None:
     header = msgspec.msgpack.encode({"type": "Ack", "group_ids": [], "extra": 1})
     with pytest.raises(ProtocolError, match="extra"):
         decode([header], LearnerMessage)
+
+
+SCORE = {"type": "Score", "request_id": "r", "token_ids": [0, "int32", 0], "deadline_s": 1.0}
+BEGIN = {"type": "PushBegin", "epoch": "e", "version": 1}
+TENSOR = {"name": "w", "shape": [2], "dtype": "float32"}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        SCORE | {"deadline_s": float("nan")},
+        SCORE | {"deadline_s": 0.0},
+        SCORE | {"request_id": "of\ntwo lines"},
+        SCORE | {"request_id": "x" * 257},
+        BEGIN | {"version": -1},
+        BEGIN | {"version": 2**53},
+        BEGIN | {"manifest": {"tensors": [TENSOR | {"shape": [-2]}], "bucket_bytes": 1}},
+        BEGIN | {"manifest": {"tensors": [TENSOR | {"dtype": "load"}], "bucket_bytes": 1}},
+    ],
+)
+def test_a_value_that_no_part_could_use_is_refused(wrong: dict) -> None:
+    with pytest.raises(ProtocolError, match="not a valid message"):
+        decode([msgspec.msgpack.encode(wrong), b""][: 1 + ("token_ids" in wrong)], LearnerMessage)
+
+
+def test_a_message_nested_deeper_than_the_decoders_stack_is_refused() -> None:
+    header = b"\x82\xa4type\xa5Score\xa9token_ids" + b"\x91" * 100_000
+    with pytest.raises(ProtocolError, match="recursion"):
+        decode([header], LearnerMessage)
+
+
+def test_a_complaint_is_short_and_of_one_line_whatever_it_quotes() -> None:
+    with pytest.raises(ProtocolError) as caught:
+        decode([msgspec.msgpack.encode({"type": "x\n" * 1_000_000})], LearnerMessage)
+    assert len(str(caught.value)) < 1000 and "\n" not in str(caught.value)
 
 
 def test_a_learner_message_is_not_a_server_message() -> None:

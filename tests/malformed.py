@@ -1,0 +1,186 @@
+"""Messages that are none, without end: made by hypothesis, and real ones that were cut, blown up, bent and mixed.
+
+Seeded, so that a message that did harm can be made again.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from protocol.codec import encode
+from protocol.messages import (
+    PROTOCOL_VERSION,
+    Ack,
+    Cancel,
+    Completion,
+    Generate,
+    Group,
+    GroupFailed,
+    Hello,
+    Manifest,
+    Pulse,
+    PushAbort,
+    PushBegin,
+    PushDone,
+    PushFailed,
+    PushReady,
+    Rendezvous,
+    Sampling,
+    Score,
+    Scores,
+    TensorSpec,
+    Welcome,
+)
+from tests.fakes import MODEL
+
+Frames = list[bytes]
+
+IDS = np.arange(6, dtype=np.int32)
+LOGPROBS = np.full(6, -0.5, np.float32)
+RENDEZVOUS = Rendezvous(transport="gloo", host="127.0.0.1", port=1, world_size=2, timeout_s=0.1)
+MANIFEST = Manifest(tensors=(TensorSpec(name="w", shape=(2, 3), dtype="float32"),), bucket_bytes=1 << 20)
+COMPLETION = Completion(token_ids=IDS, behaviour_logprobs=LOGPROBS, versions=[(0, 6)], finish_reason="stop")
+
+TO_SERVER = [
+    Hello(run="another", protocol_version=PROTOCOL_VERSION, model=MODEL),
+    Generate(group_id="7.0", prompt_token_ids=IDS, sampling=Sampling(num_completions=2, max_tokens=4), deadline_s=5.0),
+    Score(request_id="s", token_ids=IDS, deadline_s=5.0),
+    Ack(group_ids=["7.0", "8.0"]),
+    Cancel(group_ids=["7.0"]),
+    PushBegin(epoch="e", version=3, rendezvous=RENDEZVOUS, manifest=MANIFEST),
+    PushAbort(epoch="e"),
+]
+TO_LEARNER = [
+    Welcome(
+        server_id="s", policy_version=3, num_workers=1, dtype="float32", transports=["gloo"], devices=["cpu"],
+        max_model_len=64, max_concurrent_sequences=8,
+    ),
+    Pulse(server_id="s", policy_version=3, groups_running=1, groups_unacked=1, tokens_generated=9, idle_s=0.5),
+    Group(group_id="unasked", entered_version=3, completions=[COMPLETION, COMPLETION]),
+    GroupFailed(group_id="unasked", code="deadline", message="late", retryable=True),
+    Scores(request_id="unasked", logprobs=LOGPROBS, policy_version=3),
+    PushReady(epoch="e", version=3),
+    PushDone(epoch="e", version=3, fingerprint="f", pause_s=0.0, receive_s=0.0, load_s=0.0, stall_s=0.0),
+    PushFailed(epoch="e", version=3, state="receiving", message="no", weights_intact=True),
+]  # fmt: skip
+
+WRONG_VALUES: list[Any] = [
+    None, True, -1, 2**63, -(2**63), 1e308, float("nan"), float("-inf"), "", "x" * 1000, b"\xff" * 9, [], [[]], {}, {"": 0},
+    [0, "int32", 6], [0, "float32", 2**40], [-1, "int32", 0], [1, "object", 1], [[0]], "\n\x1b[31m", "…" * 300,
+]  # fmt: skip
+NESTED = b"\x91" * 5_000 + b"\x90"
+MAX_DRAWN = 200
+
+
+def without_end(messages: list[msgspec.Struct], seed: int) -> Iterator[Frames]:
+    """Yield malformed, wrong and replayed messages; some still decode, and mean nothing."""
+    chance = random.Random(seed)
+    real = [[bytes(frame) for frame in encode(message)] for message in messages]
+    drawn = drawn_by_hypothesis()
+    while True:
+        frames = list(chance.choice(real))
+        yield chance.choice(drawn) if chance.random() < 0.1 else chance.choice(MUTATIONS)(frames, chance)
+
+
+def drawn_by_hypothesis() -> list[Frames]:
+    """Values of every msgpack type, nested, under the tags of real messages, beside frames of any bytes."""
+    tags = [type(message).__name__ for message in [*TO_SERVER, *TO_LEARNER]]
+    names = ["group_id", "group_ids", "token_ids", "sampling", "deadline_s", "version", "completions", "run", "model"]
+    scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary()
+    values = st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8)
+    headers = st.builds(
+        lambda tag, fields: msgspec.msgpack.encode({"type": tag} | fields),
+        st.sampled_from(tags), st.dictionaries(st.sampled_from(names), values),
+    )  # fmt: skip
+    drawn: list[Frames] = []
+
+    @settings(
+        max_examples=MAX_DRAWN, database=None, derandomize=True, deadline=None,
+        phases=[Phase.generate], suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(st.tuples(headers | st.binary(), st.lists(st.binary(), max_size=3)))
+    def draw(parts: tuple[bytes, list[bytes]]) -> None:
+        drawn.append([parts[0], *parts[1]])
+
+    draw()
+    return drawn
+
+
+def truncated(frames: Frames, chance: random.Random) -> Frames:
+    if len(frames) > 1 and chance.random() < 0.5:
+        return frames[: chance.randrange(1, len(frames))]
+    index = chance.randrange(len(frames))
+    frames[index] = frames[index][: chance.randrange(len(frames[index]) or 1)]
+    return frames
+
+
+def oversized(frames: Frames, chance: random.Random) -> Frames:
+    if chance.random() < 0.5:
+        return frames + [bytes(chance.randrange(100))] * chance.randrange(1, 20)
+    index = chance.randrange(len(frames))
+    frames[index] += bytes(chance.choice([1, 4, 4000]))
+    return frames
+
+
+def damaged(frames: Frames, chance: random.Random) -> Frames:
+    index = chance.randrange(len(frames))
+    frame = bytearray(frames[index] or b"\0")
+    for _ in range(chance.randrange(1, 4)):
+        frame[chance.randrange(len(frame))] = chance.randrange(256)
+    frames[index] = bytes(frame)
+    return frames
+
+
+def wrong_types_and_shapes(frames: Frames, chance: random.Random) -> Frames:
+    header = msgspec.msgpack.decode(frames[0])
+    where: Any = header
+    while True:
+        key = chance.choice(list(where) if isinstance(where, dict) else range(len(where)))
+        if not (isinstance(where[key], dict | list) and where[key] and chance.random() < 0.7):
+            break
+        where = where[key]
+    where[key] = chance.choice(WRONG_VALUES)
+    return [msgspec.msgpack.encode(header), *frames[1:]]
+
+
+def wrong_version(frames: Frames, chance: random.Random) -> Frames:
+    """Of the protocol or of the policy; or a message of another version, with a field more or less."""
+    header = msgspec.msgpack.decode(frames[0])
+    for name in header:
+        if name.endswith("version"):
+            header[name] = chance.choice([-1, 2**53, 2**64 - 1, "1", 1.5])
+    if chance.random() < 0.5:
+        header["added_later"] = 1
+    else:
+        del header[chance.choice(list(header))]
+    return [msgspec.msgpack.encode(header), *frames[1:]]
+
+
+def nested(frames: Frames, chance: random.Random) -> Frames:
+    """Deeper than any decoder's stack, in place of a value."""
+    header = msgspec.msgpack.decode(frames[0])
+    name = chance.choice(list(header))
+    fields = b"".join(
+        msgspec.msgpack.encode(key) + (NESTED if key == name else msgspec.msgpack.encode(value))
+        for key, value in header.items()
+    )
+    return [bytes([0x80 + len(header)]) + fields, *frames[1:]]
+
+
+def replayed(frames: Frames, chance: random.Random) -> Frames:
+    return frames
+
+
+def mixed_up(frames: Frames, chance: random.Random) -> Frames:
+    chance.shuffle(frames)
+    return [*frames, frames[0]]
+
+
+MUTATIONS: list[Callable[[Frames, random.Random], Frames]] = [
+    truncated, oversized, damaged, wrong_types_and_shapes, wrong_version, nested, replayed, mixed_up,
+]  # fmt: skip

@@ -1,0 +1,126 @@
+"""Server and learner on two hosts, keys in use, while the link between them is cut, slow or loses packets."""
+
+import random
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from learner.ledger import Ledger
+from protocol.keys import make_keys
+from tests.two_hosts import TwoHosts, why_not
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+RECIPE = "deploy/recipes/reverse.toml"
+PORT = 5757
+GROUPS_PER_STEP = 4
+TIMEOUT_S = 120.0
+SMALL = [
+    "--learner.groups-per-step", str(GROUPS_PER_STEP), "--learner.sampling.num-completions", "4",
+    "--learner.sampling.max-tokens", "5", "--learner.data.num-digits", "4", "--learner.data.num-prompts", "16",
+    "--learner.dashboard-port", "0", "--learner.trackers", "--learner.cpu-cores", "None",
+]  # fmt: skip
+
+
+@pytest.fixture
+def hosts() -> Iterator[TwoHosts]:
+    with TwoHosts() as hosts:
+        yield hosts
+
+
+class Run:
+    """A learner on host 1 with its server on host 0."""
+
+    def __init__(self, hosts: TwoHosts, directory: Path, num_steps: int, server: list[str] | None = None) -> None:
+        self.hosts, self.num_steps = hosts, num_steps
+        self.directory, self.log = directory / "run", directory / "learner.log"
+        keys, endpoint = directory / "keys", f"tcp://{hosts.addresses[0]}:{PORT}"
+        make_keys(keys)
+        shared = ["--endpoint", endpoint, "--keys", str(keys)]
+        command = [*server, *shared] if server is not None else ["-m", "tests.model_server", endpoint, str(keys)]
+        self.server_log = directory / "server.log"
+        self.server = hosts.start(0, command, self.server_log)
+        command = ["-m", "learner", "train", RECIPE, *shared, "--run-dir", str(self.directory), *SMALL]
+        self.learner = hosts.start(1, [*command, "--learner.steps", str(num_steps)], self.log)
+
+    @property
+    def steps_done(self) -> int:
+        metrics = self.directory / "metrics.jsonl"
+        return metrics.read_text().count("\n") if metrics.exists() else 0
+
+    def wait_for(self, done: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not done():
+            assert self.learner.poll() is None and time.monotonic() < deadline, self.logs
+            time.sleep(0.05)
+
+    def assert_ends_complete(self, timeout_s: float = TIMEOUT_S) -> None:
+        """Every step is made of its groups, each of them consumed once."""
+        try:
+            assert self.learner.wait(timeout_s) == 0, self.logs
+        except subprocess.TimeoutExpired:
+            pytest.fail(self.logs)
+        counts = Ledger(self.directory / "ledger.db", read_only=True).counts()
+        assert (counts.lost, counts.duplicated, counts.outstanding) == (0, 0, 0)
+        assert counts.consumed == GROUPS_PER_STEP * self.num_steps and self.steps_done == self.num_steps
+        assert self.server.poll() is None, self.logs
+
+    @property
+    def logs(self) -> str:
+        return f"learner:\n{self.log.read_text()}\nserver:\n{self.server_log.read_text()}"
+
+
+def cut(run: Run, seconds: float) -> None:
+    """Cut the link in the middle of the run, and see it waited out."""
+    run.wait_for(lambda: run.steps_done >= 3)
+    run.hosts.wire(cut=True)
+    time.sleep(seconds)
+    steps_done = run.steps_done
+    assert steps_done < run.num_steps, "or nothing was cut"
+    run.hosts.wire(cut=False)
+    run.wait_for(lambda: run.steps_done > steps_done)
+    run.assert_ends_complete()
+    assert "no sign of the server" in run.log.read_text()
+
+
+def test_a_run_outlasts_a_link_that_is_cut_for_seconds(hosts: TwoHosts, tmp_path: Path) -> None:
+    cut(Run(hosts, tmp_path, num_steps=8), 5)
+
+
+@pytest.mark.slow
+def test_real_vllm_outlasts_a_link_that_is_cut_for_seconds(hosts: TwoHosts, tmp_path: Path) -> None:
+    server = ["-m", "inference_server", RECIPE, "--server.http-port", "0"]
+    cut(Run(hosts, tmp_path, num_steps=8, server=server), 5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seconds", [60, 300])
+def test_a_run_outlasts_a_link_that_is_cut_for_minutes(hosts: TwoHosts, tmp_path: Path, seconds: float) -> None:
+    cut(Run(hosts, tmp_path, num_steps=8), seconds)
+
+
+@pytest.mark.slow
+def test_a_run_is_complete_over_a_link_that_is_slow_and_loses_packets(hosts: TwoHosts, tmp_path: Path) -> None:
+    hosts.wire(delay_s=0.1, loss=0.01)
+    run = Run(hosts, tmp_path, num_steps=10)
+    run.assert_ends_complete(timeout_s=240)
+    assert hosts.wire()["lost"] > 0
+
+
+@pytest.mark.slow
+def test_a_run_is_complete_over_a_link_that_breaks_again_and_again(hosts: TwoHosts, tmp_path: Path) -> None:
+    run = Run(hosts, tmp_path, num_steps=30)
+    run.wait_for(lambda: run.steps_done >= 1)
+    chance = random.Random(0)
+    for _ in range(10):
+        hosts.wire(cut=True)
+        time.sleep(chance.uniform(0.1, 6))
+        hosts.wire(cut=False)
+        steps_done = run.steps_done
+        run.wait_for(lambda steps_done=steps_done: run.steps_done > steps_done)  # type: ignore[misc]
+        time.sleep(chance.uniform(0, 0.3))  # so that the next cut comes anywhere in a step or a push
+    run.assert_ends_complete()

@@ -1,0 +1,97 @@
+"""Two hosts in one machine: network namespaces with a wire between them that can be slow, lossy and cut (wire.py).
+
+with TwoHosts() as hosts:
+    server = hosts.start(0, ["-m", "inference_server", "run.toml"], log)     # reachable from host 1 at hosts.addresses[0]
+    hosts.wire(cut=True)
+"""
+
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tests.wire import DEVICE
+
+ROOT = Path(__file__).parent.parent
+END_TIMEOUT_S = 10.0
+_numbers = itertools.count()
+
+
+def why_not() -> str | None:
+    """Say why this machine cannot pretend to be two, or None."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if shutil.which("ip") is None:
+        return "there is no `ip` (iproute2)"
+    if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
+        return "there is no /dev/net/tun"
+    probe = f"slipstream-{os.getpid()}-probe"
+    added = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
+    subprocess.run(["ip", "netns", "delete", probe], capture_output=True)
+    return f"network namespaces are not permitted: {added.stderr.strip()}" if added.returncode else None
+
+
+class TwoHosts:
+    """Leaves no process, device or namespace behind."""
+
+    def __init__(self) -> None:
+        name = f"slipstream-{os.getpid()}-{next(_numbers)}"
+        self._namespaces = [f"{name}-{host}" for host in (0, 1)]
+        self.addresses = ["10.77.0.1", "10.77.0.2"]
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> "TwoHosts":
+        try:
+            for namespace in self._namespaces:
+                _ip("netns", "add", namespace)
+            self._wire = subprocess.Popen(
+                [sys.executable, "-m", "tests.wire", *self._namespaces],
+                cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            )  # fmt: skip
+            assert self._wire.stdout is not None and self._wire.stdout.readline() == "ready\n"
+            for namespace, address in zip(self._namespaces, self.addresses, strict=True):
+                _ip("-n", namespace, "link", "set", "lo", "up")
+                _ip("-n", namespace, "address", "add", f"{address}/30", "dev", DEVICE)
+                _ip("-n", namespace, "link", "set", DEVICE, "up")
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def wire(self, **changes: Any) -> dict[str, int]:
+        """Change `cut`, `delay_s` or `loss`; return how many packets were carried and lost so far."""
+        assert self._wire.stdin is not None and self._wire.stdout is not None
+        self._wire.stdin.write(json.dumps(changes) + "\n")
+        self._wire.stdin.flush()
+        return json.loads(self._wire.stdout.readline())
+
+    def start(self, host: int, arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
+        """Run python on one of the hosts."""
+        command = ["ip", "netns", "exec", self._namespaces[host], sys.executable, *arguments]
+        with log.open("a") as file:
+            process = subprocess.Popen(
+                command, cwd=ROOT, stdout=file, stderr=file, env=os.environ | {"OMP_NUM_THREADS": "1"}
+            )
+        self._processes.append(process)
+        return process
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for process in self._processes:  # `ip netns exec` has become the command, so this is it
+            process.kill()
+            process.wait()
+        if hasattr(self, "_wire"):
+            self._wire.kill()
+            self._wire.communicate()
+        for namespace in self._namespaces:
+            subprocess.run(["ip", "netns", "delete", namespace], capture_output=True)
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, timeout=END_TIMEOUT_S)

@@ -1,0 +1,72 @@
+"""The wire between two network namespaces: `python -m tests.wire NAMESPACE NAMESPACE`, and what it does to packets.
+
+    TUN device in one namespace ◀──▶ this process: delays, loses, cuts ◀──▶ TUN device in the other
+
+Works where the kernel has no netem. Reads commands from stdin, one JSON object a line: {"cut": true}, {"delay_s": 0.1,
+"loss": 0.01}; answers each with a line that counts the packets so far, and ends with its stdin.
+"""
+
+import asyncio
+import ctypes
+import fcntl
+import json
+import os
+import random
+import struct
+import sys
+
+DEVICE = "slipstream"
+TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000  # from linux/if_tun.h
+CLONE_NEWNET = 0x40000000  # from linux/sched.h
+MAX_PACKET_BYTES = 65536
+
+
+class Wire:
+    """Carries packets between two TUN devices; `delay_s` and `loss` hold for each direction."""
+
+    def __init__(self, ends: list[int]) -> None:
+        self._ends = ends
+        self._random = random.Random(0)
+        self.delay_s, self.loss, self.cut = 0.0, 0.0, False
+        self.num_carried = self.num_lost = 0
+
+    def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        for source, target in (self._ends, reversed(self._ends)):
+            loop.add_reader(source, self._carry, source, target)
+
+    def _carry(self, source: int, target: int) -> None:
+        packet = os.read(source, MAX_PACKET_BYTES)
+        is_ipv4 = packet[0] >> 4 == 4  # IPv6 begins to look for routers before the other device is up
+        if not is_ipv4 or self.cut or self._random.random() < self.loss:
+            self.num_lost += 1
+            return
+        self.num_carried += 1
+        asyncio.get_running_loop().call_later(self.delay_s, os.write, target, packet)
+
+
+def open_end(namespace: str) -> int:
+    """Make the device of one namespace, and stay there: only this process's next device is made elsewhere."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{namespace}") as file:
+        if libc.setns(file.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"the namespace {namespace} cannot be entered")
+    device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH22x", DEVICE.encode(), IFF_TUN | IFF_NO_PI))
+    return device
+
+
+async def serve(wire: Wire) -> None:
+    wire.start()
+    commands = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(commands)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
+    print("ready", flush=True)
+    while line := await commands.readline():
+        for name, value in json.loads(line).items():
+            setattr(wire, name, value)
+        print(json.dumps({"carried": wire.num_carried, "lost": wire.num_lost}), flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(Wire([open_end(namespace) for namespace in sys.argv[1:]])))
