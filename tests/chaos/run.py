@@ -9,10 +9,10 @@ import msgspec
 
 from learner.config import LearnerRun
 from protocol.config import to_toml
-from tests.chaos.link import Link
 from tests.chaos.process import FAKE_SERVER, LEARNER, SERVER, Process, start_as_user, start_forked
 from tests.chaos.schedule import CHECKPOINT_EVERY, Engine, Leg, Target
 from tests.chaos.traps import Event
+from tests.link import Link
 
 FAKE: dict[str, Any] = {
     "groups_per_step": 2, "max_staleness": 2, "optimizer": {"learning_rate": 2e-3},

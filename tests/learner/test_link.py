@@ -10,8 +10,8 @@ from learner import link as link_module
 from learner.link import ServerLink
 from protocol.errors import DeadlineExceeded, HandshakeRefused, PushFailed, ServerLost, SlipstreamError
 from protocol.messages import PROTOCOL_VERSION, Hello, Manifest, PushBegin, PushReady, Rendezvous
-from tests.chaos.link import Link
 from tests.fakes import MODEL, ScriptedEngine, Serving, report, serving
+from tests.link import Link
 
 TIMEOUT_S = 20.0
 # The scripted engine reports on a push without joining anything.

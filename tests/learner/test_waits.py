@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from protocol.model_files import resolve_model
 from tests.learner.model_engine import ModelEngine, tiny_server
 from tests.learner.test_rollouts import TIMEOUT_S, HandServer, group_of, rollouts_on
 from tests.learner.test_train import GROUPS_PER_STEP, make_run, metrics_of
-from tests.slow_link import SlowLink
+from tests.link import Link
 
 MAX_STALENESS = 2
 NUM_SLOW_STEPS = 2
@@ -41,7 +42,7 @@ def slow_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., l
     """Runs a few steps with one slow part and returns their metrics. At every step all groups are within the capacity."""
 
     def run_it(
-        engine_s: float = 0, step_s: float = 0, bytes_per_s: float = 1e9, **learner: Any
+        engine_s: float = 0, step_s: float = 0, bytes_per_s: float | None = None, **learner: Any
     ) -> list[dict[str, float]]:
         engine = SlowEngine(engine_s)
         train_on = train_module.train_on
@@ -58,8 +59,8 @@ def slow_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., l
             return train_on(accelerator, trainee, groups, version, *rest)
 
         monkeypatch.setattr(train_module, "train_on", slow_step)
-        with tiny_server(engine) as server, SlowLink(server.endpoint, bytes_per_s) as link:
-            run = make_run(tmp_path, link.endpoint, max_staleness=MAX_STALENESS, **learner)
+        with tiny_server(engine) as server, closing(Link(int(server.endpoint.rpartition(":")[2]), bytes_per_s)) as link:
+            run = make_run(tmp_path, f"tcp://127.0.0.1:{link.port}", max_staleness=MAX_STALENESS, **learner)
             train(run, resume=False)
         return metrics_of(run)
 

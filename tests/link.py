@@ -1,4 +1,4 @@
-"""The wire between learner and server: a TCP proxy whose connections can be cut or made to stall."""
+"""The wire between learner and server: a TCP proxy whose connections can be cut, made to stall, or slow."""
 
 import asyncio
 import contextlib
@@ -8,14 +8,20 @@ from learner.loop_thread import LoopThread
 
 CALL_TIMEOUT_S = 10.0
 CHUNK_BYTES = 1 << 16
+SLOW_CHUNK_BYTES = 256
+"""Of a slow link, which delivers a chunk after the time that it takes."""
 
 
 class Link:
-    """Forwards `port` to `server_port` on the loopback. Only the control channel goes this way, not the weights."""
+    """Forwards `port` to `server_port` on the loopback. Only the control channel goes this way, not the weights.
 
-    def __init__(self, server_port: int = 0) -> None:
+    `bytes_per_s`, if given, is how fast it is towards the learner.
+    """
+
+    def __init__(self, server_port: int = 0, bytes_per_s: float | None = None) -> None:
         self.server_port = server_port
         """May change; connections from then on go there."""
+        self._bytes_per_s = bytes_per_s
         self._is_cut = False
         self._writers: set[asyncio.StreamWriter] = set()
         self._thread = LoopThread("link")
@@ -59,7 +65,10 @@ class Link:
             there, back = await asyncio.open_connection("127.0.0.1", self.server_port)
             writers.append(back)
             self._writers.update(writers)
-            ways = [asyncio.create_task(self._carry(reader, back)), asyncio.create_task(self._carry(there, writer))]
+            ways = [
+                asyncio.create_task(self._carry(reader, back, None)),
+                asyncio.create_task(self._carry(there, writer, self._bytes_per_s)),
+            ]
             await asyncio.wait(ways, return_when="FIRST_COMPLETED")
             for way in ways:
                 way.cancel()
@@ -70,9 +79,13 @@ class Link:
             for each in writers:
                 each.transport.abort()
 
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _carry(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, bytes_per_s: float | None
+    ) -> None:
         with contextlib.suppress(OSError):
-            while chunk := await reader.read(CHUNK_BYTES):
+            while chunk := await reader.read(SLOW_CHUNK_BYTES if bytes_per_s else CHUNK_BYTES):
+                if bytes_per_s:
+                    await asyncio.sleep(len(chunk) / bytes_per_s)
                 await self._flows.wait()
                 writer.write(chunk)
                 await writer.drain()
