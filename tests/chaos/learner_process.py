@@ -19,6 +19,7 @@ from safetensors.torch import save
 
 import learner.checkpoint
 import learner.push_epoch
+import learner.retention
 import learner.train
 import protocol.collective
 from learner.__main__ import main
@@ -60,7 +61,7 @@ def _set_traps(traps: Traps) -> None:
     traps.wrap(learner.push_epoch.Epoch, "join", "joining")
     traps.wrap(Pusher, "_result", "before done")
     traps.wrap(learner.checkpoint, "_make_durable", "checkpoint written, not renamed")
-    traps.wrap(learner.checkpoint, "_prune", "checkpoint renamed")
+    traps.wrap(learner.retention, "prune", "checkpoint renamed")
     traps.wrap(LearnerChannel, "receive", "moment")
 
     class TrappedCollective(GlooCollective):

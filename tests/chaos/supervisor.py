@@ -73,10 +73,10 @@ class Supervisor:
             for process in (self._run.server, self._run.learner):
                 strike(process.pid, signal.SIGUSR1)
             time.sleep(1.0)
-        for struck, until_s in zip(
-            self.struck, [*(after.struck_at for after in self.struck[1:]), math.inf], strict=True
-        ):
+        until_s = math.inf
+        for struck in reversed(self.struck):
             struck.notice_s = self._notice_s(struck, until_s)
+            until_s = struck.struck_at
 
     # --- one fault
 

@@ -255,7 +255,7 @@ def test_the_link_learns_at_once_that_weights_scores_and_pushes_are_gone_and_is_
             await until(lambda: link.connected)
             engine.scripted_reports.append([report()])
             await link.begin_push(begin(0, "e"), TIMEOUT_S)
-            await link.finish_push("e", 0)
+            await link.finish_push("e")
             assert link.welcome is not None
             first_id = link.welcome.server_id
             engine.release.clear()
