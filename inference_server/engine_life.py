@@ -54,6 +54,7 @@ class EngineLife:
         task = self._tasks.create_task(self._until_death(work), name=name)
         self._work.add(task)
         task.add_done_callback(self._work.discard)
+        task.add_done_callback(lambda _: work.close())  # cancelled before it began, it would else be called forgotten
         return task
 
     async def keep(self) -> None:

@@ -63,7 +63,7 @@ class Rollouts:
         """Of the outstanding: those a resume found beyond the admission rule; they wait for it like new ones."""
         self._scoring: set[int] = set()
         self._changed = threading.Condition()
-        """Held around every use of the slots, the curriculum and the waits; notified when a group comes, is ready or given up."""
+        """Held around every use of the slots, the curriculum and the waits; notified when a group is asked for, comes, is ready or given up."""
         self._slots = Slots(ledger.next_slot(), ledger.next_slot_to_consume(), ledger.passed_over())
         reward = self._config.curriculum.reward or self._config.reward.names[0]
         self._curriculum = Curriculum(self._config.curriculum, reward, prompts, run.seed, ledger.next_position())
@@ -249,6 +249,7 @@ class Rollouts:
                 )
                 new = [self._request_new() for _ in range(self._slots.num_new(num_places))]
                 due = [request for request in self._unsent if self._slots.place(request.slot) < num_places]
+                self._changed.notify_all()
             self._unsent = [request for request in self._unsent if request not in due]
             await self._send(due + new)
 

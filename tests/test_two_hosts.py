@@ -83,7 +83,7 @@ def cut(run: Run, seconds: float) -> None:
     run.hosts.wire(cut=False)
     run.wait_for(lambda: run.steps_done > steps_done)
     run.assert_ends_complete()
-    assert "no sign of the server" in run.log.read_text()
+    assert "lost the server at" in run.log.read_text()
 
 
 def test_a_run_outlasts_a_link_that_is_cut_for_seconds(hosts: TwoHosts, tmp_path: Path) -> None:
