@@ -36,7 +36,7 @@ from learner.request import Request, message_of, survivors
 from learner.scoring import Scorer, rewards_of, scored_group
 from learner.selection import Selection
 from learner.slots import Slots
-from learner.waits import Part, Waits
+from learner.waits import IN_WORDS, Part, Waits
 from protocol.codec import pack
 from protocol.errors import DataError, DeadlineExceeded, ProtocolError, ServerLost
 from protocol.keys import learner_keys
@@ -63,7 +63,7 @@ class Rollouts:
         """Of the outstanding: those a resume found beyond the admission rule; they wait for it like new ones."""
         self._scoring: set[int] = set()
         self._changed = threading.Condition()
-        """Held around every use of the slots, the curriculum and the waits; notified when a group is asked for, comes, is ready or given up."""
+        """Held around every use of the slots, the curriculum and the waits; notified when a group moves on."""
         self._slots = Slots(ledger.next_slot(), ledger.next_slot_to_consume(), ledger.passed_over())
         reward = self._config.curriculum.reward or self._config.reward.names[0]
         self._curriculum = Curriculum(self._config.curriculum, reward, prompts, run.seed, ledger.next_position())
@@ -142,11 +142,17 @@ class Rollouts:
     @property
     def waits_for(self) -> str:
         """In words, what the next batch waits for."""
-        if not self.link.connected:
-            return f"the server at {self._run.endpoint}"
-        if self._scoring:
-            return f"{len(self._scoring)} groups to be scored"
-        return f"{len(self._outstanding)} groups from the server"
+        with self._changed:
+            part = self._waits_for(self._config.groups_per_step)
+        match part:
+            case "link":
+                return f"the server at {self._run.endpoint}"
+            case "server":
+                return f"{len(self._outstanding)} groups from the server"
+            case "reward":
+                return f"{len(self._scoring)} groups to be scored"
+            case "push":
+                return IN_WORDS["push"]
 
     def close(self) -> None:
         """Let the server forget what was asked for; the ledger remembers it for a resume."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import inspect
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
@@ -12,6 +13,7 @@ import pytest
 from inference_server import engine_processes
 from inference_server.config import ServerConfig
 from inference_server.engine import EngineDead
+from inference_server.engine_life import EngineLife
 from inference_server.engine_processes import EngineProcesses
 from learner.link import ServerLink
 from protocol.errors import PushFailed, ServerLost
@@ -108,6 +110,19 @@ def test_a_dead_engine_is_replaced_finished_groups_stay_and_running_ones_may_be_
         assert running.server.status()["engine_restarts"] == 1
 
     run_with_server(test)
+
+
+def test_work_that_is_cancelled_before_it_begins_is_closed() -> None:
+    async def work() -> None:
+        raise AssertionError("it began")
+
+    async def run() -> None:
+        coroutine = work()
+        async with asyncio.TaskGroup() as tasks:
+            EngineLife(ScriptedEngine(), tasks, 0, lambda: asyncio.sleep(0)).spawn(coroutine).cancel()
+        assert inspect.getcoroutinestate(coroutine) == inspect.CORO_CLOSED
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("dies_in", ["generate", "score", "pause", "idleness"])
