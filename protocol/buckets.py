@@ -34,6 +34,10 @@ class Slot(msgspec.Struct, frozen=True):
     """First byte."""
     num_bytes: int
 
+    @property
+    def end(self) -> int:
+        return self.start + self.num_bytes
+
 
 class Run(msgspec.Struct, frozen=True):
     """Neighbours that travel together: one large tensor, or small ones with the gaps between them."""
@@ -46,7 +50,7 @@ class Run(msgspec.Struct, frozen=True):
 
     @property
     def end(self) -> int:
-        return self.slots[-1].start + self.slots[-1].num_bytes
+        return self.slots[-1].end
 
     @property
     def is_large(self) -> bool:
@@ -65,7 +69,7 @@ class Bucket(msgspec.Struct, frozen=True):
         small: list[Slot] = []
         for slot in self.slots:
             is_large = slot.num_bytes >= LARGE_BYTES
-            if small and (is_large or slot.start + slot.num_bytes - small[0].start > SPAN_BYTES):
+            if small and (is_large or slot.end - small[0].start > SPAN_BYTES):
                 yield Run(tuple(small))
                 small = []
             if is_large:

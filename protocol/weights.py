@@ -6,6 +6,7 @@ Broadcasts go on while the caller gathers and checks: some spans ahead for the s
 After each bucket its number and checksum travel, so no bucket is handed on that is not what was sent.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -108,16 +109,18 @@ class Arrived(msgspec.Struct, frozen=True, eq=False):
 def receive_weights(
     collective: Collective, manifest: Manifest, memory: BucketMemory | None = None
 ) -> Iterator[Arrived]:
-    """Yield every bucket in order while the next one is on its way. Raises PushFailed.
+    """Yield every bucket in order, while the next one is on its way if there is memory for both. Raises PushFailed.
 
     The memory of a bucket is used again once nothing refers to it; `memory` keeps it from one push of a manifest to the next.
     """
     buckets = cut(manifest)
     memory = memory or BucketMemory(manifest, collective.device)
     with transfers(collective) as start:
-        coming = deque(_Coming(start, bucket, memory) for bucket in buckets[:1])
+        coming: deque[_Coming] = deque()
         for bucket in buckets:
-            coming += [_Coming(start, after, memory) for after in buckets[bucket.index + 1 :][:1]]
+            for near in buckets[bucket.index + len(coming) :][: 2 - len(coming)]:
+                if near is bucket or memory.has_room(near.num_bytes):
+                    coming.append(_Coming(start, near, memory))
             try:
                 arrived = coming.popleft().wait()
             except PushFailed as error:
@@ -209,9 +212,11 @@ def _run_spans(
     """Yield the run's spans: pieces of a large tensor where it lies, or of scratch memory with what had to be copied."""
     if not run.is_large:
         buffer = _next_scratch(scratch, run.end - run.start)
-        buffer.zero_()  # the gaps between tensors are part of the checksum
         for slot in run.slots:
             view(slot, buffer, run.start).copy_(_next_tensor(slot, source))
+        for before, after in itertools.pairwise(run.slots):
+            if before.end < after.start:  # the gaps between tensors are part of the checksum
+                buffer[before.end - run.start : after.start - run.start].zero_()
         if len(buffer):
             yield buffer
         return

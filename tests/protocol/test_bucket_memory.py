@@ -26,6 +26,19 @@ def test_memory_is_lent_again_with_the_last_view_of_it_and_not_before() -> None:
     assert memory.lend(1 << 20).data_ptr() == address
 
 
+def test_there_is_room_for_two_buckets_or_the_largest_tensor_and_what_comes_back_is_room_again() -> None:
+    tensors = [(f"weight {index}", torch.zeros(256)) for index in range(5)]
+    memory = BucketMemory(make_manifest(tensors, torch.float32, 1024), CPU)
+    first, second = memory.lend(1024), memory.lend(1024)
+    first.fill_(1)
+    second.fill_(2)
+    assert first.eq(1).all() and second.eq(2).all()
+    assert memory.has_room(256) and not memory.has_room(1024)
+    assert memory.lend(1024).fill_(3).eq(3).all()  # beyond the room it is fresh memory
+    del first
+    assert memory.has_room(1024)
+
+
 def test_a_loan_has_the_bytes_asked_for_and_may_outlive_the_memory_it_came_from() -> None:
     memory = memory_of(1000)
     buffer = memory.lend(10)

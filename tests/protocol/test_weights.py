@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from protocol.bucket_memory import BucketMemory
 from protocol.buckets import NamedTensors, cut, make_manifest
 from protocol.collective import Collective, Meeting, join_collective
 from protocol.delta_wire import Baseline, receive_changes, send_changes
@@ -93,6 +94,52 @@ def test_another_value_gives_another_fingerprint_and_another_bucket_size_the_sam
     one, other = transfer(some_tensors(), torch.float32, 1 << 20)[0], transfer(changed, torch.float32, 1 << 20)[0]
     assert one.fingerprint != other.fingerprint
     assert one.fingerprint == transfer(some_tensors(), torch.float32, 1 << 20)[0].fingerprint
+
+
+class Recorded:
+    """A collective that only keeps what is sent."""
+
+    device = CPU
+
+    def __init__(self) -> None:
+        self.frames: list[torch.Tensor] = []
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        self.frames.append(tensor.clone())
+
+    def abort(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_the_gaps_between_tensors_travel_as_zeros_whatever_the_memory_held_before() -> None:
+    full = [(f"full {index}", torch.full((32,), 255, dtype=torch.uint8)) for index in range(8)]
+    with_gap = [(name, torch.full((5,), 7, dtype=torch.uint8)) for name in ("one", "other")]
+    sent = Recorded()
+    send_weights(sent, cut(make_manifest(full + with_gap, torch.float32, 32)), full + with_gap)
+    assert sent.frames[-2].tolist() == [7] * 5 + [0] * 11 + [7] * 5
+
+
+class OnlyKept(BucketMemory):
+    """Memory that takes nothing beyond what it keeps."""
+
+    def lend(self, num_bytes: int) -> torch.Tensor:
+        assert self.has_room(num_bytes)
+        return super().lend(num_bytes)
+
+
+def test_a_bucket_waits_for_memory_where_the_one_before_it_is_a_tensor_larger_than_a_bucket() -> None:
+    tensors = [(f"small {index}", torch.randn(250)) for index in range(9)]
+    tensors.insert(4, ("large", torch.randn(900)))
+    manifest = make_manifest(tensors, torch.float32, 1024)
+    with pair() as (host, worker), ThreadPoolExecutor(1) as thread:
+        sending = thread.submit(send_weights, host, cut(manifest), tensors)
+        arrived = {}
+        for one in receive_weights(worker, manifest, OnlyKept(manifest, CPU)):
+            arrived |= {name: tensor.clone() for name, tensor in one.bucket.views(one.buffer)}
+            del one
+        sending.result()
+    assert all(torch.equal(arrived[name], tensor) for name, tensor in tensors)
 
 
 def test_tensors_in_another_order_than_the_manifest_are_refused() -> None:
