@@ -28,7 +28,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_on_push: Literal["keep", "recompute"] = "keep"
     """What becomes of the keys and values of sequences in flight when new weights arrive."""
     receive_overlap: bool = False
-    """Receive a push while generation goes on and pause only to load it; costs the memory of one more copy of the weights."""
+    """Receive a push while generation goes on and pause only to load it (on a CPU it is loaded beside generation too, and the
+    pause only exchanges the two); costs the memory of one more copy of the weights."""
     http_host: str = "127.0.0.1"
     """Address of the OpenAI API, /status and /metrics."""
     http_port: Annotated[int, msgspec.Meta(ge=0, lt=65536)] = 8000

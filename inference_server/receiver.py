@@ -1,6 +1,6 @@
 """A worker's end of the transfer: joins epochs, receives pushes, beside generation if asked to.
 
-    PushOrder ─▶ join the epoch ─▶ checked buckets ─▶ (kept until all have come) ─▶ the worker loads them
+    PushOrder ─▶ join the epoch ─▶ checked buckets ─▶ (a Successor, or kept until all have come) ─▶ the worker loads them
 
 Knows nothing of vLLM. Invariant: a bucket is handed out at most once, checked; after any failure the epoch has been left.
 """
@@ -8,6 +8,7 @@ Knows nothing of vLLM. Invariant: a bucket is handed out at most once, checked; 
 import threading
 import time
 from collections.abc import Iterator
+from typing import Protocol
 
 import msgspec
 import torch
@@ -23,6 +24,21 @@ from protocol.weights import Arrived, receive_weights
 
 LEAVE_TIMEOUT_S = 10.0
 """A thread whose collective was aborted ends in less."""
+
+
+class Successor(Protocol):
+    """The weights of a staged push, made ready while others are served."""
+
+    load_s: float
+    """Seconds that loading took, without the waiting for buckets."""
+
+    def take(self, arriving: Iterator[Arrived]) -> None:
+        """Load all buckets as they come, in the thread that receives."""
+        ...
+
+    def take_over(self) -> None:
+        """Be what is served from now on."""
+        ...
 
 
 class Membership(msgspec.Struct, frozen=True, eq=False):
@@ -49,10 +65,10 @@ class Receiver:
         self.fingerprint = ""
         """Of the bytes of the last push that has come whole."""
 
-    def stage(self, order: PushOrder) -> None:
-        """Begin to join and receive in a thread; all buckets are kept until `buckets` takes them."""
+    def stage(self, order: PushOrder, successor: Successor | None = None) -> None:
+        """Begin to join and receive in a thread; without a successor all buckets are kept until `buckets` takes them."""
         self._drop_staging()
-        self._staging = _Staging(self, order)
+        self._staging = _Staging(self, order, successor)
         self._staging.start()
 
     @property
@@ -63,6 +79,15 @@ class Receiver:
     def failure(self) -> PushFailed | None:
         """What staging has failed with."""
         return self._staging.failure if self._staging is not None else None
+
+    def successor(self, order: PushOrder) -> Successor | None:
+        """Return what was made of a push, if it was staged so. Raises PushFailed."""
+        staging = self._staging
+        if staging is None or staging.successor is None or staging.order.version != order.version:
+            return None
+        self._staging = None
+        staging.finish()
+        return staging.successor
 
     def buckets(self, order: PushOrder) -> Iterator[Arrived]:
         """Yield the buckets of a push, from memory if it was staged, else as they come. Raises PushFailed."""
@@ -142,11 +167,11 @@ class Receiver:
 
 
 class _Staging(threading.Thread):
-    """Receives one push into memory of its own while the engine generates."""
+    """Receives one push while the engine generates."""
 
-    def __init__(self, receiver: Receiver, order: PushOrder) -> None:
+    def __init__(self, receiver: Receiver, order: PushOrder, successor: Successor | None) -> None:
         super().__init__(name="push-staging", daemon=True)
-        self.order, self._receiver = order, receiver
+        self.order, self.successor, self._receiver = order, successor, receiver
         self._buckets: list[Arrived] = []
         self.failure: PushFailed | None = None
         self.is_given_up = False
@@ -154,18 +179,24 @@ class _Staging(threading.Thread):
     def run(self) -> None:
         try:
             self._receiver.join(self.order, self)
-            self._buckets = list(self._receiver.receive())
+            take = self.successor.take if self.successor is not None else self._buckets.extend
+            take(self._receiver.receive())
         # Whatever it is, it must be in the worker's report: a thread that just ends would look like a push that has come.
         except Exception as failure:
             # Only its words: its traceback would keep the sockets of the epoch open for as long as it is remembered.
             self.failure = PushFailed(f"{type(failure).__name__}: {failure}")
+            self.successor = None
             if not self.is_given_up:  # else whoever gave it up leaves, and may have joined another epoch since
                 self._receiver.leave_joined()
 
-    def take(self) -> Iterator[Arrived]:
-        """Yield each bucket and let go of it. Raises what receiving has failed with."""
+    def finish(self) -> None:
+        """Wait for the end. Raises what receiving has failed with."""
         self.join()
         if self.failure is not None:
             raise self.failure
+
+    def take(self) -> Iterator[Arrived]:
+        """Yield each bucket and let go of it. Raises what receiving has failed with."""
+        self.finish()
         while self._buckets:
             yield self._buckets.pop(0)

@@ -2,7 +2,7 @@
 
     server ── RPC [stage_push ▸ staged*] load_push ──▶ worker: (bucket ▸ load)* ──▶ WorkerReport
 
-One RPC does the whole loading, because between its start and its end the model's tensors are on the meta device and any
+One RPC does all that changes the model, because between its start and its end the tensors are on the meta device and any
 forward pass would kill the engine. vLLM imports this module as `worker_extension_cls` in every worker before the model is
 loaded.
 """
@@ -21,9 +21,9 @@ from typing import Any
 import msgspec
 import torch
 from vllm.config import set_current_vllm_config
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from inference_server.cpu_weights import NextWeights, begin_reload, pack_heads
 from inference_server.engine import PushOrder, WorkerPlace, WorkerReport, WorkerState
 from inference_server.receiver import Receiver
 from protocol.transport import offered_transports, own_device_name
@@ -66,8 +66,11 @@ class PushWorker:
 
     def stage_push(self, order: bytes) -> bytes:
         """Begin to receive a push while generation goes on."""
+        model = self.model_runner.model
         try:
-            self.receiver.stage(msgspec.msgpack.decode(order, type=PushOrder))
+            can_be_made = self.device.type == "cpu" and NextWeights.can_be_made(model)
+            successor = NextWeights(model, self.vllm_config.model_config) if can_be_made else None
+            self.receiver.stage(msgspec.msgpack.decode(order, type=PushOrder), successor)
         except Exception as failure:
             return self._report("receiving", failure)
         return self._report("receiving")
@@ -79,27 +82,15 @@ class PushWorker:
         return self._report("received")
 
     def load_push(self, order: bytes) -> bytes:
-        """Load a push, from memory if it was staged, else as it comes."""
+        """Load a push: what was made or kept of it beside generation, else as it comes."""
         was_torn, self.is_loading = self.is_loading, False
-        state: WorkerState = "receiving"
-        load_s = 0.0
         try:
             with set_current_vllm_config(self.vllm_config):
-                for arrived in self.receiver.buckets(msgspec.msgpack.decode(order, type=PushOrder)):
-                    started = time.monotonic()
-                    if state == "receiving":
-                        initialize_layerwise_reload(self.model_runner.model)
-                    state, self.is_loading = "loading", True
-                    tensors = arrived.bucket.views(arrived.buffer)
-                    self.model_runner.model.load_weights(iter((name, t.to(self.device)) for name, t in tensors))
-                    del arrived, tensors  # or their memory would not be free for the next bucket
-                    load_s += time.monotonic() - started
-                started = time.monotonic()
-                self._finish_loading()
-                load_s += time.monotonic() - started
+                load_s = self._load(msgspec.msgpack.decode(order, type=PushOrder))
             self.is_loading = False
         except Exception as failure:
-            error = self._put_back(failure) if state == "loading" else failure
+            state: WorkerState = "loading" if self.is_loading else "receiving"
+            error = self._put_back(failure) if self.is_loading else failure
             self.is_loading = self.is_loading or was_torn
             self.receiver.leave()
             return self._report(state, error)
@@ -113,17 +104,43 @@ class PushWorker:
         except Exception as failure:
             log.warning("the collective of epoch %s could not be closed: %s", epoch, failure)
 
+    def _load(self, order: PushOrder) -> float:
+        """Return the seconds it took, without the waiting for buckets."""
+        if successor := self.receiver.successor(order):
+            self.is_loading = True
+            successor.take_over()
+            self.model_runner.reset_lora_state()
+            return successor.load_s
+        load_s = 0.0
+        for arrived in self.receiver.buckets(order):
+            started = time.monotonic()
+            if not self.is_loading:
+                self._begin_loading()
+            tensors = arrived.bucket.views(arrived.buffer)
+            self.model_runner.model.load_weights(iter((name, t.to(self.device)) for name, t in tensors))
+            del arrived, tensors  # or their memory would not be free for the next bucket
+            load_s += time.monotonic() - started
+        started = time.monotonic()
+        self._finish_loading()
+        return load_s + time.monotonic() - started
+
+    def _begin_loading(self) -> None:
+        self.is_loading = True
+        initialize_layerwise_reload(self.model_runner.model)
+        if self.device.type == "cpu":
+            begin_reload(self.model_runner.model, self.vllm_config.model_config)
+
     def _finish_loading(self) -> None:
         finalize_layerwise_reload(self.model_runner.model, self.vllm_config.model_config)
         if self.device.type == "cpu":
-            _repack_tied_heads(self.model_runner.model)
+            pack_heads(self.model_runner.model)
         self.model_runner.reset_lora_state()
 
     def _put_back(self, failure: Exception) -> Exception:
         """Put untouched layers back from the meta device, so that a whole push can follow; return what to report."""
         try:
             with set_current_vllm_config(self.vllm_config):
-                self._finish_loading()
+                finalize_layerwise_reload(self.model_runner.model, self.vllm_config.model_config)
         except Exception as another:
             return RuntimeError(f"{failure}; and while cleaning up {type(another).__name__}: {another}")
         return failure
@@ -135,14 +152,6 @@ class PushWorker:
             load_s=load_s, error="" if error is None else f"{type(error).__name__}: {error}",
         )  # fmt: skip
         return msgspec.msgpack.encode(report)
-
-
-def _repack_tied_heads(model: torch.nn.Module) -> None:
-    """Give the CPU's prepacked copy of a tied head the new embedding; vLLM's reload sees only the embedding."""
-    embeddings = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
-    for head in (module for module in embeddings if isinstance(module, ParallelLMHead)):
-        if any(other.weight is head.weight for other in embeddings if other is not head):
-            head.quant_method.process_weights_after_loading(head)
 
 
 def _end_with_server(server_pid: int) -> None:

@@ -12,7 +12,12 @@ PACKAGES = ("protocol", "learner", "inference_server", "deploy")
 ONLY_IN = {
     # Sockets stay in channel.py; the other two are what CURVE needs beside them: its keys and its failures.
     "zmq": {"protocol/channel.py", "protocol/handshakes.py", "protocol/keys.py"},
-    "vllm": {"inference_server/vllm_engine.py", "inference_server/worker.py", "inference_server/http.py"},
+    "vllm": {
+        "inference_server/vllm_engine.py",
+        "inference_server/worker.py",
+        "inference_server/cpu_weights.py",
+        "inference_server/http.py",
+    },
     "cupy": {"protocol/nccl_collective.py"},
 }
 FORBIDDEN = {

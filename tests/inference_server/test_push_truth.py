@@ -226,6 +226,24 @@ def test_a_corrupted_push_that_came_beside_generation_never_touches_the_weights(
     with_learner(server, test)
 
 
+@pytest.mark.parametrize("left_out", ["lm_head.weight", "model.layers.1.self_attn.k_proj.weight"])
+def test_a_push_beside_generation_without_one_tensor_never_touches_the_weights(
+    overlapping: Served, left_out: str
+) -> None:
+    server, policy = overlapping
+
+    async def test(learner: ScriptedLearner) -> None:
+        await push(learner, policy, 3)
+        outcome, _ = await learner.push(4, [item for item in policy.tensors(4) if item[0] != left_out])
+        assert isinstance(outcome, PushFailed) and outcome.weights_intact
+        assert left_out.replace("k_proj.weight", "qkv_proj") in outcome.message
+        await assert_serves(learner, policy, 3, weights=3)
+        await push(learner, policy, 5)
+        await assert_serves(learner, policy, 5, weights=5)
+
+    with_learner(server, test)
+
+
 def test_a_push_corrupted_in_its_first_bucket_leaves_the_old_weights_serving(recomputing: Served) -> None:
     server, policy = recomputing
 
