@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import SlipstreamError
-from tests.bench.cell import SEEDS, SERVED_HEADS, TASKS, Cell, grid, model_with
+from protocol.model_files import resolve_model
+from tests.bench.cell import SEEDS, TASKS, Cell, grid
 
 
 def main() -> None:
@@ -32,15 +33,13 @@ def main() -> None:
 
     try:
         options.out.mkdir(parents=True, exist_ok=True)
-        model_with(options.heads)  # made before several workers would at once
-        cells = [cell for cell in grid(options.tasks, options.seeds, options.heads) if is_chosen(cell, options.only)]
+        resolve_model("tiny:digits")  # made before several workers would at once
+        cells = [cell for cell in grid(options.tasks, options.seeds) if is_chosen(cell, options.only)]
         done = results.read(options.out)
         run_cells([cell for cell in cells if cell not in done], options.workers, options.out)
-        trials = {cell: trial for cell, trial in results.read(options.out).items() if cell.heads == options.heads}
+        trials = results.read(options.out)
         summary: dict[str, Any] = summarize(trials)
-        summary["cells_missing"] = [
-            cell.name for cell in grid(list(TASKS), list(SEEDS), options.heads) if cell not in trials
-        ]
+        summary["cells_missing"] = [cell.name for cell in grid(list(TASKS), list(SEEDS)) if cell not in trials]
         summary["plots"] = [str(path) for path in write_plots(trials, options.out)]
         if options.real:
             from tests.bench.real_system import run_real_cells
@@ -59,12 +58,6 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     parser.add_argument(
-        "--heads",
-        type=int,
-        default=SERVED_HEADS,
-        help="attention heads of the tiny model; vLLM on a CPU serves it with 2 only, the learner by itself also with 4",
-    )
-    parser.add_argument(
         "--only",
         nargs="+",
         metavar="PATTERN",
@@ -75,12 +68,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
         action="store_true",
         help="repeat sort with grpo at staleness 0 and 4 in the whole system: server and learner processes",
     )
-    options = parser.parse_args(arguments)
-    if options.real and options.heads != SERVED_HEADS:
-        parser.error(
-            f"--real --heads {options.heads}: vLLM on a CPU serves the tiny model with {SERVED_HEADS} heads only"
-        )
-    return options
+    return parser.parse_args(arguments)
 
 
 def is_chosen(cell: Cell, patterns: list[str] | None) -> bool:
