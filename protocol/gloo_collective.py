@@ -40,7 +40,7 @@ class GlooCollective:
         self._is_aborted = False
         try:
             self._group = ProcessGroupGloo(store, rank, world_size, options)
-        except RuntimeError as error:
+        except (RuntimeError, PushFailed) as error:  # gloo's own, and that of the store it asks
             raise PushFailed(
                 f"rank {rank} of {world_size} could not connect to the others of epoch {epoch}: {error} "
                 f"(deadline {timeout_s:g} s, learner.push.timeout_s)"
