@@ -19,7 +19,7 @@ import msgspec
 log = logging.getLogger(__name__)
 
 MAX_UNFINISHED_BYTES = 128 << 20
-"""Four of the longest frames. More of a stranger's without one whole message, from one look to the next but one, is too much."""
+"""Four of the longest frames. More without one whole message, from one look to the next but one, is a message without end."""
 MIN_SILENT_LOOKS = 3
 """However long it was silent: whoever looks may itself have been stopped meanwhile, and the peer with it."""
 TCP_INFO_SIZE = 256

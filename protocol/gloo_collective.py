@@ -68,9 +68,7 @@ class GlooCollective:
                 while not self._work(number).is_completed():
                     if was_aborted:
                         raise RuntimeError("it was aborted")
-                    was_aborted = (
-                        self._is_aborted
-                    )  # which tells gloo, and gloo tells why it has ended, but for what it has lost
+                    was_aborted = self._is_aborted  # gloo has one interval more to end it with a reason
                     with contextlib.suppress(RuntimeError):
                         self._work(number).wait(ABORT_CHECK_INTERVAL)
                 self._work(number).wait()
@@ -112,8 +110,8 @@ class GlooCollective:
         self.abort()
         self._under_way.clear()
         only_reference, self._group = [self._group], None
-        # The group's destructor frees the sockets and the threads, and waits for one that gloo has forgotten until its
-        # deadline: the send of a rank that does not know yet that its peer has died.
+        # The group's destructor frees the sockets and the threads. It waits for all sends, and gloo forgets one that was begun
+        # in the moment in which its connection broke: that one ends only at its deadline.
         leaving = threading.Thread(target=only_reference.clear, name="leave", daemon=True)
         leaving.start()
         leaving.join(LEAVE_TIMEOUT_S)
