@@ -56,7 +56,7 @@ KINDS = [
     *(("grpo", 4, reference) for reference in REFERENCES if reference != "none"),
 ]
 """Every algorithm at every staleness, then every reference at staleness 4."""
-PAIR = [("grpo", 8, "none"), ("uncorrected", 8, "none")]
+LARGE_STEP_KINDS = [("grpo", 8, "none"), ("gspo", 8, "none"), ("uncorrected", 8, "none")]
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,10 +93,10 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def grid(tasks: list[str], seeds: list[int]) -> list[Cell]:
-    """Return all cells of a seed before the next. With large steps: the pair alone that tells a correction from none."""
+    """Return all cells of a seed before the next. With large steps: the clips and no correction alone."""
     return [
         Cell(task=task, algorithm=algorithm, max_staleness=staleness, reference=reference, seed=seed)
         for seed in seeds
         for task in tasks
-        for algorithm, staleness, reference in (PAIR if task == LARGE_STEPS else KINDS)
+        for algorithm, staleness, reference in (LARGE_STEP_KINDS if task == LARGE_STEPS else KINDS)
     ]
