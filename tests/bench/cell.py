@@ -48,7 +48,8 @@ REFERENCES: dict[str, dict[str, Any]] = {
     "adaptive": {"kind": "adaptive", "kl_threshold": 0.2},
 }
 STALENESSES = (0, 1, 4, 8)
-SEEDS = (0, 1, 2, 3)
+NUM_SEEDS = {"sort": 4, "arithmetic": 4, LARGE_STEPS: 8}
+"""The larger the steps, the more the seeds differ."""
 KL_COEF = 0.01
 """Of every cell with a reference."""
 KINDS = [
@@ -92,11 +93,15 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         return hashlib.sha256(msgspec.json.encode(self.run().learner)).hexdigest()[:12]
 
 
-def grid(tasks: list[str], seeds: list[int]) -> list[Cell]:
-    """Return all cells of a seed before the next. With large steps: the clips and no correction alone."""
+def grid(tasks: list[str], seeds: list[int] | None = None) -> list[Cell]:
+    """Return the cells of the given seeds or of each task's own, all of a seed before the next.
+
+    With large steps: the clips and no correction alone.
+    """
     return [
         Cell(task=task, algorithm=algorithm, max_staleness=staleness, reference=reference, seed=seed)
-        for seed in seeds
+        for seed in (range(max(NUM_SEEDS.values())) if seeds is None else seeds)
         for task in tasks
+        if seeds is not None or seed < NUM_SEEDS[task]
         for algorithm, staleness, reference in (LARGE_STEP_KINDS if task == LARGE_STEPS else KINDS)
     ]

@@ -42,9 +42,9 @@ def test_the_grid_has_every_algorithm_at_every_staleness_and_every_reference_onc
 
 
 def test_with_large_steps_only_the_clips_and_no_correction_are_compared() -> None:
-    cells = grid([LARGE_STEPS], [0, 1])
+    cells = grid([LARGE_STEPS])
     assert [(cell.algorithm, cell.max_staleness, cell.seed) for cell in cells] == [
-        (algorithm, 8, seed) for seed in (0, 1) for algorithm in ("grpo", "gspo", "uncorrected")
+        (algorithm, 8, seed) for seed in range(8) for algorithm in ("grpo", "gspo", "uncorrected")
     ]
     assert cells[0].run().learner.optimizer.learning_rate > grid(["sort"], [0])[0].run().learner.optimizer.learning_rate
 
