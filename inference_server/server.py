@@ -2,7 +2,7 @@
 
 learner ── Hello, Generate, Ack, Cancel, Score, PushBegin, PushAbort ──▶ receive ▸ match ▸ task per group, score, push
 learner ◀── Welcome, Refused, Group, GroupFailed, Scores, PushReady, PushDone, PushFailed ── the tasks
-learner ◀── Pulse ── pulse, once a second
+learner ◀── Pulse ── pulse, every 0.4 s
 
 receive   consumes messages; starts tasks and never waits for the engine; ends with the server
 pulse     consumes nothing; says that the server is alive, sends the groups that could not be sent, drops the groups of a
@@ -50,7 +50,8 @@ from protocol.messages import (
 
 log = logging.getLogger(__name__)
 
-PULSE_INTERVAL_S = 1.0
+PULSE_INTERVAL_S = 0.4
+"""Also between two looks at the connections. One look ends what is silent for 2 s, the next pulse finds it gone: within 3 s."""
 MAX_IGNORED_PEERS = 1_000
 """So many peers that sent rubbish are remembered; one that is forgotten is told once more."""
 

@@ -25,6 +25,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from inference_server.cpu_weights import NextWeights, begin_reload, pack_heads
 from inference_server.engine import PushOrder, WorkerPlace, WorkerReport, WorkerState
+from inference_server.heap import keep_trimmed
 from inference_server.receiver import Receiver
 from protocol.transport import offered_transports, own_device_name
 
@@ -166,3 +167,4 @@ def _end_with_server(server_pid: int) -> None:
 
 if SERVER_PID in os.environ:
     threading.Thread(target=_end_with_server, args=(int(os.environ[SERVER_PID]),), daemon=True).start()
+    keep_trimmed()

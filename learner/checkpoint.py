@@ -23,6 +23,7 @@ from learner.config import LearnerRun
 from learner.disk import DiskError, writing
 from learner.export import export_policy
 from learner.reference import ReferenceState
+from learner.sharded_checkpoint import load_sharded, save_sharded
 from learner.trainee import Trainee
 from protocol.errors import ConfigError
 
@@ -71,17 +72,20 @@ def save_checkpoint(
 def _write(
     accelerator: Accelerator, aside: Path, step: int, trainee: Trainee, run: LearnerRun, reward_mean: float | None
 ) -> None:
-    reference = trainee.reference
+    reference, policy = trainee.reference, accelerator.unwrap_model(trainee.policy)
     with writing(aside):
-        accelerator.save_state(str(aside))
+        if accelerator.is_fsdp2:
+            save_sharded(accelerator, policy, trainee.optimizer, aside)
+        else:
+            accelerator.save_state(str(aside))
         if reference is not None:
-            reference.save(aside, trainee.policy)
+            reference.save(aside, policy)
+        if run.learner.export_model and (accelerator.is_fsdp2 or accelerator.is_main_process):
+            export_policy(policy, run, aside, is_writer=accelerator.is_main_process)
     accelerator.wait_for_everyone()
     if not accelerator.is_main_process:
         return
     with writing(aside):
-        if run.learner.export_model:
-            export_policy(accelerator.unwrap_model(trainee.policy), run, aside)
         state = CheckpointState(
             step=step,
             version=step,
@@ -123,7 +127,10 @@ def load_checkpoint(accelerator: Accelerator, checkpoint: Path, trainee: Trainee
             "resume, or choose another run_dir"
         )
     try:
-        accelerator.load_state(str(checkpoint))
+        if accelerator.is_fsdp2:
+            load_sharded(accelerator, accelerator.unwrap_model(trainee.policy), trainee.optimizer, checkpoint)
+        else:
+            accelerator.load_state(str(checkpoint))
         if trainee.reference is not None and state.reference is not None:
             trainee.reference.load(checkpoint, trainee.policy, state.reference)
     except (OSError, SafetensorError, RuntimeError) as error:

@@ -20,20 +20,29 @@ from transformers import PreTrainedModel
 
 from learner.config import LearnerRun
 from learner.lora import ADAPTER_NAME, merged_tensors
+from learner.snapshot import reshard, whole
 from protocol.model_files import resolve_model, text_files
 
 
-def export_policy(policy: PreTrainedModel, run: LearnerRun, directory: Path) -> None:
-    """Write into `directory`. One rank calls it; it holds the weights once more, in the host's memory."""
-    _export_model(policy, run, directory / "model")
+def export_policy(policy: PreTrainedModel, run: LearnerRun, directory: Path, *, is_writer: bool) -> None:
+    """Write into `directory`. The rank that does holds the weights once more, in the host's memory; of a sharded policy all
+    ranks call it, to gather one tensor at a time.
+    """
+    dtype = getattr(torch, run.dtype)
+    state = {}
+    reshard(policy)
+    for name, tensor in merged_tensors(policy) if run.learner.lora.rank else policy.named_parameters():
+        gathered = whole(tensor.detach().to(dtype))
+        if is_writer:
+            state[name] = gathered.cpu()
+    if not is_writer:
+        return
+    _export_model(policy, state, run, directory / "model")
     if run.learner.lora.rank:
         _export_adapter(policy, run, directory / "adapter")
 
 
-def _export_model(policy: PreTrainedModel, run: LearnerRun, directory: Path) -> None:
-    tensors = merged_tensors(policy) if run.learner.lora.rank else policy.named_parameters()
-    dtype = getattr(torch, run.dtype)
-    state = {name: tensor.detach().to("cpu", dtype) for name, tensor in tensors}
+def _export_model(policy: PreTrainedModel, state: dict[str, torch.Tensor], run: LearnerRun, directory: Path) -> None:
     policy.save_pretrained(directory, state_dict=state)
     # Over the config of the policy, which is in float32 and without dropout.
     for file in text_files(resolve_model(run.model)):

@@ -5,14 +5,13 @@ dtype shows here at once instead of as a run that silently does not learn.
 """
 
 import random
+from collections.abc import Callable
 
 import torch
-from torch import nn
 
 from learner.config import ParityConfig
 from learner.link import ServerLink
 from learner.loop_thread import LoopThread
-from learner.policy import sequence_logprobs
 from protocol.errors import ParityError
 
 NUM_SEQUENCES = 4
@@ -27,6 +26,7 @@ class ParityProbe:
         self,
         prompts: list[list[int]],
         vocab_size: int,
+        logprobs: Callable[[list[int]], torch.Tensor],
         link: ServerLink,
         loop: LoopThread,
         *,
@@ -34,15 +34,17 @@ class ParityProbe:
         dtype: str,
         timeout_s: float,
     ) -> None:
+        """`logprobs` gives the learner's of a sequence, after its first token."""
         generator = random.Random(0)
         self._sequences = [
             prompt[-MAX_PROMPT_TOKENS:] + [generator.randrange(vocab_size) for _ in range(NUM_RANDOM_TOKENS)]
             for prompt in prompts[:NUM_SEQUENCES]
         ]
+        self._logprobs = logprobs
         self._link, self._loop, self._timeout_s = link, loop, timeout_s
         self._bound, self._dtype = config.bound(dtype), dtype
 
-    def measure(self, policy: nn.Module, version: int, device: torch.device) -> float:
+    def measure(self, version: int) -> float:
         """Return the mean |Δ logprob| over all tokens. Raises ParityError above the bound, ServerLost."""
         assert self._link.welcome is not None
         longest = self._link.welcome.max_model_len - 1  # vLLM scores a prompt on the way to one more token
@@ -51,7 +53,7 @@ class ParityProbe:
             theirs = self._loop.call(self._link.score(sequence, self._timeout_s), self._timeout_s + 10)
             if theirs.policy_version != version:
                 raise ParityError(f"the server scored with version {theirs.policy_version}, pushed was {version}")
-            ours = sequence_logprobs(policy, sequence, device)
+            ours = self._logprobs(sequence)
             total += (ours - torch.from_numpy(theirs.logprobs.copy())).abs().sum().item()
             count += len(ours)
         check_mismatch(total / count, self._bound, self._dtype, "fixed sequences")

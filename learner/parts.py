@@ -16,6 +16,7 @@ from learner.config import LearnerRun
 from learner.dashboard import Dashboard
 from learner.data import Prompts
 from learner.ledger import Ledger
+from learner.lockstep import Lockstep
 from learner.loop_thread import LoopThread
 from learner.lora import merged_tensors
 from learner.parity import ParityProbe
@@ -50,7 +51,13 @@ class Leader(msgspec.Struct, frozen=True, eq=False):
 
 
 def make_leader(
-    run: LearnerRun, run_dir: RunDir, accelerator: Accelerator, trainee: Trainee, version: int, cleanup: ExitStack
+    run: LearnerRun,
+    run_dir: RunDir,
+    accelerator: Accelerator,
+    trainee: Trainee,
+    lockstep: Lockstep,
+    version: int,
+    cleanup: ExitStack,
 ) -> Leader:
     """Open the books, start the reward workers and the rollout thread; `cleanup` closes them in reverse."""
     config = run.learner
@@ -73,14 +80,16 @@ def make_leader(
     run_log = RunLog(run_dir, config.trackers, config.steps, dashboard)
     cleanup.callback(run_log.close)
     policy = accelerator.unwrap_model(trainee.policy)
-    tensors = partial(merged_tensors, policy) if config.lora.rank else policy.named_parameters
+    tensors = partial(merged_tensors, policy) if config.lora.rank else lockstep.tensors
     pusher = Pusher(
-        rollouts, tensors, getattr(torch, run.dtype), config.push, config.connect_timeout_s, accelerator.device
-    )
+        rollouts, tensors, getattr(torch, run.dtype), config.push, config.connect_timeout_s, accelerator.device,
+        # The device of a rank may be too small for all the weights that several share.
+        copy_device=torch.device("cpu") if accelerator.is_fsdp2 else None,
+    )  # fmt: skip
     cleanup.callback(pusher.close)
     parity = ParityProbe(
         [prompts.prompt_at(position).token_ids for position in range(min(4, len(prompts)))],
-        model_fingerprint.vocab_size, rollouts.link, rollouts.thread,
+        model_fingerprint.vocab_size, lockstep.logprobs, rollouts.link, rollouts.thread,
         config=config.parity, dtype=run.dtype, timeout_s=config.push.timeout_s,
     )  # fmt: skip
     return Leader(rollouts, pusher, parity, ledger, run_log, run_dir, prompts, tokenizer)

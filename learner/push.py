@@ -62,13 +62,15 @@ class Pusher:
         config: PushConfig,
         connect_timeout_s: float,
         device: torch.device,
+        copy_device: torch.device | None = None,
     ) -> None:
+        """`copy_device`: where `begin` keeps its copy of the weights; None: where they lie."""
         self._rollouts, self._link, self._loop = rollouts, rollouts.link, rollouts.thread
         self._tensors, self._config = tensors, config
         self._connect_timeout_s = connect_timeout_s
         self._epochs = Epochs(self._link, wire_dtype, config, device)
         self._epoch: Epoch | None = None
-        self._copy = WeightCopy(wire_dtype)
+        self._copy = WeightCopy(wire_dtype, copy_device)
         self._thread = ThreadPoolExecutor(1, "push")
         self._pending: Future[PushReport] | None = None
         self._closing = threading.Event()

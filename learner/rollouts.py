@@ -18,7 +18,6 @@ import asyncio
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Coroutine, Iterable
 from typing import Any
 
@@ -32,6 +31,7 @@ from learner.data import Prompts
 from learner.ledger import Ledger
 from learner.link import ServerLink
 from learner.loop_thread import LoopThread
+from learner.outstanding import Outstanding
 from learner.request import Request, message_of, survivors
 from learner.scoring import Scorer, rewards_of, scored_group
 from learner.selection import Selection
@@ -58,9 +58,7 @@ class Rollouts:
         self._version, self._vocab_size = version, hello.model.vocab_size
         self._served_by: str | None = None
         """The server that has this run's weights."""
-        self._outstanding: dict[str, Request] = {}
-        self._unsent: list[Request] = []
-        """Of the outstanding: those a resume found beyond the admission rule; they wait for it like new ones."""
+        self._outstanding = Outstanding(ledger, prompts, self._config.max_group_attempts)
         self._scoring: set[int] = set()
         self._changed = threading.Condition()
         """Held around every use of the slots, the curriculum and the waits; notified when a group moves on."""
@@ -74,8 +72,6 @@ class Rollouts:
         self._failure: BaseException | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
-        self._num_failures = Counter(ledger.num_failures())
-        """By slot."""
         self.thread = LoopThread("rollouts")
         self.link = self.thread.call(self._open_link(hello), CALL_TIMEOUT_S)
         self.thread.call(self._start(), CALL_TIMEOUT_S)
@@ -157,7 +153,7 @@ class Rollouts:
     def close(self) -> None:
         """Let the server forget what was asked for; the ledger remembers it for a resume."""
         if self.link.connected:
-            self.thread.call(self.link.cancel(list(self._outstanding)), CALL_TIMEOUT_S)
+            self.thread.call(self.link.cancel(self._outstanding.group_ids), CALL_TIMEOUT_S)
         self.thread.stop()
         self.link.close()
 
@@ -192,15 +188,15 @@ class Rollouts:
                 self._curriculum.note(row.slot, row.prompt_id, rewards_of(row).by_function)
             self._curriculum.count(self._slots.next_to_take)
             for row in self._ledger.outstanding():
-                request = Request(slot=row.slot, attempt=row.attempt, prompt=self._prompts.prompt_at(row.position))
+                request = self._outstanding.request(row.slot, row.attempt, row.position)
                 if row.state == "admitted":
-                    self._outstanding[row.group_id] = request
-                    self._unsent.append(request)
+                    self._outstanding.hold(request)
                 elif row.state == "received":
                     self._spawn(self._score(request, self._scorer.received(row)))
                 else:
                     self._slots.ready[row.slot] = self._scorer.scored(row, request.prompt)
-        self._unsent += [self._request(row.slot, row.attempt + 1, row.position) for row in self._ledger.retries_due()]
+        for row in self._ledger.retries_due():
+            self._outstanding.hold(self._ask(row.slot, row.attempt + 1, row.position))
         for work in (self.link.run(), self._admit()):
             self._spawn(work)
 
@@ -237,7 +233,7 @@ class Rollouts:
 
     def _send_again(self) -> None:
         """All that was sent and has not come; an id the server still knows costs it nothing."""
-        self._spawn(self._send([request for request in self._outstanding.values() if request not in self._unsent]))
+        self._spawn(self._send(self._outstanding.sent()))
 
     async def _admit(self) -> None:
         """Send prompts whenever the rule has room and the server has this run's weights."""
@@ -253,31 +249,19 @@ class Rollouts:
                     groups_per_step=self._config.groups_per_step,
                     total_groups=self._config.steps * self._config.groups_per_step,
                 )
-                new = [self._request_new() for _ in range(self._slots.num_new(num_places))]
-                due = [request for request in self._unsent if self._slots.place(request.slot) < num_places]
+                new = [self._ask_new() for _ in range(self._slots.num_new(num_places))]
+                due = self._outstanding.due(num_places, self._slots.place)
                 self._changed.notify_all()
-            self._unsent = [request for request in self._unsent if request not in due]
             await self._send(due + new)
 
-    def _request_new(self) -> Request:
+    def _ask_new(self) -> Request:
         slot = self._slots.next_to_admit
-        request = self._request(slot, 0, self._curriculum.ask())
+        request = self._ask(slot, 0, self._curriculum.ask())
         self._slots.next_to_admit = slot + 1
         return request
 
-    def _request(self, slot: int, attempt: int, position: int) -> Request:
-        request = Request(slot=slot, attempt=attempt, prompt=self._prompts.prompt_at(position))
-        self._ledger.admit(
-            request.group_id,
-            slot=slot,
-            attempt=attempt,
-            position=position,
-            epoch=self._prompts.epoch_of(position),
-            prompt_id=request.prompt.prompt_id,
-            version=self._version,
-        )
-        self._outstanding[request.group_id] = request
-        return request
+    def _ask(self, slot: int, attempt: int, position: int) -> Request:
+        return self._outstanding.ask(slot, attempt, position, self._version)
 
     async def _send(self, requests: Iterable[Request]) -> None:
         config = self._config
@@ -299,26 +283,19 @@ class Rollouts:
                 pass  # it is sent again after the next push
             case GroupFailed() if request is not None:
                 log.warning("group %s failed (%s): %s", message.group_id, message.code, message.message)
-                del self._outstanding[request.group_id]
+                self._outstanding.pop(request.group_id)
                 self._spawn(self._failed(request, message.code))
 
     async def _failed(self, request: Request, reason: str) -> None:
-        self._num_failures[request.slot] += 1
+        self._outstanding.count_failure(request.slot)
         await self._ask_again(request.group_id, request.slot, reason)
 
     async def _ask_again(self, group_id: str, slot: int, reason: str) -> None:
         """Drop a group and ask for its prompt under the next attempt, or give the slot up."""
-        if self._num_failures[slot] < self._config.max_group_attempts:
-            self._ledger.drop(group_id, reason)
-            attempt = int(group_id.partition(".")[2])
-            await self._send([self._request(slot, attempt + 1, self._ledger.position_of(slot))])
+        request = self._outstanding.ask_again(group_id, slot, reason, self._version)
+        if request is not None:
+            await self._send([request])
             return
-        self._ledger.drop(group_id, "failed")
-        log.error(
-            "the prompt of slot %d is given up after %d failures (learner.max_group_attempts)",
-            slot,
-            self._num_failures[slot],
-        )
         with self._changed:
             self._slots.passed_over[slot] = "failed"
             self._changed.notify_all()
@@ -326,11 +303,10 @@ class Rollouts:
 
     async def _receive(self, group: Group) -> None:
         """Commit a group, then acknowledge it, then score it. A duplicate is only acknowledged."""
-        request = self._outstanding.pop(group.group_id, None)
+        request = self._outstanding.pop(group.group_id)
         if request is None:
             await self.link.acknowledge([group.group_id])
             return
-        self._unsent = [other for other in self._unsent if other is not request]
         if request.sent_at is not None:
             with self._changed:
                 self._waits.note_arrival(time.monotonic() - request.sent_at, group.server_s)

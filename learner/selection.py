@@ -49,7 +49,7 @@ class Selection:
         num_lost = sum(self._config.sampling.num_completions - len(group.completions) for group in groups)
         self.batch_metrics = {"rollout/lost_completions": float(num_lost)}
         self.batch_metrics |= {
-            f"reward/{outcome}": float(self._num_calls[outcome]) for outcome in ("timed_out", "failed")
+            f"rollout/rewards_{outcome}": float(self._num_calls[outcome]) for outcome in ("timed_out", "failed")
         }
         self._num_calls.clear()
         self.batch_metrics |= self._curriculum.metrics(self._slots.next_to_admit)

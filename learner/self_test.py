@@ -23,6 +23,7 @@ from learner.batch import Row, ScoredGroup, micro_batches, step_rows
 from learner.config import LearnerConfig, LearnerRun
 from learner.contradictions import DEFAULT_MAX_REPLACEMENTS
 from learner.interrupt import Interrupt
+from learner.lockstep import Lockstep
 from learner.log_ratio import clamped, masked
 from learner.loss_config import KlConfig
 from learner.metrics import num_nonfinite
@@ -57,8 +58,9 @@ def self_test(run: LearnerRun) -> Measured:
         run_dir = open_run_dir(run, resume=False)
         cleanup.callback(run_dir.close)
         trainee = make_trainee(run, accelerator, is_new=False)  # a warm start would change nothing about the noise
-        leader = make_leader(run, run_dir, accelerator, trainee, 0, cleanup)
-        connect(leader, accelerator.unwrap_model(trainee.policy), 0, run, accelerator.device)
+        lockstep = Lockstep(accelerator, trainee.policy, getattr(torch, run.dtype))
+        leader = make_leader(run, run_dir, accelerator, trainee, lockstep, 0, cleanup)
+        connect(leader, 0, run)
         batches = sample_across_pushes(leader, config)
         tokens = compare(trainee.policy, batches, config, config.sampling.temperature, accelerator.device)
         measured = Measured(

@@ -21,12 +21,16 @@ from protocol.errors import ConfigError
 Snapshot = dict[str, torch.Tensor]
 
 
-def trainable(policy: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that are trained, by name; sharded ones as shards."""
+def reshard(policy: nn.Module) -> None:
+    """After a pass FSDP2 may leave a module's gathered parameters in place of its shards, and would use them again."""
     for module in policy.modules():
-        # After a pass FSDP2 may leave a module's gathered parameters in place of its shards, and would use them again.
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def trainable(policy: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that are trained, by name; sharded ones as shards."""
+    reshard(policy)
     return {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
 
 
@@ -84,9 +88,9 @@ def write_snapshot(snapshot: Snapshot, policy: nn.Module, path: Path, *, is_writ
     """Gather one parameter at a time, on every rank, and write the file on the one that `is_writer`."""
     tensors = {}
     for name, parameter in trainable(policy).items():
-        whole = _gathered(snapshot[name], parameter)
+        gathered = _gathered(snapshot[name], parameter)
         if is_writer:
-            tensors[name] = whole.cpu()
+            tensors[name] = gathered.cpu()
     if is_writer:
         save_file(tensors, path)
 
@@ -97,13 +101,18 @@ def read_snapshot(path: Path, policy: nn.Module, device: torch.device | None) ->
     with safe_open(path, framework="pt") as file:
         if differing := sorted(parameters.keys() ^ file.keys()):
             raise ConfigError(
-                f"{path} is the reference of another policy: {', '.join(differing[:3])} {'is' if len(differing) == 1 else 'are'} "
+                f"{path} holds another policy: {', '.join(differing[:3])} {'is' if len(differing) == 1 else 'are'} "
                 "trained in one and not in the other; resume with the model that wrote it"
             )
         return {
-            name: own_copy(_distributed(file.get_tensor(name), parameter), device or local(parameter).device)
+            name: own_copy(shared_out(file.get_tensor(name), parameter), device or local(parameter).device)
             for name, parameter in parameters.items()
         }
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Gather a sharded tensor, on every rank; any other is itself."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _gathered(tensor: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
@@ -112,11 +121,11 @@ def _gathered(tensor: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
     mesh, placements = parameter.device_mesh, parameter.placements
     on_device = tensor.to(local(parameter).device)
     shape, stride = parameter.shape, parameter.stride()
-    return DTensor.from_local(on_device, mesh, placements, shape=shape, stride=stride).full_tensor()
+    return whole(DTensor.from_local(on_device, mesh, placements, shape=shape, stride=stride))
 
 
-def _distributed(whole: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+def shared_out(tensor: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
     """Every rank has read the whole tensor, so each cuts its own shard out of it and nothing is sent."""
     if not isinstance(parameter, DTensor):
-        return whole
-    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        return tensor
+    return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -6,20 +6,18 @@ Every rank does this with the same groups, each on its share of the rows; what t
 Suffixes: B rows, T predicted tokens; _P over the groups (prompts) of the step, _G over the completions of a group.
 """
 
-from contextlib import nullcontext
-
 import msgspec
 import torch
 from accelerate import Accelerator
 
 from learner.advantages import combined_advantages, step_advantages
-from learner.batch import MicroBatch, Row, ScoredGroup, micro_batches, step_rows, trained_rows
+from learner.batch import MicroBatch, ScoredGroup, step_rows, trained_rows
 from learner.config import LearnerConfig
 from learner.learning_rate import learning_rate
 from learner.loss import NUM_LENGTH_QUARTERS, LossInputs, Sums, policy_loss
 from learner.metrics import loss_metrics
 from learner.policy import token_logprobs
-from learner.ranks import my_rows
+from learner.ranks import gradient_sync, my_batches
 from learner.run_log import StepTimer
 from learner.survey import completion_kls, survey
 from learner.trainee import Trainee
@@ -40,7 +38,8 @@ def train_on(
             groups, metrics["reference/kl"] = less_kl(accelerator, trainee, groups, config)
         advantages_P_G = advantages(groups, config)
         rows = trained_rows(groups, advantages_P_G, config)
-        batches = survey(accelerator, trainee, my_batches(accelerator, rows, config), config)
+        batches = my_batches(accelerator, rows, config.micro_batch_tokens)
+        batches = survey(accelerator, trainee, batches, config)
     total: Sums = {}
     for update in range(config.updates_per_batch):
         with timer("forward_backward"):
@@ -68,7 +67,8 @@ def less_kl(
     """Take kl_coef times its KL to the reference off each completion's reward; also return the mean KL per token."""
     rows_P_G = step_rows(groups, [[0.0] * len(group.completions) for group in groups], config)
     rows = [row for rows_G in rows_P_G for row in rows_G]
-    kls_N, kl_per_token = completion_kls(accelerator, trainee, my_batches(accelerator, rows, config), len(rows), config)
+    batches = my_batches(accelerator, rows, config.micro_batch_tokens)
+    kls_N, kl_per_token = completion_kls(accelerator, trainee, batches, len(rows), config)
     shaped = [
         msgspec.structs.replace(
             group,
@@ -80,11 +80,6 @@ def less_kl(
         for group, rows_G in zip(groups, rows_P_G, strict=True)
     ]
     return shaped, kl_per_token
-
-
-def my_batches(accelerator: Accelerator, rows: list[Row], config: LearnerConfig) -> list[MicroBatch]:
-    """This rank's micro-batches."""
-    return list(micro_batches(my_rows(accelerator, rows), config.micro_batch_tokens, accelerator.device))
 
 
 def forward_backward(
@@ -99,10 +94,9 @@ def forward_backward(
     """Accumulate the gradient of the step's loss in the policy; return the sums of this rank's tokens."""
     total: Sums = {}
     for i, batch in enumerate(batches):
-        is_last = i == len(batches) - 1
-        with nullcontext() if is_last else accelerator.no_sync(trainee.policy):
+        with gradient_sync(accelerator, trainee.policy, is_last=i == len(batches) - 1):
             loss, sums = _micro_batch_loss(trainee, batch, version, config, is_first_update=is_first_update)
-            # DDP averages gradients over ranks; the loss is already a share of the global token mean.
+            # Gradients are averaged over ranks; the loss is already a share of the global token mean.
             accelerator.backward(loss * accelerator.num_processes)
         total = _added(total, sums)
     return total

@@ -76,7 +76,7 @@ def completion_kls(
 def _policy_pass(
     accelerator: Accelerator, trainee: Trainee, batches: list[MicroBatch], temperature: float
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(logprobs_BT, entropy_BT) of every micro-batch. Unwrapped: ranks may have different numbers of them."""
+    """(logprobs_BT, entropy_BT) of every micro-batch. Unwrapped: under DDP ranks may have different numbers of them."""
     with accelerator.autocast():
         return [token_logprobs(accelerator.unwrap_model(trainee.policy), batch, temperature) for batch in batches]
 

@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, set_seed
-from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from learner.batch import ScoredGroup
@@ -26,6 +25,7 @@ from learner.checkpoint import find_checkpoint, load_checkpoint
 from learner.config import LearnerConfig, LearnerRun
 from learner.fit import check_fits
 from learner.interrupt import Interrupt
+from learner.lockstep import Lockstep
 from learner.metrics import group_metrics, staleness
 from learner.parity import check_mismatch
 from learner.parts import Leader, make_leader
@@ -72,13 +72,15 @@ def train(run: LearnerRun, *, resume: bool) -> Path | None:
         if version >= config.steps:
             log.warning("nothing to do: the run is at step %d, learner.steps = %d", version, config.steps)
             return run_dir.path if run_dir else None
-        leader = make_leader(run, run_dir, accelerator, trainee, version, cleanup) if run_dir else None
+        lockstep = Lockstep(accelerator, trainee.policy, getattr(torch, run.dtype))
+        leader = make_leader(run, run_dir, accelerator, trainee, lockstep, version, cleanup) if run_dir else None
         checkpoints = Checkpoints(
             run, directory, accelerator, trainee, leader.ledger if leader else None, version if checkpoint else None
         )
-        if leader is not None:
-            connect(leader, accelerator.unwrap_model(trainee.policy), version, run, accelerator.device)
-            leader.log.start_clock()
+        with lockstep.led():
+            if leader is not None:
+                connect(leader, version, run)
+                leader.log.start_clock()
         if checkpoint is None and config.warm_start.steps > 0:
             checkpoints.save(version)
         interrupt = cleanup.enter_context(Interrupt())
@@ -86,21 +88,22 @@ def train(run: LearnerRun, *, resume: bool) -> Path | None:
         for step in range(version + 1, config.steps + 1):
             timer = StepTimer()
             with timer("wait_for_batch"):
-                groups = wait_for_batch(leader, version, config, interrupt) if leader else None
+                with lockstep.led():
+                    groups = wait_for_batch(leader, version, config, interrupt) if leader else None
                 groups = share_groups(accelerator, groups)
             if groups is None:
                 break
             metrics = train_on(accelerator, trainee, groups, version, config, timer)
-            with timer("push"):
-                policy = accelerator.unwrap_model(trainee.policy)
+            with timer("push"), lockstep.led():
                 if leader is not None:
                     leader.ledger.consume([(group.group_id, staleness(group, version)) for group in groups], step)
                     metrics |= push_step(leader, step, config.push.overlap)
             metrics |= group_metrics(groups, version)
             version = step
             metrics |= trainee.after_step(version, metrics, config)
-            if leader is not None:
-                record(leader, step, groups, metrics, timer, policy, accelerator.device, run)
+            with lockstep.led():
+                if leader is not None:
+                    record(leader, step, groups, metrics, timer, run)
             checkpoints.after_step(step, metrics)
         checkpoints.save(version)
         if leader is not None:
@@ -108,7 +111,7 @@ def train(run: LearnerRun, *, resume: bool) -> Path | None:
     return run_dir.path if run_dir and version else None
 
 
-def connect(leader: Leader, policy: nn.Module, version: int, run: LearnerRun, device: torch.device) -> None:
+def connect(leader: Leader, version: int, run: LearnerRun) -> None:
     """Wait for the server, give it this run's weights, check that both sides agree, and open admission."""
     if not leader.rollouts.link.connected:
         log.info("waiting for the inference server at %s", run.endpoint)
@@ -117,7 +120,7 @@ def connect(leader: Leader, policy: nn.Module, version: int, run: LearnerRun, de
         welcome = leader.rollouts.wait_for_server(run.learner.connect_timeout_s)
         check_fits(run, leader.prompts, welcome)
         leader.pusher.push(version)
-        mismatch = measure_parity(leader, policy, version, device)
+        mismatch = measure_parity(leader, version)
     leader.run_dir.begin(run)
     log.info("parity: mean |Δ logprob| = %.1e between server and learner", mismatch)
     publish(leader, version)
@@ -130,11 +133,11 @@ def publish(leader: Leader, version: int) -> None:
         leader.rollouts.publish(version, server_id)
 
 
-def measure_parity(leader: Leader, policy: nn.Module, version: int, device: torch.device) -> float | None:
+def measure_parity(leader: Leader, version: int) -> float | None:
     """Compare both sides on the fixed sequences; None if the server went away meanwhile. Raises ParityError."""
     leader.pusher.wait()
     try:
-        return leader.parity.measure(policy, version, device)
+        return leader.parity.measure(version)
     except ServerLost as error:
         log.warning("parity could not be measured: %s", error)
         return None
@@ -189,15 +192,13 @@ def record(
     groups: list[ScoredGroup],
     metrics: dict[str, float],
     timer: StepTimer,
-    policy: nn.Module,
-    device: torch.device,
     run: LearnerRun,
 ) -> None:
     """Log the step everywhere, and stop the run when server and learner no longer agree."""
     parity = run.learner.parity
     if parity.every_steps and step % parity.every_steps == 0:
         with timer("parity"):
-            mismatch = measure_parity(leader, policy, step, device)
+            mismatch = measure_parity(leader, step)
         if mismatch is not None:
             metrics["parity/abs_logprob"] = mismatch
     times = timer.metrics()

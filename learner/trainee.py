@@ -7,6 +7,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from learner.config import LearnerConfig, LearnerRun
 from learner.kl import next_coef
@@ -54,8 +55,8 @@ def make_trainee(run: LearnerRun, accelerator: Accelerator, *, is_new: bool) -> 
     """Load the policy and build what trains it. That of a new run is warm-started, if so configured, before the reference is
     taken from it; everything of another run comes from its checkpoint.
     """
-    _refuse_sharding(accelerator)
     config, settings = run.learner, run.learner.optimizer
+    _settle_sharding(accelerator, run)
     # Frozen weights take no small steps, so they may lie in the dtype in which the server holds them: half the memory.
     dtype = getattr(torch, run.dtype) if config.lora.rank else torch.float32
     policy = load_policy(resolve_model(run.model), dtype=dtype, gradient_checkpointing=config.gradient_checkpointing)
@@ -75,11 +76,28 @@ def make_trainee(run: LearnerRun, accelerator: Accelerator, *, is_new: bool) -> 
     return Trainee(policy, optimizer, reference, config.kl.coef)
 
 
-def _refuse_sharding(accelerator: Accelerator) -> None:
-    """A push sends rank 0's parameters, and ranks run different numbers of forward passes: both need the whole model."""
+def _settle_sharding(accelerator: Accelerator, run: LearnerRun) -> None:
+    """Refuse what keeps parameters elsewhere than under their own names, and reduce FSDP2's gradients in float32."""
     kind = accelerator.distributed_type
-    if kind in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+    if not accelerator.is_fsdp2:
+        if kind in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+            raise ConfigError(
+                f"accelerate shards the policy by {kind.value}, whose parameters cannot be gathered one at a time under their "
+                "names; expected FSDP2 (fsdp_version: 2 in accelerate's config, or FSDP_VERSION=2) or no sharding"
+            )
+        return
+    plugin = accelerator.state.fsdp_plugin
+    if run.learner.lora.rank:
         raise ConfigError(
-            f"accelerate shards the policy by {kind.value}; expected the whole policy on every rank (plain data parallelism). "
-            "Start the learner without a sharding plugin"
+            f"learner.lora.rank = {run.learner.lora.rank} and FSDP2: an adapter is pushed merged into weights that lie whole on "
+            "rank 0. Start the learner without FSDP, or set learner.lora.rank to 0"
         )
+    if plugin.activation_checkpointing:
+        raise ConfigError(
+            "fsdp_activation_checkpointing changes the names of the parameters; turn it off and set "
+            "learner.gradient_checkpointing = true"
+        )
+    if run.dtype == "bfloat16":
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        # FSDP2 casts in every pass; autocast, which accelerate leaves out of its passes, would make the others differ.
+        accelerator.native_amp = False

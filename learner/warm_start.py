@@ -11,7 +11,6 @@ Suffixes: B rows, T predicted tokens.
 
 import logging
 import sys
-from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -20,11 +19,11 @@ from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from learner.batch import UNKNOWN_VERSION, MicroBatch, Row, micro_batches
+from learner.batch import UNKNOWN_VERSION, MicroBatch, Row
 from learner.config import LearnerConfig, LearnerRun
 from learner.data import Prompt, Prompts
 from learner.policy import load_tokenizer, token_logprobs
-from learner.ranks import my_rows
+from learner.ranks import gradient_sync, my_batches
 from protocol.errors import DataError
 from protocol.messages import Completion
 from protocol.model_files import resolve_model
@@ -110,13 +109,12 @@ def _answer_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: Lear
 
 def _train_on_answers(accelerator: Accelerator, policy: nn.Module, rows: list[Row], config: LearnerConfig) -> float:
     """Accumulate the gradient of the rows' mean cross-entropy; return the mean over all ranks' tokens."""
-    batches = list(micro_batches(my_rows(accelerator, rows), config.micro_batch_tokens, accelerator.device))
+    batches = my_batches(accelerator, rows, config.micro_batch_tokens)
     total = torch.zeros((), device=accelerator.device)
     for i, batch in enumerate(batches):
-        is_last = i == len(batches) - 1
-        with nullcontext() if is_last else accelerator.no_sync(policy):
+        with gradient_sync(accelerator, policy, is_last=i == len(batches) - 1):
             loss = _cross_entropy(policy, batch)
-            accelerator.backward(loss * accelerator.num_processes)  # DDP averages over ranks, the loss is a share
+            accelerator.backward(loss * accelerator.num_processes)  # averaged over ranks, the loss is a share
         total += loss.detach()
     return float(accelerator.reduce(total, "sum"))
 

@@ -11,17 +11,21 @@ from protocol.buckets import NamedTensors, dtype_on_wire
 class WeightCopy:
     """Keeps its memory from copy to copy: fresh pages would cost more than the copying."""
 
-    def __init__(self, wire_dtype: torch.dtype) -> None:
-        self._wire_dtype = wire_dtype
+    def __init__(self, wire_dtype: torch.dtype, device: torch.device | None) -> None:
+        """`device`: where the copy is kept; None: where each tensor lies."""
+        self._wire_dtype, self._device = wire_dtype, device
         self._tensors: dict[str, torch.Tensor] = {}
 
     def take(self, tensors: NamedTensors) -> None:
-        """Copy all tensors where they lie, in the wire's dtype."""
+        """Copy all tensors, in the wire's dtype."""
         for name, tensor in tensors:
             mine = self._tensors.get(name)
             if mine is None:
                 mine = torch.empty_like(
-                    tensor, dtype=dtype_on_wire(tensor, self._wire_dtype), memory_format=torch.contiguous_format
+                    tensor,
+                    dtype=dtype_on_wire(tensor, self._wire_dtype),
+                    device=self._device,
+                    memory_format=torch.contiguous_format,
                 )
                 self._tensors[name] = mine
             mine.copy_(tensor.detach())

@@ -10,6 +10,7 @@ threads and never reach `receive`. Without keys, a peer that has not been admitt
 
 import asyncio
 import logging
+import math
 from collections import Counter
 
 import zmq
@@ -17,7 +18,7 @@ import zmq.asyncio
 from zmq.auth.thread import ThreadAuthenticator
 
 from protocol.codec import decode, encode
-from protocol.connections import Connections
+from protocol.connections import MAX_UNFINISHED_BYTES, Connections
 from protocol.endpoint import check_endpoint
 from protocol.errors import ConfigError, DeadlineExceeded, HandshakeRefused, ProtocolError
 from protocol.handshakes import FailedHandshakes, Failure
@@ -25,8 +26,10 @@ from protocol.keys import LearnerKeys, ServerKeys
 from protocol.messages import LearnerMessage, Message, ServerMessage
 from protocol.strangers import Strangers
 
-HEARTBEAT_INTERVAL_MS = 1_000
-DEAD_PEER_TIMEOUT_MS = 3_000
+HEARTBEAT_INTERVAL_MS = 500
+DEAD_PEER_TIMEOUT_MS = 2_000
+"""Without a byte. Whoever looks at the connections twice a second has found out within 3 s."""
+HANDSHAKE_TIMEOUT_MS = 3_000
 HIGH_WATER_MARK = 1_000
 """Messages per peer and direction; beyond it the sender is told, nothing is dropped unseen."""
 SERVER_RECEIVE_HIGH_WATER_MARK = 100
@@ -34,6 +37,8 @@ SERVER_RECEIVE_HIGH_WATER_MARK = 100
 MAX_FRAME_BYTES = 32 << 20
 """A frame above it costs its sender the connection before memory is allocated for it. The largest that is sent is the
 manifest of a push: 90 bytes for each tensor."""
+MAX_PONG_BYTES = 256
+"""Pongs bring less from one look to the next."""
 LINGER_MS = 1_000
 """Time for last messages (acks) to leave at close."""
 
@@ -43,12 +48,16 @@ log = logging.getLogger(__name__)
 
 def _open(context: zmq.asyncio.Context, kind: int) -> zmq.asyncio.Socket:
     opened = context.socket(kind)
-    opened.setsockopt(zmq.HANDSHAKE_IVL, DEAD_PEER_TIMEOUT_MS)
+    opened.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
     opened.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     opened.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
     opened.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     opened.setsockopt(zmq.LINGER, LINGER_MS)
     return opened
+
+
+def _port(endpoint: str) -> int:
+    return int(endpoint.rpartition(":")[2])
 
 
 class ServerChannel:
@@ -78,7 +87,10 @@ class ServerChannel:
                 "Stop the process that holds the port, or choose another with `endpoint` in the config."
             ) from error
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-        self._connections = Connections(int(self.endpoint.rpartition(":")[2]), DEAD_PEER_TIMEOUT_MS)
+        port = _port(self.endpoint)
+        self._connections = Connections(
+            lambda socket: socket.getsockname()[1:] == (port,), DEAD_PEER_TIMEOUT_MS, MAX_UNFINISHED_BYTES
+        )
 
     def _lock(self, keys: ServerKeys) -> ThreadAuthenticator:
         """Let only listed keys in. Asked in a thread of its own, because the event loop stands still while vLLM starts."""
@@ -122,7 +134,7 @@ class ServerChannel:
         return True
 
     def look_at_connections(self) -> None:
-        """Cut off peers that are silent and those whose message goes on and on. To be called each second or so."""
+        """Cut off peers that are silent and those whose message goes on and on. To be called twice a second."""
         self._connections.look()
 
     def take_failed_handshakes(self) -> Counter[Failure]:
@@ -175,12 +187,13 @@ class LearnerChannel:
         self._context = zmq.asyncio.Context()
         self._socket = _open(self._context, zmq.DEALER)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
-        # Only the learner pings; its pings tell the server for how long to believe in it. A socket that pings aborts its
-        # process when a peer fills the queue and hangs up (libzmq 4.3.5: assertion !_io_error in the ping's timer), so
-        # the server never pings, and the learner's queue is not bounded: it holds what the learner has asked for.
+        # Only the learner pings, and the server answers. A socket that pings aborts its process when a peer fills the queue
+        # and hangs up (libzmq 4.3.5: assertion !_io_error in the ping's timer), so the server never pings, and the
+        # learner's queue is not bounded: it holds what the learner has asked for.
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, DEAD_PEER_TIMEOUT_MS)
-        self._socket.setsockopt(zmq.HEARTBEAT_TTL, DEAD_PEER_TIMEOUT_MS)
+        # No pong and no next ping is waited for: they queue behind a long frame, and both sides look at the bytes instead.
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 0)
+        self._socket.setsockopt(zmq.HEARTBEAT_TTL, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
@@ -188,6 +201,10 @@ class LearnerChannel:
             self._socket.curve_secretkey, self._socket.curve_publickey = keys.secret, keys.public
             self._socket.curve_serverkey = keys.server
         self._failed_handshakes = FailedHandshakes(self._context, self._socket)
+        port = _port(endpoint)
+        self._connections = Connections(
+            lambda socket: socket.getpeername()[1:] == (port,), DEAD_PEER_TIMEOUT_MS, math.inf
+        )
         self._socket.connect(endpoint)
 
     async def send(self, message: Message, timeout_s: float) -> None:
@@ -204,6 +221,10 @@ class LearnerChannel:
         """Return the server's next message. Raises ProtocolError if it is not one."""
         await asyncio.sleep(0)  # as the server does: what floods leaves other tasks their turn
         return decode(await self._socket.recv_multipart(), ServerMessage)  # type: ignore[arg-type]
+
+    def look_at_connection(self) -> bool:
+        """End it, to be made anew, if the server is silent; return whether part of a long message has come since the last look."""
+        return self._connections.look() > MAX_PONG_BYTES
 
     def check_handshake(self) -> bool:
         """Return whether a handshake has failed since the last call, in a way that may pass: the server may be starting.

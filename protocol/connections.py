@@ -1,61 +1,88 @@
-"""The TCP connections of one listening port, as the kernel knows them: what ZeroMQ has no call for.
+"""The TCP connections of one socket of ZeroMQ, as the kernel knows them: what ZeroMQ has no call for.
 
 ZeroMQ hands over whole messages and keeps the frames of one until its last has come, however many they are. The kernel's
 count of the bytes that each connection has brought shows a message that does not end.
 
-ZeroMQ forgets that it waits for a peer's next ping as soon as any other message comes (libzmq 4.3.5: heartbeat_ttl). A peer
-that is stopped after one would count as alive for ever; the kernel also knows when a connection was last heard.
+For ZeroMQ a peer is alive when a whole frame has come, so a long one on a slow link looks like silence to it; and it forgets
+that it waits for a ping as soon as any other message comes (libzmq 4.3.5: heartbeat_ttl), so a peer that is stopped after one
+would count as alive for ever. The kernel also knows when a connection has last brought a byte.
 """
 
 import logging
 import os
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+
+import msgspec
 
 log = logging.getLogger(__name__)
 
 MAX_UNFINISHED_BYTES = 128 << 20
-"""Four of the longest frames. More without one whole message, from one look to the next but one, ends the connection."""
+"""Four of the longest frames. More without one whole message, from one look to the next but one, is a message without end."""
+MIN_SILENT_LOOKS = 3
+"""However long it was silent: whoever looks may itself have been stopped meanwhile, and the peer with it."""
 TCP_INFO_SIZE = 256
 TCPI_LAST_DATA_RECV_MS = 52
 TCPI_BYTES_RECEIVED = 128
 """Where these are in Linux's struct tcp_info."""
 
 
-class Connections:
-    """Ends connections by the descriptors of their sockets in this process."""
+class _Heard(msgspec.Struct, frozen=True):
+    """Of one connection, as of a look."""
 
-    def __init__(self, port: int, dead_after_ms: int) -> None:
-        self._port, self._dead_after_ms = port, dead_after_ms
+    num_bytes: int
+    """That it had brought by then."""
+    mark: int
+    """That it had brought when its last whole message was seen."""
+    num_silent_looks: int
+
+
+class Connections:
+    """Ends connections of one kind, by the descriptors of their sockets in this process. All our peers ping."""
+
+    def __init__(
+        self, is_one: Callable[[socket.socket], bool], dead_after_ms: int, max_unfinished_bytes: float
+    ) -> None:
+        self._is_one, self._dead_after_ms, self._max_unfinished_bytes = is_one, dead_after_ms, max_unfinished_bytes
         self._finished: set[int] = set()
         """Descriptors that have brought a whole message since the last look."""
-        self._marks: dict[int, int] = {}
-        """Bytes that a connection had brought when its last whole message was seen."""
+        self._heard: dict[int, _Heard] = {}
 
     def finished_message(self, descriptor: int) -> None:
         self._finished.add(descriptor)
 
-    def look(self) -> None:
-        """End the connections that go on and on without a whole message, and those of silent peers: all of ours ping."""
-        marks = {}
+    def look(self) -> int:
+        """End the connections that go on and on without a whole message, and those of silent peers.
+
+        Returns how many bytes have come since the last look over the connection that brought most.
+        """
+        most, heard = 0, {}
         for descriptor, num_bytes, silence_ms in self._counters():
-            mark = self._marks.get(descriptor, num_bytes)
-            if descriptor in self._finished or num_bytes < mark:  # less: the descriptor is another connection's now
-                mark = num_bytes
-            marks[descriptor] = mark
-            if num_bytes - mark > MAX_UNFINISHED_BYTES:
-                self.end(descriptor, f"{(num_bytes - mark) >> 20} MiB of a message that does not end")
-            elif silence_ms > self._dead_after_ms:
+            before = self._heard.get(descriptor)
+            if before is None or num_bytes < before.num_bytes:  # less: the descriptor is another connection's now
+                before = _Heard(num_bytes, num_bytes, 0)
+            is_silent = num_bytes == before.num_bytes
+            now = _Heard(
+                num_bytes=num_bytes,
+                mark=num_bytes if descriptor in self._finished else before.mark,
+                num_silent_looks=before.num_silent_looks + 1 if is_silent else 0,
+            )
+            heard[descriptor] = now
+            most = max(most, num_bytes - before.num_bytes)
+            if num_bytes - now.mark > self._max_unfinished_bytes:
+                self.end(descriptor, f"{(num_bytes - now.mark) >> 20} MiB of a message that does not end")
+            elif silence_ms > self._dead_after_ms and now.num_silent_looks >= MIN_SILENT_LOOKS:
                 self.end(descriptor, f"nothing was heard of it for {silence_ms / 1000:.1f} s")
-        self._marks = marks
+        self._heard = heard
         self._finished.clear()
+        return most
 
     def end(self, descriptor: int, reason: str) -> None:
-        """Shut the TCP socket down, if it is still one of this port: its number may be another file's by now."""
+        """Shut the TCP socket down, if it is still one of these: its number may be another file's by now."""
         try:
             with socket.fromfd(descriptor, socket.AF_INET, socket.SOCK_STREAM) as connection:
-                if connection.getsockname()[1:] == (self._port,):
+                if self._is_one(connection):
                     log.warning("a peer at %s is cut off: %s", connection.getpeername()[0], reason)
                     connection.shutdown(socket.SHUT_RDWR)
         except OSError as error:
@@ -68,7 +95,7 @@ class Connections:
                 if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                     continue
                 with socket.fromfd(int(name), socket.AF_INET, socket.SOCK_STREAM) as connection:
-                    if connection.getsockname()[1:] == (self._port,):
+                    if self._is_one(connection):
                         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_SIZE)
                         (num_bytes,) = struct.unpack_from("=Q", info, TCPI_BYTES_RECEIVED)
                         (silence_ms,) = struct.unpack_from("=I", info, TCPI_LAST_DATA_RECV_MS)

@@ -11,7 +11,8 @@ Every message names what came, what was expected and what to do about it.
     ├── ServerLost         the server went away in the middle of a request; it is waited for
     ├── ParityError        server and learner disagree about the same tokens
     ├── DataError          prompts cannot be read or do not fit
-    └── RewardError        a reward function broke its contract
+    ├── RewardError        a reward function broke its contract
+    └── RankFailed         another rank of the learner has stopped
 """
 
 
@@ -53,3 +54,7 @@ class DataError(SlipstreamError):
 
 class RewardError(SlipstreamError):
     """A reward function cannot be loaded or broke its contract."""
+
+
+class RankFailed(SlipstreamError):
+    """Another rank of the learner has stopped with an error, so this one stops too."""

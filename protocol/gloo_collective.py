@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -13,6 +14,8 @@ from protocol.errors import PushFailed
 
 NUM_THREADS = 4
 """As many broadcasts are under way at a time, so that the connection is busy while the ranks agree on the next ones."""
+ABORT_CHECK_INTERVAL = timedelta(seconds=0.2)
+LEAVE_TIMEOUT_S = 1.0
 _NEVER_SENT = 1
 """Tag of the message that `abort` waits for in vain."""
 
@@ -34,9 +37,10 @@ class GlooCollective:
         self._under_way: dict[int, Any] = {}
         """Broadcasts. Each keeps the sockets open, so nothing else may hold one: a traceback would, for as long as it lives."""
         self._numbers = itertools.count()
+        self._is_aborted = False
         try:
             self._group = ProcessGroupGloo(store, rank, world_size, options)
-        except RuntimeError as error:
+        except (RuntimeError, PushFailed) as error:  # gloo's own, and that of the store it asks
             raise PushFailed(
                 f"rank {rank} of {world_size} could not connect to the others of epoch {epoch}: {error} "
                 f"(deadline {timeout_s:g} s, learner.push.timeout_s)"
@@ -60,6 +64,13 @@ class GlooCollective:
 
         def wait() -> None:
             try:
+                was_aborted = False
+                while not self._work(number).is_completed():
+                    if was_aborted:
+                        raise RuntimeError("it was aborted")
+                    was_aborted = self._is_aborted  # gloo has one interval more to end it with a reason
+                    with contextlib.suppress(RuntimeError):
+                        self._work(number).wait(ABORT_CHECK_INTERVAL)
                 self._work(number).wait()
             except RuntimeError as error:
                 raise self._failed(tensor, error) from error
@@ -85,6 +96,7 @@ class GlooCollective:
             ) from error
 
     def abort(self) -> None:
+        self._is_aborted = True
         # ProcessGroupGloo.abort() wakes nobody, but an operation that runs out of time closes all connections of its
         # group and so ends every other one at once, here and at the peers. This one has a millisecond. It is tried with
         # each peer, for it must wait to run out of time, and with one that has left it does not wait.
@@ -97,7 +109,12 @@ class GlooCollective:
     def close(self) -> None:
         self.abort()
         self._under_way.clear()
-        self._group = None  # its destructor frees the sockets and the threads
+        only_reference, self._group = [self._group], None
+        # The group's destructor frees the sockets and the threads. It waits for all sends, and gloo forgets one that was begun
+        # in the moment in which its connection broke: that one ends only at its deadline.
+        leaving = threading.Thread(target=only_reference.clear, name="leave", daemon=True)
+        leaving.start()
+        leaving.join(LEAVE_TIMEOUT_S)
 
     def _work(self, number: int) -> Any:
         if number not in self._under_way:

@@ -15,13 +15,15 @@ SLOW_CHUNK_BYTES = 256
 class Link:
     """Forwards `port` to `server_port` on the loopback. Only the control channel goes this way, not the weights.
 
-    `bytes_per_s`, if given, is how fast it is towards the learner.
+    `bytes_per_s` and `bytes_per_s_to_server`, if given, are how fast it is towards either.
     """
 
-    def __init__(self, server_port: int = 0, bytes_per_s: float | None = None) -> None:
+    def __init__(
+        self, server_port: int = 0, bytes_per_s: float | None = None, bytes_per_s_to_server: float | None = None
+    ) -> None:
         self.server_port = server_port
         """May change; connections from then on go there."""
-        self._bytes_per_s = bytes_per_s
+        self._bytes_per_s, self._bytes_per_s_to_server = bytes_per_s, bytes_per_s_to_server
         self._is_cut = False
         self._writers: set[asyncio.StreamWriter] = set()
         self._thread = LoopThread("link")
@@ -66,7 +68,7 @@ class Link:
             writers.append(back)
             self._writers.update(writers)
             ways = [
-                asyncio.create_task(self._carry(reader, back, None)),
+                asyncio.create_task(self._carry(reader, back, self._bytes_per_s_to_server)),
                 asyncio.create_task(self._carry(there, writer, self._bytes_per_s)),
             ]
             await asyncio.wait(ways, return_when="FIRST_COMPLETED")

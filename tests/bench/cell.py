@@ -5,34 +5,32 @@ of `learner train`, so what the benchmark compares is what a user can set.
 """
 
 import hashlib
-import json
-import shutil
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from learner.config import LearnerRun
-from protocol.model_files import cache_dir, resolve_model
 
+LARGE_STEPS = "sort-large-steps"
+"""The same task with a learning rate that tells a correction from none: steps so large lead far off-policy."""
 TASKS: dict[str, dict[str, Any]] = {
     "sort": {
         "steps": 400,
         "data": {"task": "sort", "num_digits": 4, "num_prompts": 4096},
         "sampling": {"num_completions": 16, "max_tokens": 5},
         "reward": {"functions": ["share_right", "exact_match"], "weights": [1.0, 0.0]},
-        "optimizer": {"learning_rate": 2e-3},
+        "optimizer": {"learning_rate": 2e-3, "warmup_steps": 40, "schedule": "linear"},
     },
     "arithmetic": {
         "steps": 1200,
         "data": {"task": "arithmetic", "num_digits": 2, "num_prompts": 4096},
         "sampling": {"num_completions": 16, "max_tokens": 4},
         "reward": {"functions": ["exact_match"]},
-        "optimizer": {"learning_rate": 1e-3, "max_grad_norm": 10.0},
-        "warm_start": {"steps": 400, "learning_rate": 1e-3, "rows_per_step": 8},
+        "optimizer": {"learning_rate": 1e-3, "warmup_steps": 40, "schedule": "linear", "max_grad_norm": 10.0},
+        "warm_start": {"steps": 400, "learning_rate": 1e-3, "rows_per_step": 16},
     },
 }
+TASKS[LARGE_STEPS] = TASKS["sort"] | {"steps": 600, "optimizer": {"learning_rate": 3e-3, "schedule": "linear"}}
 NUM_TASK_PROMPTS = 10_000
 """Distinct prompts of either task; those a run does not train on are held out."""
 ALGORITHMS: dict[str, dict[str, Any]] = {
@@ -50,11 +48,16 @@ REFERENCES: dict[str, dict[str, Any]] = {
     "adaptive": {"kind": "adaptive", "kl_threshold": 0.2},
 }
 STALENESSES = (0, 1, 4, 8)
-SEEDS = (0, 1, 2, 3)
+NUM_SEEDS = {"sort": 4, "arithmetic": 4, LARGE_STEPS: 8}
+"""The larger the steps, the more the seeds differ."""
 KL_COEF = 0.01
 """Of every cell with a reference."""
-SERVED_HEADS = 2
-"""Attention heads of tiny:digits: of width 32, the narrowest that vLLM's CPU kernels have."""
+KINDS = [
+    *((algorithm, staleness, "none") for algorithm in ALGORITHMS for staleness in STALENESSES),
+    *(("grpo", 4, reference) for reference in REFERENCES if reference != "none"),
+]
+"""Every algorithm at every staleness, then every reference at staleness 4."""
+LARGE_STEP_KINDS = [("grpo", 8, "none"), ("gspo", 8, "none"), ("uncorrected", 8, "none")]
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,17 +68,11 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     max_staleness: int
     reference: str = "none"
     seed: int = 0
-    learning_rate: float | None = None
-    """None: the task's."""
-    heads: int = SERVED_HEADS
 
     @property
     def name(self) -> str:
         """As in `sort/grpo/stale4/none/seed0`; what --only is matched with."""
-        name = f"{self.task}/{self.algorithm}/stale{self.max_staleness}/{self.reference}/seed{self.seed}"
-        if self.learning_rate is not None:
-            name += f"/lr{self.learning_rate:g}"
-        return name if self.heads == SERVED_HEADS else f"{name}/heads{self.heads}"
+        return f"{self.task}/{self.algorithm}/stale{self.max_staleness}/{self.reference}/seed{self.seed}"
 
     def run(self, run_dir: str = "none") -> LearnerRun:
         """Return the config. Raises msgspec.ValidationError where the learner refuses it."""
@@ -85,11 +82,9 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
             algorithm = {"correction": {"anchor": "proximal", "weight": "truncate"}}
         learner = {"groups_per_step": 16, "max_staleness": self.max_staleness, "dashboard_port": 0, "trackers": []}
         learner |= TASKS[self.task] | algorithm
-        if self.learning_rate is not None:
-            learner |= {"optimizer": {"learning_rate": self.learning_rate}}
         if self.reference != "none":
             learner |= {"reference": REFERENCES[self.reference], "kl": {"coef": KL_COEF}}
-        run = {"model": model_with(self.heads), "run_dir": run_dir, "dtype": "float32", "seed": self.seed}
+        run = {"model": "tiny:digits", "run_dir": run_dir, "dtype": "float32", "seed": self.seed}
         return msgspec.convert(run | {"learner": learner}, LearnerRun)
 
     @property
@@ -98,34 +93,15 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         return hashlib.sha256(msgspec.json.encode(self.run().learner)).hexdigest()[:12]
 
 
-def model_with(heads: int) -> str:
-    """Return tiny:digits, or a copy of it with the same weights that attends with another number of heads."""
-    if heads == SERVED_HEADS:
-        return "tiny:digits"
-    tiny = resolve_model("tiny:digits")
-    final = cache_dir() / f"{tiny.name}-{heads}-heads"
-    if not final.is_dir():
-        aside = Path(tempfile.mkdtemp(dir=final.parent))
-        shutil.copytree(tiny, aside, dirs_exist_ok=True)
-        config = json.loads((aside / "config.json").read_text()) | {"n_head": heads}
-        (aside / "config.json").write_text(json.dumps(config))
-        aside.rename(final)
-    return str(final)
+def grid(tasks: list[str], seeds: list[int] | None = None) -> list[Cell]:
+    """Return the cells of the given seeds or of each task's own, all of a seed before the next.
 
-
-def grid(tasks: list[str], seeds: list[int], heads: int = SERVED_HEADS) -> list[Cell]:
-    """Every algorithm at every staleness, then every reference at staleness 4; all cells of a seed before the next."""
-    cells = []
-    for seed in seeds:
-        for task in tasks:
-            cells += [
-                Cell(task=task, algorithm=algorithm, max_staleness=staleness, seed=seed, heads=heads)
-                for algorithm in ALGORITHMS
-                for staleness in STALENESSES
-            ]
-            cells += [
-                Cell(task=task, algorithm="grpo", max_staleness=4, reference=reference, seed=seed, heads=heads)
-                for reference in REFERENCES
-                if reference != "none"
-            ]
-    return cells
+    With large steps: the clips and no correction alone.
+    """
+    return [
+        Cell(task=task, algorithm=algorithm, max_staleness=staleness, reference=reference, seed=seed)
+        for seed in (range(max(NUM_SEEDS.values())) if seeds is None else seeds)
+        for task in tasks
+        if seeds is not None or seed < NUM_SEEDS[task]
+        for algorithm, staleness, reference in (LARGE_STEP_KINDS if task == LARGE_STEPS else KINDS)
+    ]

@@ -7,7 +7,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from tests.bench.cell import ALGORITHMS, REFERENCES, STALENESSES, Cell
+from tests.bench.cell import ALGORITHMS, LARGE_STEPS, REFERENCES, STALENESSES, Cell
 from tests.bench.summary import table
 from tests.bench.trial import Trial
 
@@ -16,9 +16,9 @@ COLORS = {name: f"C{i}" for names in (ALGORITHMS, REFERENCES) for i, name in enu
 
 
 def write_plots(trials: dict[Cell, Trial], directory: Path) -> list[Path]:
-    """Write PNGs for every task that has cells; return their paths."""
+    """Write PNGs for every task that has cells at every staleness; return their paths."""
     paths = []
-    for task in sorted({cell.task for cell in trials}):
+    for task in sorted({cell.task for cell in trials} - {LARGE_STEPS}):
         mine = {cell: trial for cell, trial in trials.items() if cell.task == task}
         for name, figure in (
             ("staleness", _staleness(mine)),

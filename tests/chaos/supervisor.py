@@ -210,6 +210,9 @@ class Supervisor:
         if fault.target not in ("server", "learner", "link"):
             return None
         lost = self._run.first("learner lost" if fault.target == "learner" else "server lost", struck.struck_at)
-        if "kill" not in fault.kind:  # else it is lost until it greets again, which comes after its start
-            until_s = struck.back_at
+        # Who was not connected when it was struck could not be missed, and who is back is missed no more.
+        found = self._run.first("server found", struck.struck_at)
+        until_s = min(until_s, found.time_s if found else math.inf)
+        if "kill" not in fault.kind:
+            until_s = min(until_s, struck.back_at)
         return lost.time_s - struck.struck_at if lost and lost.time_s < until_s else None

@@ -2,6 +2,7 @@
 
 import sqlite3
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import numpy as np
@@ -19,9 +20,11 @@ from protocol.model_files import resolve_model
 from tests.chaos.__main__ import campaign
 from tests.chaos.audit import Prompts, audit_prompts
 from tests.chaos.learner_process import RECEIVED, WEIGHTS
-from tests.chaos.run import make_config
-from tests.chaos.schedule import STATES, Leg, schedule
-from tests.chaos.traps import Traps, set_trap
+from tests.chaos.report import LegReport, Report, make_report
+from tests.chaos.run import Run, make_config
+from tests.chaos.schedule import STATES, Fault, Kind, Leg, Target, schedule
+from tests.chaos.supervisor import Struck, Supervisor
+from tests.chaos.traps import Event, Traps, set_trap
 from tests.chaos.versions import audit_versions
 from tests.learner.model_engine import sample
 
@@ -181,6 +184,78 @@ def test_the_audit_finds_a_wrong_label(sampled: tuple[Path, list[Completion]], l
     num_tokens = len(wrong.token_ids)
     num_checked, found = audit_of(directory, [right, msgspec.structs.replace(wrong, versions=[(label, num_tokens)])])
     assert num_checked == 2 and len(found) == 1 and problem in found[0]
+
+
+# --- the report ------------------------------------------------------------------------------------------------------
+
+
+class ToldEvents:
+    """In place of a run that is over: what its processes told."""
+
+    first = Run.first
+
+    def __init__(self, *told: tuple[float, str]) -> None:
+        self.events = [Event(time_s=time_s, process="", pid=1, name=name) for time_s, name in told]
+
+    def read_events(self) -> list[Event]:
+        return self.events
+
+
+def strike(target: Target, kind: Kind) -> Struck:
+    """A fault at second 10 whose victim could work again at second 14."""
+    fault = Fault(after_step=1, state=STATES[0], nth=1, target=target, kind=kind, seconds=4.0)
+    return Struck(fault=fault, struck_at=10.0, back_at=14.0)
+
+
+@pytest.mark.parametrize(
+    ("target", "kind", "told", "notice_s"),
+    [
+        ("learner", "stop", [(9.0, "learner lost"), (12.5, "learner lost")], 2.5),
+        ("learner", "stop", [(14.5, "learner lost")], None),
+        ("learner", "kill", [(17.0, "learner lost")], 7.0),
+        ("learner", "kill", [(15.0, "server found"), (24.0, "learner lost")], None),
+        ("server", "kill", [(10.4, "server lost"), (15.0, "server found")], 0.4),
+        ("server", "kill", [(15.0, "server found"), (17.0, "server lost")], None),
+        ("server", "kill", [(31.0, "server lost")], None),
+        ("reward worker", "kill", [(10.4, "server lost")], None),
+    ],
+)
+def test_a_peer_is_noticed_only_by_who_was_connected_and_before_it_is_back(
+    target: Target, kind: Kind, told: list[tuple[float, str]], notice_s: float | None
+) -> None:
+    supervisor = Supervisor(schedule(0, 1, "fake")[0], cast(Run, ToldEvents(*told)), print)
+    noticed = supervisor._notice_s(strike(target, kind), until_s=30.0)
+    assert noticed == (notice_s if notice_s is None else pytest.approx(notice_s))
+
+
+def report_of(num_asked: int, struck: list[Struck]) -> Report:
+    leg = msgspec.structs.replace(schedule(0, 1, "fake")[0], faults=tuple([strike("link", "cut").fault] * num_asked))
+    prompts = Prompts(expected=1, consumed_once=1, lost=[], duplicated=[], overtaken=[])
+    found = LegReport(
+        leg=leg, struck=struck, hangs=[], died=[], prompts=prompts, num_completions_checked=1, versions_wrong=[]
+    )
+    return make_report(0, "fake", [found], 1.0)
+
+
+def test_the_report_names_the_faults_that_took_longest() -> None:
+    struck = [strike("server", "kill"), strike("learner", "stop"), strike("link", "cut")]
+    for number, each in enumerate(struck):
+        each.notice_s, each.recover_s = 1.0 + number, 8.0 - number
+    report = report_of(3, struck)
+    assert (report.recover_s.max, report.recover_s.median) == (8.0, 7.0)
+    assert report.recover_s.longest[0] == f"8.00 s: leg 0: {struck[0].fault}"
+    assert report.notice_s.longest == [f"3.00 s: leg 0: {struck[2].fault}", f"1.00 s: leg 0: {struck[0].fault}"]
+    assert report.server_notice_s.longest == [f"2.00 s: leg 0: {struck[1].fault}"]
+
+
+@pytest.mark.parametrize(
+    ("num_asked", "num_left_out", "is_clean"), [(8, 1, True), (8, 2, False), (100, 2, True), (100, 3, False)]
+)
+def test_a_campaign_that_left_out_many_faults_has_shown_nothing(
+    num_asked: int, num_left_out: int, is_clean: bool
+) -> None:
+    report = report_of(num_asked, [strike("link", "cut")] * (num_asked - num_left_out))
+    assert (report.faults_left_out, report.is_clean) == (num_left_out, is_clean)
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------

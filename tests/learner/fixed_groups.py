@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from learner.batch import ScoredGroup
 from learner.config import LearnerRun
 from learner.policy import sequence_logprobs
+from learner.snapshot import shared_out
 from learner.trainee import Trainee, make_trainee
 from protocol.messages import Completion
 
@@ -39,9 +40,8 @@ def make_moved_trainee(run: LearnerRun, accelerator: Accelerator) -> Trainee:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in trainee.policy.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-    descent = torch.optim.SGD(trainee.policy.parameters(), lr=0.1)
-    trainee.optimizer = accelerator.prepare(descent)
+            parameter.add_(shared_out(0.05 * torch.randn(parameter.shape, generator=generator), parameter))
+    trainee.optimizer = torch.optim.SGD(trainee.policy.parameters(), lr=0.1)
     return trainee
 
 

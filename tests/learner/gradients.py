@@ -8,7 +8,9 @@ from accelerate import Accelerator
 
 from learner.batch import ScoredGroup, trained_rows
 from learner.config import LearnerConfig
-from learner.step import advantages, forward_backward, less_kl, my_batches
+from learner.ranks import my_batches
+from learner.snapshot import whole
+from learner.step import advantages, forward_backward, less_kl
 from learner.survey import survey
 from learner.trainee import Trainee
 from tests.learner.fixed_groups import VERSION, make_groups, make_moved_trainee, make_run
@@ -50,9 +52,10 @@ def gradient_of(
     if config.kl.place == "reward":
         groups, _ = less_kl(accelerator, trainee, groups, config)
     rows = trained_rows(groups, advantages(groups, config), config)
-    batches = survey(accelerator, trainee, my_batches(accelerator, rows, config), config)
+    batches = my_batches(accelerator, rows, config.micro_batch_tokens)
+    batches = survey(accelerator, trainee, batches, config)
     forward_backward(accelerator, trainee, batches, VERSION, config, is_first_update=True)
-    gradient = torch.cat([parameter.grad.flatten() for parameter in trainee.policy.parameters()])
+    gradient = torch.cat([whole(parameter.grad).flatten() for parameter in trainee.policy.parameters()])
     trainee.optimizer.zero_grad()
     return gradient
 

@@ -7,6 +7,7 @@ import contextlib
 import os
 import pkgutil
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from learner.__main__ import main
 from learner.config import LearnerRun
 from learner.disk import replace_file
 from protocol.config import to_toml
+from tests.learner.sharding import FSDP2, shard_on_cpu
 from tests.peer import PROCESSES
 
 LIFE_TIMEOUT_S = 120.0
@@ -30,6 +32,7 @@ POINTS = {
     "consumed": "learner.ledger:Ledger.consume",
     "logged": "learner.run_log:RunLog.step",
     "state saved": "accelerate:Accelerator.save_state",
+    "shards saved": "learner.checkpoint:save_sharded",
     "model exported": "learner.checkpoint:export_policy",
     "checkpoint named": "learner.retention:save_checkpoint",
     "old one unnamed": "pathlib:Path.rename",
@@ -66,13 +69,24 @@ class Place(msgspec.Struct, frozen=True):
     rank: int
     num_ranks: int
     port: int
+    is_sharded: bool = False
 
     def enter(self) -> None:
         os.environ |= {"RANK": str(self.rank), "LOCAL_RANK": str(self.rank), "WORLD_SIZE": str(self.num_ranks)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port), "ACCELERATE_USE_CPU": "true"}
+        if self.is_sharded:
+            os.environ |= FSDP2
+            shard_on_cpu()
 
 
 ALONE = Place(rank=0, num_ranks=1, port=0)
+
+
+def two_places(*, is_sharded: bool) -> list[Place]:
+    """Of two ranks that will find each other."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    return [Place(rank=rank, num_ranks=2, port=port, is_sharded=is_sharded) for rank in range(2)]
 
 
 class Life:

@@ -4,7 +4,6 @@ At staleness 0 in float32 on one thread. Every death is a SIGKILL of a real proc
 """
 
 import json
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from safetensors.torch import load_file
 from learner.checkpoint import find_checkpoint
 from learner.config import LearnerRun
 from tests.learner.model_engine import tiny_server
-from tests.learner.mortal_learner import Death, Life, Place, live
+from tests.learner.mortal_learner import Death, Life, live, two_places
 from tests.learner.test_train import batches_of, make_run, metrics_of, seeded
 
 LOSSES = ("loss/policy", "optim/lr", "optim/grad_norm", "reference/kl", "reference/kl_coef", "reference/version",
@@ -109,26 +108,33 @@ def test_a_run_killed_again_and_again_ends_as_one_that_was_not(
     assert any(abs(line["loss/policy"]) > 1e-3 for line in losses_of(whole))
 
 
-def live_as_two(run: LearnerRun, death: Death | None, *, resume: bool) -> None:
+def live_as_two(run: LearnerRun, death: Death | None, *, resume: bool, is_sharded: bool) -> None:
     """Two ranks; torchrun would end the one that is left when the other dies."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    places = [Place(rank=rank, num_ranks=2, port=port) for rank in range(2)]
+    places = two_places(is_sharded=is_sharded)
     lives = [Life(run, death if place.rank == 0 else None, resume=resume, place=place) for place in places]
     code = lives[0].end()
     if death is not None:
         lives[1].process.kill()
-    assert (code, lives[1].end()) == ((0, 0) if death is None else (-9, -9)), lives[0].log
+    # The other may have noticed that the first is gone before it was killed.
+    assert code == (0 if death is None else -9) and (lives[1].end() == 0) == (death is None), lives[0].log
 
 
-def test_two_ranks_killed_after_a_step_and_in_a_checkpoint_end_as_two_that_were_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["whole", "sharded"])
+def test_two_ranks_killed_after_a_step_and_in_a_checkpoint_end_as_two_that_were_not(
+    tmp_path: Path, is_sharded: bool
+) -> None:
     learner = {"reference": {"kind": "every", "every_steps": 2}, "kl": {"coef": 0.1}, "steps": 3}
+    in_checkpoint = "shards saved" if is_sharded else "state saved"
     runs = []
-    for name, deaths in (("whole", []), ("killed", [Death("consumed", 3), Death("state saved")])):
+    for name, deaths in (("whole", []), ("killed", [Death("consumed", 3), Death(in_checkpoint)])):
         with tiny_server() as server:
             runs.append(a_run(tmp_path / name, server.endpoint, **learner))
             for i, death in enumerate([*deaths, None]):
-                live_as_two(runs[-1], death, resume=i > 0)
+                live_as_two(runs[-1], death, resume=i > 0, is_sharded=is_sharded)
+            pushed = server.engine.weights
+        saved = load_file(newest_checkpoint(runs[-1]) / "model.safetensors")
+        assert saved.keys() == pushed.keys()
+        assert [weight for weight, tensor in saved.items() if not torch.equal(tensor, pushed[weight])] == []
     killed, whole = map(tensors_of, reversed(runs))
     assert killed.keys() == whole.keys() and "random_states_1.pkl" in whole
     for name, tensor in whole.items():

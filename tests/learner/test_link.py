@@ -136,6 +136,36 @@ def test_a_broken_connection_is_noticed_before_the_silence(monkeypatch: pytest.M
     asyncio.run(run())
 
 
+def test_connections_that_broke_before_the_welcome_do_not_end_the_one_it_came_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(link_module, "HELLO_INTERVAL_S", 2.0)
+    monkeypatch.setattr(link_module, "DEAD_AFTER_S", 10 * TIMEOUT_S)
+
+    async def run() -> None:
+        async with serving(ScriptedEngine()) as server:
+            wire = Link(int(server.endpoint.rpartition(":")[2]))
+            wire.cut()
+            hello = Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL)
+            endpoint = f"tcp://127.0.0.1:{wire.port}"
+            link = ServerLink(endpoint, hello, on_group=lambda group: None, on_welcome=lambda welcome: None)
+            task = asyncio.create_task(link.run())
+            try:
+                await asyncio.sleep(0.5)  # some attempts
+                wire.restore()
+                await until(lambda: link.connected)
+                assert link._channel.num_broken > 0
+                await asyncio.sleep(3.0)  # until after the next look
+                assert link.connected and link._connection == 1
+            finally:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                link.close()
+                wire.close()
+
+    asyncio.run(run())
+
+
 def test_a_push_that_the_server_cannot_do_fails_with_the_servers_words() -> None:
     async def test(link: ServerLink, engine: ScriptedEngine, server: Serving) -> None:
         engine.scripted_reports = [[report(ok=False, state="receiving", error="scripted failure")]]

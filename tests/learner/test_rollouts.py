@@ -349,7 +349,10 @@ def test_a_group_that_could_not_be_scored_is_asked_again_and_its_prompt_then_rec
         rollouts.publish(0, server.server_id)
         groups = rollouts.take(3, TIMEOUT_S, 0)
         assert groups is not None and [group.group_id for group in groups] == ["0.0", "1.1", "3.0"]
-        assert (rollouts.batch_metrics["reward/failed"], rollouts.batch_metrics["reward/timed_out"]) == (4, 0)
+        assert (
+            rollouts.batch_metrics["rollout/rewards_failed"],
+            rollouts.batch_metrics["rollout/rewards_timed_out"],
+        ) == (4, 0)
     assert dropped(tmp_path) == [
         ("1.0", "unscorable"), ("2.0", "unscorable"), ("2.1", "unscorable"), ("2.2", "failed"),
     ]  # fmt: skip

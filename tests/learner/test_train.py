@@ -405,8 +405,8 @@ def test_one_slow_group_costs_only_its_reward_and_is_counted(tmp_path: Path, mon
         run = make_run(tmp_path, server.endpoint, reward=reward, steps=2)
         train(run, resume=False)
     metrics = metrics_of(run)
-    assert sum(line["reward/timed_out"] for line in metrics) == 1
-    assert sum(line["reward/failed"] for line in metrics) == 0
+    assert sum(line["rollout/rewards_timed_out"] for line in metrics) == 1
+    assert sum(line["rollout/rewards_failed"] for line in metrics) == 0
     assert len(rows_of(run, "slot", "state = 'consumed'")) == 6
 
 

@@ -14,11 +14,23 @@ from protocol.errors import ConfigError
 from tests.learner.fixed_groups import make_run
 
 
-@pytest.mark.parametrize("kind", [DistributedType.FSDP, DistributedType.DEEPSPEED])
-def test_a_sharded_policy_is_refused(kind: DistributedType) -> None:
-    """Neither runs on a CPU under accelerate, so only what the refusal looks at stands in for it."""
-    with pytest.raises(ConfigError, match=rf"shards the policy by {kind.value}.*plain data parallelism"):
-        make_trainee(make_run(), SimpleNamespace(distributed_type=kind), is_new=True)
+@pytest.mark.parametrize("kind", [DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM])
+def test_a_policy_sharded_otherwise_than_by_fsdp2_is_refused(kind: DistributedType) -> None:
+    """None runs on a CPU under accelerate, so only what the refusal looks at stands in for it."""
+    with pytest.raises(ConfigError, match=rf"shards the policy by {kind.value}.*fsdp_version: 2"):
+        make_trainee(make_run(), SimpleNamespace(distributed_type=kind, is_fsdp2=False), is_new=True)
+
+
+@pytest.mark.parametrize(
+    ("activation_checkpointing", "learner", "remedy"),
+    [(False, {"lora": {"rank": 4}}, "learner.lora.rank to 0"), (True, {}, "learner.gradient_checkpointing = true")],
+)
+def test_what_fsdp2_cannot_push_is_refused(activation_checkpointing: bool, learner: dict, remedy: str) -> None:
+    plugin = SimpleNamespace(activation_checkpointing=activation_checkpointing)
+    state = SimpleNamespace(fsdp_plugin=plugin)
+    accelerator = SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=True, state=state)
+    with pytest.raises(ConfigError, match=remedy):
+        make_trainee(make_run(**learner), accelerator, is_new=True)
 
 
 def coefs(config: LearnerConfig, measured: list[float | None]) -> list[float]:

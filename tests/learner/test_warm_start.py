@@ -20,7 +20,7 @@ from learner.warm_start import warm_start
 from protocol.errors import DataError, RewardError
 from protocol.model_files import resolve_model
 from tests.learner.model_engine import ModelEngine, tiny_server
-from tests.learner.test_ranks import LAUNCH, run_ranks
+from tests.learner.test_ranks import LAUNCH, SHARDED, run_ranks
 from tests.learner.test_train import make_run, metrics_of, seeded
 
 WARM = {"steps": 5, "learning_rate": 3e-3, "rows_per_step": 6}
@@ -75,9 +75,11 @@ def test_the_same_seed_gives_the_same_weights_and_another_gives_others(tmp_path:
     assert any(not torch.equal(first[name], other[name]) for name in first)
 
 
-def test_two_ranks_start_from_the_weights_of_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_sharded", [False, SHARDED])
+def test_two_ranks_start_from_the_weights_of_one(tmp_path: Path, is_sharded: bool) -> None:
     one, _ = run_ranks(tmp_path / "one", ["-m"], warm_start=WARM, steps=2)
-    two, _ = run_ranks(tmp_path / "two", ["-m", *LAUNCH, "-m"], warm_start=WARM, steps=2, micro_batch_tokens=20)
+    launch = ["-m", *LAUNCH, "-m"]
+    two, _ = run_ranks(tmp_path / "two", launch, is_sharded=is_sharded, warm_start=WARM, steps=2, micro_batch_tokens=20)
     cold, _ = run_ranks(tmp_path / "cold", ["-m"], steps=2)
     for name in ("loss/policy", "policy/entropy", "reference/kl", "optim/grad_norm"):
         assert [line[name] for line in two] == pytest.approx([line[name] for line in one], abs=1e-5), name

@@ -6,20 +6,24 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Awaitable, Callable
+from contextlib import closing
 
 import pytest
 
-from protocol import connections
-from protocol.channel import ServerChannel
+from protocol.channel import LearnerChannel, ServerChannel
 from protocol.codec import encode
 from protocol.messages import Ack, Refused
 from tests.inference_server.scripted_learner import ScriptedLearner
+from tests.link import Link
 
 MIB = 1 << 20
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 LIMIT_BYTES = 16 * MIB
 MOST_BYTES = 1024 * MIB
 """What it would come to otherwise."""
+LONG_BYTES = 400_000
+"""More than the proxy and the kernel keep from one end of a slow link to the other."""
 
 
 def greet(endpoint: str) -> socket.socket:
@@ -56,10 +60,28 @@ class EndlessMessage(threading.Thread):
                 self.num_bytes += len(part)
 
 
+def over_a_link(test: Callable[[ServerChannel, LearnerChannel, Link], Awaitable[None]], **options: float) -> None:
+    async def run() -> None:
+        with (
+            closing(ServerChannel("tcp://127.0.0.1:*")) as server,
+            closing(Link(int(server.endpoint.rpartition(":")[2]), **options)) as link,
+            closing(LearnerChannel(f"tcp://127.0.0.1:{link.port}")) as learner,
+        ):
+            await asyncio.wait_for(test(server, learner, link), TIMEOUT_S)
+
+    asyncio.run(run())
+
+
+async def name_of_peer(server: ServerChannel, learner: LearnerChannel) -> bytes:
+    """Say something and return by which name the server knows the learner on this connection."""
+    await learner.send(Ack(group_ids=[]), TIMEOUT_S)
+    return (await server.receive())[0]
+
+
 def test_a_message_that_does_not_end_costs_its_sender_the_connection_and_others_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connections, "MAX_UNFINISHED_BYTES", LIMIT_BYTES)
+    monkeypatch.setattr("protocol.channel.MAX_UNFINISHED_BYTES", LIMIT_BYTES)
 
     async def run() -> None:
         server = ServerChannel("tcp://127.0.0.1:*")
@@ -108,8 +130,81 @@ def test_a_peer_that_falls_silent_after_a_message_is_cut_off_and_one_that_pings_
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("slow", ["bytes_per_s", "bytes_per_s_to_server"])
+def test_a_frame_that_takes_longer_than_a_dead_peer_comes_through_a_slow_link(
+    monkeypatch: pytest.MonkeyPatch, slow: str
+) -> None:
+    """Such are a group, and the manifest of a push: no ping or pong passes it, but its bytes are signs of life."""
+    monkeypatch.setattr("protocol.channel.DEAD_PEER_TIMEOUT_MS", 500)
+    monkeypatch.setattr("protocol.channel.HEARTBEAT_INTERVAL_MS", 50)
+
+    async def test(server: ServerChannel, learner: LearnerChannel, _: Link) -> None:
+        peer = await name_of_peer(server, learner)
+        parts_seen = 0
+
+        async def look() -> None:
+            nonlocal parts_seen
+            while True:
+                server.look_at_connections()
+                parts_seen += learner.look_at_connection()
+                if slow == "bytes_per_s_to_server":
+                    await server.send(peer, Refused(reason=""))  # in place of pulses
+                await asyncio.sleep(0.1)
+
+        looking = asyncio.create_task(look())
+        if slow == "bytes_per_s":
+            assert await server.send(peer, Refused(reason="x" * LONG_BYTES))
+            await learner.receive()
+            assert parts_seen > 5
+        else:
+            await learner.send(Ack(group_ids=["x" * LONG_BYTES]), TIMEOUT_S)
+            await server.receive()
+        looking.cancel()
+        learner.check_handshake()
+        assert learner.num_broken == 0
+
+    over_a_link(test, **{slow: LONG_BYTES / 2})  # 2 s
+
+
+def test_a_server_that_falls_silent_is_cut_off_and_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("protocol.channel.DEAD_PEER_TIMEOUT_MS", 500)
+    monkeypatch.setattr("protocol.channel.HEARTBEAT_INTERVAL_MS", 50)
+
+    async def test(server: ServerChannel, learner: LearnerChannel, link: Link) -> None:
+        first = await name_of_peer(server, learner)
+        link.stall()
+        while learner.num_broken == 0:
+            learner.look_at_connection()
+            learner.check_handshake()
+            await asyncio.sleep(0.05)
+        link.restore()
+        assert await name_of_peer(server, learner) != first
+
+    over_a_link(test)
+
+
+def test_a_look_after_a_long_time_cuts_nobody_off_who_was_stopped_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the whole machine stood still: its peer has had no time to ping since."""
+    monkeypatch.setattr("protocol.channel.DEAD_PEER_TIMEOUT_MS", 300)
+
+    async def run() -> None:
+        server = ServerChannel("tcp://127.0.0.1:*")
+        with greet(server.endpoint) as connection:
+            connection.setblocking(False)
+            server.look_at_connections()
+            await asyncio.sleep(0.5)
+            server.look_at_connections()
+            with pytest.raises(BlockingIOError):
+                connection.recv(1)
+            server.look_at_connections()
+            assert await asyncio.get_running_loop().sock_recv(connection, 1) == b""
+        server.close()
+
+    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
+
+
 def test_one_long_message_after_the_other_is_no_endless_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "MAX_UNFINISHED_BYTES", 3 * MIB)
+    monkeypatch.setattr("protocol.channel.MAX_UNFINISHED_BYTES", 3 * MIB)
 
     async def run() -> None:
         monkeypatch.setattr("protocol.strangers.MAX_BYTES_PER_S", 1 << 40)

@@ -1,0 +1,181 @@
+"""The board on which the ranks of an epoch find each other: a few notes in the learner's memory, which all can pin and read.
+
+    RemoteBoard (a rank) ── a line: epoch, key, value or none ──▶ HostedBoard (the learner's)
+                         ◀── a line: value or none ──────────────
+
+In place of torch's TCPStore, which asks a name server for the learner's name before it connects, 5 s where none answers, and
+goes on connecting to a learner that is dead. Invariant: a rank that asks has its answer or an error within its time to answer.
+"""
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+from torch.distributed import Store
+
+from protocol.errors import PushFailed
+
+POLL_S = 0.02
+IDLE_TIMEOUT_S = 10.0
+"""Whoever joins asks all the time."""
+MAX_LINE_BYTES = 1 << 16
+MAX_KEYS = 1_000
+"""Of all epochs; the oldest notes are thrown away first."""
+
+_CALLED_OFF = "called off"
+
+
+class Question(msgspec.Struct, frozen=True):
+    """Asks for the value of a key, after it was set if there is one here."""
+
+    epoch: str
+    key: str
+    value: bytes | None = None
+
+
+class Board(Protocol):
+    """The learner's board, as a rank reaches it."""
+
+    own_host: str
+    """The rank's own address towards the others."""
+
+    def ask(self, question: Question) -> bytes | None:
+        """Return the value of a key. Raises PushFailed when the board is out of reach."""
+        ...
+
+
+class HostedBoard:
+    """The board itself, in the learner. Listens on the one address, on a free port, until `close`."""
+
+    def __init__(self, host: str) -> None:
+        self.own_host = host
+        self._values: dict[tuple[str, str], bytes] = {}
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._listener = socket.create_server((host, 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._thread = threading.Thread(target=self._listen, name="rendezvous", daemon=True)
+        self._thread.start()
+
+    def ask(self, question: Question) -> bytes | None:
+        if self._is_closed:
+            raise PushFailed("the learner's rendezvous is closed")
+        name = (question.epoch, question.key)
+        with self._lock:
+            if question.value is not None:
+                self._values[name] = question.value
+            while len(self._values) > MAX_KEYS:
+                del self._values[next(iter(self._values))]
+            return self._values.get(name)
+
+    def close(self) -> None:
+        """Stop listening; a rank that still asks gets an error."""
+        self._is_closed = True
+        with contextlib.suppress(OSError):  # closed before
+            self._listener.shutdown(socket.SHUT_RDWR)  # else `accept` would keep it open
+        self._thread.join()
+        self._listener.close()
+
+    def _listen(self) -> None:
+        while not self._is_closed:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # closed, or no descriptor is free
+                time.sleep(POLL_S)
+                continue
+            connection.settimeout(IDLE_TIMEOUT_S)
+            threading.Thread(target=self._talk, args=(connection,), name="rendezvous", daemon=True).start()
+
+    def _talk(self, connection: socket.socket) -> None:
+        with (
+            contextlib.suppress(OSError, msgspec.MsgspecError, PushFailed),
+            connection,
+            connection.makefile("rwb") as lines,
+        ):
+            while line := lines.readline(MAX_LINE_BYTES):
+                answer = self.ask(msgspec.json.decode(line, type=Question))
+                lines.write(msgspec.json.encode(answer) + b"\n")
+                lines.flush()
+
+
+class RemoteBoard:
+    """The board as seen from another process. Raises PushFailed if there is none at the address."""
+
+    def __init__(self, host: str, port: int, answer_timeout_s: float) -> None:
+        self._address, self._answer_timeout_s = f"{host}:{port}", answer_timeout_s
+        try:
+            self._socket = socket.create_connection((host, port), answer_timeout_s)
+        except OSError as error:
+            raise self._lost(error) from error
+        self.own_host: str = self._socket.getsockname()[0]
+        self._lines = self._socket.makefile("rwb")
+        self._lock = threading.Lock()
+
+    def ask(self, question: Question) -> bytes | None:
+        try:
+            with self._lock:
+                self._lines.write(msgspec.json.encode(question) + b"\n")
+                self._lines.flush()
+                line = self._lines.readline()
+        except (OSError, ValueError) as error:  # the second where it was closed meanwhile
+            raise self._lost(error) from error
+        if not line:
+            raise self._lost("it has ended the connection")
+        return msgspec.json.decode(line, type=bytes | None)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # broken already
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends what waits for an answer
+        with self._lock, contextlib.suppress(OSError):  # what could not be sent
+            self._lines.close()
+        self._socket.close()
+
+    def _lost(self, why: object) -> PushFailed:
+        if isinstance(why, TimeoutError):
+            why = f"no answer within {self._answer_timeout_s:g} s; the learner is stopped or its host cannot be reached"
+        return PushFailed(f"cannot reach the learner's rendezvous {self._address}: {why}")
+
+
+class EpochStore(Store):
+    """The notes of one epoch, in the form in which torch asks for them. Whatever waits raises PushFailed."""
+
+    def __init__(self, epoch: str, board: Board, timeout_s: float) -> None:
+        super().__init__()
+        self._epoch, self._board, self._timeout_s = epoch, board, timeout_s
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
+        self._ask(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._ask(key) or b""
+
+    def wait(self, keys: Sequence[str], _: object = None) -> None:
+        """Return once all keys are there. Raises at the deadline of the epoch and when it is called off."""
+        deadline = time.monotonic() + self._timeout_s
+        missing = list(keys)
+        while missing := [key for key in missing if self._ask(key) is None]:
+            if time.monotonic() > deadline:
+                raise PushFailed(
+                    f"of epoch {self._epoch} these did not come within {self._timeout_s:g} s (learner.push.timeout_s): "
+                    f"{', '.join(missing)}"
+                )
+            self.check_not_called_off()
+            time.sleep(POLL_S)
+        self.check_not_called_off()
+
+    def call_off(self, reason: str) -> None:
+        """End the joining of every rank; the first reason stays."""
+        if self._ask(_CALLED_OFF) is None:
+            self._ask(_CALLED_OFF, reason.encode())
+
+    def check_not_called_off(self) -> None:
+        if (reason := self._ask(_CALLED_OFF)) is not None:
+            raise PushFailed(f"epoch {self._epoch} was called off: {reason.decode()}")
+
+    def _ask(self, key: str, value: bytes | None = None) -> bytes | None:
+        return self._board.ask(Question(self._epoch, key, value))

@@ -1,0 +1,28 @@
+"""FSDP2 on a CPU: accelerate shards on GPUs and their like only, so a rank of a test tells it that its CPU is one.
+
+Run as: python -m torch.distributed.run --standalone --nproc_per_node 2 -m tests.learner.sharding train run.toml
+"""
+
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+
+from learner.__main__ import main
+
+FSDP2 = {
+    "ACCELERATE_USE_CPU": "true",
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+}
+"""What `accelerate launch` gives the ranks for a config with FSDP2."""
+
+
+def shard_on_cpu() -> None:
+    """Call it on every rank, with FSDP2 in the environment, before there is an Accelerator."""
+    PartialState(cpu=True)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+if __name__ == "__main__":
+    shard_on_cpu()
+    main()

@@ -1,0 +1,91 @@
+"""The board on which ranks meet: what is asked has an answer or an error soon, and strangers get neither notes nor memory."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+import msgspec
+import pytest
+
+from protocol import board
+from protocol.board import MAX_LINE_BYTES, EpochStore, HostedBoard, Question, RemoteBoard
+from protocol.errors import PushFailed
+
+HOST = "127.0.0.1"
+TIMEOUT_S = 10.0
+
+
+@contextmanager
+def two_ranks() -> Iterator[tuple[HostedBoard, RemoteBoard]]:
+    """The learner's end of a board and a worker's."""
+    hosted = HostedBoard(HOST)
+    try:
+        with closing(RemoteBoard(HOST, hosted.port, TIMEOUT_S)) as remote:
+            yield hosted, remote
+    finally:
+        hosted.close()
+
+
+def test_what_one_rank_pins_the_others_read_and_only_in_its_epoch() -> None:
+    with two_ranks() as (hosted, remote):
+        address = bytes(range(256))
+        EpochStore("e1", remote, TIMEOUT_S).set("0/1", address)
+        assert EpochStore("e1", hosted, TIMEOUT_S).get("0/1") == address
+        assert EpochStore("e1", remote, TIMEOUT_S).get("0/1") == address
+        with pytest.raises(PushFailed, match=r"of epoch e2 these did not come within 0.1 s .*: 0/1$"):
+            EpochStore("e2", remote, 0.1).get("0/1")
+
+
+def test_a_rank_that_waits_goes_on_when_the_last_note_is_pinned() -> None:
+    with two_ranks() as (hosted, remote):
+        store = EpochStore("e1", hosted, TIMEOUT_S)
+        waiting = threading.Thread(target=EpochStore("e1", remote, TIMEOUT_S).wait, args=(["a", "b"],))
+        waiting.start()
+        store.set("b", b"")
+        assert waiting.is_alive()
+        store.set("a", b"")
+        waiting.join(TIMEOUT_S)
+        assert not waiting.is_alive()
+
+
+def test_the_first_reason_for_calling_off_is_the_one_that_all_are_told() -> None:
+    with two_ranks() as (hosted, remote):
+        stores = [EpochStore("e1", each, TIMEOUT_S) for each in (hosted, remote)]
+        for number, store in enumerate(stores):
+            store.call_off(f"reason {number}")
+        for store in stores:
+            with pytest.raises(PushFailed, match="epoch e1 was called off: reason 0"):
+                store.wait([])
+
+
+def test_a_board_that_is_closed_is_an_error_for_all() -> None:
+    with two_ranks() as (hosted, remote):
+        hosted.close()
+        for each in (hosted, remote):
+            with pytest.raises(PushFailed, match="rendezvous"):
+                each.ask(Question("e1", "key"))
+
+
+@pytest.mark.parametrize(
+    "line", [b"\xff\n", b"{}\n", b'{"epoch": 1, "key": "a"}\n', b"x" * (MAX_LINE_BYTES + 1), b"GET / HTTP/1.1\r\n"]
+)
+def test_what_is_no_question_costs_its_sender_the_connection(line: bytes) -> None:
+    with two_ranks() as (hosted, remote):
+        with socket.create_connection((HOST, hosted.port), TIMEOUT_S) as stranger:
+            stranger.sendall(line)
+            with pytest.raises(ConnectionResetError) if len(line) > MAX_LINE_BYTES else closing(stranger):
+                assert stranger.recv(1) == b""
+        assert remote.ask(Question("e1", "key", b"value")) == b"value"
+
+
+def test_more_notes_than_there_is_room_for_push_out_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(board, "MAX_KEYS", 3)
+    with two_ranks() as (hosted, remote):
+        for number in range(5):
+            remote.ask(Question("e1", f"{number}", b"value"))
+        assert [hosted.ask(Question("e1", f"{number}")) for number in range(5)] == [None, None] + 3 * [b"value"]
+
+
+def test_a_question_is_one_line_whatever_is_in_it() -> None:
+    assert b"\n" not in msgspec.json.encode(Question("e\n1", "k\ney", b"\n"))
