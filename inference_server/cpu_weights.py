@@ -8,7 +8,6 @@ There vLLM packs every matrix anew at each loading, which takes longer than the 
 """
 
 import copy
-import ctypes
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -23,6 +22,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor, to_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
+from inference_server.heap import trim
 from protocol.errors import PushFailed
 from protocol.weights import Arrived
 
@@ -31,7 +31,6 @@ Layer = Any
 
 PACKED = "cpu_linear"
 """The attribute in which vLLM keeps the product with a layer's packed matrix, and so the matrix."""
-_LIBC = ctypes.CDLL(None)
 
 
 def begin_reload(model: Layer, config: ModelConfig) -> None:
@@ -81,7 +80,7 @@ class NextWeights:
 
     def take(self, arriving: Iterator[Arrived]) -> None:
         """Load every bucket as it comes; each matrix is packed once it is whole. Raises PushFailed if some have not come."""
-        _LIBC.malloc_trim(0)  # the weights before the last are free, but not all of it would be used again here
+        trim()  # the weights before the last are free, but not all of it would be used again here
         for arrived in arriving:
             started = time.monotonic()
             self._missing -= self._copy.load_weights(iter(arrived.bucket.views(arrived.buffer)))
