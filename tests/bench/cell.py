@@ -12,7 +12,8 @@ import msgspec
 from learner.config import LearnerRun
 
 LARGE_STEPS = "sort-large-steps"
-"""The same task with a learning rate that tells a correction from none: steps so large lead far off-policy."""
+"""The same task with a learning rate that stays large, which leads far off-policy and tells a correction from none. PPO's clip is
+two-sided here: without it tokens that an old policy liked and the reward does not have gradients without bound."""
 TASKS: dict[str, dict[str, Any]] = {
     "sort": {
         "steps": 400,
@@ -30,7 +31,11 @@ TASKS: dict[str, dict[str, Any]] = {
         "warm_start": {"steps": 400, "learning_rate": 1e-3, "rows_per_step": 16},
     },
 }
-TASKS[LARGE_STEPS] = TASKS["sort"] | {"steps": 600, "optimizer": {"learning_rate": 3e-3, "schedule": "linear"}}
+TASKS[LARGE_STEPS] = TASKS["sort"] | {
+    "steps": 800,
+    "optimizer": {"learning_rate": 2e-3, "beta2": 0.999},
+    "loss": {"dual_clip": 1.5},
+}
 NUM_TASK_PROMPTS = 10_000
 """Distinct prompts of either task; those a run does not train on are held out."""
 ALGORITHMS: dict[str, dict[str, Any]] = {
