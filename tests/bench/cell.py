@@ -32,7 +32,6 @@ TASKS: dict[str, dict[str, Any]] = {
     },
 }
 TASKS[LARGE_STEPS] = TASKS["sort"] | {
-    "steps": 800,
     "optimizer": {"learning_rate": 2e-3, "beta2": 0.999},
     "loss": {"dual_clip": 1.5},
 }
