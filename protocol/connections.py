@@ -84,6 +84,8 @@ class Connections:
             with socket.fromfd(descriptor, socket.AF_INET, socket.SOCK_STREAM) as connection:
                 if self._is_one(connection):
                     log.warning("a peer at %s is cut off: %s", connection.getpeername()[0], reason)
+                    # Reset once ZeroMQ closes it: after a mere FIN a peer that goes on sending would hang for a minute.
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                     connection.shutdown(socket.SHUT_RDWR)
         except OSError as error:
             log.debug("a peer to cut off is gone already: %s", error)

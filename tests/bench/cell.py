@@ -13,7 +13,7 @@ from learner.config import LearnerRun
 
 LARGE_STEPS = "sort-large-steps"
 """The same task with a learning rate that stays large, which leads far off-policy and tells a correction from none. PPO's clip is
-two-sided here: without it tokens that an old policy liked and the reward does not have gradients without bound."""
+two-sided here: else a token of negative advantage weighs the more, the further its ratio has grown."""
 TASKS: dict[str, dict[str, Any]] = {
     "sort": {
         "steps": 400,

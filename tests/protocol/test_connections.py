@@ -18,7 +18,7 @@ from tests.inference_server.scripted_learner import ScriptedLearner
 from tests.link import Link
 
 MIB = 1 << 20
-TIMEOUT_S = 60.0
+TIMEOUT_S = 30.0
 LIMIT_BYTES = 16 * MIB
 MOST_BYTES = 1024 * MIB
 """What it would come to otherwise."""
