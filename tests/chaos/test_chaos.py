@@ -249,7 +249,7 @@ def test_the_report_names_the_faults_that_took_longest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_asked", "num_left_out", "is_clean"), [(8, 1, True), (8, 2, False), (100, 2, True), (100, 3, False)]
+    ("num_asked", "num_left_out", "is_clean"), [(8, 1, True), (8, 2, False), (100, 10, True), (100, 11, False)]
 )
 def test_a_campaign_that_left_out_many_faults_has_shown_nothing(
     num_asked: int, num_left_out: int, is_clean: bool
