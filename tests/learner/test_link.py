@@ -1,7 +1,8 @@
 """The link to a server that is slow, silent, restarted or refuses: every wait ends, and says what happened."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -50,6 +51,22 @@ def with_link(
                 link.close()
 
     asyncio.run(run())
+
+
+@asynccontextmanager
+async def linked(wire: Link) -> AsyncIterator[ServerLink]:
+    """A link over a wire that may be cut; closes both."""
+    hello = Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL)
+    endpoint = f"tcp://127.0.0.1:{wire.port}"
+    link = ServerLink(endpoint, hello, on_group=lambda group: None, on_welcome=lambda welcome: None)
+    task = asyncio.create_task(link.run())
+    try:
+        yield link
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        link.close()
+        wire.close()
 
 
 def test_scores_come_with_the_version_that_gave_them() -> None:
@@ -117,21 +134,12 @@ def test_a_broken_connection_is_noticed_before_the_silence(monkeypatch: pytest.M
     async def run() -> None:
         async with serving(ScriptedEngine()) as server:
             wire = Link(int(server.endpoint.rpartition(":")[2]))
-            hello = Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL)
-            endpoint = f"tcp://127.0.0.1:{wire.port}"
-            link = ServerLink(endpoint, hello, on_group=lambda group: None, on_welcome=lambda welcome: None)
-            task = asyncio.create_task(link.run())
-            try:
+            async with linked(wire) as link:
                 await until(lambda: link.connected)
                 wire.cut()
                 await until(lambda: not link.connected)
                 wire.restore()
                 await until(lambda: link.connected)
-            finally:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-                link.close()
-                wire.close()
 
     asyncio.run(run())
 
@@ -146,22 +154,13 @@ def test_connections_that_broke_before_the_welcome_do_not_end_the_one_it_came_ov
         async with serving(ScriptedEngine()) as server:
             wire = Link(int(server.endpoint.rpartition(":")[2]))
             wire.cut()
-            hello = Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL)
-            endpoint = f"tcp://127.0.0.1:{wire.port}"
-            link = ServerLink(endpoint, hello, on_group=lambda group: None, on_welcome=lambda welcome: None)
-            task = asyncio.create_task(link.run())
-            try:
+            async with linked(wire) as link:
                 await asyncio.sleep(0.5)  # some attempts
                 wire.restore()
                 await until(lambda: link.connected)
                 assert link._channel.num_broken > 0
                 await asyncio.sleep(3.0)  # until after the next look
                 assert link.connected and link._connection == 1
-            finally:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-                link.close()
-                wire.close()
 
     asyncio.run(run())
 
