@@ -121,15 +121,17 @@ class VllmEngine:
             temperature=1.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True,
             detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
         )  # fmt: skip
-        output = await self._run(token_ids, params)
+        # Before all that waits: a learner trains on nothing until its question is answered.
+        output = await self._run(token_ids, params, priority=-1)
         logprobs = np.asarray(output.prompt_logprobs.logprobs, dtype=np.float32)
         return logprobs, int(output.outputs[0].weight_versions[0].version)
 
-    async def _run(self, token_ids: np.ndarray, params: SamplingParams) -> RequestOutput:
-        """Run one request to its only output."""
+    async def _run(self, token_ids: np.ndarray, params: SamplingParams, priority: int = 0) -> RequestOutput:
+        """Run one request to its only output; the lower its priority, the sooner it is begun."""
         self._num_requests += 1
+        prompt, request_id = tokens_input(token_ids.tolist()), str(self._num_requests)
         try:
-            async for output in self.llm.generate(tokens_input(token_ids.tolist()), params, str(self._num_requests)):
+            async for output in self.llm.generate(prompt, params, request_id, priority=priority):
                 return output
         except EngineDeadError as error:
             raise EngineDead(_DEAD) from error
@@ -267,6 +269,7 @@ def _start(run: ServerRun, model_path: Path) -> VersionedLLM:
         tensor_parallel_size=server.tensor_parallel_size,
         distributed_executor_backend="uni" if in_engine_process else None,
         enable_prefix_caching=True,
+        scheduling_policy="priority",
         use_tqdm_on_load=sys.stderr.isatty(),
         logprobs_mode="processed_logprobs",
         generation_config="vllm",

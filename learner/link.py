@@ -214,20 +214,21 @@ class ServerLink:
     async def score(self, token_ids: list[int], timeout_s: float) -> Scores:
         """Return the server's logprobs of a sequence. Raises ServerLost, DeadlineExceeded, SlipstreamError."""
         connection = self._connection
-        request = Score(request_id=uuid.uuid4().hex, token_ids=np.array(token_ids, np.int32), deadline_s=timeout_s)
+        request = Score(
+            request_id=uuid.uuid4().hex, token_ids=np.array(token_ids, np.int32), deadline_s=timeout_s + SEND_TIMEOUT_S
+        )  # fmt: skip
         waiting: asyncio.Future[Scores] = asyncio.get_running_loop().create_future()
         self._scores[request.request_id] = waiting
         deadline = time.monotonic() + timeout_s
         try:
             sent = await self._try_send(request, SEND_TIMEOUT_S)
             while not waiting.done():
-                await asyncio.wait([waiting], timeout=LIVENESS_CHECK_S)
+                await asyncio.wait([waiting], timeout=min(LIVENESS_CHECK_S, max(0.0, deadline - time.monotonic())))
                 if not sent or self._is_gone(connection):
                     raise ServerLost(f"the server at {self.endpoint} went away before it scored")
-                if time.monotonic() > deadline:
+                if not waiting.done() and time.monotonic() > deadline:
                     raise DeadlineExceeded(
-                        f"the server at {self.endpoint} did not score {len(token_ids)} tokens within {timeout_s} s "
-                        "(learner.push.timeout_s)"
+                        f"the server at {self.endpoint} did not score {len(token_ids)} tokens within {timeout_s:g} s"
                     )
         finally:
             self._scores.pop(request.request_id, None)

@@ -24,6 +24,7 @@ from tqdm import tqdm
 from learner.config import PushConfig
 from learner.push_epoch import Epoch, Epochs
 from learner.rollouts import Rollouts
+from learner.run_log import PROGRESS_EVERY_S
 from learner.weight_copy import WeightCopy
 from protocol.buckets import NamedTensors
 from protocol.collective import Collective
@@ -94,12 +95,12 @@ class Pusher:
         self.wait()
         return self._push_until_done(version, self._tensors)
 
-    def begin(self, version: int, when_done: Callable[[], object]) -> PushReport | None:
-        """Copy the weights and push the copy from a thread; return the report of the push before, if there was one.
+    def begin(self, version: int, when_done: Callable[[], object]) -> None:
+        """Copy the weights and push the copy from a thread, which then calls `when_done`.
 
-        `when_done` is called in the thread. Raises what the push before has failed with.
+        Raises what a push before has failed with.
         """
-        before = self.wait()
+        self.wait()
         self._copy.take(self._tensors())
 
         def push() -> PushReport:
@@ -108,7 +109,6 @@ class Pusher:
             return report
 
         self._pending = self._thread.submit(push)
-        return before
 
     def wait(self) -> PushReport | None:
         """Wait for the push that was begun, which keeps deadlines of its own. Raises what it has failed with."""
@@ -186,8 +186,9 @@ class Pusher:
         num_bytes = epoch.num_bytes
         try:
             with tqdm(
-                total=num_bytes, unit="B", unit_scale=True, desc=f"push {version}", disable=num_bytes < PROGRESS_BYTES
-            ) as bar:
+                total=num_bytes, unit="B", unit_scale=True, desc=f"push {version}", mininterval=PROGRESS_EVERY_S,
+                disable=num_bytes < PROGRESS_BYTES,
+            ) as bar:  # fmt: skip
                 return epoch.send(tensors, bar.update)
         except PushFailed as effect:
             cause = done.exception() if done.done() and not done.cancelled() else None

@@ -18,7 +18,7 @@ from protocol.errors import PushFailed
 from protocol.messages import Manifest, Rendezvous, Transport, Welcome
 from protocol.nccl_collective import ranks_may_share_a_gpu
 from protocol.transport import choose_transport, offered_transports, own_device_name
-from protocol.weights import Sent, send_weights
+from protocol.weights import Progress, Sent, send_weights
 
 
 class Epoch:
@@ -48,11 +48,11 @@ class Epoch:
         """Block until every worker has joined. Raises PushFailed at the deadline."""
         return self._meeting.host_collective(self.name, self.rendezvous, self._device)
 
-    def send(self, tensors: NamedTensors, progress: Callable[[int], object]) -> Sent:
+    def send(self, tensors: NamedTensors, progress: Progress) -> Sent:
         """Send all weights, or what has changed since the last push of this epoch. Raises PushFailed."""
         assert self.collective is not None
         if self._baseline is not None:
-            return send_changes(self.collective, self._buckets, tensors, self._baseline)
+            return send_changes(self.collective, self._buckets, tensors, self._baseline, progress)
         return send_weights(self.collective, self._buckets, tensors, progress)
 
     def abort(self) -> None:

@@ -19,6 +19,8 @@ from learner.waits import held_up_by
 log = logging.getLogger(__name__)
 
 MAX_SAMPLED_COMPLETIONS = 4
+PROGRESS_EVERY_S = 1.0 if sys.stderr.isatty() else 10.0
+"""Between two drawings of a progress bar, each of which is a line in a file."""
 
 
 class StepTimer:

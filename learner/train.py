@@ -27,7 +27,7 @@ from learner.fit import check_fits
 from learner.interrupt import Interrupt
 from learner.lockstep import Lockstep
 from learner.metrics import group_metrics, staleness
-from learner.parity import check_mismatch
+from learner.parity import Expected, check_mismatch
 from learner.parts import Leader, make_leader
 from learner.push import PushReport
 from learner.ranks import share_groups
@@ -108,6 +108,7 @@ def train(run: LearnerRun, *, resume: bool) -> Path | None:
         checkpoints.save(version)
         if leader is not None:
             leader.pusher.wait()
+            leader.parity.check()
     return run_dir.path if run_dir and version else None
 
 
@@ -126,16 +127,16 @@ def connect(leader: Leader, version: int, run: LearnerRun) -> None:
     publish(leader, version)
 
 
-def publish(leader: Leader, version: int) -> None:
-    """Let rollouts send what the staleness rule allows now that the server has `version`."""
+def publish(leader: Leader, version: int, expected: Expected | None = None) -> None:
+    """Let rollouts send what the staleness rule allows now that the server has `version`, and ask whether it has it right."""
     server_id = leader.pusher.server_id
     if server_id is not None:
         leader.rollouts.publish(version, server_id)
+        leader.parity.ask(expected)
 
 
 def measure_parity(leader: Leader, version: int) -> float | None:
     """Compare both sides on the fixed sequences; None if the server went away meanwhile. Raises ParityError."""
-    leader.pusher.wait()
     try:
         return leader.parity.measure(version)
     except ServerLost as error:
@@ -146,7 +147,10 @@ def measure_parity(leader: Leader, version: int) -> float | None:
 def wait_for_batch(
     leader: Leader, version: int, config: LearnerConfig, interrupt: Interrupt
 ) -> list[ScoredGroup] | None:
-    """Return the groups of the next step, or None when interrupted. A server that came back is given the weights."""
+    """Return the groups of the next step, or None when interrupted. A server that came back is given the weights.
+
+    Raises ParityError before anything is trained on that a server gave which has other weights.
+    """
     rollouts, pusher = leader.rollouts, leader.pusher
     last_connected = last_note = time.monotonic()
     while not interrupt.requested:
@@ -154,11 +158,12 @@ def wait_for_batch(
             last_connected = time.monotonic()
             if not pusher.is_pushing and not pusher.server_has_weights:
                 pusher.push(version)
-                publish(leader, version)
+                publish(leader, version, leader.parity.expect(version))
         elif time.monotonic() - last_connected > config.connect_timeout_s:
             raise rollouts.no_server(config.connect_timeout_s)
         groups = rollouts.take(config.groups_per_step, WAIT_SLICE_S, version)
         if groups is not None:
+            leader.parity.check()
             return groups
         if time.monotonic() - last_note > WAITING_NOTE_S:
             last_note = time.monotonic()
@@ -168,11 +173,14 @@ def wait_for_batch(
 
 def push_step(leader: Leader, step: int, overlap: bool) -> dict[str, float]:
     """Push version `step`; return the metrics of the last push that is done: this one, or with overlap the one before."""
+    report = leader.pusher.wait()
+    leader.parity.check()
+    when_done = partial(publish, leader, step, leader.parity.expect(step))
     if overlap:
-        report = leader.pusher.begin(step, partial(publish, leader, step))
+        leader.pusher.begin(step, when_done)
     else:
         report = leader.pusher.push(step)
-        publish(leader, step)
+        when_done()
     return push_metrics(report) if report is not None else {}
 
 
@@ -195,12 +203,7 @@ def record(
     run: LearnerRun,
 ) -> None:
     """Log the step everywhere, and stop the run when server and learner no longer agree."""
-    parity = run.learner.parity
-    if parity.every_steps and step % parity.every_steps == 0:
-        with timer("parity"):
-            mismatch = measure_parity(leader, step)
-        if mismatch is not None:
-            metrics["parity/abs_logprob"] = mismatch
+    metrics |= leader.parity.take_metrics()
     times = timer.metrics()
     metrics |= times
     metrics["perf/tokens_per_s"] = metrics["rollout/tokens"] / times["time/step"]
@@ -216,7 +219,8 @@ def record(
     if all(reward is None for group in groups for reward in group.rewards_G):
         log.warning("step %d: no completion could be scored: every reward function gave None (or was too slow)", step)
     if "policy/mismatch_abs_logprob" in metrics:
-        check_mismatch(metrics["policy/mismatch_abs_logprob"], parity.bound(run.dtype), run.dtype, "fresh tokens")
+        bound = run.learner.parity.bound(run.dtype)
+        check_mismatch(metrics["policy/mismatch_abs_logprob"], bound, run.dtype, "fresh tokens")
 
 
 def sample_of(group: ScoredGroup, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[str], list[float | None]]:

@@ -10,7 +10,6 @@ Suffixes: B rows, T predicted tokens.
 """
 
 import logging
-import sys
 
 import numpy as np
 import torch
@@ -24,13 +23,12 @@ from learner.config import LearnerConfig, LearnerRun
 from learner.data import Prompt, Prompts
 from learner.policy import load_tokenizer, token_logprobs
 from learner.ranks import gradient_sync, my_batches
+from learner.run_log import PROGRESS_EVERY_S
 from protocol.errors import DataError
 from protocol.messages import Completion
 from protocol.model_files import resolve_model
 
 log = logging.getLogger(__name__)
-
-PROGRESS_EVERY_S = 1.0 if sys.stderr.isatty() else 10.0
 
 
 def warm_start(run: LearnerRun, accelerator: Accelerator, policy: nn.Module) -> float:

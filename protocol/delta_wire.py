@@ -20,12 +20,14 @@ from protocol.messages import Manifest
 from protocol.weights import (
     Arrived,
     Frames,
+    Progress,
     Sent,
     broadcast_frames,
     check_trailer,
     fill,
     in_bucket,
     make_trailer,
+    no_progress,
     receive_bytes,
     transfer_thread,
 )
@@ -43,7 +45,13 @@ class Baseline:
         return self._buffers[bucket.index]
 
 
-def send_changes(collective: Collective, buckets: list[Bucket], tensors: NamedTensors, baseline: Baseline) -> Sent:
+def send_changes(
+    collective: Collective,
+    buckets: list[Bucket],
+    tensors: NamedTensors,
+    baseline: Baseline,
+    progress: Progress = no_progress,
+) -> Sent:
     """Send what differs from the baseline, which then holds these tensors. Raises PushFailed, ValueError as send_weights."""
     checksums: list[int] = []
 
@@ -58,8 +66,9 @@ def send_changes(collective: Collective, buckets: list[Bucket], tensors: NamedTe
             size = torch.tensor([len(changes), bucket.num_bytes]).view(torch.uint8)
             for frame in (size, changes, make_trailer(bucket, checksums[-1])):
                 yield bucket.index, frame.to(collective.device)
+            progress(bucket.num_bytes)
 
-    num_bytes = broadcast_frames(collective, frames(), lambda num_bytes: None)
+    num_bytes = broadcast_frames(collective, frames())
     return Sent(fingerprint=fingerprint(checksums), num_bytes=num_bytes)
 
 

@@ -32,6 +32,12 @@ Wait = Callable[[], object]
 """Returns when one broadcast has ended. Raises PushFailed."""
 Start = Callable[[torch.Tensor], Wait]
 """Begins a broadcast, while others are under way."""
+Progress = Callable[[int], object]
+"""Is told how many bytes more of the weights are done with."""
+
+
+def no_progress(num_bytes: int) -> None:
+    """Tell nobody."""
 
 
 class Sent(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,9 +52,9 @@ def send_weights(
     collective: Collective,
     buckets: list[Bucket],
     tensors: NamedTensors,
-    progress: Callable[[int], object] = lambda num_bytes: None,
+    progress: Progress = no_progress,
 ) -> Sent:
-    """Send all tensors; `progress` is told the bytes of each broadcast. Raises PushFailed.
+    """Send all tensors. Raises PushFailed.
 
     Raises ValueError if the tensors are not those that the buckets were cut for.
     """
@@ -65,14 +71,15 @@ def send_weights(
                 for span in _run_spans(run, source, scratch, collective.device):
                     checksum.update(span)
                     yield bucket.index, span
+                    progress(len(span))
             checksums.append(checksum.value())
             yield bucket.index, make_trailer(bucket, checksums[-1]).to(collective.device)
 
-    num_bytes = broadcast_frames(collective, frames(), progress)
+    num_bytes = broadcast_frames(collective, frames())
     return Sent(fingerprint=fingerprint(checksums), num_bytes=num_bytes)
 
 
-def broadcast_frames(collective: Collective, frames: Frames, progress: Callable[[int], object]) -> int:
+def broadcast_frames(collective: Collective, frames: Frames) -> int:
     """Broadcast in order while the next frames are made; return the sum of their bytes. Raises PushFailed."""
     num_sent = 0
     under_way: deque[tuple[Wait, int, int]] = deque()
@@ -85,7 +92,6 @@ def broadcast_frames(collective: Collective, frames: Frames, progress: Callable[
         except PushFailed as error:
             raise PushFailed(f"bucket {index + 1}, after {num_sent} bytes in all: {error}") from error
         num_sent += num_bytes
-        progress(num_bytes)
 
     with transfers(collective) as start:
         for index, frame in frames:

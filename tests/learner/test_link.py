@@ -77,10 +77,10 @@ def test_scores_come_with_the_version_that_gave_them() -> None:
     with_link(test)
 
 
-def test_a_score_that_takes_too_long_names_the_knob() -> None:
+def test_a_score_that_takes_too_long_is_given_up() -> None:
     async def test(link: ServerLink, engine: ScriptedEngine, server: Serving) -> None:
         engine.release.clear()
-        with pytest.raises((DeadlineExceeded, SlipstreamError), match=r"deadline|learner\.push\.timeout_s"):
+        with pytest.raises(DeadlineExceeded, match=r"did not score 3 tokens within 0\.3 s"):
             await link.score([1, 2, 3], 0.3)
 
     with_link(test)

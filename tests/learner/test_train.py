@@ -1,6 +1,8 @@
 """Whole runs of the learner against the real server with a transformers model in place of vLLM."""
 
+import asyncio
 import json
+import re
 import sqlite3
 import time
 from collections.abc import Callable
@@ -20,9 +22,17 @@ from learner.checkpoint import find_checkpoint
 from learner.config import LearnerRun
 from learner.data import Prompts
 from learner.policy import load_tokenizer
-from learner.push import Pusher, PushReport
+from learner.push import Pusher
 from learner.train import train
-from protocol.errors import ConfigError, DataError, HandshakeRefused, ParityError, PushFailed, RewardError
+from protocol.errors import (
+    ConfigError,
+    DataError,
+    DeadlineExceeded,
+    HandshakeRefused,
+    ParityError,
+    PushFailed,
+    RewardError,
+)
 from protocol.model_files import resolve_model
 from tests.fakes import ScriptedEngine, ServerThread, report
 from tests.learner.model_engine import ModelEngine, sample, tiny_server
@@ -283,15 +293,34 @@ def test_a_push_that_fails_is_tried_again_in_a_new_epoch(tmp_path: Path) -> None
     assert len(metrics_of(run)) == 2
 
 
+@pytest.mark.parametrize("wire", ["dense", "delta"])
+def test_a_large_push_shows_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wire: str
+) -> None:
+    monkeypatch.setattr("learner.push.PROGRESS_BYTES", 1)
+    with tiny_server() as server:
+        train(make_run(tmp_path, server.endpoint, steps=1, push={"wire": wire}), resume=False)
+    drawn = capsys.readouterr().err
+    for version in (0, 1):
+        first, *_, last = re.findall(rf"push {version}: +(.*)", drawn.replace("\r", "\n"))
+        assert first.startswith("0%") and last.startswith("100%") and "421k/421k" in last, (first, last)
+
+
+def test_a_small_push_shows_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with tiny_server() as server:
+        train(make_run(tmp_path, server.endpoint, steps=1), resume=False)
+    assert "push 0:" not in capsys.readouterr().err
+
+
 def test_a_push_beside_the_next_step_sends_the_weights_as_they_were_and_keeps_staleness_within_its_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained = {}
     begin = Pusher.begin
 
-    def remember_and_begin(self: Pusher, version: int, when_done: Callable[[], object]) -> PushReport | None:
+    def remember_and_begin(self: Pusher, version: int, when_done: Callable[[], object]) -> None:
         trained[version] = dict(self._tensors())["transformer.wte.weight"].detach().clone()
-        return begin(self, version, when_done)
+        begin(self, version, when_done)
 
     monkeypatch.setattr(Pusher, "begin", remember_and_begin)
 
@@ -349,6 +378,62 @@ def test_a_server_that_scores_otherwise_stops_the_run_before_the_first_step(tmp_
         pytest.raises(ParityError, match=r"0\.01.*bound is 0\.001"),
     ):
         train(make_run(tmp_path, server.endpoint), resume=False)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_server_that_answers_with_other_weights_after_a_push_stops_the_run_before_it_trains_on_them(
+    tmp_path: Path, overlap: bool
+) -> None:
+    class LosesATensor(ModelEngine):
+        """From version 3 on: every byte arrives and is acknowledged, one tensor is not loaded."""
+
+        async def set_version(self, version: int) -> None:
+            before = self.model.transformer.wpe.weight.detach().clone()
+            await super().set_version(version)
+            if version >= 3:
+                with torch.no_grad():
+                    self.model.transformer.wpe.weight.copy_(before)
+
+    with tiny_server(LosesATensor(resolve_model("tiny:digits"))) as server:
+        run = make_run(tmp_path, server.endpoint, steps=6, max_staleness=1, push={"overlap": overlap})
+        with pytest.raises(
+            ParityError, match=r"of fixed sequences is 0\.\d+, the bound is 0\.001.*did not load every tensor"
+        ):
+            train(run, resume=False)
+    parity = [line["parity/abs_logprob"] for line in metrics_of(run) if "parity/abs_logprob" in line]
+    assert len(metrics_of(run)) <= 3 + overlap and parity and max(parity) < 1e-5
+
+
+class TooBusy(ModelEngine):
+    """Answers no question for scores from a version on."""
+
+    def __init__(self, from_version: int) -> None:
+        super().__init__(resolve_model("tiny:digits"))
+        self._from_version = from_version
+
+    async def score(self, token_ids):
+        if self.version >= self._from_version:
+            await asyncio.sleep(60)
+        return await super().score(token_ids)
+
+
+def test_a_server_that_does_not_score_at_the_start_ends_the_run_with_the_knob(tmp_path: Path) -> None:
+    with (
+        tiny_server(TooBusy(0)) as server,
+        pytest.raises(DeadlineExceeded, match=r"did not score \d+ tokens within 1 s \(learner\.push\.timeout_s\)"),
+    ):
+        train(make_run(tmp_path, server.endpoint, push={"timeout_s": 1}), resume=False)
+
+
+def test_a_server_too_busy_to_score_later_holds_nothing_up_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("learner.parity.ASK_TIMEOUT_S", 0.3)
+    with tiny_server(TooBusy(1)) as server:
+        run = make_run(tmp_path, server.endpoint, steps=2)
+        train(run, resume=False)
+    assert len(metrics_of(run)) == 2
+    assert "parity of version 1 could not be checked" in caplog.text
 
 
 @pytest.mark.parametrize("versions_late", [0, 1])
