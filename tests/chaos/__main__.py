@@ -2,7 +2,7 @@
 
 Runs the system as separate processes, kills, stops and cuts off its parts at random moments and at every named state, starts
 again what has died, and audits what is left. Exit code 0 only if nothing was lost, duplicated, mislabelled, or hung, and no more
-than one fault in 50 (or a single one) could not be done.
+than one fault in ten (or a single one) could not be done.
 """
 
 import argparse

@@ -29,6 +29,7 @@ REAL_SERVER = {
     "max_concurrent_sequences": 256, "kv_cache_memory_mib": 64, "block_size": 32, "enforce_eager": True,
     # With "keep" a token's logprob is of a mixture of versions, which the audit could not compute.
     "kv_on_push": "recompute",
+    "max_engine_restarts": 100,
 }  # fmt: skip
 PUSH_TIMEOUT_S = 20.0
 """More than work may take to go on, so that whoever can only wait for it shows."""
@@ -73,6 +74,8 @@ class Run:
                 return self.learner.pid
             case "engine core":
                 return self.server.child("EngineCore")
+            case "worker":
+                return self.server.child("Worker_TP")
             case "reward worker":
                 return self.learner.child("spawn_main")
             case "link":
@@ -112,10 +115,12 @@ def make_config(leg: Leg, engine: Engine, directory: Path) -> LearnerRun:
     """The config of both processes; each is told its port by a flag."""
     learner = (REAL if engine == "real" else FAKE) | {
         "steps": leg.steps, "checkpoint_every": CHECKPOINT_EVERY, "active_sampling": leg.active_sampling,
-        "push": {"timeout_s": PUSH_TIMEOUT_S, "overlap": leg.push_overlap}, "parity": {"every_steps": 10},
-        "trackers": [], "dashboard_port": 0, "connect_timeout_s": 120.0, "group_deadline_s": 60.0,
+        "push": {"timeout_s": PUSH_TIMEOUT_S, "overlap": leg.push_overlap},
+        "trackers": [], "dashboard_port": 0, "connect_timeout_s": 240.0, "group_deadline_s": 60.0,
     }  # fmt: skip
-    server = (REAL_SERVER if engine == "real" else {}) | {"http_port": 0, "receive_overlap": leg.receive_overlap}
+    server = (REAL_SERVER if engine == "real" else {}) | {
+        "http_port": 0, "receive_overlap": leg.receive_overlap, "tensor_parallel_size": leg.num_workers,
+    }  # fmt: skip
     table = {
         "model": "tiny:digits", "run_dir": str(directory / "run"), "dtype": "float32",
         "seed": leg.seed % 1000, "learner": learner, "server": server,

@@ -11,10 +11,12 @@ import msgspec
 
 Engine = Literal["fake", "real"]
 Process = Literal["server", "learner"]
-Target = Literal["server", "engine core", "learner", "reward worker", "link"]
+Target = Literal["server", "engine core", "worker", "learner", "reward worker", "link"]
 Kind = Literal["kill", "stop", "stop, then kill", "cut", "stall"]
 
 FAULTS_PER_LEG = 25
+WORKER_FAULTS_SHARE = 0.1
+"""With vLLM: faults to one of two tensor-parallel workers, in a leg of their own. With one, the worker is the engine core."""
 STEPS_PER_FAULT = 4
 CHECKPOINT_EVERY = 3
 NUM_MOMENTS = 30
@@ -75,6 +77,7 @@ TARGETS: dict[Engine, tuple[Target, ...]] = {
 KINDS: dict[Target, tuple[Kind, ...]] = {
     "server": ("kill", "kill", "stop", "stop, then kill"),
     "engine core": ("kill", "stop"),
+    "worker": ("kill", "stop"),
     "learner": ("kill", "kill", "stop", "stop, then kill"),
     "reward worker": ("kill", "stop"),
     "link": ("cut", "stall"),
@@ -102,6 +105,7 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
 
     number: int
     seed: int
+    num_workers: int
     receive_overlap: bool
     push_overlap: bool
     active_sampling: bool
@@ -117,31 +121,43 @@ def schedule(seed: int, num_faults: int, engine: Engine) -> list[Leg]:
     """Share the faults out over legs. Every state comes up once before any comes up again."""
     dice = random.Random(f"{seed}/{num_faults}/{engine}")
     decks: dict[bool, list[State]] = {True: [], False: []}
+    num_of_workers = max(1, round(WORKER_FAULTS_SHARE * num_faults)) if engine == "real" else 0
+    num_left = num_faults - num_of_workers
     legs: list[Leg] = []
-    while num_faults > 0:
-        num_here = min(FAULTS_PER_LEG, num_faults)
-        num_faults -= num_here
+    while num_left > 0:
+        num_here = min(FAULTS_PER_LEG, num_left)
+        num_left -= num_here
         receive_overlap = (seed + len(legs)) % 2 == 1
-        faults = tuple(
-            _fault(dice, decks[receive_overlap], STEPS_PER_FAULT * (i + 1), receive_overlap, engine)
+        faults = [
+            _fault(dice, decks[receive_overlap], STEPS_PER_FAULT * (i + 1), receive_overlap, TARGETS[engine])
             for i in range(num_here)
-        )
-        legs.append(
-            Leg(
-                number=len(legs), seed=dice.randrange(2**31), receive_overlap=receive_overlap,
-                push_overlap=dice.random() < 0.5, active_sampling=dice.random() < 0.5, faults=faults,
-            )
-        )  # fmt: skip
+        ]
+        legs.append(_leg(dice, len(legs), faults, num_workers=1, receive_overlap=receive_overlap))
+    if num_of_workers:
+        faults = [
+            _fault(dice, decks[False], STEPS_PER_FAULT * (i + 1), False, ("worker",)) for i in range(num_of_workers)
+        ]
+        legs.append(_leg(dice, len(legs), faults, num_workers=2, receive_overlap=False))
     return legs
 
 
-def _fault(dice: random.Random, deck: list[State], after_step: int, receive_overlap: bool, engine: Engine) -> Fault:
+def _leg(dice: random.Random, number: int, faults: list[Fault], *, num_workers: int, receive_overlap: bool) -> Leg:
+    return Leg(
+        number=number, seed=dice.randrange(2**31), num_workers=num_workers, receive_overlap=receive_overlap,
+        push_overlap=dice.random() < 0.5, active_sampling=dice.random() < 0.5, faults=tuple(faults),
+    )  # fmt: skip
+
+
+def _fault(
+    dice: random.Random, deck: list[State], after_step: int, receive_overlap: bool, targets: tuple[Target, ...]
+) -> Fault:
     if not deck:
         deck += [state for state in STATES if state.receive_overlap in (None, receive_overlap)] + 4 * list(MOMENTS)
         dice.shuffle(deck)
     state = deck.pop()
-    others = [target for target in TARGETS[engine] if target != state.process]
-    target: Target = state.process if dice.random() < 0.5 else dice.choice(others)
+    others = [target for target in targets if target != state.process]
+    is_its_own = state.process in targets and dice.random() < 0.5
+    target: Target = state.process if is_its_own else dice.choice(others)
     kind = dice.choice(KINDS[target])
     return Fault(
         after_step=after_step, state=state, nth=dice.randint(1, state.num_times), target=target, kind=kind,

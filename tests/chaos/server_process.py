@@ -9,6 +9,7 @@ from typing import Any
 
 from inference_server import push, server
 from inference_server.__main__ import main
+from inference_server.engine_life import EngineLife
 from inference_server.groups import Groups
 from protocol.channel import ServerChannel
 from tests.chaos.traps import Traps
@@ -43,11 +44,17 @@ def set_traps(chaos_dir: Path) -> None:
 
 def _tell(traps: Traps) -> None:
     serve, deliver, give_up = server.Server.serve, server.Server._deliver, push.Pushes._give_up
+    restart = EngineLife._restart
 
     @functools.wraps(serve)
     async def tell_up(self: server.Server) -> None:
         traps.tell("up")
         await serve(self)
+
+    @functools.wraps(restart)
+    async def tell_engine_up(self: EngineLife) -> None:
+        await restart(self)
+        traps.tell("engine up")
 
     @functools.wraps(deliver)
     async def tell_lost(self: server.Server, message: Any) -> bool:
@@ -65,6 +72,7 @@ def _tell(traps: Traps) -> None:
         return outcome
 
     server.Server.serve, server.Server._deliver = tell_up, tell_lost  # type: ignore[method-assign]
+    EngineLife._restart = tell_engine_up  # type: ignore[method-assign]
     push.Pushes._give_up = reach_torn  # type: ignore[method-assign]
 
 

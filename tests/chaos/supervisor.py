@@ -21,6 +21,8 @@ from tests.chaos.traps import set_trap
 POLL_S = 0.01
 HANG_S = 60.0
 """More than every deadline in the config of a run together, so whatever takes longer waits for nothing."""
+WORKERS_START_S = 120.0
+"""What vLLM may need more to start several workers on a busy machine."""
 FLIPPED_BROADCAST = 5
 """The third bucket's: the first two are loaded by then, so the weights are torn."""
 FRUITLESS_STEPS = 12
@@ -53,6 +55,7 @@ class Supervisor:
 
     def __init__(self, leg: Leg, run: Run, say: Callable[[str], None]) -> None:
         self._leg, self._run, self._say = leg, run, say
+        self._hang_s = HANG_S + (WORKERS_START_S if leg.num_workers > 1 else 0.0)
         self.struck: list[Struck] = []
         self.hangs: list[str] = []
         self.died: list[str] = []
@@ -162,8 +165,12 @@ class Supervisor:
             received = run.first("received", struck.back_at)
             consumed = run.first("consumed", received.time_s) if received else None
             if consumed is not None:
-                # A server that ended with what was struck in it was started again later than that.
-                ups = [event.time_s for event in run.events if event.name == "up" and event.process == "server"]
+                # A server, or its engine, that ended with what was struck in it was started again later than that.
+                ups = [
+                    event.time_s
+                    for event in run.events
+                    if event.name in ("up", "engine up") and event.process == "server"
+                ]
                 struck.back_at = max([struck.back_at, *(up for up in ups if struck.struck_at < up < consumed.time_s)])
                 struck.recover_s = consumed.time_s - struck.back_at
             return consumed is not None
@@ -182,7 +189,7 @@ class Supervisor:
             steps = [event for event in events if event.name == "consumed" and event.time_s > started]
             if len(steps) > fruitless_steps:
                 return
-            if now - max(started, moved_at) > HANG_S or now - started > 3 * HANG_S:
+            if now - max(started, moved_at) > self._hang_s or now - started > 3 * self._hang_s:
                 raise Hang(f"{now - started:.0f} s without {what}")
             time.sleep(POLL_S)
 

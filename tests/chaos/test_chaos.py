@@ -41,10 +41,17 @@ def test_a_campaign_comes_to_every_state_and_has_as_many_faults_as_were_asked() 
     faults = [fault for leg in legs for fault in leg.faults]
     assert len(faults) == 130
     assert {state.label for state in STATES} < {fault.state.label for fault in faults}
-    assert {fault.target for fault in faults} == {"server", "engine core", "learner", "reward worker", "link"}
+    assert {fault.target for fault in faults} == {"server", "engine core", "worker", "learner", "reward worker", "link"}
     for leg in legs:
+        assert all((fault.target == "worker") == (leg.num_workers == 2) for fault in leg.faults)
         assert all(fault.state.receive_overlap in (None, leg.receive_overlap) for fault in leg.faults)
         assert max(fault.after_step for fault in leg.faults) < leg.steps
+
+
+@pytest.mark.parametrize("num_faults", [1, 8, 50])
+def test_every_campaign_with_vllm_strikes_one_of_two_workers(num_faults: int) -> None:
+    *_, last = schedule(3, num_faults, "real")
+    assert last.num_workers == 2 and len(last.faults) == max(1, num_faults // 10)
 
 
 def test_a_trap_is_sprung_at_its_nth_visit_and_only_once(tmp_path: Path) -> None:
