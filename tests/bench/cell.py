@@ -5,6 +5,7 @@ of `learner train`, so what the benchmark compares is what a user can set.
 """
 
 import hashlib
+import math
 from typing import Any
 
 import msgspec
@@ -12,8 +13,9 @@ import msgspec
 from learner.config import LearnerRun
 
 LARGE_STEPS = "sort-large-steps"
-"""The same task with a learning rate that stays large, which leads far off-policy and tells a correction from none. PPO's clip is
-two-sided here: else a token of negative advantage weighs the more, the further its ratio has grown."""
+"""The same task with AdamW as torch sets it, a learning rate that stays large, and no bound on the gradient: nothing but the ratio
+holds a step back, which tells a correction from none. PPO's clip is two-sided here: else a token of negative advantage weighs
+the more, the further its ratio has grown."""
 TASKS: dict[str, dict[str, Any]] = {
     "sort": {
         "steps": 400,
@@ -32,8 +34,8 @@ TASKS: dict[str, dict[str, Any]] = {
     },
 }
 TASKS[LARGE_STEPS] = TASKS["sort"] | {
-    "optimizer": {"learning_rate": 2e-3, "beta2": 0.999},
-    "loss": {"dual_clip": 1.5},
+    "optimizer": {"learning_rate": 2e-3, "beta2": 0.999, "weight_decay": 0.01, "max_grad_norm": math.inf},
+    "loss": {"dual_clip": 1.29},
 }
 NUM_TASK_PROMPTS = 10_000
 """Distinct prompts of either task; those a run does not train on are held out."""
