@@ -113,7 +113,7 @@ def test_a_run_is_complete_over_a_link_that_is_slow_and_loses_packets(hosts: Two
 
 @pytest.mark.slow
 def test_a_run_is_complete_over_a_link_that_breaks_again_and_again(hosts: TwoHosts, tmp_path: Path) -> None:
-    run = Run(hosts, tmp_path, num_steps=30)
+    run = Run(hosts, tmp_path, num_steps=200)
     run.wait_for(lambda: run.steps_done >= 1)
     chance = random.Random(0)
     for _ in range(10):

@@ -6,7 +6,7 @@ import pytest
 
 from tests.fakes import ScriptedEngine, Serving
 from tests.inference_server.scripted_learner import ScriptedLearner
-from tests.inference_server.test_intruders import assert_shut_out, intrude, run_with_server, work_until
+from tests.inference_server.test_intruders import TIMEOUT_S, assert_shut_out, intrude, run_with_server, work_until
 from tests.malformed import TO_SERVER, without_end
 from tests.memory import MemoryWatch
 
@@ -24,6 +24,9 @@ def test_malformed_messages_are_refused_and_counted_and_the_learner_undisturbed(
         attack = asyncio.create_task(intrude("malformed", running.endpoint, str(num_messages), limit_s=600))
         num_groups = await work_until(attack.done, learner, pause_s=0.02)
         growth, sent = memory.stop(), attack.result()["sent"]
+        async with asyncio.timeout(TIMEOUT_S):
+            while running.server.status()["messages_refused"] - before["messages_refused"] < sent:
+                await asyncio.sleep(0.02)
         status = running.server.status()
         assert sent >= num_messages and status["messages_refused"] - before["messages_refused"] == sent
         assert (status["run"], status["policy_version"], status["groups_running"]) == (learner.run, 0, 0)

@@ -11,6 +11,7 @@ import json
 import socket
 import sys
 import time
+from collections import deque
 from typing import Any
 
 import zmq
@@ -23,6 +24,7 @@ from tests.malformed import TO_SERVER, without_end
 
 NUM_CONNECTIONS = 50
 MESSAGES_PER_CONNECTION = 4
+NUM_BATCHES_OPEN = 4
 FRAME_OF_A_GIBIBYTE = b"\x02" + (1 << 30).to_bytes(8, "big")  # of ZMTP: a long frame
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + bytes(1) + bytes(31)
 READY = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
@@ -83,7 +85,7 @@ def pester(endpoint: str, give_up_at: float, num_messages: int) -> dict[str, int
     context = zmq.Context()
     counts = {"sent": 0, "answers": 0, "ended": 0}
     messages = itertools.islice(without_end(TO_SERVER, seed=0), num_messages)
-    before: list[zmq.Socket[Any]] = []
+    open_batches: deque[list[zmq.Socket[Any]]] = deque()
     while batch := list(itertools.islice(messages, NUM_CONNECTIONS * MESSAGES_PER_CONNECTION)):
         dealers = [open_dealer(context, endpoint) for _ in range(0, len(batch), MESSAGES_PER_CONNECTION)]
         for frames, dealer in zip(batch, itertools.cycle(dealers), strict=False):
@@ -93,11 +95,11 @@ def pester(endpoint: str, give_up_at: float, num_messages: int) -> dict[str, int
         assert dealers[-1].poll(1000 * (give_up_at - time.monotonic())), f"no answer in time, after {counts}"
         counts["sent"] += len(batch) + 1
         counts["answers"] += 1
-        # Not those of this batch: the server forgets unread messages of a connection that has ended.
-        for dealer in before:
+        # Not those of the last batches: the server forgets unread messages of a connection that has ended.
+        open_batches.append(dealers)
+        for dealer in open_batches.popleft() if len(open_batches) > NUM_BATCHES_OPEN else ():
             dealer.close()
-        counts["ended"] += len(before)
-        before = dealers
+            counts["ended"] += 1
     context.destroy()
     return counts
 
