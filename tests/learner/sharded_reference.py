@@ -4,6 +4,7 @@ Run as: python -m torch.distributed.run --standalone --nproc_per_node 2 -m tests
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from learner.policy import token_logprobs
 from learner.reference import Reference, ReferenceState
 from learner.reference_config import ReferenceConfig
+from tests.learner.sharding import run_rank
 from tests.learner.test_reference import BATCHES, KINDS, METRICS, TEMPERATURE
 
 NUM_STEPS = 6
@@ -125,4 +127,4 @@ def main(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    run_rank(partial(main, Path(sys.argv[1])))

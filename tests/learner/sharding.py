@@ -3,6 +3,11 @@
 Run as: python -m torch.distributed.run --standalone --nproc_per_node 2 -m tests.learner.sharding train run.toml
 """
 
+import os
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 
@@ -23,6 +28,22 @@ def shard_on_cpu() -> None:
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
+def run_rank(program: Callable[[], None]) -> NoReturn:
+    """Run the program of a rank, and end its process there.
+
+    Torch's caches of DTensor keep the gloo group of the mesh to the end, where its threads now and then abort an interpreter that
+    ends by itself. On GPUs the group is NCCL's.
+    """
+    code: int | str | None = 0
+    try:
+        program()
+    except SystemExit as end:
+        code = end.code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(int(code or 0))
+
+
 if __name__ == "__main__":
     shard_on_cpu()
-    main()
+    run_rank(main)
