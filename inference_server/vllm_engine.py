@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -35,6 +35,8 @@ from protocol.errors import ConfigError
 from protocol.messages import Completion, Sampling
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 STAGING_POLL_S = 0.01
 """Between two questions whether a push has come; each one is answered between two decoding steps."""
@@ -90,7 +92,7 @@ class VllmEngine:
         self._eos_token_ids = _eos_token_ids(model_path, self.limits.vocab_size)
 
     async def places(self) -> list[WorkerPlace]:
-        replies = await self._call(self.llm.collective_rpc("place"))
+        replies = await call_engine(self.llm.collective_rpc("place"))
         places = [msgspec.msgpack.decode(reply, type=WorkerPlace) for reply in replies]
         self._processes = EngineProcesses(place.pid for place in places)
         return places
@@ -142,13 +144,13 @@ class VllmEngine:
     async def pause(self) -> None:
         self.llm.admitting.clear()
         if self._clear_cache_on_push:
-            await self._call(self.llm.pause_generation(mode="keep", clear_cache=True))
+            await call_engine(self.llm.pause_generation(mode="keep", clear_cache=True))
         else:
             # pause_generation is this and a sleep of 20 ms "for more intuitive ordering", a third of the stall.
-            await self._call(self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
+            await call_engine(self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
 
     async def resume(self) -> None:
-        await self._call(self.llm.resume_generation())
+        await call_engine(self.llm.resume_generation())
         self.llm.admitting.set()
 
     async def stage_push(self, order: PushOrder) -> list[WorkerReport]:
@@ -162,22 +164,16 @@ class VllmEngine:
         return await self._report("load_push", msgspec.msgpack.encode(order))
 
     async def _report(self, method: str, *args: bytes) -> list[WorkerReport]:
-        replies = await self._call(self.llm.collective_rpc(method, args=args))
+        replies = await call_engine(self.llm.collective_rpc(method, args=args))
         return [msgspec.msgpack.decode(reply, type=WorkerReport) for reply in replies]
 
     async def leave_epoch(self, epoch: str) -> None:
-        await self._call(self.llm.collective_rpc("leave_epoch", args=(epoch,)))
+        await call_engine(self.llm.collective_rpc("leave_epoch", args=(epoch,)))
 
     async def set_version(self, version: int) -> None:
-        await self._call(self.llm.update_weight_version(str(version)))
+        await call_engine(self.llm.update_weight_version(str(version)))
         self.llm.num_pushes += 1
         self._version = version
-
-    async def _call(self, call: Any) -> Any:
-        try:
-            return await call
-        except EngineDeadError as error:
-            raise EngineDead(_DEAD) from error
 
     def check_alive(self) -> None:
         if self.llm.errored:
@@ -211,6 +207,18 @@ class VllmEngine:
     def close(self) -> None:
         # There is nothing to save in the engine's process, and left alone it takes 3 s to unload.
         self.llm.shutdown(timeout=0.5)
+
+
+async def call_engine(call: Awaitable[T]) -> T:
+    """Await a call into vLLM's engine or its workers. Raises EngineDead, also for one that failed there: what it did is unknown."""
+    try:
+        return await call
+    except EngineDeadError as error:
+        raise EngineDead(_DEAD) from error
+    except Exception as error:
+        if type(error) is not Exception:  # vLLM has no class of its own for a failure on the other side
+            raise
+        raise EngineDead(f"a call into the vLLM engine failed: {error}") from error
 
 
 def survivors(outputs: Sequence[CompletionOutput], num_completions: int) -> list[Completion]:

@@ -101,6 +101,11 @@ class Run:
     def steps_done(self) -> int:
         return max((event.number for event in self.read_events() if event.name == "consumed"), default=0)
 
+    def last_words(self, name: str) -> str:
+        """Return the last line of the log of the server or the learner."""
+        lines = (self.directory / f"{name}.log").read_text(errors="replace").splitlines()
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
     def say(self, text: str) -> None:
         with (self.directory / "faults.log").open("a") as file:
             file.write(f"{time.strftime('%H:%M:%S')} {text}\n")

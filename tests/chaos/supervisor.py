@@ -203,7 +203,7 @@ class Supervisor:
             if (name, code) == ("learner", 0):
                 self._is_over = True
                 return
-            self.died.append(f"{name} with exit code {code}")
+            self.died.append(f"{name} with exit code {code}: {run.last_words(name)}")
             run.say(f"the {name} ended by itself with exit code {code}")
             if len(self.died) > MAX_DEATHS:
                 raise Hang(f"{MAX_DEATHS} processes ended by themselves")

