@@ -9,6 +9,7 @@ import argparse
 import json
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -78,7 +79,16 @@ def soak(directory: Path, duration_s: float) -> dict[str, Any]:
         "steps": len(lines),
         "lost": Ledger(run_dir / "ledger.db", read_only=True).counts().lost,
         "roles": msgspec.to_builtins(roles),
+        "rss_mib_by_minute": {role: by_minute(series) for role, series in seen.items()},
     }
+
+
+def by_minute(series: Series) -> list[float]:
+    """The median of each minute, to see when a process grew."""
+    minutes: defaultdict[int, list[float]] = defaultdict(list)
+    for second, rss_mib in zip(series.seconds, series.rss_mib, strict=True):
+        minutes[int(second // 60)].append(rss_mib)
+    return [round(statistics.median(minutes[minute]), 1) for minute in sorted(minutes)]
 
 
 def _watch(demo: subprocess.Popen[bytes], duration_s: float) -> dict[str, Series]:
