@@ -36,6 +36,10 @@ class ScoredGroup(Part):
         return min(completion.oldest_version for completion in self.completions)
 
     @property
+    def newest_version(self) -> int:
+        return max(version for completion in self.completions for version, _ in completion.versions)
+
+    @property
     def num_tokens(self) -> int:
         return sum(len(completion.token_ids) for completion in self.completions)
 

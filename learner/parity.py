@@ -2,7 +2,7 @@
 
     connect                    measure: all fixed sequences on both sides, before the first group is asked for
     push ─▶ expect ─▶ ask      one of them, scored by the server while the learner waits for its next batch
-    next batch ─▶ check        before anything is trained on it, and before the next push
+    next batch ─▶ check        before any token of the new version is trained on, at the latest before the next push
 
 A wrong model, a stale LM head, a lost tensor or another dtype shows here at once instead of as a run that silently does not
 learn. Invariant: an answer is compared only with logprobs of the version that it is for.

@@ -163,7 +163,8 @@ def wait_for_batch(
             raise rollouts.no_server(config.connect_timeout_s)
         groups = rollouts.take(config.groups_per_step, WAIT_SLICE_S, version)
         if groups is not None:
-            leader.parity.check()
+            if any(group.newest_version >= version for group in groups):
+                leader.parity.check()
             return groups
         if time.monotonic() - last_note > WAITING_NOTE_S:
             last_note = time.monotonic()
