@@ -123,7 +123,7 @@ class VllmEngine:
             temperature=1.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True,
             detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
         )  # fmt: skip
-        # Before all that waits: a learner trains on nothing until its question is answered.
+        # Before all that waits: the learner may wait for the answer.
         output = await self._run(token_ids, params, priority=-1)
         logprobs = np.asarray(output.prompt_logprobs.logprobs, dtype=np.float32)
         return logprobs, int(output.outputs[0].weight_versions[0].version)

@@ -130,8 +130,7 @@ class ParityConfig(Section):
     max_abs_logprob: float | None = None
     """Bound on the mean |Δ logprob|; the run stops above it. Unset: 1e-3 in float32, 0.15 in bfloat16."""
     every_steps: int = 1
-    """After every how many pushes a fixed sequence is scored on both sides, before the next step is trained; 0: only at the
-    start."""
+    """After every how many pushes a fixed sequence is scored on both sides, before its tokens are trained on; 0: only at the start."""
 
     def __post_init__(self) -> None:
         require(

@@ -1,7 +1,7 @@
 """Parity: server and learner must give the same logprobs to the same tokens under the same weights.
 
     connect                    measure: all fixed sequences on both sides, before the first group is asked for
-    push ─▶ expect ─▶ ask      one of them, scored by the server while the learner waits for its next batch
+    push ─▶ expect ─▶ ask      one of them, scored by the server while the learner goes on
     next batch ─▶ check        before any token of the new version is trained on, at the latest before the next push
 
 A wrong model, a stale LM head, a lost tensor or another dtype shows here at once instead of as a run that silently does not

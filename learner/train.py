@@ -149,7 +149,7 @@ def wait_for_batch(
 ) -> list[ScoredGroup] | None:
     """Return the groups of the next step, or None when interrupted. A server that came back is given the weights.
 
-    Raises ParityError before anything is trained on that a server gave which has other weights.
+    Raises ParityError before tokens of this version are trained on that come from other weights.
     """
     rollouts, pusher = leader.rollouts, leader.pusher
     last_connected = last_note = time.monotonic()
