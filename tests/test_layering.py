@@ -13,6 +13,7 @@ ONLY_IN = {
     # Sockets stay in channel.py; the other two are what CURVE needs beside them: its keys and its failures.
     "zmq": {"protocol/channel.py", "protocol/handshakes.py", "protocol/keys.py"},
     "vllm": {
+        "inference_server/versioned_llm.py",
         "inference_server/vllm_engine.py",
         "inference_server/worker.py",
         "inference_server/cpu_weights.py",
