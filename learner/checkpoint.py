@@ -99,7 +99,8 @@ def _write(
 
 def complete_checkpoints(directory: Path) -> list[Path]:
     """Return those that a resume or a person may use, oldest first."""
-    return sorted(path.parent for path in directory.glob(f"step-*/{STATE_FILE}") if path.parent.suffix != ASIDE)
+    complete = [path.parent for path in directory.glob(f"step-*/{STATE_FILE}") if path.parent.suffix != ASIDE]
+    return sorted(complete, key=lambda path: (len(path.name), path.name))  # from a million steps on names are longer
 
 
 def find_checkpoint(directory: Path) -> Path | None:

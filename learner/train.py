@@ -51,13 +51,7 @@ def train(run: LearnerRun, *, resume: bool) -> Path | None:
     Returns the run directory to report on: None before the first step and on all ranks but the first.
     """
     config = run.learner
-    # The other ranks wait for rank 0's batch in a collective: it must outlast whatever rank 0 may wait for.
-    num_rounds = 1 + config.max_replacements if config.active_sampling else 1
-    longest_wait_s = config.connect_timeout_s + num_rounds * config.max_group_attempts * config.group_deadline_s
-    patience = InitProcessGroupKwargs(timeout=timedelta(seconds=2 * longest_wait_s))
-    accelerator = Accelerator(mixed_precision="bf16" if run.dtype == "bfloat16" else "no", kwargs_handlers=[patience])
-    if accelerator.num_processes > 1:
-        log.info("rank %d of %d on %s", accelerator.process_index, accelerator.num_processes, accelerator.device)
+    accelerator = make_accelerator(run)
     set_seed(run.seed)
     with ExitStack() as cleanup:
         cleanup.callback(accelerator.end_training)  # gloo's threads, left to the interpreter's end, abort the process
@@ -110,6 +104,18 @@ def train(run: LearnerRun, *, resume: bool) -> Path | None:
             leader.pusher.wait()
             leader.parity.check()
     return run_dir.path if run_dir and version else None
+
+
+def make_accelerator(run: LearnerRun) -> Accelerator:
+    """The ranks. Those beside rank 0 wait for its batch in a collective, which must outlast whatever rank 0 may wait for."""
+    config = run.learner
+    num_rounds = 1 + config.max_replacements if config.active_sampling else 1
+    longest_wait_s = config.connect_timeout_s + num_rounds * config.max_group_attempts * config.group_deadline_s
+    patience = InitProcessGroupKwargs(timeout=timedelta(seconds=2 * longest_wait_s))
+    accelerator = Accelerator(mixed_precision="bf16" if run.dtype == "bfloat16" else "no", kwargs_handlers=[patience])
+    if accelerator.num_processes > 1:
+        log.info("rank %d of %d on %s", accelerator.process_index, accelerator.num_processes, accelerator.device)
+    return accelerator
 
 
 def connect(leader: Leader, version: int, run: LearnerRun) -> None:

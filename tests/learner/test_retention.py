@@ -52,6 +52,12 @@ def test_the_newest_and_the_best_stay(
     assert len(list(tmp_path.iterdir())) == len(kept)
 
 
+def test_a_checkpoint_after_a_million_steps_is_newer_than_those_before(tmp_path: Path) -> None:
+    checkpoints(tmp_path, {999_998: 0.1, 999_999: 0.1, 1_000_000: 0.1, 1_000_001: 0.1})
+    assert prune(tmp_path, 2, 0) == 1_000_000
+    assert steps_in(tmp_path) == [1_000_000, 1_000_001]
+
+
 def a_run(path: Path, endpoint: str, **learner: Any) -> LearnerRun:
     return make_run(path, endpoint, **(seeded() | {"checkpoint_every": 2, "steps": 7} | learner))
 
