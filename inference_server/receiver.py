@@ -19,7 +19,8 @@ from protocol.checksum import fingerprint
 from protocol.collective import Collective, join_collective
 from protocol.delta_wire import Baseline, receive_changes
 from protocol.errors import PushFailed
-from protocol.messages import Manifest
+from protocol.messages import Manifest, Rendezvous
+from protocol.watch import watched
 from protocol.weights import Arrived, receive_weights
 
 LEAVE_TIMEOUT_S = 10.0
@@ -45,6 +46,7 @@ class Membership(msgspec.Struct, frozen=True, eq=False):
     """One rank's place in one epoch."""
 
     epoch: str
+    rendezvous: Rendezvous
     collective: Collective
     manifest: Manifest
     baseline: Baseline | None
@@ -117,7 +119,7 @@ class Receiver:
                     collective.close()
                     raise PushFailed(f"epoch {order.epoch} was given up while it was joined")
                 memory = BucketMemory(order.manifest, collective.device)
-                self._member = Membership(order.epoch, collective, order.manifest, baseline, memory)
+                self._member = Membership(order.epoch, order.rendezvous, collective, order.manifest, baseline, memory)
         self.join_s = time.monotonic() - started
 
     def receive(self) -> Iterator[Arrived]:
@@ -131,12 +133,13 @@ class Receiver:
             arriving = receive_weights(member.collective, member.manifest, member.memory)
         checksums = []
         asked = time.monotonic()
-        for arrived in arriving:
-            self.receive_s += time.monotonic() - asked
-            checksums.append(arrived.checksum)
-            yield arrived
-            del arrived  # or its memory would not be free for the next bucket
-            asked = time.monotonic()
+        with watched(member.collective, member.epoch, member.rendezvous):
+            for arrived in arriving:
+                self.receive_s += time.monotonic() - asked
+                checksums.append(arrived.checksum)
+                yield arrived
+                del arrived  # or its memory would not be free for the next bucket
+                asked = time.monotonic()
         self.fingerprint = fingerprint(checksums)
 
     def leave(self, epoch: str | None = None) -> None:
