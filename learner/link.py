@@ -41,7 +41,7 @@ from protocol.messages import (
 )
 from protocol.messages import PushFailed as PushFailedMessage
 
-HELLO_INTERVAL_S = 0.5
+HELLO_INTERVAL_S = 0.25
 DEAD_AFTER_S = 2.25
 """Silence after which the server is taken for dead: five pulses. With HELLO_INTERVAL_S between two looks, within 3 s."""
 SEND_TIMEOUT_S = 3.0
