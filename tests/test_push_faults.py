@@ -198,28 +198,6 @@ def test_a_server_that_hangs_is_given_up_with_words_that_help(start_pair: Callab
     at_once(check, [(state,) for state in HANGS])
 
 
-LONG_S = 120.0
-
-
-def test_a_server_gives_up_a_learner_that_stands_still_long_before_the_deadline(
-    start_pair: Callable[..., Pair],
-) -> None:
-    """As it does one whose host has vanished, of which TCP tells nobody."""
-
-    def check(mode: dict[str, Any]) -> None:
-        pair = start_at_version_0(start_pair, mode | {"timeout_s": LONG_S}, SENDING)
-        set_trap(pair, SENDING, pair.learner, STOP)
-        pair.learner.send(1)
-        pair.learner.wait_until_struck(STOP)
-        said = pair.server.wait_for_log("push of version 1 in epoch", LONG_S / 4)
-        assert "the learner is stopped or its host cannot be reached; the transfer ended in bucket" in said
-        assert assert_only_torn_weights_wait(pair.server) == (mode != OVERLAP)
-        pair.learner.go_on()
-        assert_whole(pair, 1, pair.learner.receive())
-
-    at_once(check, [(PLAIN,), (OVERLAP,), (DELTA,)])
-
-
 NUM_FAILURES = 50
 """Mostly in the middle of the transfer, which is noticed at once; every tenth in another state."""
 PLAIN_AND_OVERLAP = [pytest.param(PLAIN, marks=pytest.mark.slow, id="plain"), pytest.param(OVERLAP, id="overlap")]

@@ -90,6 +90,26 @@ def test_a_run_outlasts_a_link_that_is_cut_for_seconds(hosts: TwoHosts, tmp_path
     cut(Run(hosts, tmp_path, num_steps=8), 5)
 
 
+def test_a_worker_gives_up_a_transfer_whose_learner_has_vanished(hosts: TwoHosts, tmp_path: Path) -> None:
+    """Long before the deadline of the push, which is a minute: no packet tells that a host is gone."""
+    board_log, worker_log = tmp_path / "board.log", tmp_path / "worker.log"
+
+    def wait_for(log: Path, text: str, timeout_s: float) -> None:
+        give_up_at = time.monotonic() + timeout_s
+        while text not in log.read_text():
+            assert time.monotonic() < give_up_at, log.read_text()
+            time.sleep(0.05)
+
+    hosts.start(1, ["-m", "tests.watching", "board", hosts.addresses[1]], board_log)
+    wait_for(board_log, "\n", TIMEOUT_S)
+    port = board_log.read_text().strip()
+    hosts.start(0, ["-m", "tests.watching", "worker", hosts.addresses[1], port], worker_log)
+    wait_for(worker_log, "watching", TIMEOUT_S)
+    time.sleep(2.0)  # so that it has a connection
+    hosts.wire(cut=True)
+    wait_for(worker_log, "its host cannot be reached ([Errno 110] Connection timed out); the transfer ended", 30.0)
+
+
 @pytest.mark.slow
 def test_real_vllm_outlasts_a_link_that_is_cut_for_seconds(hosts: TwoHosts, tmp_path: Path) -> None:
     server = ["-m", "inference_server", RECIPE, "--server.http-port", "0"]

@@ -1,88 +1,72 @@
-"""The watch over a transfer: what ends it, and what it leaves alone."""
+"""The watch over a transfer: what ends it, and what it leaves alone. A host that vanishes: tests/test_two_hosts.py."""
 
-import threading
+import socket
 import time
 from collections.abc import Iterator
 
 import pytest
-import torch
 
+import protocol.board
 import protocol.watch
 from protocol.collective import Meeting
 from protocol.errors import PushFailed
+from protocol.messages import Rendezvous
 from protocol.watch import watched
+from tests.watching import WaitingCollective, transfer
 
 INTERVAL_S = 0.05
-LONG_S = 30.0
-EPOCH = "epoch"
 
 
 @pytest.fixture(autouse=True)
-def asks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol.watch, "INTERVAL_S", INTERVAL_S)
 
 
 @pytest.fixture
 def meeting() -> Iterator[Meeting]:
-    meeting = Meeting("127.0.0.1", LONG_S)
+    meeting = Meeting("127.0.0.1", 30.0)
     yield meeting
     meeting.close()
 
 
-class WaitingCollective:
-    """Its broadcasts end only when they are aborted."""
-
-    device = torch.device("cpu")
-
-    def __init__(self) -> None:
-        self.aborted = threading.Event()
-
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        assert self.aborted.wait(LONG_S)
-        raise PushFailed("the broadcast was aborted")
-
-    def abort(self) -> None:
-        self.aborted.set()
-
-    def close(self) -> None:
-        self.abort()
-
-
-def transfer(collective: WaitingCollective, meeting: Meeting) -> None:
-    with watched(collective, EPOCH, meeting.rendezvous(1, "gloo")):
-        collective.broadcast(torch.empty(1))
-
-
-def test_a_transfer_ends_when_the_learner_gives_its_epoch_up(meeting: Meeting) -> None:
-    meeting.call_off(EPOCH, "it had to")
-    expected = "epoch epoch was called off: it had to; the transfer ended in the broadcast was aborted"
-    with pytest.raises(PushFailed, match=expected):
-        transfer(WaitingCollective(), meeting)
-
-
 def test_a_transfer_ends_when_the_learner_is_gone(meeting: Meeting) -> None:
+    rendezvous = meeting.rendezvous(1, "gloo")
     meeting.close()
-    with pytest.raises(PushFailed, match=r"cannot reach the learner's rendezvous .*; the transfer ended in the broad"):
-        transfer(WaitingCollective(), meeting)
+    with pytest.raises(
+        PushFailed, match=r"the learner at .* is gone or .*refused.*; the transfer ended in a broadcast"
+    ):
+        transfer(rendezvous)
 
 
-def test_a_transfer_goes_on_while_the_learner_answers(meeting: Meeting) -> None:
+def test_a_transfer_goes_on_while_the_learner_stands_still() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as never_accepts:
+        port = never_accepts.getsockname()[1]
+        rendezvous = Rendezvous(transport="gloo", host="127.0.0.1", port=port, world_size=2, timeout_s=30.0)
+        collective = WaitingCollective()
+        with watched(collective, rendezvous):
+            assert not collective.aborted.wait(10 * INTERVAL_S)
+
+
+def test_a_transfer_goes_on_when_the_board_ends_a_connection_that_says_nothing(
+    meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol.board, "IDLE_TIMEOUT_S", INTERVAL_S)
     collective = WaitingCollective()
-    with watched(collective, EPOCH, meeting.rendezvous(1, "gloo")):
-        assert not collective.aborted.wait(10 * INTERVAL_S)
+    with watched(collective, meeting.rendezvous(1, "gloo")):
+        assert not collective.aborted.wait(20 * INTERVAL_S)
 
 
-def test_what_comes_after_a_transfer_is_not_ended_with_its_epoch(meeting: Meeting) -> None:
+def test_what_comes_after_a_transfer_is_not_ended_with_its_learner(meeting: Meeting) -> None:
     collective = WaitingCollective()
-    with watched(collective, EPOCH, meeting.rendezvous(1, "gloo")):
+    with watched(collective, meeting.rendezvous(1, "gloo")):
         time.sleep(3 * INTERVAL_S)
-    meeting.call_off(EPOCH, "it is over")
+    meeting.close()
     assert not collective.aborted.wait(10 * INTERVAL_S)
 
 
 def test_another_failure_of_a_transfer_stays_as_it_is(meeting: Meeting) -> None:
     with (
         pytest.raises(PushFailed, match=r"^another$"),
-        watched(WaitingCollective(), EPOCH, meeting.rendezvous(1, "gloo")),
+        watched(WaitingCollective(), meeting.rendezvous(1, "gloo")),
     ):
         raise PushFailed("another")

@@ -1,0 +1,51 @@
+"""`python -m tests.watching board HOST` and `… worker HOST PORT`: the two ends of a watched transfer that never ends."""
+
+import sys
+import threading
+
+import torch
+
+from protocol.collective import Meeting
+from protocol.errors import PushFailed
+from protocol.messages import Rendezvous
+from protocol.watch import watched
+
+TIMEOUT_S = 60.0
+
+
+class WaitingCollective:
+    """Its broadcasts end only when they are aborted."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.aborted = threading.Event()
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        assert self.aborted.wait(TIMEOUT_S), "nobody has ended it"
+        raise PushFailed("a broadcast that was aborted")
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+    def close(self) -> None:
+        self.abort()
+
+
+def transfer(rendezvous: Rendezvous) -> None:
+    collective = WaitingCollective()
+    with watched(collective, rendezvous):
+        collective.broadcast(torch.empty(1))
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["board", host]:
+            print(Meeting(host, TIMEOUT_S).rendezvous(1, "gloo").port, flush=True)
+            threading.Event().wait()
+        case ["worker", host, port]:
+            print("watching", flush=True)
+            try:
+                transfer(Rendezvous(transport="gloo", host=host, port=int(port), world_size=2, timeout_s=TIMEOUT_S))
+            except PushFailed as error:
+                print(error, flush=True)
