@@ -42,7 +42,7 @@ lock:  ## resolve deploy/cpu.lock anew
 	@$(PYTHON) deploy/cpu_environment.py lock
 
 keys: $(STAMP)  ## make CURVE keys for server and learner in keys/ (ARGS=DIR: elsewhere)
-	@$(PY) -m protocol.keys $(or $(ARGS),keys)
+	@$(PY) -m protocol.channel.keys $(or $(ARGS),keys)
 
 clean:  ## remove .venv, runs/ and all caches
 	@rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

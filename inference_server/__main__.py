@@ -16,7 +16,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, NoReturn
 
 from inference_server.config import ServerConfig, ServerRun
-from inference_server.engine import EngineDead
+from inference_server.engine.interface import EngineDead
 from protocol.config import load_config, to_toml
 from protocol.cores import bind_cores
 from protocol.endpoint import exposure
@@ -107,8 +107,8 @@ def _listen(config: ServerConfig) -> socket.socket | None:
 async def _serve(run: ServerRun) -> None:
     """Start everything in the order in which it can fail cheaply, serve, and take it down again."""
     from inference_server.api_key import read_api_key
-    from protocol.channel import ServerChannel
-    from protocol.keys import server_keys
+    from protocol.channel.keys import server_keys
+    from protocol.channel.sockets import ServerChannel
     from protocol.model_files import fingerprint, resolve_model
 
     started_at = time.monotonic()
@@ -126,7 +126,7 @@ async def _serve(run: ServerRun) -> None:
         model = fingerprint(model_path)
         os.environ["HF_HUB_OFFLINE"] = "1"  # the model's files are here now
         log.info("starting vLLM with %s", run.model)
-        from inference_server.vllm_engine import VllmEngine
+        from inference_server.engine.vllm_engine import VllmEngine
 
         engine = VllmEngine(run, model_path)
         open_things.callback(engine.close)

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 
 import numpy as np
 
-from inference_server.engine import Engine, EngineFailed, EngineLimits
+from inference_server.engine.interface import Engine, EngineFailed, EngineLimits
 from protocol.messages import Generate, Group, GroupFailed, Message, Sampling
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""One weight push after another, seen from the server: the other half is learner/push.py.
+"""One weight push after another, seen from the server: the other half is learner/servers/push.py.
 
     learner: PushBegin ─▶ pausing ─▶ PushReady ─▶ receiving (workers load what comes) ─▶ resuming ─▶ idle ─▶ PushDone
                              │                          │
@@ -17,10 +17,10 @@ import time
 from collections.abc import Awaitable, Sequence
 from typing import Literal, TypeVar
 
-from inference_server.engine import Engine, PushOrder, WorkerReport
+from inference_server.engine.interface import Engine, PushOrder, WorkerReport
 from inference_server.groups import Deliver
-from protocol.buckets import cut
 from protocol.messages import PushAbort, PushBegin, PushDone, PushFailed, PushReady
+from protocol.weights.buckets import cut
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import logging
 import time
 from collections import Counter
 
-from protocol.handshakes import Failure
+from protocol.channel.handshakes import Failure
 
 log = logging.getLogger(__name__)
 

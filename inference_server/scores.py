@@ -4,7 +4,7 @@ import asyncio
 
 import numpy as np
 
-from inference_server.engine import Engine, EngineFailed
+from inference_server.engine.interface import Engine, EngineFailed
 from inference_server.groups import why_not_tokens
 from protocol.messages import Score, Scores
 

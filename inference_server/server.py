@@ -23,13 +23,13 @@ from typing import Any
 import msgspec
 
 from inference_server.config import ServerConfig
-from inference_server.engine import Engine, EngineDead
-from inference_server.engine_life import EngineLife
+from inference_server.engine.interface import Engine, EngineDead
+from inference_server.engine.life import EngineLife
 from inference_server.groups import Groups, why_invalid
 from inference_server.push import Pushes
 from inference_server.refusals import Refusals
 from inference_server.scores import scores_of
-from protocol.channel import ServerChannel
+from protocol.channel.sockets import ServerChannel
 from protocol.errors import ProtocolError
 from protocol.messages import (
     PROTOCOL_VERSION,

@@ -79,8 +79,8 @@ def self_test_command(arguments: list[str]) -> None:
     bind_cores(run.learner.cpu_cores)
     import msgspec
 
-    from learner.self_test import self_test
-    from learner.verdict import as_text, problems
+    from learner.evaluation.self_test import self_test
+    from learner.evaluation.verdict import as_text, problems
 
     measured = self_test(run)
     found = problems(measured)
@@ -94,8 +94,8 @@ def self_test_command(arguments: list[str]) -> None:
 def report_command(run_dir: Path, *, as_json: bool) -> None:
     import msgspec
 
-    from learner.report import write_report
-    from learner.summary import as_text, summarize
+    from learner.report.page import write_report
+    from learner.report.summary import as_text, summarize
 
     summary = summarize(run_dir)
     if as_json:

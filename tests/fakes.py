@@ -17,11 +17,18 @@ import msgspec
 import numpy as np
 
 from inference_server.config import ServerConfig
-from inference_server.engine import EngineDead, EngineFailed, EngineLimits, PushOrder, WorkerPlace, WorkerReport
+from inference_server.engine.interface import (
+    EngineDead,
+    EngineFailed,
+    EngineLimits,
+    PushOrder,
+    WorkerPlace,
+    WorkerReport,
+)
 from inference_server.server import Server
-from protocol.channel import ServerChannel
+from protocol.channel.keys import ServerKeys
+from protocol.channel.sockets import ServerChannel
 from protocol.errors import ConfigError
-from protocol.keys import ServerKeys
 from protocol.messages import Completion, ModelFingerprint, Sampling
 
 MODEL = ModelFingerprint(
@@ -151,7 +158,7 @@ class ScriptedEngine:
     def _own_receiver(self) -> Any:
         import torch
 
-        from inference_server.receiver import Receiver
+        from inference_server.engine.receiver import Receiver
 
         if self._receiver is None:
             self._receiver = Receiver(1, torch.device("cpu"))

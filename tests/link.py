@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import socket
 
-from learner.loop_thread import LoopThread
+from learner.servers.loop_thread import LoopThread
 
 CALL_TIMEOUT_S = 10.0
 CHUNK_BYTES = 1 << 16

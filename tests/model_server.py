@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from protocol.keys import server_keys
+from protocol.channel.keys import server_keys
 from protocol.model_files import fingerprint, resolve_model
 from tests.fakes import serving
 from tests.learner.model_engine import ModelEngine

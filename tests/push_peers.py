@@ -18,22 +18,22 @@ import numpy as np
 import torch
 
 import inference_server.server
-import learner.link
-import learner.push_epoch
-import protocol.collective
+import learner.servers.epoch
+import learner.servers.link
+import protocol.collective.group
 from inference_server.config import ServerConfig
-from inference_server.engine import PushOrder, WorkerReport
-from learner.batch import ScoredGroup
+from inference_server.engine.interface import PushOrder, WorkerReport
 from learner.config import LearnerRun
-from learner.data import Prompt, Prompts
-from learner.ledger import Ledger
-from learner.push import Pusher
-from learner.rewards import FunctionRewards, GroupRewards
-from learner.rollouts import Rollouts
-from learner.scoring import Scorer
-from protocol.buckets import make_manifest
+from learner.prompts.prompts import Prompt, Prompts
+from learner.rewards.workers import FunctionRewards, GroupRewards
+from learner.rollouts.ledger import Ledger
+from learner.rollouts.rollouts import Rollouts
+from learner.rollouts.scored_group import ScoredGroup
+from learner.rollouts.scoring import Scorer
+from learner.servers.push import Pusher
 from protocol.errors import PushFailed, SlipstreamError
 from protocol.messages import PROTOCOL_VERSION, Hello, ModelFingerprint, Sampling
+from protocol.weights.buckets import make_manifest
 from tests.fakes import MODEL, ScriptedEngine, report, serving
 from tests.push_traps import PUSH_TIMEOUT_S, TRAPS, Trap, TrappedCollective
 
@@ -192,8 +192,8 @@ class Sampled(msgspec.Struct, frozen=True):
 def run_learner(pipe: Connection, log: Path, setup: LearnerSetup) -> None:
     """The learner's process: answers a version with what became of its push, and `take` with two groups' completions."""
     _begin(log)
-    learner.link.DEAD_AFTER_S, learner.link.HELLO_INTERVAL_S = setup.dead_after_s, DEAD_AFTER_S / 10
-    learner.push_epoch.make_manifest = lambda tensors, dtype, _, wire: make_manifest(
+    learner.servers.link.DEAD_AFTER_S, learner.servers.link.HELLO_INTERVAL_S = setup.dead_after_s, DEAD_AFTER_S / 10
+    learner.servers.epoch.make_manifest = lambda tensors, dtype, _, wire: make_manifest(
         tensors, dtype, setup.bucket_bytes, wire
     )
     run = _learner_run(log.parent, setup)
@@ -262,7 +262,7 @@ def _learner_run(directory: Path, setup: LearnerSetup) -> LearnerRun:
 def _begin(log: Path) -> None:
     torch.set_num_threads(1)
     logging.basicConfig(filename=log, level=logging.INFO, format="%(message)s")
-    protocol.collective.GlooCollective = TrappedCollective  # type: ignore[misc]
+    protocol.collective.group.GlooCollective = TrappedCollective  # type: ignore[misc]
 
 
 def _next_command(pipe: Connection) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import torch
 
-from protocol.gloo_collective import GlooCollective
+from protocol.collective.gloo import GlooCollective
 
 PUSH_TIMEOUT_S = 1.5
 HANG = 0

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from learner.ledger import Ledger
-from protocol.keys import make_keys
+from learner.rollouts.ledger import Ledger
+from protocol.channel.keys import make_keys
 from tests.two_hosts import TwoHosts, why_not
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))

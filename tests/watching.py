@@ -5,10 +5,10 @@ import threading
 
 import torch
 
-from protocol.collective import Meeting
+from protocol.collective.group import Meeting
+from protocol.collective.watch import watched
 from protocol.errors import PushFailed
 from protocol.messages import Rendezvous
-from protocol.watch import watched
 
 TIMEOUT_S = 60.0
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from protocol.buckets import cut, make_manifest
-from protocol.delta_wire import Baseline, send_changes
-from protocol.weights import send_weights
+from protocol.weights.buckets import cut, make_manifest
+from protocol.weights.delta_wire import Baseline, send_changes
+from protocol.weights.dense import send_weights
 from tests.bench.push_peer import Order, Peer
 
 LEARNING_RATE = 1e-6

@@ -16,11 +16,11 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from learner.config import PushConfig
-from learner.policy import load_policy
-from learner.push import Pusher, PushReport
-from protocol.buckets import cut, make_manifest
+from learner.policy.model import load_policy
+from learner.servers.push import Pusher, PushReport
 from protocol.messages import Sampling
 from protocol.model_files import resolve_model
+from protocol.weights.buckets import cut, make_manifest
 from tests.bench.push_server import BusyLink, ServedModel, peak_memory
 from tests.inference_server import tiny_gpt2
 

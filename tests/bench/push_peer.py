@@ -13,13 +13,13 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from protocol import weights
-from protocol.bucket_memory import BucketMemory
-from protocol.checksum import Checksum, fingerprint
-from protocol.collective import Collective, Meeting, join_collective
-from protocol.delta_wire import Baseline, receive_changes
+from protocol.collective.group import Collective, Meeting, join_collective
 from protocol.messages import Manifest, Rendezvous
-from protocol.weights import receive_weights
+from protocol.weights import dense as weights
+from protocol.weights.bucket_memory import BucketMemory
+from protocol.weights.checksum import Checksum, fingerprint
+from protocol.weights.delta_wire import Baseline, receive_changes
+from protocol.weights.dense import receive_weights
 
 HOST = "127.0.0.1"
 EPOCH = "bench"

@@ -2,7 +2,7 @@
 
     ServedModel: `python -m inference_server` ◀── groups asked for all the time, PushBegin … PushDone ──▶ BusyLink
 
-BusyLink is what a Pusher needs of learner/rollouts.py, with neither ledger nor rewards behind it.
+BusyLink is what a Pusher needs of learner/rollouts/rollouts.py, with neither ledger nor rewards behind it.
 """
 
 import os
@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from learner.link import ServerLink
-from learner.loop_thread import LoopThread
+from learner.servers.link import ServerLink
+from learner.servers.loop_thread import LoopThread
 from protocol.errors import DeadlineExceeded, SlipstreamError
 from protocol.messages import PROTOCOL_VERSION, Generate, Group, GroupFailed, Hello, PushDone, Sampling, Welcome
 from protocol.model_files import fingerprint, resolve_model

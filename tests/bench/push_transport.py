@@ -15,9 +15,9 @@ import psutil
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from protocol.buckets import cut, make_manifest
-from protocol.checksum import Checksum
-from protocol.weights import send_weights
+from protocol.weights.buckets import cut, make_manifest
+from protocol.weights.checksum import Checksum
+from protocol.weights.dense import send_weights
 from tests.bench.push_peer import Order, Peer, Variant, as_ordered
 
 CPU = torch.device("cpu")

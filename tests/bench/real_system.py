@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 from safetensors.torch import load_model
 
-from learner.checkpoint import find_checkpoint
 from learner.config import LearnerRun
-from learner.policy import load_policy, load_tokenizer
+from learner.policy.model import load_policy, load_tokenizer
+from learner.storage.checkpoint import find_checkpoint
 from protocol.config import to_toml
 from protocol.errors import SlipstreamError
 from protocol.model_files import resolve_model

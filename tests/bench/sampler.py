@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from learner.batch import ScoredGroup
-from learner.builtin_rewards import BUILT_IN
 from learner.config import LearnerConfig
-from learner.data import Prompt, Prompts
+from learner.prompts.prompts import Prompt, Prompts
+from learner.rewards.builtin import BUILT_IN
+from learner.rollouts.scored_group import ScoredGroup
 from protocol.messages import Completion
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from learner.ledger import Ledger
+from learner.rollouts.ledger import Ledger
 from tests.bench.flatness import Flatness, flatness
 
 ROOT = Path(__file__).parent.parent.parent

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from learner.config import LearnerRun
-from learner.data import Prompts
-from learner.policy import load_policy, load_tokenizer, sequence_logprobs
-from learner.tasks import make_rows
+from learner.policy.model import load_policy, load_tokenizer, sequence_logprobs
+from learner.prompts.prompts import Prompts
+from learner.prompts.tasks import make_rows
 from protocol.errors import ConfigError
 from protocol.model_files import resolve_model
 from tests.bench import results

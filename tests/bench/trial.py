@@ -1,6 +1,6 @@
 """Runs one cell of the learning benchmark in this process: the learner's own step on groups of a fixed staleness.
 
-sampler ─▶ train_on (learner/step.py) ─▶ publish ─▶ every EVALUATE_EVERY steps: greedy exact match on held-out prompts
+sampler ─▶ train_on (learner/training/step.py) ─▶ publish ─▶ every EVALUATE_EVERY steps: greedy exact match on held-out prompts
 """
 
 import statistics
@@ -14,13 +14,12 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from learner.config import LearnerRun
-from learner.data import Prompt, Prompts
-from learner.metrics import group_metrics
-from learner.policy import load_tokenizer
-from learner.run_log import StepTimer
-from learner.step import train_on
-from learner.tasks import make_rows
-from learner.trainee import make_trainee
+from learner.policy.model import load_tokenizer
+from learner.prompts.prompts import Prompt, Prompts
+from learner.prompts.tasks import make_rows
+from learner.training.metrics import StepTimer, group_metrics
+from learner.training.step import train_on
+from learner.training.trainee import make_trainee
 from protocol.model_files import resolve_model
 from tests.bench.cell import NUM_TASK_PROMPTS, Cell
 from tests.bench.sampler import StaleSampler, exact_match

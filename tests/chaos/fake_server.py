@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from inference_server.config import ServerRun
-from inference_server.engine import PushOrder, WorkerReport
+from inference_server.engine.interface import PushOrder, WorkerReport
 from protocol.config import load_config
 from protocol.errors import PushFailed
 from protocol.messages import Completion, Sampling

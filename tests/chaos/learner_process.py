@@ -17,19 +17,19 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-import learner.checkpoint
-import learner.push_epoch
-import learner.retention
+import learner.servers.epoch
+import learner.storage.checkpoint
+import learner.storage.retention
 import learner.train
-import protocol.collective
+import protocol.collective.group
 from learner.__main__ import main
-from learner.ledger import Ledger
-from learner.link import ServerLink
-from learner.push import Pusher
-from learner.run_dir import RunDir
-from protocol.buckets import make_manifest
-from protocol.channel import LearnerChannel
-from protocol.gloo_collective import GlooCollective
+from learner.rollouts.ledger import Ledger
+from learner.servers.link import ServerLink
+from learner.servers.push import Pusher
+from learner.storage.run_dir import RunDir
+from protocol.channel.sockets import LearnerChannel
+from protocol.collective.gloo import GlooCollective
+from protocol.weights.buckets import make_manifest
 from tests.chaos.traps import Traps
 
 BUCKET_BYTES = 64 << 10
@@ -58,10 +58,10 @@ def _set_traps(traps: Traps) -> None:
     traps.wrap(Ledger, "score", "before score is committed")
     traps.wrap(Ledger, "consume", "before step is committed")
     traps.wrap(ServerLink, "begin_push", "before ready")
-    traps.wrap(learner.push_epoch.Epoch, "join", "joining")
+    traps.wrap(learner.servers.epoch.Epoch, "join", "joining")
     traps.wrap(Pusher, "_result", "before done")
-    traps.wrap(learner.checkpoint, "_make_durable", "checkpoint written, not renamed")
-    traps.wrap(learner.retention, "prune", "checkpoint renamed")
+    traps.wrap(learner.storage.checkpoint, "_make_durable", "checkpoint written, not renamed")
+    traps.wrap(learner.storage.retention, "prune", "checkpoint renamed")
     traps.wrap(LearnerChannel, "receive", "moment")
 
     class TrappedCollective(GlooCollective):
@@ -76,8 +76,10 @@ def _set_traps(traps: Traps) -> None:
                 tensor.view(torch.uint8)[0] ^= 4
             return super().start_broadcast(tensor)
 
-    protocol.collective.GlooCollective = TrappedCollective  # type: ignore[misc]
-    learner.push_epoch.make_manifest = lambda tensors, dtype, _, wire: make_manifest(tensors, dtype, BUCKET_BYTES, wire)
+    protocol.collective.group.GlooCollective = TrappedCollective  # type: ignore[misc]
+    learner.servers.epoch.make_manifest = lambda tensors, dtype, _, wire: make_manifest(
+        tensors, dtype, BUCKET_BYTES, wire
+    )
 
 
 def _keep_books(traps: Traps) -> None:

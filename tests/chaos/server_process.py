@@ -9,9 +9,9 @@ from typing import Any
 
 from inference_server import push, server
 from inference_server.__main__ import main
-from inference_server.engine_life import EngineLife
+from inference_server.engine.life import EngineLife
 from inference_server.groups import Groups
-from protocol.channel import ServerChannel
+from protocol.channel.sockets import ServerChannel
 from tests.chaos.traps import Traps
 
 

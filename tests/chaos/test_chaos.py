@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from learner.data import Prompts as Data
-from learner.ledger import Ledger
-from learner.policy import load_tokenizer
+from learner.policy.model import load_tokenizer
+from learner.prompts.prompts import Prompts as Data
+from learner.rollouts.ledger import Ledger
 from protocol.codec import pack
 from protocol.messages import Completion, Group
 from protocol.model_files import resolve_model

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from learner.config import LearnerRun
-from learner.data import Prompts
-from learner.policy import load_tokenizer
+from learner.policy.model import load_tokenizer
+from learner.prompts.prompts import Prompts
 from protocol.codec import unpack
 from protocol.messages import Completion, Group
 from protocol.model_files import resolve_model

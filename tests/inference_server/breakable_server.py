@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from inference_server import receiver
 from inference_server.__main__ import main
-from protocol.collective import Collective, join_collective
+from inference_server.engine import receiver
+from protocol.collective.group import Collective, join_collective
 from protocol.messages import Rendezvous
 from tests.inference_server.broken_transfer import BREAK_FILE, OneBitFlippedOnArrival
 

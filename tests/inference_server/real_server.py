@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 from transformers import PreTrainedModel
 
-from protocol.keys import LearnerKeys
+from protocol.channel.keys import LearnerKeys
 from protocol.messages import PROTOCOL_VERSION, Hello, PushDone, Refused, Score, Scores, Welcome
 from protocol.model_files import fingerprint
 from tests.inference_server import tiny_gpt2

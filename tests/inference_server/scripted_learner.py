@@ -8,8 +8,8 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from protocol.channel import LearnerChannel
-from protocol.keys import LearnerKeys
+from protocol.channel.keys import LearnerKeys
+from protocol.channel.sockets import LearnerChannel
 from protocol.messages import (
     PROTOCOL_VERSION,
     Generate,
@@ -89,9 +89,9 @@ class ScriptedLearner:
         """Begin the first push of a new epoch; return its manifest once the server is ready and the group is formed."""
         import torch
 
-        from protocol.buckets import make_manifest
-        from protocol.collective import Meeting
-        from protocol.delta_wire import Baseline
+        from protocol.collective.group import Meeting
+        from protocol.weights.buckets import make_manifest
+        from protocol.weights.delta_wire import Baseline
 
         if self._meeting is None:
             self._meeting = Meeting("127.0.0.1", PUSH_TIMEOUT_S)
@@ -113,9 +113,9 @@ class ScriptedLearner:
 
     async def transfer(self, tensors: Iterable[tuple[str, Any]]) -> Any:
         """Send the bytes of the push that was begun; return what left. Raises PushFailed."""
-        from protocol.buckets import cut
-        from protocol.delta_wire import send_changes
-        from protocol.weights import send_weights
+        from protocol.weights.buckets import cut
+        from protocol.weights.delta_wire import send_changes
+        from protocol.weights.dense import send_weights
 
         buckets = cut(self._manifest)
         if self._manifest.wire == "delta":
@@ -146,8 +146,8 @@ class ScriptedLearner:
 
     async def break_push(self, manifest: Any, tensors: list) -> PushFailed:
         """Send the first bucket of a push and vanish from the collective."""
-        from protocol.buckets import cut
-        from protocol.weights import send_weights
+        from protocol.weights.buckets import cut
+        from protocol.weights.dense import send_weights
 
         first = cut(manifest)[:1]
         await asyncio.to_thread(send_weights, self.collective, first, tensors[: len(first[0].slots)])

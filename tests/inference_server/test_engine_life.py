@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from inference_server import engine_processes
 from inference_server.config import ServerConfig
-from inference_server.engine import EngineDead
-from inference_server.engine_life import EngineLife
-from inference_server.engine_processes import EngineProcesses
-from learner.link import ServerLink
+from inference_server.engine import processes as engine_processes
+from inference_server.engine.interface import EngineDead
+from inference_server.engine.life import EngineLife
+from inference_server.engine.processes import EngineProcesses
+from learner.servers.link import ServerLink
 from protocol.errors import PushFailed, ServerLost
 from protocol.messages import (
     PROTOCOL_VERSION,
@@ -42,7 +42,7 @@ Test = Callable[[ScriptedEngine, Serving, ScriptedLearner], Awaitable[None]]
 
 @pytest.fixture(autouse=True)
 def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_server.engine_life.LOOK_INTERVAL_S", 0.02)
+    monkeypatch.setattr("inference_server.engine.life.LOOK_INTERVAL_S", 0.02)
 
 
 def run_with_server(test: Test, **options: Any) -> None:
@@ -237,7 +237,7 @@ def test_one_death_too_many_ends_the_server_with_its_reason_and_the_knob(max_res
 
 
 def test_deaths_long_past_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_server.engine_life.RESTARTS_WINDOW_S", 0.0)
+    monkeypatch.setattr("inference_server.engine.life.RESTARTS_WINDOW_S", 0.0)
 
     async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
         for num_deaths in (1, 2, 3):

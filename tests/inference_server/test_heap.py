@@ -2,7 +2,7 @@
 
 import psutil
 
-from inference_server.heap import trim
+from inference_server.engine.heap import trim
 
 
 def test_a_trim_gives_back_the_holes_between_blocks_that_stay():

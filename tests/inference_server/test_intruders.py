@@ -14,9 +14,9 @@ import psutil
 import pytest
 import zmq
 
-from learner.link import ServerLink
+from learner.servers.link import ServerLink
+from protocol.channel.keys import LearnerKeys, ServerKeys, learner_keys, make_keys, server_keys
 from protocol.errors import ConfigError, DeadlineExceeded, HandshakeRefused
-from protocol.keys import LearnerKeys, ServerKeys, learner_keys, make_keys, server_keys
 from protocol.messages import PROTOCOL_VERSION, Ack, Group, Hello, Manifest, Pulse, PushBegin, PushDone, Rendezvous
 from tests.fakes import MODEL, ScriptedEngine, Serving, report, serving
 from tests.inference_server.scripted_learner import ScriptedLearner
@@ -203,7 +203,7 @@ def test_a_stranger_that_floods_is_cut_off_and_the_learner_undisturbed(num_bytes
 
 
 def test_a_welcomed_learner_may_send_more_than_a_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("protocol.strangers.MAX_MESSAGES_PER_S", 10)
+    monkeypatch.setattr("protocol.channel.strangers.MAX_MESSAGES_PER_S", 10)
 
     async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
         for index in range(200):
@@ -298,7 +298,7 @@ def test_a_server_that_comes_back_with_its_keys_is_found_again(keys: Path) -> No
 
 
 def test_neither_side_opens_an_address_beyond_loopback_without_keys(keys: Path) -> None:
-    from protocol.channel import LearnerChannel, ServerChannel
+    from protocol.channel.sockets import LearnerChannel, ServerChannel
 
     for channel in (ServerChannel, LearnerChannel):
         with pytest.raises(ConfigError, match="leaves this machine"):

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 import pytest
 
 from inference_server.config import ServerConfig
-from protocol import channel
+from protocol.channel import sockets as channel
 from protocol.messages import Group, Manifest, Pulse, PushBegin, PushDone, Rendezvous, Welcome
 from tests.fakes import ScriptedEngine, report, serving
 from tests.inference_server.scripted_learner import ScriptedLearner
@@ -56,7 +56,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("protocol.channel.DEAD_PEER_TIMEOUT_MS", DEAD_PEER_TIMEOUT_MS)
+    monkeypatch.setattr("protocol.channel.sockets.DEAD_PEER_TIMEOUT_MS", DEAD_PEER_TIMEOUT_MS)
     monkeypatch.setattr("inference_server.server.PULSE_INTERVAL_S", 0.05)
 
 

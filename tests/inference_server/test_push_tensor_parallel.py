@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from protocol.buckets import cut, make_manifest
 from protocol.messages import PushDone
+from protocol.weights.buckets import cut, make_manifest
 from tests.inference_server.broken_transfer import BREAK_FILE
 from tests.inference_server.scripted_learner import ScriptedLearner
 

@@ -6,12 +6,12 @@ from contextlib import closing
 import pytest
 import torch
 
-import protocol.watch
-from inference_server.engine import PushOrder
-from inference_server.receiver import Receiver
-from protocol.buckets import make_manifest
-from protocol.collective import Meeting
+import protocol.collective.watch
+from inference_server.engine.interface import PushOrder
+from inference_server.engine.receiver import Receiver
+from protocol.collective.group import Meeting
 from protocol.errors import PushFailed
+from protocol.weights.buckets import make_manifest
 
 CPU = torch.device("cpu")
 
@@ -20,7 +20,7 @@ def test_a_worker_gives_up_a_push_when_the_learner_is_gone_although_its_connecti
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """So it looks when its host has vanished: the collective alone would wait for a minute."""
-    monkeypatch.setattr(protocol.watch, "INTERVAL_S", 0.05)
+    monkeypatch.setattr(protocol.collective.watch, "INTERVAL_S", 0.05)
     manifest = make_manifest([("weight", torch.zeros(8))], torch.float32, 1024, "dense")
     meeting, receiver = Meeting("127.0.0.1", 60.0), Receiver(1, CPU)
     rendezvous = meeting.rendezvous(1, "gloo")

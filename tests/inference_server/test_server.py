@@ -9,8 +9,8 @@ import pytest
 
 from inference_server import push
 from inference_server.config import ServerConfig
-from inference_server.engine import EngineFailed, PushOrder, WorkerReport
-from protocol.channel import ServerChannel
+from inference_server.engine.interface import EngineFailed, PushOrder, WorkerReport
+from protocol.channel.sockets import ServerChannel
 from protocol.messages import (
     PROTOCOL_VERSION,
     Ack,

@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 
-from protocol.keys import learner_keys, make_keys
+from protocol.channel.keys import learner_keys, make_keys
 from protocol.messages import Ack, Group, GroupFailed, PushDone, PushFailed, Refused
 from protocol.secret_file import write_secret
 from tests.inference_server.scripted_learner import ScriptedLearner

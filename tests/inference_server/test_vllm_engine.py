@@ -13,8 +13,8 @@ from vllm.v1.engine import UtilityOutput
 from vllm.v1.engine.core_client import _process_utility_output
 
 from inference_server.config import ServerConfig, ServerRun
-from inference_server.engine import EngineDead, EngineFailed
-from inference_server.vllm_engine import VllmEngine, call_engine, survivors
+from inference_server.engine.interface import EngineDead, EngineFailed
+from inference_server.engine.vllm_engine import VllmEngine, call_engine, survivors
 from protocol.errors import ConfigError
 
 

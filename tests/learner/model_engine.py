@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from inference_server.engine import EngineLimits
+from inference_server.engine.interface import EngineLimits
 from protocol.messages import Completion, Sampling
 from protocol.model_files import fingerprint, resolve_model
 from tests.fakes import ScriptedEngine, ServerThread

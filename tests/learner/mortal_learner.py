@@ -19,24 +19,24 @@ import torch
 import learner.train  # noqa: F401  (for the fork server)
 from learner.__main__ import main
 from learner.config import LearnerRun
-from learner.disk import replace_file
+from learner.storage.disk import replace_file
 from protocol.config import to_toml
-from tests.learner.sharding import FSDP2, shard_on_cpu
+from tests.learner.training.sharding import FSDP2, shard_on_cpu
 from tests.peer import PROCESSES
 
 LIFE_TIMEOUT_S = 120.0
 BALLAST = "ballast"
 POINTS = {
-    "received": "learner.ledger:Ledger.receive",
-    "scored": "learner.ledger:Ledger.score",
-    "consumed": "learner.ledger:Ledger.consume",
-    "logged": "learner.run_log:RunLog.step",
+    "received": "learner.rollouts.ledger:Ledger.receive",
+    "scored": "learner.rollouts.ledger:Ledger.score",
+    "consumed": "learner.rollouts.ledger:Ledger.consume",
+    "logged": "learner.report.run_log:RunLog.step",
     "state saved": "accelerate:Accelerator.save_state",
-    "shards saved": "learner.checkpoint:save_sharded",
-    "model exported": "learner.checkpoint:export_policy",
-    "checkpoint named": "learner.retention:save_checkpoint",
+    "shards saved": "learner.storage.checkpoint:save_sharded",
+    "model exported": "learner.storage.checkpoint:export_policy",
+    "checkpoint named": "learner.storage.retention:save_checkpoint",
     "old one unnamed": "pathlib:Path.rename",
-    "old one removed": "learner.retention:remove_checkpoint",
+    "old one removed": "learner.storage.retention:remove_checkpoint",
 }
 """What has just been called when the blow falls."""
 

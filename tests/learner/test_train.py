@@ -17,12 +17,12 @@ from datasets import Dataset
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM
 
-from inference_server.engine import EngineDead, PushOrder, WorkerReport
-from learner.checkpoint import find_checkpoint
+from inference_server.engine.interface import EngineDead, PushOrder, WorkerReport
 from learner.config import LearnerRun
-from learner.data import Prompts
-from learner.policy import load_tokenizer
-from learner.push import Pusher
+from learner.policy.model import load_tokenizer
+from learner.prompts.prompts import Prompts
+from learner.servers.push import Pusher
+from learner.storage.checkpoint import find_checkpoint
 from learner.train import train
 from protocol.errors import (
     ConfigError,
@@ -166,7 +166,7 @@ def test_a_group_that_failed_is_asked_for_again_and_one_that_always_fails_is_rec
         bad: dict[str, int]
 
         def _completion(self, prompt, index, sampling):
-            from inference_server.engine import EngineFailed
+            from inference_server.engine.interface import EngineFailed
 
             if self.bad.get(str(prompt), 0) > 0:
                 self.bad[str(prompt)] -= 1
@@ -203,7 +203,7 @@ def test_a_run_with_active_sampling_and_a_curriculum_that_crashes_asks_and_consu
             run = make_run(
                 tmp_path / name, server.endpoint, steps=6, max_staleness=0, checkpoint_every=2, active_sampling=True,
                 sampling={"num_completions": 3, "max_tokens": 3, "seeded": True}, data={"path": str(data)},
-                reward={"functions": ["share_right", "tests/learner/broken_rewards.py:raises_once"], "weights": [1, 0],
+                reward={"functions": ["share_right", "tests/learner/rewards/broken_rewards.py:raises_once"], "weights": [1, 0],
                         "max_failed_share": 0},
                 curriculum={"kind": "pass_rate", "easy_above": 0.3, "hard_below": 0.15, "easy_weight": 0.1},
             )  # fmt: skip
@@ -241,7 +241,7 @@ def test_the_four_reward_functions_of_the_hugging_face_course_train_on_a_dataset
             server.endpoint,
             steps=2,
             data={"dataset": str(tmp_path / "data"), "prompt_column": "question"},
-            reward={"functions": [f"tests/learner/user_rewards.py:{name}" for name in names]},
+            reward={"functions": [f"tests/learner/rewards/user_rewards.py:{name}" for name in names]},
             advantage={"combine": "normalize_then_sum", "baseline": "leave_one_out"},
             loss={"objective": "cispo", "normalization": "sequence"},
             kl={"coef": 0.01, "estimator": "k2"},
@@ -258,7 +258,7 @@ def test_a_conversation_goes_through_the_chat_template_and_its_rewards_see_messa
     message = {"role": "user", "content": "12>"}
     data.write_text(json.dumps({"prompt": [message], "answer": "21"}) + "\n")
     with tiny_server() as server:
-        reward = {"functions": ["share_right", "tests/learner/user_rewards.py:number_of_messages"]}
+        reward = {"functions": ["share_right", "tests/learner/rewards/user_rewards.py:number_of_messages"]}
         run = make_run(tmp_path, server.endpoint, steps=1, data={"path": str(data)}, reward=reward)
         train(run, resume=False)
     assert metrics_of(run)[0]["reward/number_of_messages"] == 1
@@ -297,7 +297,7 @@ def test_a_push_that_fails_is_tried_again_in_a_new_epoch(tmp_path: Path) -> None
 def test_a_large_push_shows_how_far_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wire: str
 ) -> None:
-    monkeypatch.setattr("learner.push.PROGRESS_BYTES", 1)
+    monkeypatch.setattr("learner.servers.push.PROGRESS_BYTES", 1)
     with tiny_server() as server:
         train(make_run(tmp_path, server.endpoint, steps=1, push={"wire": wire}), resume=False)
     drawn = capsys.readouterr().err
@@ -431,7 +431,7 @@ def test_a_server_that_does_not_score_at_the_start_ends_the_run_with_the_knob(tm
 def test_a_server_too_busy_to_score_later_holds_nothing_up_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("learner.parity.ASK_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("learner.servers.parity.ASK_TIMEOUT_S", 0.3)
     with tiny_server(TooBusy(1)) as server:
         run = make_run(tmp_path, server.endpoint, steps=2)
         train(run, resume=False)
@@ -477,7 +477,7 @@ def test_a_prompt_longer_than_the_server_allows_is_refused_with_the_numbers(tmp_
     ],
 )
 def test_a_broken_reward_function_stops_the_run_with_its_name(tmp_path: Path, function: str, expected: str) -> None:
-    reward = {"functions": [f"tests/learner/broken_rewards.py:{function}"], "timeout_s": 1.0}
+    reward = {"functions": [f"tests/learner/rewards/broken_rewards.py:{function}"], "timeout_s": 1.0}
     with tiny_server() as server, pytest.raises(RewardError, match=expected):
         train(make_run(tmp_path, server.endpoint, reward=reward), resume=False)
 
@@ -485,7 +485,7 @@ def test_a_broken_reward_function_stops_the_run_with_its_name(tmp_path: Path, fu
 def test_one_slow_group_costs_only_its_reward_and_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTEST_CURRENT_TEST_DIR", str(tmp_path))
     reward = {
-        "functions": ["share_right", "tests/learner/broken_rewards.py:slow_once"],
+        "functions": ["share_right", "tests/learner/rewards/broken_rewards.py:slow_once"],
         "weights": [1.0, 0.0],
         "timeout_s": 1.0,
     }

@@ -16,8 +16,8 @@ from typing import Any
 
 import zmq
 
+from protocol.channel.keys import LearnerKeys, learner_keys
 from protocol.codec import encode
-from protocol.keys import LearnerKeys, learner_keys
 from protocol.messages import PROTOCOL_VERSION, Hello
 from tests.fakes import MODEL
 from tests.malformed import TO_SERVER, without_end

@@ -8,8 +8,8 @@ from contextlib import closing, contextmanager
 import msgspec
 import pytest
 
-from protocol import board
-from protocol.board import MAX_LINE_BYTES, EpochStore, HostedBoard, Question, RemoteBoard
+from protocol.collective import board
+from protocol.collective.board import MAX_LINE_BYTES, EpochStore, HostedBoard, Question, RemoteBoard
 from protocol.errors import PushFailed
 
 HOST = "127.0.0.1"

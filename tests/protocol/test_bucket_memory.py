@@ -2,8 +2,8 @@
 
 import torch
 
-from protocol.bucket_memory import BucketMemory
-from protocol.buckets import make_manifest
+from protocol.weights.bucket_memory import BucketMemory
+from protocol.weights.buckets import make_manifest
 
 CPU = torch.device("cpu")
 

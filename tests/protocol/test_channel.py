@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from protocol.channel import LearnerChannel, ServerChannel
+from protocol.channel.sockets import LearnerChannel, ServerChannel
 from protocol.errors import ConfigError, DeadlineExceeded, ProtocolError
 from protocol.messages import Ack, Refused
 
@@ -61,7 +61,7 @@ def test_a_malformed_message_comes_with_its_sender_and_the_next_one_is_read() ->
 
 
 def test_a_frame_above_the_limit_costs_its_sender_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("protocol.channel.MAX_FRAME_BYTES", 1000)
+    monkeypatch.setattr("protocol.channel.sockets.MAX_FRAME_BYTES", 1000)
 
     async def test(server: ServerChannel, learner: LearnerChannel) -> None:
         context = zmq.Context()
@@ -114,7 +114,7 @@ def test_a_peer_that_fills_the_queue_and_hangs_up_does_not_take_the_server_with_
     """With pings of its own, libzmq 4.3.5 aborts the server's process; so the server runs in another one here."""
     script = f"""
 import asyncio, zmq
-from protocol.channel import HEARTBEAT_INTERVAL_MS, SERVER_RECEIVE_HIGH_WATER_MARK, ServerChannel
+from protocol.channel.sockets import HEARTBEAT_INTERVAL_MS, SERVER_RECEIVE_HIGH_WATER_MARK, ServerChannel
 
 async def run():
     server = ServerChannel("tcp://127.0.0.1:*")
@@ -146,7 +146,7 @@ def test_a_learner_that_freezes_is_gone_for_the_server_within_seconds() -> None:
     """The server does not ping; it looks whether anything still comes."""
     script = """
 import asyncio, os, signal, sys
-from protocol.channel import LearnerChannel
+from protocol.channel.sockets import LearnerChannel
 from protocol.messages import Ack
 
 async def run():

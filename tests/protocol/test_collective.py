@@ -15,8 +15,8 @@ import psutil
 import pytest
 import torch
 
-import protocol.collective
-from protocol.collective import Collective, Meeting, join_collective
+import protocol.collective.group
+from protocol.collective.group import Collective, Meeting, join_collective
 from protocol.errors import PushFailed
 from protocol.messages import Rendezvous
 
@@ -121,7 +121,7 @@ def test_a_learner_that_is_not_there_is_an_error_for_the_worker() -> None:
 def test_a_learner_that_is_silent_ends_the_join_of_the_worker_long_before_the_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(protocol.collective, "ANSWER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(protocol.collective.group, "ANSWER_TIMEOUT_S", 0.2)
     with socket.create_server((HOST, 0)) as listener:
         port = listener.getsockname()[1]
         rendezvous = Rendezvous(transport="gloo", host=HOST, port=port, world_size=2, timeout_s=60)
@@ -176,7 +176,7 @@ class StuckForming(threading.Event):
 @pytest.fixture
 def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[StuckForming]:
     forming = StuckForming()
-    monkeypatch.setattr(protocol.collective, "GlooCollective", forming.form)
+    monkeypatch.setattr(protocol.collective.group, "GlooCollective", forming.form)
     yield forming
     forming.set()
 

@@ -11,7 +11,7 @@ from contextlib import closing
 
 import pytest
 
-from protocol.channel import LearnerChannel, ServerChannel
+from protocol.channel.sockets import LearnerChannel, ServerChannel
 from protocol.codec import encode
 from protocol.messages import Ack, Refused
 from tests.inference_server.scripted_learner import ScriptedLearner
@@ -81,7 +81,7 @@ async def name_of_peer(server: ServerChannel, learner: LearnerChannel) -> bytes:
 def test_a_message_that_does_not_end_costs_its_sender_the_connection_and_others_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("protocol.channel.MAX_UNFINISHED_BYTES", LIMIT_BYTES)
+    monkeypatch.setattr("protocol.channel.sockets.MAX_UNFINISHED_BYTES", LIMIT_BYTES)
 
     async def run() -> None:
         server = ServerChannel("tcp://127.0.0.1:*")
@@ -105,8 +105,8 @@ def test_a_message_that_does_not_end_costs_its_sender_the_connection_and_others_
 def test_a_peer_that_falls_silent_after_a_message_is_cut_off_and_one_that_pings_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("protocol.channel.DEAD_PEER_TIMEOUT_MS", 1000)
-    monkeypatch.setattr("protocol.channel.HEARTBEAT_INTERVAL_MS", 50)
+    monkeypatch.setattr("protocol.channel.sockets.DEAD_PEER_TIMEOUT_MS", 1000)
+    monkeypatch.setattr("protocol.channel.sockets.HEARTBEAT_INTERVAL_MS", 50)
 
     async def run() -> None:
         server = ServerChannel("tcp://127.0.0.1:*")
@@ -135,8 +135,8 @@ def test_a_frame_that_takes_longer_than_a_dead_peer_comes_through_a_slow_link(
     monkeypatch: pytest.MonkeyPatch, slow: str
 ) -> None:
     """Such are a group, and the manifest of a push: no ping or pong passes it, but its bytes are signs of life."""
-    monkeypatch.setattr("protocol.channel.DEAD_PEER_TIMEOUT_MS", 500)
-    monkeypatch.setattr("protocol.channel.HEARTBEAT_INTERVAL_MS", 50)
+    monkeypatch.setattr("protocol.channel.sockets.DEAD_PEER_TIMEOUT_MS", 500)
+    monkeypatch.setattr("protocol.channel.sockets.HEARTBEAT_INTERVAL_MS", 50)
 
     async def test(server: ServerChannel, learner: LearnerChannel, _: Link) -> None:
         peer = await name_of_peer(server, learner)
@@ -167,8 +167,8 @@ def test_a_frame_that_takes_longer_than_a_dead_peer_comes_through_a_slow_link(
 
 
 def test_a_server_that_falls_silent_is_cut_off_and_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("protocol.channel.DEAD_PEER_TIMEOUT_MS", 500)
-    monkeypatch.setattr("protocol.channel.HEARTBEAT_INTERVAL_MS", 50)
+    monkeypatch.setattr("protocol.channel.sockets.DEAD_PEER_TIMEOUT_MS", 500)
+    monkeypatch.setattr("protocol.channel.sockets.HEARTBEAT_INTERVAL_MS", 50)
 
     async def test(server: ServerChannel, learner: LearnerChannel, link: Link) -> None:
         first = await name_of_peer(server, learner)
@@ -185,7 +185,7 @@ def test_a_server_that_falls_silent_is_cut_off_and_found_again(monkeypatch: pyte
 
 def test_a_look_after_a_long_time_cuts_nobody_off_who_was_stopped_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when the whole machine stood still: its peer has had no time to ping since."""
-    monkeypatch.setattr("protocol.channel.DEAD_PEER_TIMEOUT_MS", 300)
+    monkeypatch.setattr("protocol.channel.sockets.DEAD_PEER_TIMEOUT_MS", 300)
 
     async def run() -> None:
         server = ServerChannel("tcp://127.0.0.1:*")
@@ -204,10 +204,10 @@ def test_a_look_after_a_long_time_cuts_nobody_off_who_was_stopped_too(monkeypatc
 
 
 def test_one_long_message_after_the_other_is_no_endless_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("protocol.channel.MAX_UNFINISHED_BYTES", 3 * MIB)
+    monkeypatch.setattr("protocol.channel.sockets.MAX_UNFINISHED_BYTES", 3 * MIB)
 
     async def run() -> None:
-        monkeypatch.setattr("protocol.strangers.MAX_BYTES_PER_S", 1 << 40)
+        monkeypatch.setattr("protocol.channel.strangers.MAX_BYTES_PER_S", 1 << 40)
         server = ServerChannel("tcp://127.0.0.1:*")
         learner = ScriptedLearner(server.endpoint)
         async with asyncio.timeout(TIMEOUT_S):

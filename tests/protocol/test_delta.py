@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.delta import CHUNK_BYTES, DENSE, DIFFERENCE, OVERWRITE, decode, encode, max_encoded_bytes
 from protocol.errors import PushFailed
+from protocol.weights.delta import CHUNK_BYTES, DENSE, DIFFERENCE, OVERWRITE, decode, encode, max_encoded_bytes
 
 HEADER = struct.Struct("<BIIII")
 ELEMENT_BYTES = st.sampled_from([1, 2, 4, 8])

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from protocol.collective import Collective, Meeting, join_collective
+from protocol.collective.group import Collective, Meeting, join_collective
+from protocol.collective.nccl import SHARED_GPU_SWITCH, ranks_may_share_a_gpu
+from protocol.collective.transport import offered_transports, own_device_name
 from protocol.errors import PushFailed
-from protocol.nccl_collective import SHARED_GPU_SWITCH, ranks_may_share_a_gpu
-from protocol.transport import offered_transports, own_device_name
 from tests.protocol.test_collective import HOST, Waiting
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]

@@ -7,10 +7,9 @@ import msgspec
 import pytest
 import torch
 
-from protocol import ipc_collective
-from protocol.collective import Collective, Meeting, join_collective
-from protocol.errors import PushFailed
-from protocol.ipc_collective import (
+from protocol.collective import ipc as ipc_collective
+from protocol.collective.group import Collective, Meeting, join_collective
+from protocol.collective.ipc import (
     HEADER_BYTES,
     MAX_OPEN_STORAGES,
     TensorHandle,
@@ -18,6 +17,7 @@ from protocol.ipc_collective import (
     encode_handle,
     has_expandable_segments,
 )
+from protocol.errors import PushFailed
 from tests.protocol.test_collective import CPU, HOST, Waiting, zeros
 
 HANDLE = TensorHandle(

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import zmq
 
+from protocol.channel.keys import learner_keys, make_keys, server_keys
 from protocol.config import SharedConfig, load_config
 from protocol.endpoint import exposure, is_loopback
 from protocol.errors import ConfigError
-from protocol.keys import learner_keys, make_keys, server_keys
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -23,7 +23,7 @@ def keys(tmp_path: Path) -> Path:
 
 
 def test_the_command_makes_keys_that_fit_together_for_their_owner_alone(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "protocol.keys", str(tmp_path / "keys")]
+    command = [sys.executable, "-m", "protocol.channel.keys", str(tmp_path / "keys")]
     made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert made.returncode == 0 and "learner.key" in made.stdout
     for path in [tmp_path / "keys", *(tmp_path / "keys").rglob("*")]:

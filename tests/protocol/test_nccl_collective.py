@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from protocol import nccl_collective
-from protocol.collective import Meeting, join_collective
+from protocol.collective import nccl as nccl_collective
+from protocol.collective.group import Meeting, join_collective
+from protocol.collective.nccl import NcclCollective, ranks_may_share_a_gpu
 from protocol.errors import PushFailed
 from protocol.messages import Rendezvous
-from protocol.nccl_collective import NcclCollective, ranks_may_share_a_gpu
 from tests.protocol.test_collective import CPU, HOST, Waiting, zeros
 
 UNIQUE_ID = bytes(range(128))

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-import protocol.board
-import protocol.watch
-from protocol.collective import Meeting
+import protocol.collective.board
+import protocol.collective.watch
+from protocol.collective.group import Meeting
+from protocol.collective.watch import watched
 from protocol.errors import PushFailed
 from protocol.messages import Rendezvous
-from protocol.watch import watched
 from tests.watching import WaitingCollective, transfer
 
 INTERVAL_S = 0.05
@@ -19,7 +19,7 @@ INTERVAL_S = 0.05
 
 @pytest.fixture(autouse=True)
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol.watch, "INTERVAL_S", INTERVAL_S)
+    monkeypatch.setattr(protocol.collective.watch, "INTERVAL_S", INTERVAL_S)
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_a_transfer_goes_on_while_the_learner_stands_still() -> None:
 def test_a_transfer_goes_on_when_the_board_ends_a_connection_that_says_nothing(
     meeting: Meeting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(protocol.board, "IDLE_TIMEOUT_S", INTERVAL_S)
+    monkeypatch.setattr(protocol.collective.board, "IDLE_TIMEOUT_S", INTERVAL_S)
     collective = WaitingCollective()
     with watched(collective, meeting.rendezvous(1, "gloo")):
         assert not collective.aborted.wait(20 * INTERVAL_S)

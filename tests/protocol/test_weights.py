@@ -13,13 +13,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from protocol.bucket_memory import BucketMemory
-from protocol.buckets import NamedTensors, cut, make_manifest
-from protocol.collective import Collective, Meeting, join_collective
-from protocol.delta_wire import Baseline, receive_changes, send_changes
+from protocol.collective.group import Collective, Meeting, join_collective
 from protocol.errors import PushFailed
 from protocol.messages import Manifest, Rendezvous
-from protocol.weights import Arrived, Sent, receive_weights, send_weights
+from protocol.weights.bucket_memory import BucketMemory
+from protocol.weights.buckets import NamedTensors, cut, make_manifest
+from protocol.weights.delta_wire import Baseline, receive_changes, send_changes
+from protocol.weights.dense import Arrived, Sent, receive_weights, send_weights
 
 HOST = "127.0.0.1"
 CPU = torch.device("cpu")

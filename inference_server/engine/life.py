@@ -1,0 +1,134 @@
+"""The lives of the engine: it dies, what it was doing ends with it, it is started again, a bounded number of times.
+
+    alive ─▶ dead (work raises EngineDead, or a look each second) ─▶ its work is cancelled ─▶ on_death ─▶ restart ─▶ alive
+                                                    one death too many: EngineDead, which ends the server
+
+consumes  coroutines that need the engine (spawn)      waits for  a death; the restart, whose deadline is start_timeout_s
+Invariant: nothing that was begun in one life goes on in the next.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+
+from inference_server.engine.interface import Engine, EngineDead, WorkerPlace
+from protocol.errors import SlipstreamError
+
+log = logging.getLogger(__name__)
+
+LOOK_INTERVAL_S = 1.0
+PLACES_TIMEOUT_S = 60.0
+RESTARTS_WINDOW_S = 3600.0
+"""Deaths further apart are not counted together."""
+
+
+class EngineLife:
+    """Knows whether the engine is alive. `keep` runs until it has died more often than `max_restarts`."""
+
+    def __init__(
+        self, engine: Engine, tasks: asyncio.TaskGroup, max_restarts: int, on_death: Callable[[], Awaitable[None]]
+    ) -> None:
+        self._engine, self._tasks, self._max_restarts, self._on_death = engine, tasks, max_restarts, on_death
+        self._work: set[asyncio.Task[None]] = set()
+        self._death = asyncio.Event()
+        self._reason = ""
+        self._died_at: list[float] = []
+        self.alive = asyncio.Event()
+        self.num_restarts = 0
+        self.places: Sequence[WorkerPlace] = ()
+
+    @property
+    def is_alive(self) -> bool:
+        return self.alive.is_set()
+
+    @property
+    def transports(self) -> list[str]:
+        """What every worker offers."""
+        first, *others = [place.transports for place in self.places]
+        return [transport for transport in first if all(transport in other for other in others)]
+
+    def spawn(self, work: Coroutine[None, None, None], name: str | None = None) -> asyncio.Task[None]:
+        """Run what needs the engine, for as long as this life lasts."""
+        task = self._tasks.create_task(self._until_death(work), name=name)
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+        task.add_done_callback(lambda _: work.close())  # cancelled before it began, it would else be called forgotten
+        return task
+
+    async def keep(self) -> None:
+        """Start the engine again whenever it has died. Raises EngineDead for one death too many."""
+        while True:
+            try:
+                if self._died_at:
+                    await self._restart()
+                await self._live()
+            except EngineDead as death:
+                self._count(death)
+
+    async def _restart(self) -> None:
+        try:
+            await self._engine.restart()
+        except SlipstreamError as error:
+            raise EngineDead(f"the engine could not be started again: {error}") from error
+        self.num_restarts += 1
+
+    async def _live(self) -> None:
+        """Raises EngineDead when the life is over, and all that was begun in it."""
+        self.places = await self._ask_for_places()
+        self._death.clear()
+        self.alive.set()
+        if self._died_at:
+            log.info("the engine is back after %.1f s, without weights", time.monotonic() - self._died_at[-1])
+        try:
+            await self._wait_for_death()
+        except EngineDead:
+            self.alive.clear()
+            for task in self._work:
+                task.cancel()
+            await asyncio.gather(*self._work, return_exceptions=True)
+            await self._on_death()
+            raise
+
+    async def _ask_for_places(self) -> Sequence[WorkerPlace]:
+        """vLLM's calls into an engine that dies meanwhile do not end by themselves."""
+        asking = asyncio.ensure_future(self._engine.places())
+        try:
+            async with asyncio.timeout(PLACES_TIMEOUT_S):
+                while not (await asyncio.wait([asking], timeout=LOOK_INTERVAL_S))[0]:
+                    self._engine.check_alive()
+        except TimeoutError as error:
+            raise EngineDead(f"the engine's workers did not answer within {PLACES_TIMEOUT_S:g} s") from error
+        finally:
+            asking.cancel()
+        return asking.result()
+
+    async def _until_death(self, work: Coroutine[None, None, None]) -> None:
+        try:
+            await work
+        except EngineDead as dead:
+            self._reason = str(dead)
+            self._death.set()
+
+    async def _wait_for_death(self) -> None:
+        while not self._death.is_set():
+            self._engine.check_alive()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._death.wait(), LOOK_INTERVAL_S)
+        raise EngineDead(self._reason)
+
+    def _count(self, death: EngineDead) -> None:
+        """Raises EngineDead for one death too many."""
+        now = time.monotonic()
+        self._died_at = [at for at in self._died_at if now - at <= RESTARTS_WINDOW_S] + [now]
+        num_deaths = len(self._died_at)
+        if num_deaths > self._max_restarts:
+            raise EngineDead(
+                f"{death}. That was death {num_deaths} within an hour (server.max_engine_restarts = {self._max_restarts}). "
+                "Restart the server: the learner will push again"
+            ) from death
+        log.warning(
+            "%s. Starting it again, %d of %d within an hour (server.max_engine_restarts)",
+            death, num_deaths, self._max_restarts,
+        )  # fmt: skip

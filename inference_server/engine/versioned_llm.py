@@ -1,0 +1,95 @@
+"""vLLM as the server runs it: requests wait while weights are loaded, and a policy's prefixes are its own.
+
+Every request gets a prefix cache salt with the number of the push, so keys and values of an old policy are never shared
+with a request of a new one.
+"""
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.outputs import RequestOutput
+from vllm.platforms import current_platform
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from inference_server.config import ServerRun
+from protocol.errors import ConfigError
+
+
+class VersionedLLM(AsyncLLM):
+    """AsyncLLM whose requests wait while a push is under way and never share a prefix with another policy version."""
+
+    num_pushes = 0
+    """In the salt instead of the version: two runs on one server both have a version 3."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.admitting = asyncio.Event()
+        self.admitting.set()
+
+    async def generate(self, prompt: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
+        await self.admitting.wait()
+        salt = f"push {self.num_pushes}"
+        if isinstance(prompt, dict):
+            user_salt = prompt.get("cache_salt")
+            prompt = {**prompt, "cache_salt": f"{salt}/{user_salt}" if user_salt else salt}
+        async for output in super().generate(prompt, *args, **kwargs):
+            yield output
+
+    def __del__(self) -> None:
+        """Nothing: VllmEngine.close has shut down, and AsyncLLM's own fails in a half torn-down interpreter."""
+
+
+def start_llm(run: ServerRun, model_path: Path) -> VersionedLLM:
+    """Start vLLM as [server] says. Raises ConfigError where it cannot serve the model so."""
+    server = run.server
+    on_cpu = current_platform.is_cpu()
+    if on_cpu and server.receive_overlap and server.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"server.receive_overlap = true with server.tensor_parallel_size = {server.tensor_parallel_size}: on a CPU, workers that "
+            "wait for each other leave the thread that receives too little time; set receive_overlap = false"
+        )
+    in_engine_process = on_cpu and server.tensor_parallel_size == 1
+    if in_engine_process:
+        # Without it vLLM puts the CPU worker into a third process: 4 s more to start and two hops more per step.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    kv_cache_bytes = None if server.kv_cache_memory_mib is None else server.kv_cache_memory_mib << 20
+    optional: dict[str, Any] = {"block_size": server.block_size} if server.block_size else {}
+    args = AsyncEngineArgs(
+        model=str(model_path),
+        served_model_name=[run.model],
+        dtype=run.dtype,
+        seed=run.seed,
+        max_model_len=server.max_model_len,
+        max_num_seqs=server.max_concurrent_sequences,
+        kv_cache_memory_bytes=kv_cache_bytes,
+        gpu_memory_utilization=server.gpu_memory_utilization,
+        enforce_eager=server.enforce_eager,
+        tensor_parallel_size=server.tensor_parallel_size,
+        distributed_executor_backend="uni" if in_engine_process else None,
+        enable_prefix_caching=True,
+        scheduling_policy="priority",
+        use_tqdm_on_load=sys.stderr.isatty(),
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",
+        worker_extension_cls="inference_server.engine.worker.PushWorker",
+        **optional,
+    )
+    try:
+        return VersionedLLM.from_engine_args(args)
+    except (ValueError, RuntimeError, OSError) as error:
+        raise ConfigError(
+            f"vLLM cannot serve model {run.model}: {_reason(error)} Look at the keys of [server]: max_model_len, "
+            "kv_cache_memory_mib, block_size, tensor_parallel_size, gpu_memory_utilization."
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    """Take the sentence out of what pydantic wraps around it."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    text = " ".join(line for line in lines if "validation error for" not in line and "errors.pydantic.dev" not in line)
+    return text.removeprefix("Value error, ").split(" [type=")[0]

@@ -1,0 +1,239 @@
+"""vLLM behind the server's `Engine` interface: prompts in, completions with a version per token out, pushes in between.
+
+One `VersionedLLM` serves groups and the OpenAI API alike. Whatever ends with vLLM's process raises EngineDead, whatever
+ends one request EngineFailed.
+"""
+
+import asyncio
+import json
+import logging
+import multiprocessing
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+from vllm import SamplingParams
+from vllm.exceptions import VLLMClientError
+from vllm.inputs.engine import tokens_input
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from inference_server.config import ServerRun
+from inference_server.engine.interface import (
+    EngineDead,
+    EngineFailed,
+    EngineLimits,
+    PushOrder,
+    WorkerPlace,
+    WorkerReport,
+)
+from inference_server.engine.processes import EngineProcesses
+from inference_server.engine.versioned_llm import start_llm
+from protocol.messages import Completion, Sampling
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+STAGING_POLL_S = 0.01
+"""Between two questions whether a push has come; each one is answered between two decoding steps."""
+DEATH_NOTICE_S = 5.0
+"""vLLM tells its waiting requests of the death of its process in less."""
+
+
+class VllmEngine:
+    """The Engine on vLLM; `llm` is for the OpenAI application, which `on_restart` gives the next one."""
+
+    on_restart: Callable[[AsyncLLM], Awaitable[None]] | None = None
+
+    def __init__(self, run: ServerRun, model_path: Path) -> None:
+        self._config, self._model_path = run, model_path
+        self.llm = start_llm(run, model_path)
+        self._processes = EngineProcesses(())
+        self._clear_cache_on_push = run.server.kv_on_push == "recompute"
+        self._num_requests = 0
+        self._version = -1
+        """Set by the first push; the server lets no group in before it."""
+        config = self.llm.vllm_config
+        self.limits = EngineLimits(
+            max_model_len=config.model_config.max_model_len,
+            vocab_size=config.model_config.get_vocab_size(),
+            dtype=str(config.model_config.dtype).removeprefix("torch."),
+            num_workers=config.parallel_config.world_size,
+            max_concurrent_sequences=config.scheduler_config.max_num_seqs,
+        )
+        self._eos_token_ids = _eos_token_ids(model_path, self.limits.vocab_size)
+
+    async def places(self) -> list[WorkerPlace]:
+        replies = await call_engine(self.llm.collective_rpc("place"))
+        places = [msgspec.msgpack.decode(reply, type=WorkerPlace) for reply in replies]
+        self._processes = EngineProcesses(place.pid for place in places)
+        return places
+
+    async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling) -> tuple[list[Completion], int]:
+        await self.llm.admitting.wait()  # so that the version is the one the request enters under
+        entered_version = self._version
+        params = SamplingParams(
+            # One request with n completions costs the front end half of what n requests cost; inside they are the same.
+            n=sampling.num_completions,
+            seed=sampling.seed,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_tokens,
+            stop_token_ids=sorted(self._eos_token_ids | set(sampling.stop_token_ids)),
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+        )
+        outputs = (await self._run(prompt_token_ids, params)).outputs
+        return survivors(outputs, sampling.num_completions), entered_version
+
+    async def score(self, token_ids: np.ndarray) -> tuple[np.ndarray, int]:
+        params = SamplingParams(
+            temperature=1.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True,
+            detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
+        )  # fmt: skip
+        # Before all that waits: the learner may wait for the answer.
+        output = await self._run(token_ids, params, priority=-1)
+        logprobs = np.asarray(output.prompt_logprobs.logprobs, dtype=np.float32)
+        return logprobs, int(output.outputs[0].weight_versions[0].version)
+
+    async def _run(self, token_ids: np.ndarray, params: SamplingParams, priority: int = 0) -> RequestOutput:
+        """Run one request to its only output; the lower its priority, the sooner it is begun."""
+        self._num_requests += 1
+        prompt, request_id = tokens_input(token_ids.tolist()), str(self._num_requests)
+        try:
+            async for output in self.llm.generate(prompt, params, request_id, priority=priority):
+                return output
+        except EngineDeadError as error:
+            raise EngineDead(_DEAD) from error
+        except (VLLMClientError, EngineGenerateError, ValueError) as error:
+            raise EngineFailed(f"{type(error).__name__}: {error or error.__cause__}") from error
+        raise EngineFailed("vLLM ended a request without an output")
+
+    async def pause(self) -> None:
+        self.llm.admitting.clear()
+        if self._clear_cache_on_push:
+            await call_engine(self.llm.pause_generation(mode="keep", clear_cache=True))
+        else:
+            # pause_generation is this and a sleep of 20 ms "for more intuitive ordering", a third of the stall.
+            await call_engine(self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
+
+    async def resume(self) -> None:
+        await call_engine(self.llm.resume_generation())
+        self.llm.admitting.set()
+
+    async def stage_push(self, order: PushOrder) -> list[WorkerReport]:
+        reports = await self._report("stage_push", msgspec.msgpack.encode(order))
+        while all(report.ok for report in reports) and any(report.state == "receiving" for report in reports):
+            await asyncio.sleep(STAGING_POLL_S)
+            reports = await self._report("staged")
+        return reports
+
+    async def load_push(self, order: PushOrder) -> list[WorkerReport]:
+        return await self._report("load_push", msgspec.msgpack.encode(order))
+
+    async def _report(self, method: str, *args: bytes) -> list[WorkerReport]:
+        replies = await call_engine(self.llm.collective_rpc(method, args=args))
+        return [msgspec.msgpack.decode(reply, type=WorkerReport) for reply in replies]
+
+    async def leave_epoch(self, epoch: str) -> None:
+        await call_engine(self.llm.collective_rpc("leave_epoch", args=(epoch,)))
+
+    async def set_version(self, version: int) -> None:
+        await call_engine(self.llm.update_weight_version(str(version)))
+        self.llm.num_pushes += 1
+        self._version = version
+
+    def check_alive(self) -> None:
+        if self.llm.errored:
+            raise EngineDead(_DEAD)
+        if self._processes.one_has_ended:
+            raise EngineDead("a worker process of the vLLM engine has ended")
+
+    async def restart(self) -> None:
+        starting = asyncio.create_task(asyncio.to_thread(self._start_anew))
+        try:
+            await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            # A start cannot be called off, but it fails as soon as its process is gone.
+            while not starting.done():
+                _kill_engine_core()
+                await asyncio.wait([starting], timeout=0.1)
+            raise
+        if self.on_restart is not None:
+            await self.on_restart(self.llm)
+
+    def _start_anew(self) -> None:
+        _kill_engine_core()
+        self._processes.kill()
+        give_up_at = time.monotonic() + DEATH_NOTICE_S
+        while (handler := self.llm.output_handler) and not handler.done() and time.monotonic() < give_up_at:
+            time.sleep(0.01)  # it tells the requests that wait, which a shutdown before would leave waiting for ever
+        self.close()
+        self.llm = start_llm(self._config, self._model_path)
+        self._version = -1
+
+    def close(self) -> None:
+        # There is nothing to save in the engine's process, and left alone it takes 3 s to unload.
+        self.llm.shutdown(timeout=0.5)
+
+
+async def call_engine(call: Awaitable[T]) -> T:
+    """Await a call into vLLM's engine or its workers. Raises EngineDead, also for one that failed there: what it did is unknown."""
+    try:
+        return await call
+    except EngineDeadError as error:
+        raise EngineDead(_DEAD) from error
+    except Exception as error:
+        if type(error) is not Exception:  # vLLM has no class of its own for a failure on the other side
+            raise
+        raise EngineDead(f"a call into the vLLM engine failed: {error}") from error
+
+
+def survivors(outputs: Sequence[CompletionOutput], num_completions: int) -> list[Completion]:
+    """Return the completions that vLLM ended by itself. Raises EngineFailed if fewer than two of several are left."""
+    finished = [output for output in outputs if output.finish_reason in ("stop", "length")]
+    if len(finished) < num_completions:
+        reasons = dict(Counter(output.finish_reason for output in outputs))
+        problem = f"vLLM finished {len(finished)} of {num_completions} completions (finish_reason: {reasons})"
+        if len(finished) < min(2, num_completions):
+            raise EngineFailed(problem)
+        log.warning("%s; the group goes on with those that finished", problem)
+    return [_completion(output) for output in sorted(finished, key=lambda output: output.index)]
+
+
+def _completion(output: CompletionOutput) -> Completion:
+    return Completion(
+        token_ids=np.asarray(output.token_ids, dtype=np.int32),
+        behaviour_logprobs=np.asarray(output.logprobs.logprobs, dtype=np.float32),
+        versions=[(int(span.version), span.end - span.start) for span in output.weight_versions],
+        finish_reason=output.finish_reason,
+    )
+
+
+def _kill_engine_core() -> None:
+    for child in multiprocessing.active_children():
+        child.kill()
+
+
+_DEAD = "the vLLM engine has died; its own error is in the log above"
+
+
+def _eos_token_ids(model_path: Path, vocab_size: int) -> set[int]:
+    """Return every id that ends a completion; vLLM itself looks only at the tokenizer when it is set to be neutral."""
+    for name in ("generation_config.json", "config.json"):
+        file = model_path / name
+        eos = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
+        if eos is not None:
+            return {token for token in (eos if isinstance(eos, list) else [eos]) if 0 <= token < vocab_size}
+    return set()

@@ -1,0 +1,170 @@
+"""The part that lives inside each vLLM worker: receives a push and loads it into the running model.
+
+    server ── RPC [stage_push ▸ staged*] load_push ──▶ worker: (bucket ▸ load)* ──▶ WorkerReport
+
+One RPC does all that changes the model, because between its start and its end the tensors are on the meta device and any
+forward pass would kill the engine. vLLM imports this module as `worker_extension_cls` in every worker before the model is
+loaded.
+"""
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import threading
+import time
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from inference_server.engine.cpu_weights import NextWeights, begin_reload, pack_heads
+from inference_server.engine.heap import keep_trimmed
+from inference_server.engine.interface import PushOrder, WorkerPlace, WorkerReport, WorkerState
+from inference_server.engine.receiver import Receiver
+from protocol.collective.transport import offered_transports, own_device_name
+
+log = logging.getLogger(__name__)
+
+SERVER_PID = "SLIPSTREAM_SERVER_PID"
+"""In the environment of every process the server starts."""
+
+# vLLM warns of every module that a push leaves alone: rotary tables and the tied head are so each time.
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+
+
+class PushWorker:
+    """Methods added to vLLM's worker class; `self` is the worker.
+
+    Each RPC returns an encoded WorkerReport, also of a failure: an exception out of one worker's RPC leaves the replies of the
+    others in vLLM's queues, where the next RPC would find them.
+    """
+
+    model_runner: Any
+    vllm_config: Any
+    device: torch.device
+    rank: int
+
+    is_loading = False
+    """True from the first tensor loaded until a whole push has arrived: the weights are neither old nor new."""
+
+    @cached_property
+    def receiver(self) -> Receiver:
+        parallel = self.vllm_config.parallel_config
+        return Receiver(1 + parallel.data_parallel_index * parallel.world_size + self.rank, self.device)
+
+    def place(self) -> bytes:
+        """Say where this worker computes, and how weights can reach it."""
+        place = WorkerPlace(
+            device=own_device_name(self.device), transports=list(offered_transports()), pid=os.getpid()
+        )  # fmt: skip
+        return msgspec.msgpack.encode(place)
+
+    def stage_push(self, order: bytes) -> bytes:
+        """Begin to receive a push while generation goes on."""
+        model = self.model_runner.model
+        try:
+            can_be_made = self.device.type == "cpu" and NextWeights.can_be_made(model)
+            successor = NextWeights(model, self.vllm_config.model_config) if can_be_made else None
+            self.receiver.stage(msgspec.msgpack.decode(order, type=PushOrder), successor)
+        except Exception as failure:
+            return self._report("receiving", failure)
+        return self._report("receiving")
+
+    def staged(self) -> bytes:
+        """Say how far the push that was begun has come."""
+        if self.receiver.is_staging or self.receiver.failure is not None:
+            return self._report("receiving", self.receiver.failure)
+        return self._report("received")
+
+    def load_push(self, order: bytes) -> bytes:
+        """Load a push: what was made or kept of it beside generation, else as it comes."""
+        was_torn, self.is_loading = self.is_loading, False
+        try:
+            with set_current_vllm_config(self.vllm_config):
+                load_s = self._load(msgspec.msgpack.decode(order, type=PushOrder))
+            self.is_loading = False
+        except Exception as failure:
+            state: WorkerState = "loading" if self.is_loading else "receiving"
+            error = self._put_back(failure) if self.is_loading else failure
+            self.is_loading = self.is_loading or was_torn
+            self.receiver.leave()
+            return self._report(state, error)
+        return self._report("done", load_s=load_s)
+
+    def leave_epoch(self, epoch: str) -> None:
+        """Close the collective of an epoch, if it is the current one."""
+        try:
+            self.receiver.leave(epoch)
+        # It is forgotten whether it could be closed or not.
+        except Exception as failure:
+            log.warning("the collective of epoch %s could not be closed: %s", epoch, failure)
+
+    def _load(self, order: PushOrder) -> float:
+        """Return the seconds it took, without the waiting for buckets."""
+        if successor := self.receiver.successor(order):
+            self.is_loading = True
+            successor.take_over()
+            self.model_runner.reset_lora_state()
+            return successor.load_s
+        load_s = 0.0
+        for arrived in self.receiver.buckets(order):
+            started = time.monotonic()
+            if not self.is_loading:
+                self._begin_loading()
+            tensors = arrived.bucket.views(arrived.buffer)
+            self.model_runner.model.load_weights(iter((name, t.to(self.device)) for name, t in tensors))
+            del arrived, tensors  # or their memory would not be free for the next bucket
+            load_s += time.monotonic() - started
+        started = time.monotonic()
+        self._finish_loading()
+        return load_s + time.monotonic() - started
+
+    def _begin_loading(self) -> None:
+        self.is_loading = True
+        initialize_layerwise_reload(self.model_runner.model)
+        if self.device.type == "cpu":
+            begin_reload(self.model_runner.model, self.vllm_config.model_config)
+
+    def _finish_loading(self) -> None:
+        finalize_layerwise_reload(self.model_runner.model, self.vllm_config.model_config)
+        if self.device.type == "cpu":
+            pack_heads(self.model_runner.model)
+        self.model_runner.reset_lora_state()
+
+    def _put_back(self, failure: Exception) -> Exception:
+        """Put untouched layers back from the meta device, so that a whole push can follow; return what to report."""
+        try:
+            with set_current_vllm_config(self.vllm_config):
+                finalize_layerwise_reload(self.model_runner.model, self.vllm_config.model_config)
+        except Exception as another:
+            return RuntimeError(f"{failure}; and while cleaning up {type(another).__name__}: {another}")
+        return failure
+
+    def _report(self, state: WorkerState, error: Exception | None = None, load_s: float = 0.0) -> bytes:
+        report = WorkerReport(
+            rank=self.rank, ok=error is None, state=state, weights_intact=not self.is_loading,
+            fingerprint=self.receiver.fingerprint, join_s=self.receiver.join_s, receive_s=self.receiver.receive_s,
+            load_s=load_s, error="" if error is None else f"{type(error).__name__}: {error}",
+        )  # fmt: skip
+        return msgspec.msgpack.encode(report)
+
+
+def _end_with_server(server_pid: int) -> None:
+    """Kill this process and its engine when the server is gone: vLLM's own processes outlive a SIGKILL of it for ever."""
+    with contextlib.suppress(ProcessLookupError):
+        select.select([os.pidfd_open(server_pid)], [], [])
+    engine_pid = os.getppid()  # of a worker with a process of its own; else the server, or who inherited us from it
+    if engine_pid not in (1, server_pid) and "EngineCore" in Path(f"/proc/{engine_pid}/cmdline").read_text():
+        os.kill(engine_pid, signal.SIGKILL)
+    os._exit(1)
+
+
+if SERVER_PID in os.environ:
+    threading.Thread(target=_end_with_server, args=(int(os.environ[SERVER_PID]),), daemon=True).start()
+    keep_trimmed()

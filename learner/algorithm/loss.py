@@ -1,0 +1,112 @@
+"""The loss of a micro-batch: pure tensors in, `(loss, sums)` out. Between the model's logprobs and the backward pass.
+
+    multiplier · objective(ratio to the anchor, advantage)  +  kl_coef · KL to the reference  -  entropy_coef · entropy
+    correction.py   objectives.py                              kl.py
+
+Suffixes: B rows (completions), T predicted tokens (padded).
+Legend: mask_BT is 1 on the tokens that are trained on; everything under a 0 may be garbage, NaN included.
+"""
+
+import msgspec
+import torch
+
+from learner.algorithm.correction import anchor_logprobs, multiplier
+from learner.algorithm.kl import clamped, kl_estimate, masked
+from learner.algorithm.objectives import OBJECTIVES, Tokens
+from learner.config import CorrectionConfig, KlConfig, LossConfig
+
+NUM_LENGTH_QUARTERS = 4
+
+Sums = dict[str, torch.Tensor]
+
+
+class LossInputs(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """What is known about the tokens of a micro-batch. Only logprobs_BT and entropy_BT carry a gradient."""
+
+    logprobs_BT: torch.Tensor
+    behaviour_logprobs_BT: torch.Tensor
+    """A token whose behaviour logprob is not finite is left out of everything."""
+    staleness_BT: torch.Tensor
+    """Policy versions from the sampling of the token to the start of the step."""
+    advantages_B: torch.Tensor
+    weights_B: torch.Tensor
+    """Of each token of the row. They make the losses of micro-batches and ranks add up to the step's."""
+    mask_BT: torch.Tensor
+    proximal_logprobs_BT: torch.Tensor | None = None
+    """Of the policy at the start of the step; None: it is the policy itself."""
+    reference_logprobs_BT: torch.Tensor | None = None
+    entropy_BT: torch.Tensor | None = None
+    policy_mask_BT: torch.Tensor | None = None
+    """The tokens that carry the objective; None: all. KL and entropy are always of all trained tokens."""
+    length_quarter_B: torch.Tensor | None = None
+    """Which quarter of max_tokens the completion's length lies in, 0 to 3; None: not asked for in the sums."""
+
+
+def policy_loss(
+    inputs: LossInputs, config: LossConfig, correction: CorrectionConfig, kl: KlConfig, kl_coef: float
+) -> tuple[torch.Tensor, Sums]:
+    """Weigh each token's loss by its row's weight and add them up.
+
+    `sums` are sums over trained tokens, to be added over micro-batches and divided by their "tokens"; "loss", the part of
+    the objective, is weighed already.
+    """
+    mask_BT = inputs.mask_BT.bool() & torch.isfinite(inputs.behaviour_logprobs_BT)
+    weights_B1 = inputs.weights_B.float().unsqueeze(1)
+    advantages_B1 = inputs.advantages_B.float().unsqueeze(1)
+    logprobs_BT, behaviour_BT = masked(inputs.logprobs_BT, mask_BT), masked(inputs.behaviour_logprobs_BT, mask_BT)
+    proximal = inputs.logprobs_BT.detach() if inputs.proximal_logprobs_BT is None else inputs.proximal_logprobs_BT
+    staleness_BT = masked(inputs.staleness_BT, mask_BT)
+    anchor_BT = anchor_logprobs(logprobs_BT, behaviour_BT, masked(proximal, mask_BT), staleness_BT, correction)
+
+    tokens = Tokens(clamped(logprobs_BT - anchor_BT), logprobs_BT, advantages_B1, mask_BT)
+    objective_BT, held_BT = OBJECTIVES[config.objective](tokens, config)
+    counts = multiplier(
+        logprobs_BT=logprobs_BT,
+        behaviour_BT=behaviour_BT,
+        anchor_BT=anchor_BT,
+        staleness_BT=staleness_BT,
+        advantages_B1=advantages_B1,
+        mask_BT=mask_BT,
+        has_ratio=config.objective != "reinforce",
+        config=correction,
+    )
+    kept_BT = counts.value_BT != 0
+    if inputs.policy_mask_BT is not None:
+        kept_BT = kept_BT & inputs.policy_mask_BT
+    loss = (weights_B1 * counts.value_BT * masked(objective_BT, kept_BT)).sum()
+
+    to_behaviour_BT = clamped(logprobs_BT - behaviour_BT)
+    ratio_BT = masked(to_behaviour_BT.detach().exp(), mask_BT)
+    sums = {
+        "tokens": mask_BT.sum(),
+        "loss": loss.detach(),
+        "clipped": (kept_BT & held_BT).sum(),
+        "kept": kept_BT.sum(),
+        "bounded": counts.outside_BT.sum(),
+        "stale": counts.stale_BT.sum(),
+        "mismatch_kl": masked(ratio_BT - to_behaviour_BT.detach() - 1, mask_BT).sum(),
+        "ratio": ratio_BT.sum(),
+        "ratio_squared": (ratio_BT**2).sum(),
+    }
+    if inputs.reference_logprobs_BT is not None:
+        kl_BT = kl_estimate(clamped(masked(inputs.reference_logprobs_BT, mask_BT) - logprobs_BT), kl.estimator)
+        sums["reference_kl"] = kl_BT.detach().sum()
+        if kl.place == "loss":
+            weighed_kl_BT = kl_BT * to_behaviour_BT.exp() if kl.importance_weighted else kl_BT
+            loss = loss + kl_coef * (weights_B1 * weighed_kl_BT).sum()
+    if config.entropy_coef:
+        assert inputs.entropy_BT is not None
+        loss = loss - config.entropy_coef * (weights_B1 * masked(inputs.entropy_BT, mask_BT)).sum()
+    if inputs.length_quarter_B is not None:
+        sums |= _by_length(mask_BT, kept_BT, inputs.length_quarter_B)
+    return loss, {name: value.float() for name, value in sums.items()}
+
+
+def _by_length(mask_BT: torch.Tensor, kept_BT: torch.Tensor, length_quarter_B: torch.Tensor) -> Sums:
+    """Trained and kept tokens by the quarter of max_tokens their completion's length lies in."""
+
+    def in_quarters(tokens_BT: torch.Tensor) -> torch.Tensor:
+        totals = torch.zeros(NUM_LENGTH_QUARTERS, dtype=torch.long, device=tokens_BT.device)
+        return totals.index_add(0, length_quarter_B, tokens_BT.sum(dim=1))
+
+    return {"tokens_by_quarter": in_quarters(mask_BT), "kept_by_quarter": in_quarters(kept_BT)}

@@ -1,0 +1,95 @@
+"""The policy objectives: from a token's log-ratio and advantage to its loss. Pure; loss.py masks, weighs and sums.
+
+Suffixes: B rows (completions), T predicted tokens. r = exp(log_ratio), the ratio of the policy to its anchor: the one that
+sampled, or the proximal one (correction.py); A the advantage. Every objective returns (loss_BT, held_BT): held_BT marks the tokens whose gradient its bound holds back,
+and only where the bound binds.
+"""
+
+from collections.abc import Callable
+
+import msgspec
+import torch
+
+from learner.config import LossConfig
+
+
+class Tokens(msgspec.Struct, frozen=True, eq=False):
+    """What an objective sees; log-ratios and logprobs are 0 outside the mask."""
+
+    log_ratio_BT: torch.Tensor
+    logprobs_BT: torch.Tensor
+    advantages_B1: torch.Tensor
+    mask_BT: torch.Tensor
+
+
+Losses = tuple[torch.Tensor, torch.Tensor]
+
+
+def grpo(tokens: Tokens, config: LossConfig) -> Losses:
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)                PPO, arXiv 1707.06347; GRPO, arXiv 2402.03300.
+
+    With `dual_clip` c, r A is held at c A where A < 0: dual-clip PPO, arXiv 1912.09729, which is also the two-sided
+    clip delta of INTELLECT-2, arXiv 2505.07291.
+    """
+    return _clipped(tokens.log_ratio_BT.exp(), tokens.advantages_B1, config)
+
+
+def gspo(tokens: Tokens, config: LossConfig) -> Losses:
+    """The clip of grpo on the sequence's ratio s = exp(mean_t log r_t), given to each of its tokens: arXiv 2507.18071."""
+    lengths_B1 = tokens.mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
+    mean_log_ratio_B1 = tokens.log_ratio_BT.sum(dim=1, keepdim=True) / lengths_B1
+    return _clipped(mean_log_ratio_B1.exp().expand_as(tokens.log_ratio_BT), tokens.advantages_B1, config)
+
+
+def cispo(tokens: Tokens, config: LossConfig) -> Losses:
+    """-stop_gradient(min(r, 1 + clip_high)) A log p: no token loses its gradient.    CISPO, MiniMax-M1, arXiv 2506.13585."""
+    bound = 1 + config.value("clip_high")
+    ratio_BT = tokens.log_ratio_BT.detach().exp()
+    return -ratio_BT.clamp(max=bound) * tokens.advantages_B1 * tokens.logprobs_BT, (ratio_BT > bound) & (
+        tokens.advantages_B1 != 0
+    )
+
+
+def sapo(tokens: Tokens, config: LossConfig) -> Losses:
+    """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A: a soft gate instead of a clip.    SAPO, arXiv 2511.20347.
+
+    Held: tokens whose gradient the gate brings below half of the unclipped one.
+    """
+    tau_B1 = torch.where(tokens.advantages_B1 > 0, config.value("tau_positive"), config.value("tau_negative"))
+    gate_BT = torch.sigmoid(tau_B1 * (tokens.log_ratio_BT.exp() - 1))
+    closed_BT = (4 * gate_BT * (1 - gate_BT)).detach() < 0.5
+    return -4 / tau_B1 * gate_BT * tokens.advantages_B1, closed_BT & (tokens.advantages_B1 != 0)
+
+
+def dppo(tokens: Tokens, config: LossConfig) -> Losses:
+    """-keep r A + log_ratio_penalty (log r)², keep = 0 once p - p_anchor has moved beyond tv_high (tv_low) with A.
+
+    The trust region lies in probability, not in ratio, so rare tokens are not held back.    prime-rl's default (2026).
+    """
+    anchor_logprobs_BT = tokens.logprobs_BT - tokens.log_ratio_BT
+    moved_BT = (tokens.logprobs_BT.exp() - anchor_logprobs_BT.exp()).detach()
+    rising_B1, falling_B1 = tokens.advantages_B1 > 0, tokens.advantages_B1 < 0
+    held_BT = (rising_B1 & (moved_BT > config.value("tv_high"))) | (falling_B1 & (moved_BT < -config.value("tv_low")))
+    surrogate_BT = torch.where(held_BT, 0.0, tokens.log_ratio_BT.exp() * tokens.advantages_B1)
+    return -surrogate_BT + config.value("log_ratio_penalty") * tokens.log_ratio_BT**2, held_BT
+
+
+def reinforce(tokens: Tokens, config: LossConfig) -> Losses:
+    """-A log p, without a ratio: right only on-policy.    REINFORCE, Williams 1992."""
+    return -tokens.advantages_B1 * tokens.logprobs_BT, torch.zeros_like(tokens.mask_BT)
+
+
+OBJECTIVES: dict[str, Callable[[Tokens, LossConfig], Losses]] = {
+    function.__name__: function for function in (grpo, gspo, cispo, sapo, dppo, reinforce)
+}
+
+
+def _clipped(ratio_BT: torch.Tensor, advantages_B1: torch.Tensor, config: LossConfig) -> Losses:
+    surrogate_BT = ratio_BT * advantages_B1
+    clipped_BT = ratio_BT.clamp(1 - config.value("clip_low"), 1 + config.value("clip_high")) * advantages_B1
+    objective_BT, held_BT = torch.minimum(surrogate_BT, clipped_BT), clipped_BT < surrogate_BT
+    if config.dual_clip is not None:
+        floor_B1 = torch.where(advantages_B1 < 0, config.dual_clip * advantages_B1, -torch.inf)
+        held_BT = held_BT | (objective_BT < floor_B1)
+        objective_BT = torch.maximum(objective_BT, floor_B1)
+    return -objective_BT, held_BT

@@ -1,0 +1,20 @@
+"""Every key of the learner's section, with its default and its checks.
+
+    config/<room>.py    the keys of <room>/             learner.py    the whole, and what its sections refuse together
+
+The ground: every room imports it, it imports none.
+"""
+
+from learner.config.algorithm import AdvantageConfig, CorrectionConfig, KlConfig, LossConfig
+from learner.config.learner import LearnerConfig, LearnerRun
+from learner.config.policy import LoraConfig, ReferenceConfig
+from learner.config.prompts import CurriculumConfig, DataConfig
+from learner.config.rewards import RewardConfig
+from learner.config.rollouts import SamplingConfig
+from learner.config.servers import ParityConfig, PushConfig
+from learner.config.training import OptimizerConfig, WarmStartConfig
+
+__all__ = [
+    "AdvantageConfig", "CorrectionConfig", "CurriculumConfig", "DataConfig", "KlConfig", "LearnerConfig", "LearnerRun", "LoraConfig",
+    "LossConfig", "OptimizerConfig", "ParityConfig", "PushConfig", "ReferenceConfig", "RewardConfig", "SamplingConfig", "WarmStartConfig",
+]  # fmt: skip

@@ -1,0 +1,53 @@
+"""The optimizer, and the supervised warm start before it."""
+
+from typing import Literal
+
+from learner.config.section import Section, require
+
+
+class WarmStartConfig(Section):
+    """Supervised training on the data's answers before the first step, for a model that would never be rewarded."""
+
+    steps: int = 0
+    """Optimizer steps on answers; 0: no warm start."""
+    learning_rate: float = 1e-5
+    """AdamW's learning rate; its other settings are those of learner.optimizer. The optimizer of the run starts fresh."""
+    rows_per_step: int = 32
+    """Rows of data per optimizer step, over all ranks."""
+    answer_column: str = "answer"
+    """The column with the text to learn; the end-of-sequence token is put after it."""
+
+    def __post_init__(self) -> None:
+        require(self.steps >= 0, f"steps = {self.steps} must not be negative")
+        for key, default in (("learning_rate", 1e-5), ("rows_per_step", 32), ("answer_column", "answer")):
+            value = getattr(self, key)
+            require(self.steps > 0 or value == default, f"{key} = {value!r} does nothing with steps = 0; set steps")
+        require(self.learning_rate > 0, f"learning_rate = {self.learning_rate} must be above 0")
+        require(self.rows_per_step >= 1, f"rows_per_step = {self.rows_per_step} must be at least 1")
+
+
+class OptimizerConfig(Section):
+    """AdamW and its learning rate."""
+
+    learning_rate: float = 1e-6
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls after the warm-up."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises from 0."""
+    beta1: float = 0.9
+    """AdamW's first-moment decay."""
+    beta2: float = 0.95
+    """AdamW's second-moment decay."""
+    weight_decay: float = 0.0
+    """AdamW's weight decay."""
+    max_grad_norm: float = 1.0
+    """Gradients are clipped to this norm."""
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "max_grad_norm"):
+            require(getattr(self, name) > 0, f"{name} = {getattr(self, name)} must be above 0")
+        for name in ("beta1", "beta2"):
+            require(0 <= getattr(self, name) < 1, f"{name} = {getattr(self, name)} must be at least 0 and below 1")
+        for name in ("warmup_steps", "weight_decay"):
+            require(getattr(self, name) >= 0, f"{name} = {getattr(self, name)} must not be negative")

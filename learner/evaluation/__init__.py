@@ -1,0 +1,1 @@
+"""What is measured without learning: the noise between the two sides."""

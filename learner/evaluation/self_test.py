@@ -1,0 +1,171 @@
+"""The self-test: what a run would see if nothing were learned, so that all that is left is noise.
+
+    push ─▶ sample a batch ─▶ push the same weights while groups are in flight ─▶ … ─▶ score the tokens here ─▶ compare
+
+Made of the run's own parts, with its sampling, data, rewards, objective and bounds. No optimizer step is taken, so every
+difference between the two sides' logprobs is noise or a fault. The run's directory is not touched.
+"""
+
+import logging
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch import nn
+
+from learner.algorithm.kl import clamped, masked
+from learner.algorithm.objectives import OBJECTIVES, Tokens
+from learner.config import KlConfig, LearnerConfig, LearnerRun, ReferenceConfig
+from learner.config.learner import DEFAULT_MAX_REPLACEMENTS
+from learner.evaluation.noise_floor import ComparedTokens, bounds, floor
+from learner.evaluation.verdict import Measured
+from learner.interrupt import Interrupt
+from learner.leader import Leader, connect, make_leader, publish, wait_for_batch
+from learner.policy.lockstep import Lockstep
+from learner.policy.model import token_logprobs
+from learner.rollouts.scored_group import ScoredGroup
+from learner.storage.run_dir import open_run_dir
+from learner.training.batch import Row, micro_batches, step_rows
+from learner.training.metrics import num_nonfinite
+from learner.training.step import advantages
+from learner.training.trainee import make_trainee
+from protocol.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+NUM_BATCHES = 4
+SETTLE_S = 0.1
+"""Lets the groups that were just admitted begin before the next push, so that they live through it."""
+
+
+def self_test(run: LearnerRun) -> Measured:
+    """Measure the noise against a running server. Raises ParityError if the two sides disagree before the first batch."""
+    with tempfile.TemporaryDirectory(prefix="slipstream-self-test-") as directory, ExitStack() as cleanup:
+        run = without_learning(run, Path(directory) / "run")
+        config = run.learner
+        accelerator = Accelerator(mixed_precision="bf16" if run.dtype == "bfloat16" else "no")
+        if accelerator.num_processes > 1:
+            raise ConfigError(f"{accelerator.num_processes} ranks came; the self-test runs on one: `learner self-test`")
+        set_seed(run.seed)
+        run_dir = open_run_dir(run, resume=False)
+        cleanup.callback(run_dir.close)
+        trainee = make_trainee(run, accelerator, is_new=False)  # a warm start would change nothing about the noise
+        lockstep = Lockstep(accelerator, trainee.policy, getattr(torch, run.dtype))
+        leader = make_leader(run, run_dir, accelerator, trainee, lockstep, 0, cleanup)
+        connect(leader, 0, run)
+        batches = sample_across_pushes(leader, config)
+        tokens = compare(trainee.policy, batches, config, config.sampling.temperature, accelerator.device)
+        measured = Measured(
+            dtype=run.dtype,
+            objective=config.loss.objective,
+            temperature=config.sampling.temperature,
+            parity_bound=config.parity.bound(run.dtype),
+            num_not_finite=tokens.num_not_finite,
+            fresh=floor(tokens, tokens.is_fresh_N),
+            through_push=floor(tokens, ~tokens.is_fresh_N),
+            bounds=bounds(tokens, config),
+        )
+        if config.sampling.temperature != 1 and measured.disagreeing:
+            untempered = compare(trainee.policy, batches, config, 1.0, accelerator.device)
+            everything = floor(untempered, np.ones_like(untempered.is_fresh_N))
+            measured = msgspec.structs.replace(measured, at_temperature_1=everything)
+        return measured
+
+
+def without_learning(run: LearnerRun, directory: Path) -> LearnerRun:
+    """The run with a directory of its own, as many steps as batches, and nothing that only matters when weights move."""
+    config = run.learner
+    # 1: a batch is in flight while another is taken; no check between keys is broken by more.
+    max_staleness = max(1, (config.correction.max_token_staleness or 0) + 1)
+    config = msgspec.structs.replace(
+        config,
+        steps=NUM_BATCHES,
+        max_staleness=max_staleness,
+        kl=KlConfig(),
+        reference=ReferenceConfig(),
+        active_sampling=False,
+        max_replacements=DEFAULT_MAX_REPLACEMENTS,
+        trackers=(),
+        dashboard_port=0,
+    )
+    return msgspec.structs.replace(run, run_dir=str(directory), learner=config)
+
+
+def sample_across_pushes(leader: Leader, config: LearnerConfig) -> list[list[ScoredGroup]]:
+    """Take NUM_BATCHES batches and push the same weights between them, as a new version each time."""
+    batches: list[list[ScoredGroup]] = []
+    interrupt = Interrupt()  # not entered: there is no step to finish, Ctrl-C ends the test at once
+    for version in range(NUM_BATCHES):
+        if version:
+            time.sleep(SETTLE_S)
+            leader.pusher.push(version)
+            publish(leader, version)
+        groups = wait_for_batch(leader, version, config, interrupt)
+        assert groups is not None
+        batches.append(groups)
+        log.info("batch %d of %d", version + 1, NUM_BATCHES)
+    return batches
+
+
+def rows_of(groups: list[ScoredGroup], config: LearnerConfig) -> list[Row]:
+    """Every completion of the step, also of groups without signal: noise is noise."""
+    return [row for rows_G in step_rows(groups, advantages(groups, config), config) for row in rows_G]
+
+
+@torch.no_grad()
+def compare(
+    policy: nn.Module,
+    batches: list[list[ScoredGroup]],
+    config: LearnerConfig,
+    temperature: float,
+    device: torch.device,
+) -> ComparedTokens:
+    """Score every sampled token as the training step would."""
+    columns: dict[str, list[np.ndarray]] = {
+        name: [] for name in ComparedTokens.__struct_fields__ if name.endswith("_N")
+    }
+    num_completions = num_not_finite = 0
+    for groups in batches:
+        num_not_finite += sum(num_nonfinite(completion) for group in groups for completion in group.completions)
+        for batch in micro_batches(rows_of(groups, config), config.micro_batch_tokens, device):
+            logprobs_BT = token_logprobs(policy, batch, temperature)[0].float()
+            finite_BT = torch.isfinite(logprobs_BT) & torch.isfinite(batch.behaviour_logprobs_BT)
+            mask_BT = batch.mask_BT & finite_BT
+            num_not_finite += int((batch.mask_BT & ~finite_BT).sum())
+            held_BT = held(logprobs_BT, batch.behaviour_logprobs_BT, mask_BT, batch.advantages_B, config)
+            is_old_BT = batch.mask_BT & (batch.versions_BT != batch.entered_versions_B.unsqueeze(1))
+            is_fresh_B1 = ~is_old_BT.any(dim=1, keepdim=True)
+            completion_B1 = num_completions + torch.arange(len(mask_BT), device=device).unsqueeze(1)
+            num_completions += len(mask_BT)
+            for name, values_BT in (
+                ("logprobs_N", logprobs_BT.double()),
+                ("behaviour_logprobs_N", batch.behaviour_logprobs_BT.double()),
+                ("is_held_N", held_BT),
+                ("is_fresh_N", is_fresh_B1.expand_as(mask_BT)),
+                ("completion_N", completion_B1.expand_as(mask_BT)),
+            ):
+                columns[name].append(values_BT[mask_BT].cpu().numpy())
+    return ComparedTokens(
+        num_not_finite=num_not_finite, **{name: np.concatenate(parts_) for name, parts_ in columns.items()}
+    )
+
+
+def held(
+    logprobs_BT: torch.Tensor,
+    behaviour_logprobs_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    advantages_B: torch.Tensor,
+    config: LearnerConfig,
+) -> torch.Tensor:
+    """Which tokens the run's objective would hold back in its first update on them."""
+    is_own = config.correction.anchor == "proximal" and config.correction.proximal == "exact"
+    anchor_BT = logprobs_BT if is_own else behaviour_logprobs_BT
+    log_ratio_BT = clamped(masked(logprobs_BT - anchor_BT, mask_BT))
+    tokens = Tokens(log_ratio_BT, masked(logprobs_BT, mask_BT), advantages_B.unsqueeze(1), mask_BT)
+    return OBJECTIVES[config.loss.objective](tokens, config.loss)[1] & mask_BT

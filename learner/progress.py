@@ -1,0 +1,6 @@
+"""Progress bars of bounded work: warm start, large pushes."""
+
+import sys
+
+PROGRESS_EVERY_S = 1.0 if sys.stderr.isatty() else 10.0
+"""Between two drawings of a progress bar, each of which is a line in a file."""

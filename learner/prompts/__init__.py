@@ -1,0 +1,1 @@
+"""What is asked: from data to `Prompt`, and which prompt comes next."""

@@ -1,0 +1,209 @@
+"""The numbers of a run, read from its directory: `metrics.jsonl`, `samples.jsonl` and the ledger.
+
+The last reader in the data's way, shared by `learner report`, the demo's last words and the HTML report. It changes
+nothing in the run directory, so it may look at a run that is still going. The invariant: steps that a resume took
+back are not counted, neither here nor in the ledger.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import msgspec
+
+from learner.rollouts.ledger import Ledger, LedgerCounts
+from learner.rollouts.waits import IN_WORDS, shares
+from protocol.errors import SlipstreamError
+
+
+class RunDirectoryError(SlipstreamError):
+    """A directory is not the directory of a run, holds no step yet, or one of its files cannot be read."""
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """What `learner report --json` prints. None: the run has no such number."""
+
+    steps: int
+    seconds: float
+    reward_first: float | None
+    """Mean of reward/mean over the first tenth of the steps, at least one."""
+    reward_last: float | None
+    exact_last: float | None
+    staleness_mean: float | None
+    staleness_max: float | None
+    groups_admitted: int
+    groups_consumed: int
+    groups_dropped: int
+    groups_outstanding: int
+    groups_lost: int
+    push_stall_median_s: float | None
+    mismatch_mean_abs_logprob: float | None
+    """The larger of two means over the steps: of the fresh tokens met in training, and of the parity probes."""
+    tokens_per_s: float | None
+    wait_shares: dict[str, float]
+    """Of the time of all steps, the share that each part of the run held them up (waits.py), the largest first."""
+
+    @property
+    def waited_for(self) -> tuple[str, float] | None:
+        """The part that held the run up most, with its share, if any did."""
+        part, share = next(iter(self.wait_shares.items()), ("", 0.0))
+        return (part, share) if share > 0 else None
+
+
+class LedgerFacts(msgspec.Struct, frozen=True):
+    """What the report wants of the ledger, read in one opening."""
+
+    counts: LedgerCounts
+    staleness_histogram: dict[int, int]
+
+
+def summarize(run_dir: Path) -> Summary:
+    run_dir = Path(run_dir)
+    metrics = read_metrics(run_dir)
+    return summary_of(metrics, read_ledger(run_dir))
+
+
+def summary_of(metrics: list[dict[str, float]], ledger: LedgerFacts) -> Summary:
+    seconds = float(metrics[-1].get("elapsed_s", 0.0))
+    tenth = max(1, len(metrics) // 10)
+    staleness_max = _present(metrics, "staleness/max")
+    stalls = _present(metrics, "push/stall_seconds")
+    mismatches = [
+        fmean(values)
+        for name in ("policy/mismatch_abs_logprob", "parity/abs_logprob")
+        if (values := _present(metrics, name))
+    ]
+    tokens = _present(metrics, "rollout/tokens")
+    return Summary(
+        steps=len(metrics),
+        seconds=seconds,
+        reward_first=_mean(metrics[:tenth], "reward/mean"),
+        reward_last=_mean(metrics[-tenth:], "reward/mean"),
+        exact_last=_mean(metrics[-tenth:], "reward/exact_match"),
+        staleness_mean=_mean(metrics, "staleness/mean"),
+        staleness_max=max(staleness_max) if staleness_max else None,
+        groups_admitted=ledger.counts.admitted,
+        groups_consumed=ledger.counts.consumed,
+        groups_dropped=ledger.counts.dropped,
+        groups_outstanding=ledger.counts.outstanding,
+        groups_lost=ledger.counts.lost,
+        push_stall_median_s=median(stalls) if stalls else None,
+        mismatch_mean_abs_logprob=max(mismatches) if mismatches else None,
+        tokens_per_s=sum(tokens) / seconds if tokens and seconds > 0 else None,
+        wait_shares=shares(metrics),
+    )
+
+
+def lines(summary: Summary) -> list[str]:
+    """The summary as aligned lines for a console."""
+    s = summary
+    stall = (
+        "–" if s.push_stall_median_s is None else f"{1000 * s.push_stall_median_s:.0f} ms without generation (median)"
+    )
+    groups = (
+        f"{s.groups_admitted:,} admitted = {s.groups_consumed:,} consumed + {s.groups_dropped:,} dropped"
+        f" + {s.groups_outstanding:,} outstanding; {s.groups_lost:,} lost"
+    )
+    rows = [
+        ("reward", f"{number(s.reward_first)} → {number(s.reward_last)} (first and last tenth of the steps)"),
+        ("exact match", f"{number(s.exact_last)} (last tenth)" if s.exact_last is not None else None),
+        ("steps", f"{s.steps:,} in {duration(s.seconds)}"),
+        ("staleness", f"mean {number(s.staleness_mean)}, max {number(s.staleness_max, '.0f')} policy versions"),
+        ("groups", groups),
+        ("push", stall),
+        ("mismatch", f"{number(s.mismatch_mean_abs_logprob, '.1e')} mean |Δ logprob| between server and learner"),
+        ("speed", f"{number(s.tokens_per_s, ',.0f')} completion tokens/s"),
+        (
+            "waits",
+            f"mostly for {IN_WORDS[s.waited_for[0]]} ({s.waited_for[1]:.0%} of the time)" if s.waited_for else None,
+        ),
+    ]
+    return [f"{label:<12} {text}" for label, text in rows if text is not None]
+
+
+def as_text(summary: Summary) -> str:
+    return "\n".join(lines(summary))
+
+
+def number(value: float | None, spec: str = ".2f") -> str:
+    return "–" if value is None else format(value, spec)
+
+
+def duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+# ---- the files of a run
+def read_metrics(run_dir: Path) -> list[dict[str, float]]:
+    """One dict per optimizer step, in order. At least one."""
+    path = run_dir / "metrics.jsonl"
+    if not path.is_file():
+        raise RunDirectoryError(
+            f"{run_dir} is not a run directory: no metrics.jsonl in it; start a run with `learner train`, or name the "
+            "directory that it printed at its start"
+        )
+    metrics = read_steps(path)
+    if not metrics:
+        raise RunDirectoryError(
+            f"{path}: no optimizer step is recorded yet; expected at least one, so wait for the first step"
+        )
+    return metrics
+
+
+def read_ledger(run_dir: Path) -> LedgerFacts:
+    path = run_dir / "ledger.db"
+    if not path.is_file():
+        raise RunDirectoryError(
+            f"{run_dir} is not a whole run directory: no ledger.db beside metrics.jsonl; without it nobody can say whether "
+            "groups were lost, so copy the run directory with all its files (ledger.db-wal too, while the run goes on)"
+        )
+    ledger = Ledger(path, read_only=True)
+    try:
+        return LedgerFacts(ledger.counts(), ledger.staleness_histogram())
+    finally:
+        ledger.close()
+
+
+def read_steps(path: Path) -> list[dict[str, Any]]:
+    """The lines of a JSONL file with a "step" in each. A step written again by a resume takes back all that came
+    after it too; the torn last line of a killed writer is not there; any other broken line is an error."""
+    of_step: dict[int, dict[str, Any]] = {}
+    newest = -1
+    raw_lines = path.read_bytes().split(b"\n")
+    for i, raw in enumerate(raw_lines):
+        if not raw.strip():
+            continue
+        try:
+            line = json.loads(raw)
+            step = line["step"]
+            if not isinstance(step, int):
+                raise TypeError(f"its step is {step!r}")
+        except (ValueError, TypeError, KeyError) as error:
+            if i == len(raw_lines) - 1:
+                break
+            raise RunDirectoryError(
+                f'{path}, line {i + 1}: expected a JSON object with an integer "step", found {raw[:60]!r} ({error}); '
+                "remove or repair that line"
+            ) from error
+        if step <= newest:
+            of_step = {kept: of_step[kept] for kept in of_step if kept < step}
+        of_step[step] = line
+        newest = step
+    return [of_step[step] for step in sorted(of_step)]
+
+
+def _present(metrics: Sequence[dict[str, float]], name: str) -> list[float]:
+    """The finite values of a metric, from the steps that have it."""
+    found = (line.get(name) for line in metrics)
+    return [float(value) for value in found if value is not None and math.isfinite(value)]
+
+
+def _mean(metrics: Sequence[dict[str, float]], name: str) -> float | None:
+    values = _present(metrics, name)
+    return fmean(values) if values else None

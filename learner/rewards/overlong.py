@@ -1,0 +1,41 @@
+"""The soft overlong penalty: one more reward, for length alone. Pure; scoring.py adds it to what the functions gave.
+
+Suffix: _G over the completions of one group. Invariant: a completion that no function could score stays unscorable.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from learner.config.rewards import OVERLONG
+from learner.rewards.workers import FunctionRewards, GroupRewards
+from protocol.messages import Completion
+
+
+def overlong_rewards(
+    completions: Sequence[Completion], max_tokens: int, buffer_tokens: int, penalty: float
+) -> list[float]:
+    """Return rewards_G: 0 up to max_tokens - buffer_tokens, from there falling linearly to -penalty at max_tokens.
+
+    DAPO's length reward (arXiv 2503.14476 eq. 13); a truncated completion gets the whole penalty, however short it is.
+    """
+    free_tokens = max_tokens - buffer_tokens
+    return [
+        -penalty
+        if completion.finish_reason == "length"
+        else penalty * min(0, free_tokens - len(completion.token_ids)) / buffer_tokens
+        for completion in completions
+    ]
+
+
+def with_overlong(rewards: GroupRewards, overlong_G: list[float]) -> GroupRewards:
+    """Add the penalty to the rewards of every scorable completion, and name it beside the functions."""
+    scorable_G = [
+        None if reward is None else penalty for reward, penalty in zip(rewards.rewards, overlong_G, strict=True)
+    ]
+    total_G = [
+        None if reward is None or penalty is None else reward + penalty
+        for reward, penalty in zip(rewards.rewards, scorable_G, strict=True)
+    ]
+    named = FunctionRewards(name=OVERLONG, rewards=scorable_G)
+    return msgspec.structs.replace(rewards, rewards=total_G, functions=[*rewards.functions, named])

@@ -1,0 +1,1 @@
+"""Prompts out, scored groups in: admission by staleness, the ledger, `Group` to `ScoredGroup`."""

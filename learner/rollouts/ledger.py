@@ -1,0 +1,320 @@
+"""The learner's book of groups: one SQLite row per group, from its admission to the step that consumed it.
+
+It stands between the channel and the optimizer: a group is acknowledged to the server only after `receive` has
+committed it, and consumed in the same transaction that names its step. The invariant: every slot is consumed
+exactly once or passed over for good, in slot order, whatever crashes. `counts()` audits that from the rows
+alone. People may read the file at any time: `sqlite3 ledger.db 'select state, count(*) from groups group by state'`.
+
+    admit ─▶ admitted ─▶ received ─▶ scored ─▶ consumed        rewind (a resume): consumed ─▶ scored
+                 └───────────┴──────────┴────▶ dropped         retried under the next attempt, unless the reason is final:
+                                                               `failed`, or replaced for having `no_signal`
+"""
+
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from learner.rollouts.ledger_row import COLUMNS, FINAL_REASONS, OUTSTANDING, SCHEMA, SCHEMA_VERSION, Row
+from protocol.errors import SlipstreamError
+
+
+class LedgerError(SlipstreamError):
+    """The ledger cannot be read or written, or a group was asked to make a move that its state does not allow."""
+
+
+class LedgerCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """The audit. `admitted` = consumed + dropped + outstanding counts rows; `lost` and `duplicated` count slots."""
+
+    admitted: int
+    consumed: int
+    dropped: int
+    outstanding: int
+    lost: int
+    """Slots that no group accounts for (a gap, or a retry that never came) or that consumption has overtaken."""
+    duplicated: int
+    """Slots consumed more than once."""
+
+
+class Ledger:
+    """Thread-safe; every method that changes something returns only after its commit is on the disk."""
+
+    def __init__(self, path: Path, *, read_only: bool = False, timeout_s: float = 10.0) -> None:
+        self.path = Path(path)
+        self._lock = threading.RLock()
+        if read_only and not self.path.is_file():
+            raise LedgerError(f"{self.path}: no ledger there; expected the ledger.db of a run directory")
+        # Without a -wal file nobody is writing: read it as it is, also from a directory that cannot be written to.
+        is_closed = read_only and not self.path.with_name(f"{self.path.name}-wal").exists()
+        mode = "mode=rwc" if not read_only else "mode=ro&immutable=1" if is_closed else "mode=ro"
+        with self._explained():
+            self._db = sqlite3.connect(
+                f"{self.path.absolute().as_uri()}?{mode}",
+                uri=True,
+                timeout=timeout_s,
+                check_same_thread=False,
+                isolation_level=None,  # transactions are written out below
+            )
+        try:
+            self._open(read_only)
+        except BaseException:
+            self._db.close()
+            raise
+
+    def close(self) -> None:
+        with self._lock:
+            self._db.close()
+
+    # ---- the moves of a group
+
+    def admit(
+        self, group_id: str, *, slot: int, attempt: int, position: int, epoch: int, prompt_id: int, version: int
+    ) -> None:
+        """Before the prompt is sent. A slot may have one live group at a time, all of one prompt, none once it is passed over."""
+        with self._transaction():
+            others = self._rows(
+                f"slot = ? AND (state != 'dropped' OR reason IN ({_marks(FINAL_REASONS)}) OR attempt >= ? OR position != ?)"
+                " OR group_id = ?",
+                (slot, *FINAL_REASONS, attempt, position, group_id),
+            )
+            if others:
+                raise LedgerError(
+                    f"group {group_id} of slot {slot}, attempt {attempt}, position {position} cannot be admitted: {others[0]}; "
+                    "wanted a slot whose last attempt was dropped for a retry, at the same position"
+                )
+            self._db.execute(
+                "INSERT INTO groups (group_id, slot, attempt, position, epoch, prompt_id, state, admitted_version, admitted_at)"
+                " VALUES (?, ?, ?, ?, ?, ?, 'admitted', ?, ?)",
+                (group_id, slot, attempt, position, epoch, prompt_id, version, time.time()),
+            )
+
+    def receive(self, group_id: str, payload: bytes, oldest_version: int, num_tokens: int) -> bool:
+        """True once the group is durable; False, and nothing changed, for a duplicate, a dropped or an unknown id."""
+        with self._transaction():
+            changed = self._db.execute(
+                "UPDATE groups SET state = 'received', payload = ?, oldest_version = ?, num_tokens = ?, received_at = ?"
+                " WHERE group_id = ? AND state = 'admitted'",
+                (payload, oldest_version, num_tokens, time.time(), group_id),
+            ).rowcount
+        return changed == 1
+
+    def score(self, group_id: str, rewards_json: str, reward_mean: float | None) -> None:
+        with self._transaction():
+            self._move(
+                group_id,
+                ("received",),
+                "scored",
+                "rewards = ?, reward_mean = ?, scored_at = ?",
+                (rewards_json, reward_mean, time.time()),
+            )
+
+    def consume(self, group_ids_with_staleness: list[tuple[str, int]], step: int) -> None:
+        """All of a step's groups or none. A group that is not 'scored' (so also one consumed before) raises."""
+        now = time.time()
+        with self._transaction():
+            for group_id, staleness in group_ids_with_staleness:
+                changes = "step = ?, staleness = ?, consumed_at = ?"
+                self._move(group_id, ("scored",), "consumed", changes, (step, staleness, now))
+
+    def drop(self, group_id: str, reason: str) -> None:
+        """FINAL_REASONS end the slot; any other reason owes it a next attempt (`retries_due` until it is admitted)."""
+        with self._transaction():
+            self._move(group_id, OUTSTANDING, "dropped", "reason = ?, payload = NULL", (reason,))
+
+    def rewind(self, step: int) -> None:
+        """A resume from the checkpoint of `step`: what was consumed after it is scored, and waits, again."""
+        with self._transaction():
+            forgotten = self._one(
+                "SELECT group_id, step FROM groups WHERE state = 'consumed' AND step > ? AND payload IS NULL LIMIT 1",
+                (step,),
+            )
+            if forgotten is not None:
+                raise LedgerError(
+                    f"{self.path}: cannot go back to step {step}: group {forgotten[0]}, consumed at step {forgotten[1]}, is no "
+                    "longer kept, because later checkpoints made it superfluous; resume from the newest checkpoint, or begin a new run with "
+                    "that checkpoint's model/ as its model"
+                )
+            self._db.execute(
+                "UPDATE groups SET state = 'scored', step = NULL, staleness = NULL, consumed_at = NULL"
+                " WHERE state = 'consumed' AND step > ?",
+                (step,),
+            )
+
+    def forget_payloads(self, step: int) -> None:
+        """After the checkpoint of `step`: what was consumed up to it is never needed again; its row stays."""
+        with self._transaction():
+            self._db.execute(
+                "UPDATE groups SET payload = NULL WHERE state = 'consumed' AND step <= ? AND payload IS NOT NULL",
+                (step,),
+            )
+
+    # ---- questions
+
+    def outstanding(self) -> list[Row]:
+        """Admitted, received or scored, in slot order: what a resume has to wait for, score or consume."""
+        return self._rows(f"state IN ({_marks(OUTSTANDING)})", OUTSTANDING)
+
+    def retries_due(self) -> list[Row]:
+        """The last attempt of every slot that was dropped for a retry which is not admitted yet, in slot order."""
+        latest = "attempt = (SELECT max(attempt) FROM groups AS other WHERE other.slot = groups.slot)"
+        return self._rows(f"state = 'dropped' AND reason NOT IN ({_marks(FINAL_REASONS)}) AND {latest}", FINAL_REASONS)
+
+    def num_failures(self) -> dict[int, int]:
+        """Slot → how many of its attempts have failed, for those that are still tried."""
+        other = ("stale", *FINAL_REASONS)
+        where = f"state = 'dropped' AND reason NOT IN ({_marks(other)})"
+        return dict(self._all(f"SELECT slot, count(*) FROM groups WHERE {where} GROUP BY slot", other))
+
+    def payload(self, group_id: str) -> bytes:
+        row = self._one("SELECT state, payload FROM groups WHERE group_id = ?", (group_id,))
+        if row is None or row[1] is None:
+            state = "unknown to the ledger" if row is None else f"{row[0]} and holds no payload"
+            raise LedgerError(f"group {group_id} is {state}; wanted one that was received and is still kept")
+        return row[1]
+
+    def next_slot(self) -> int:
+        return self._number("SELECT coalesce(max(slot) + 1, 0) FROM groups")
+
+    def next_position(self) -> int:
+        """The position of the sequence of prompts after the last that a slot asked."""
+        return self._number("SELECT coalesce(max(position) + 1, 0) FROM groups")
+
+    def position_of(self, slot: int) -> int:
+        """The position whose prompt an admitted slot asks."""
+        row = self._one("SELECT position FROM groups WHERE slot = ?", (slot,))
+        if row is None:
+            raise LedgerError(f"slot {slot} is unknown to the ledger; wanted one that was admitted")
+        return row[0]
+
+    def scored_rows(self) -> list[Row]:
+        """The group with rewards of every slot that has one, in slot order: what the pass rates of prompts are made of."""
+        where = "(state IN ('scored', 'consumed') OR reason = 'no_signal') AND rewards IS NOT NULL"
+        return self._rows(where, ())
+
+    def next_slot_to_consume(self) -> int:
+        return self._number("SELECT coalesce(max(slot) + 1, 0) FROM groups WHERE state = 'consumed'")
+
+    def passed_over(self) -> dict[int, Any]:
+        """Slots that consumption passes over, with the one of FINAL_REASONS."""
+        where = f"state = 'dropped' AND reason IN ({_marks(FINAL_REASONS)})"
+        return dict(self._all(f"SELECT slot, reason FROM groups WHERE {where} ORDER BY slot", FINAL_REASONS))
+
+    def counts(self) -> LedgerCounts:
+        with self._transaction("DEFERRED"):
+            num_of = dict(self._all("SELECT state, count(*) FROM groups GROUP BY state"))
+            held = f"state != 'dropped' OR reason IN ({_marks(FINAL_REASONS)})"
+            accounted = self._number(f"SELECT count(DISTINCT slot) FROM groups WHERE {held}", FINAL_REASONS)
+            overtaken = self._number(
+                f"SELECT count(DISTINCT slot) FROM groups WHERE state IN ({_marks(OUTSTANDING)})"
+                " AND slot < (SELECT max(slot) FROM groups WHERE state = 'consumed')",
+                OUTSTANDING,
+            )
+            duplicated = self._number(
+                "SELECT count(*) FROM (SELECT slot FROM groups WHERE state = 'consumed' GROUP BY slot HAVING count(*) > 1)"
+            )
+            return LedgerCounts(
+                admitted=sum(num_of.values()),
+                consumed=num_of.get("consumed", 0),
+                dropped=num_of.get("dropped", 0),
+                outstanding=sum(num_of.get(state, 0) for state in OUTSTANDING),
+                lost=self.next_slot() - accounted + overtaken,
+                duplicated=duplicated,
+            )
+
+    def staleness_histogram(self) -> dict[int, int]:
+        """Staleness → number of groups consumed with it."""
+        return dict(
+            self._all(
+                "SELECT staleness, count(*) FROM groups WHERE state = 'consumed' AND staleness IS NOT NULL"
+                " GROUP BY staleness ORDER BY staleness"
+            )
+        )
+
+    # ---- SQLite
+
+    def _open(self, read_only: bool) -> None:
+        with self._explained():
+            found = self._number("PRAGMA user_version")
+            is_new = not read_only and found == 0 and not self._number("SELECT count(*) FROM sqlite_master")
+            if not is_new and found != SCHEMA_VERSION:
+                raise LedgerError(
+                    f"{self.path}: this file has ledger schema {found}, expected {SCHEMA_VERSION}; continue this run with the "
+                    "Slipstream version that wrote it, or start a new run directory"
+                )
+            if not read_only:
+                self._db.execute("PRAGMA journal_mode = WAL")
+                self._db.execute("PRAGMA synchronous = FULL")
+            if is_new:
+                self._db.executescript(f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
+
+    def _move(self, group_id: str, allowed: tuple[str, ...], to: str, changes: str, values: tuple) -> None:
+        """One legal step forward, inside the caller's transaction."""
+        moved = self._db.execute(
+            f"UPDATE groups SET state = ?, {changes} WHERE group_id = ? AND state IN ({_marks(allowed)})",
+            (to, *values, group_id, *allowed),
+        ).rowcount
+        if moved == 1:
+            return
+        row = self._one("SELECT state, reason FROM groups WHERE group_id = ?", (group_id,))
+        state = "unknown to the ledger" if row is None else _told(row[0], row[1])
+        raise LedgerError(f"group {group_id} is {state}; wanted {' or '.join(allowed)}, to make it {to}")
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Make several moves one durable commit: all or none."""
+        with self._transaction():
+            yield
+
+    @contextmanager
+    def _transaction(self, kind: str = "IMMEDIATE") -> Iterator[None]:
+        with self._lock, self._explained():
+            if self._db.in_transaction:  # a move within a batch
+                yield
+                return
+            self._db.execute(f"BEGIN {kind}")
+            try:
+                yield
+                self._db.execute("COMMIT")
+            finally:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """A full disk, a lock held by others or a broken file stops the run with a sentence, never silently."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise LedgerError(
+                f"{self.path}: the ledger could not be read or written ({error}); the run stops rather than lose groups: check "
+                "free space, permissions and that no other process holds the file, then start it again with --resume"
+            ) from error
+
+    def _rows(self, where: str, values: tuple) -> list[Row]:
+        found = self._all(f"SELECT {COLUMNS} FROM groups WHERE {where} ORDER BY slot, attempt", values)
+        return [Row(**dict(zip(Row.__struct_fields__, row, strict=True))) for row in found]
+
+    def _all(self, sql: str, values: tuple = ()) -> list[tuple]:
+        with self._lock, self._explained():
+            return self._db.execute(sql, values).fetchall()
+
+    def _one(self, sql: str, values: tuple = ()) -> tuple | None:
+        with self._lock, self._explained():
+            return self._db.execute(sql, values).fetchone()
+
+    def _number(self, sql: str, values: tuple = ()) -> int:
+        row = self._one(sql, values)
+        return row[0] if row is not None else 0
+
+
+def _marks(values: tuple[str, ...]) -> str:
+    return ", ".join("?" for _ in values)
+
+
+def _told(state: str, reason: str | None) -> str:
+    return f"{state} ({reason})" if reason else state

@@ -1,0 +1,82 @@
+"""Selection: which scored groups make a batch, and what that tells the curriculum. Between scoring and the batch.
+
+Active sampling: a group without signal is replaced, until its step has replaced as many as it may. Which of several such
+groups is the first too many depends on the order in which they were scored, and so does, at max_staleness > 0, where the
+later steps in flight will begin; none of these groups moves the policy.
+Not thread-safe: rollouts.py holds its lock.
+"""
+
+import logging
+from collections import Counter
+
+from learner.algorithm.advantages import has_signal
+from learner.config import LearnerConfig
+from learner.prompts.curriculum import Curriculum
+from learner.rewards.workers import GroupRewards
+from learner.rollouts.scored_group import ScoredGroup
+from learner.rollouts.slots import Slots
+
+log = logging.getLogger(__name__)
+
+
+class Selection:
+    """Lets groups into their slots and hands out batches."""
+
+    def __init__(self, config: LearnerConfig, slots: Slots, curriculum: Curriculum) -> None:
+        self._config, self._slots, self._curriculum = config, slots, curriculum
+        self.batch_metrics: dict[str, float] = {}
+        """Of the batch that was taken last."""
+        self._num_calls: Counter[str] = Counter()
+        """Calls of reward functions since then, by outcome."""
+
+    def count(self, rewards: GroupRewards) -> None:
+        """Note how the calls for a group went, whether or not the group will be used."""
+        self._num_calls.update(function.outcome for function in rewards.functions)
+
+    def admits(self, group: ScoredGroup) -> bool:
+        """Make a scored group ready and return True, or pass its slot over, for another to replace it."""
+        if self._is_to_replace(group):
+            self._slots.passed_over[group.slot] = "no_signal"
+            return False
+        self._slots.ready[group.slot] = group
+        return True
+
+    def take(self, slots: list[int]) -> list[ScoredGroup]:
+        """Hand out the groups of the next slots, and let all slots up to them change the pass rates."""
+        num_replaced = self._slots.num_replaced_with(slots[-1], len(slots))
+        groups = self._slots.take(slots)
+        self._curriculum.count(self._slots.next_to_take)
+        num_lost = sum(self._config.sampling.num_completions - len(group.completions) for group in groups)
+        self.batch_metrics = {"rollout/lost_completions": float(num_lost)}
+        self.batch_metrics |= {
+            f"rollout/rewards_{outcome}": float(self._num_calls[outcome]) for outcome in ("timed_out", "failed")
+        }
+        self._num_calls.clear()
+        self.batch_metrics |= self._curriculum.metrics(self._slots.next_to_admit)
+        if self._config.active_sampling:
+            self.batch_metrics["batch/replaced_groups"] = float(num_replaced)
+            self._warn_of_no_signal(groups, num_replaced)
+        return groups
+
+    def _is_to_replace(self, group: ScoredGroup) -> bool:
+        config = self._config
+        if not config.active_sampling or self._has_signal(group):
+            return False
+        num_replaced = self._slots.num_replaced_with(group.slot, config.groups_per_step)
+        return num_replaced < config.max_replacements * config.groups_per_step
+
+    def _has_signal(self, group: ScoredGroup) -> bool:
+        weights = self._config.reward.weight_by_name
+        return has_signal(group.rewards_G, group.rewards_by_function, weights, self._config.advantage)
+
+    def _warn_of_no_signal(self, groups: list[ScoredGroup], num_replaced: int) -> None:
+        num_without = sum(not self._has_signal(group) for group in groups)
+        if num_without:
+            log.warning(
+                "%d of %d groups go into the batch without signal: this step has replaced %d already (learner.max_replacements "
+                "= %d times groups_per_step); all prompts are too hard or solved",
+                num_without,
+                len(groups),
+                num_replaced,
+                self._config.max_replacements,
+            )

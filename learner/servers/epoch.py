@@ -1,0 +1,113 @@
+"""One incarnation of the group that weights travel in, as the learner sees it: valid for one server process.
+
+The first push of an epoch carries rendezvous and manifest; later ones find both sides joined. Invariant: after any failure
+the epoch is closed and never used again, with everything that was remembered of what the server has.
+"""
+
+import uuid
+from collections.abc import Callable
+
+import torch
+
+from learner.config import PushConfig
+from learner.servers.link import ServerLink
+from protocol.collective.group import Collective, Meeting, address_towards
+from protocol.collective.nccl import ranks_may_share_a_gpu
+from protocol.collective.transport import choose_transport, offered_transports, own_device_name
+from protocol.errors import PushFailed
+from protocol.messages import Manifest, Rendezvous, Transport, Welcome
+from protocol.weights.buckets import NamedTensors, cut, make_manifest
+from protocol.weights.delta_wire import Baseline, send_changes
+from protocol.weights.dense import Progress, Sent, send_weights
+
+
+class Epoch:
+    """Joined at its first push. `abort` may be called from any thread."""
+
+    def __init__(
+        self,
+        server_id: str,
+        manifest: Manifest,
+        rendezvous: Rendezvous,
+        meeting: Meeting,
+        device: torch.device,
+    ) -> None:
+        self.name = uuid.uuid4().hex[:8]
+        self.server_id, self.manifest, self.rendezvous = server_id, manifest, rendezvous
+        self.collective: Collective | None = None
+        self._meeting, self._device = meeting, device
+        self._buckets = cut(manifest)
+        self._baseline = Baseline() if manifest.wire == "delta" else None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all weights, as they travel."""
+        return sum(bucket.num_bytes for bucket in self._buckets)
+
+    def join(self) -> Collective:
+        """Block until every worker has joined. Raises PushFailed at the deadline."""
+        return self._meeting.host_collective(self.name, self.rendezvous, self._device)
+
+    def send(self, tensors: NamedTensors, progress: Progress) -> Sent:
+        """Send all weights, or what has changed since the last push of this epoch. Raises PushFailed."""
+        assert self.collective is not None
+        if self._baseline is not None:
+            return send_changes(self.collective, self._buckets, tensors, self._baseline, progress)
+        return send_weights(self.collective, self._buckets, tensors, progress)
+
+    def abort(self) -> None:
+        """End the join or the broadcast that is under way."""
+        if self.collective is not None:
+            self.collective.abort()
+        else:
+            self._meeting.call_off(self.name, "the learner gave up")
+
+    def close(self) -> None:
+        """Leave the group; a server that still waits for it to form need not wait any longer."""
+        if self.collective is not None:
+            self.collective.close()
+        else:
+            self._meeting.call_off(self.name, "the learner gave up")
+
+
+class Epochs:
+    """Begins epochs; keeps what outlives them: the place to meet, and the manifest, for the model stays the same."""
+
+    def __init__(self, link: ServerLink, wire_dtype: torch.dtype, config: PushConfig, device: torch.device) -> None:
+        self._link, self._wire_dtype, self._config, self._device = link, wire_dtype, config, device
+        self._meeting: Meeting | None = None
+        self._manifest: Manifest | None = None
+
+    def begin(self, tensors: Callable[[], NamedTensors]) -> Epoch:
+        """Return a new epoch with the server now connected.
+
+        Raises PushFailed if there is none, ConfigError if weights cannot travel as the config says.
+        """
+        welcome = self._link.welcome
+        if welcome is None:
+            raise PushFailed(f"no server is connected at {self._link.endpoint}")
+        if self._meeting is None:
+            self._meeting = Meeting(address_towards(self._link.endpoint), self._config.timeout_s)
+        if self._manifest is None:
+            self._manifest = make_manifest(
+                tensors(), self._wire_dtype, self._config.bucket_mib << 20, self._config.wire
+            )
+        return Epoch(
+            welcome.server_id, self._manifest,
+            self._meeting.rendezvous(welcome.num_workers, self._transport(welcome)), self._meeting, self._device,
+        )  # fmt: skip
+
+    def _transport(self, welcome: Welcome) -> Transport:
+        offered = offered_transports()
+        return choose_transport(
+            self._config.transport,
+            own_device_name(self._device),
+            welcome.devices,
+            learner_transports=offered,
+            server_transports=welcome.transports,
+            ranks_may_share_a_gpu="nccl" in offered and ranks_may_share_a_gpu(),
+        )
+
+    def close(self) -> None:
+        if self._meeting is not None:
+            self._meeting.close()

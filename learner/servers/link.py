@@ -1,0 +1,283 @@
+"""The learner's link to one inference server: handshake, liveness, requests and their replies.
+
+    consumes: ServerMessage from the channel      produces: groups (to a callback), replies to push and score
+    waits for: Welcome after Hello, a Pulse every 0.4 s      unblocked by: whatever server listens at the endpoint
+
+The server may die and come back at any moment. The link notices within 3 s, at once where the connection breaks and else
+by its silence, says hello until it is welcomed again, and tells by `server_id` whether the weights it pushed are still
+there. It runs in one event loop; nothing blocks.
+"""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+
+from protocol.channel.keys import LearnerKeys
+from protocol.channel.sockets import LearnerChannel
+from protocol.errors import DeadlineExceeded, HandshakeRefused, ProtocolError, PushFailed, ServerLost, SlipstreamError
+from protocol.messages import (
+    Ack,
+    Cancel,
+    Generate,
+    Group,
+    GroupFailed,
+    Hello,
+    Message,
+    Pulse,
+    PushAbort,
+    PushBegin,
+    PushDone,
+    PushReady,
+    Refused,
+    Score,
+    Scores,
+    ServerMessage,
+    Welcome,
+)
+from protocol.messages import PushFailed as PushFailedMessage
+
+log = logging.getLogger(__name__)
+
+HELLO_INTERVAL_S = 0.25
+DEAD_AFTER_S = 2.25
+"""Silence after which the server is taken for dead: five pulses. With HELLO_INTERVAL_S between two looks, within 3 s."""
+SEND_TIMEOUT_S = 3.0
+LIVENESS_CHECK_S = 0.5
+REFUSED_NOTE_S = 60.0
+PushReply = PushReady | PushDone | PushFailedMessage
+R = TypeVar("R", PushReady, PushDone)
+
+
+class ServerLink:
+    """One server as the learner sees it. `on_group` and `on_welcome` are called in the link's event loop."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        hello: Hello,
+        *,
+        on_group: Callable[[Group | GroupFailed], None],
+        on_welcome: Callable[[Welcome], None],
+        keys: LearnerKeys | None = None,
+        insecure: bool = False,
+    ) -> None:
+        self.endpoint = endpoint
+        self.welcome: Welcome | None = None
+        self.server_idle_frac: float | None = None
+        """Share of the time between the last two pulses in which the server had no group to work on."""
+        self._hello, self._on_group, self._on_welcome = hello, on_group, on_welcome
+        self._channel = LearnerChannel(endpoint, keys, insecure=insecure)
+        self.handshakes_fail = False
+        """While not connected: what listens at the endpoint has ended a handshake."""
+        self._num_broken = 0
+        """Of the channel's connections; when it grows the server must welcome this run again, whatever else comes."""
+        self.num_refused = 0
+        """Messages that were none, or not what was asked for. They are no sign of life."""
+        self._refused_noted_at = -REFUSED_NOTE_S
+        self._last_heard_s = time.monotonic()
+        self._last_pulse: tuple[Pulse, float] | None = None
+        self._connected = False
+        self._connection = 0
+        """Counts the welcomes after a silence or by another server."""
+        self._push: tuple[str, int] | None = None
+        """Epoch and version of the newest push; replies to any other are late or replayed."""
+        self._push_replies: asyncio.Queue[PushReply] = asyncio.Queue()
+        self._scores: dict[str, asyncio.Future[Scores]] = {}
+        self._unsent_acks: list[str] = []
+
+    @property
+    def connected(self) -> bool:
+        """True while the server that welcomed this run still pulses."""
+        return self._connected
+
+    async def run(self) -> None:
+        """Keep the link up until cancelled. Raises HandshakeRefused."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._receive())
+            tasks.create_task(self._stay_connected())
+
+    def close(self) -> None:
+        self._channel.close()
+
+    async def _stay_connected(self) -> None:
+        while True:
+            self._note_failed_handshakes()
+            if self._channel.look_at_connection():
+                self._last_heard_s = time.monotonic()  # its pulses wait behind a long message on a slow link
+            silent_s = time.monotonic() - self._last_heard_s
+            if self._connected and (silent_s > DEAD_AFTER_S or self._channel.num_broken > self._num_broken):
+                why = f"no sign for {silent_s:.1f} s" if silent_s > DEAD_AFTER_S else "the connection broke"
+                log.warning("lost the server at %s (%s); waiting for it to come back", self.endpoint, why)
+                self._connected = False
+            self._num_broken = self._channel.num_broken
+            if not self._connected:
+                await self._try_send(self._hello, HELLO_INTERVAL_S)
+            await asyncio.sleep(HELLO_INTERVAL_S)
+
+    def _note_failed_handshakes(self) -> None:
+        failed = self._channel.check_handshake() and not self._connected
+        if failed and not self.handshakes_fail:
+            log.warning(
+                "what listens at %s ended the handshake; if this goes on, `server.pub` in `keys` is another server's",
+                self.endpoint,
+            )
+        self.handshakes_fail = failed or (self.handshakes_fail and not self._connected)
+
+    async def _receive(self) -> None:
+        while True:
+            try:
+                message = await self._channel.receive()
+            except ProtocolError as error:
+                self.refuse(str(error))
+                continue
+            self._last_heard_s = time.monotonic()
+            self._dispatch(message)
+
+    def refuse(self, reason: str) -> None:
+        """Count what came and cannot be used; say so, but at most once a minute however much it is."""
+        self.num_refused += 1
+        if time.monotonic() - self._refused_noted_at > REFUSED_NOTE_S:
+            self._refused_noted_at = time.monotonic()
+            log.warning(
+                "what comes from the server at %s cannot be used (%d messages so far) and is left out: %s",
+                self.endpoint, self.num_refused, reason,
+            )  # fmt: skip
+
+    def _dispatch(self, message: ServerMessage) -> None:
+        match message:
+            case Welcome():
+                self._welcomed(message)
+            case Refused(reason=reason):
+                raise HandshakeRefused(f"the server at {self.endpoint} refused this run: {reason}")
+            case Pulse():
+                self._pulsed(message)
+            case Group() | GroupFailed():
+                self._on_group(message)
+            case Scores(request_id=request_id):
+                waiting = self._scores.pop(request_id, None)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(message)
+            case PushReady() | PushDone() | PushFailedMessage() if (message.epoch, message.version) == self._push:
+                self._push_replies.put_nowait(message)
+
+    def _welcomed(self, welcome: Welcome) -> None:
+        self._note_failed_handshakes()
+        self._num_broken = self._channel.num_broken  # the welcome came over a connection that was made after those
+        is_new = self.welcome is None or welcome.server_id != self.welcome.server_id
+        if is_new or not self._connected:
+            self._connection += 1
+            log.info(
+                "connected to %s server %s at %s", "the" if is_new else "the same", welcome.server_id, self.endpoint
+            )
+        self.welcome, self._connected = welcome, True
+        self._on_welcome(welcome)
+
+    def _pulsed(self, pulse: Pulse) -> None:
+        if self._connected and self.welcome is not None and pulse.server_id != self.welcome.server_id:
+            log.warning(
+                "the server at %s has lost its engine, and the weights with it; waiting for the next one", self.endpoint
+            )
+            self._connected = False
+        now, before = time.monotonic(), self._last_pulse
+        if before is not None and before[0].server_id == pulse.server_id:
+            self.server_idle_frac = min(1.0, (pulse.idle_s - before[0].idle_s) / max(now - before[1], 1e-3))
+        self._last_pulse = (pulse, now)
+
+    async def _try_send(self, message: Message, timeout_s: float) -> bool:
+        try:
+            await self._channel.send(message, timeout_s)
+        except DeadlineExceeded:
+            return False
+        return True
+
+    async def generate(self, request: Generate) -> bool:
+        """Ask for a group; False if the server cannot be reached now (the request stays outstanding)."""
+        return await self._try_send(request, SEND_TIMEOUT_S)
+
+    async def acknowledge(self, group_ids: list[str]) -> None:
+        """Let the server forget groups. Acks that cannot be sent now go with the next; one that is lost with its connection
+        costs only a duplicate, which the ledger recognises."""
+        acks, self._unsent_acks = self._unsent_acks + group_ids, []
+        if not await self._try_send(Ack(group_ids=acks), SEND_TIMEOUT_S):
+            self._unsent_acks += acks
+
+    async def cancel(self, group_ids: list[str]) -> None:
+        """Tell the server that these groups are no longer wanted."""
+        await self._try_send(Cancel(group_ids=group_ids), SEND_TIMEOUT_S)
+
+    async def score(self, token_ids: list[int], timeout_s: float) -> Scores:
+        """Return the server's logprobs of a sequence. Raises ServerLost, DeadlineExceeded, SlipstreamError."""
+        connection = self._connection
+        request = Score(
+            request_id=uuid.uuid4().hex, token_ids=np.array(token_ids, np.int32), deadline_s=timeout_s + SEND_TIMEOUT_S
+        )  # fmt: skip
+        waiting: asyncio.Future[Scores] = asyncio.get_running_loop().create_future()
+        self._scores[request.request_id] = waiting
+        deadline = time.monotonic() + timeout_s
+        try:
+            sent = await self._try_send(request, SEND_TIMEOUT_S)
+            while not waiting.done():
+                await asyncio.wait([waiting], timeout=min(LIVENESS_CHECK_S, max(0.0, deadline - time.monotonic())))
+                if not sent or self._is_gone(connection):
+                    raise ServerLost(f"the server at {self.endpoint} went away before it scored")
+                if not waiting.done() and time.monotonic() > deadline:
+                    raise DeadlineExceeded(
+                        f"the server at {self.endpoint} did not score {len(token_ids)} tokens within {timeout_s:g} s"
+                    )
+        finally:
+            self._scores.pop(request.request_id, None)
+        scores = waiting.result()
+        if scores.error is not None:
+            kind = ServerLost if self._is_gone(connection) else SlipstreamError
+            raise kind(f"the server at {self.endpoint} cannot score {len(token_ids)} tokens: {scores.error}")
+        return scores
+
+    def _is_gone(self, connection: int) -> bool:
+        """Whether the connection is silent or another has taken its place: what it was asked may never be answered."""
+        return not self._connected or self._connection != connection
+
+    async def begin_push(self, begin: PushBegin, timeout_s: float) -> None:
+        """Send PushBegin and wait for PushReady. Raises PushFailed, DeadlineExceeded."""
+        self._push, self._push_replies = (begin.epoch, begin.version), asyncio.Queue()
+        await self._channel.send(begin, SEND_TIMEOUT_S)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._push_reply(PushReady, begin.epoch)
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"no PushReady for version {begin.version} in epoch {begin.epoch} from {self.endpoint} within "
+                f"{timeout_s:g} s (learner.push.timeout_s)"
+            ) from error
+
+    async def finish_push(self, epoch: str) -> PushDone:
+        """Wait for the PushDone of the push that was begun, for as long as the server pulses. Raises PushFailed."""
+        return await self._push_reply(PushDone, epoch)
+
+    async def abort_push(self, epoch: str) -> None:
+        """Tell the server that an epoch is given up, if it can be reached; it will find out by itself."""
+        await self._try_send(PushAbort(epoch=epoch), HELLO_INTERVAL_S)
+
+    async def greet_again(self) -> None:
+        """Take the server for gone until it has welcomed this run again, which tells sooner than its silence."""
+        self._connected = False
+
+    async def _push_reply(self, wanted: type[R], epoch: str) -> R:
+        connection = self._connection
+        while True:
+            try:
+                reply = await asyncio.wait_for(self._push_replies.get(), LIVENESS_CHECK_S)
+            except TimeoutError as error:
+                if self._is_gone(connection):
+                    raise PushFailed(
+                        f"the server at {self.endpoint} went away before {wanted.__name__} in epoch {epoch}"
+                    ) from error
+                continue
+            if isinstance(reply, PushFailedMessage):
+                raise PushFailed(f"the server failed in state {reply.state}: {reply.message}")
+            if isinstance(reply, wanted):
+                return reply

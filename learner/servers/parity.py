@@ -1,0 +1,137 @@
+"""Parity: server and learner must give the same logprobs to the same tokens under the same weights.
+
+    connect                    measure: all fixed sequences on both sides, before the first group is asked for
+    push ─▶ expect ─▶ ask      one of them, scored by the server while the learner goes on
+    next batch ─▶ check        before any token of the new version is trained on, at the latest before the next push
+
+A wrong model, a stale LM head, a lost tensor or another dtype shows here at once instead of as a run that silently does not
+learn. Invariant: an answer is compared only with logprobs of the version that it is for.
+"""
+
+import logging
+import random
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import msgspec
+import torch
+
+from learner.config import ParityConfig
+from learner.servers.link import ServerLink
+from learner.servers.loop_thread import LoopThread
+from protocol.errors import DeadlineExceeded, ParityError, SlipstreamError
+from protocol.messages import Scores
+
+log = logging.getLogger(__name__)
+
+NUM_SEQUENCES = 4
+MAX_PROMPT_TOKENS = 256
+NUM_RANDOM_TOKENS = 8
+ASK_TIMEOUT_S = 5.0
+"""The server scores before it generates; one too busy to do so within this is asked again after the next push."""
+CALL_SLACK_S = 10.0
+
+
+class Expected(msgspec.Struct, frozen=True, eq=False):
+    """What the learner gives to one sequence under one version. T: its tokens after the first."""
+
+    version: int
+    token_ids: list[int]
+    logprobs_T: torch.Tensor
+
+
+class ParityProbe:
+    """Fixed sequences (prompts with random tokens behind them) scored on both sides."""
+
+    def __init__(
+        self,
+        prompts: list[list[int]],
+        vocab_size: int,
+        logprobs: Callable[[list[int]], torch.Tensor],
+        link: ServerLink,
+        loop: LoopThread,
+        *,
+        config: ParityConfig,
+        dtype: str,
+        timeout_s: float,
+    ) -> None:
+        """`logprobs` gives the learner's of a sequence, after its first token."""
+        generator = random.Random(0)
+        self._sequences = [
+            prompt[-MAX_PROMPT_TOKENS:] + [generator.randrange(vocab_size) for _ in range(NUM_RANDOM_TOKENS)]
+            for prompt in prompts[:NUM_SEQUENCES]
+        ]
+        self._logprobs = logprobs
+        self._link, self._loop, self._timeout_s = link, loop, timeout_s
+        self._every_steps, self._bound, self._dtype = config.every_steps, config.bound(dtype), dtype
+        self._asked: tuple[Expected, Future[Scores]] | None = None
+        self._measured: float | None = None
+
+    def measure(self, version: int) -> float:
+        """Return the mean |Δ logprob| over all tokens. Raises ParityError above the bound, ServerLost, DeadlineExceeded."""
+        differences = []
+        for index in range(len(self._sequences)):
+            expected = self._expected(version, index)
+            scoring = self._link.score(expected.token_ids, self._timeout_s)
+            try:
+                theirs = self._loop.call(scoring, self._timeout_s + CALL_SLACK_S)
+            except DeadlineExceeded as error:
+                raise DeadlineExceeded(f"{error} (learner.push.timeout_s)") from error
+            differences.append(_difference(expected, theirs))
+        return self._compare(torch.cat(differences))
+
+    def expect(self, version: int) -> Expected | None:
+        """Return what to `ask` for when the server has `version`, which the learner has now; None if it is not its turn."""
+        if self._every_steps == 0 or version % self._every_steps:
+            return None
+        return self._expected(version, version // self._every_steps % len(self._sequences))
+
+    def ask(self, expected: Expected | None) -> None:
+        """Have the server score what is expected, without waiting for it. May be called from another thread."""
+        if expected is not None:
+            self._asked = expected, self._loop.submit(self._link.score(expected.token_ids, ASK_TIMEOUT_S))
+
+    def check(self) -> None:
+        """Wait for the answer to what was asked, and compare. Raises ParityError above the bound."""
+        asked, self._asked = self._asked, None
+        if asked is None:
+            return
+        expected, answer = asked
+        try:
+            theirs = answer.result(ASK_TIMEOUT_S + CALL_SLACK_S)
+        except (SlipstreamError, TimeoutError) as error:
+            log.warning("parity of version %d could not be checked: %s", expected.version, error or repr(error))
+        else:
+            self._compare(_difference(expected, theirs))
+
+    def take_metrics(self) -> dict[str, float]:
+        """What was measured since the last call."""
+        measured, self._measured = self._measured, None
+        return {} if measured is None else {"parity/abs_logprob": measured}
+
+    def _expected(self, version: int, index: int) -> Expected:
+        assert self._link.welcome is not None
+        longest = self._link.welcome.max_model_len - 1  # vLLM scores a prompt on the way to one more token
+        token_ids = self._sequences[index][-longest:]
+        return Expected(version, token_ids, self._logprobs(token_ids))
+
+    def _compare(self, difference_T: torch.Tensor) -> float:
+        self._measured = difference_T.mean().item()
+        check_mismatch(self._measured, self._bound, self._dtype, "fixed sequences")
+        return self._measured
+
+
+def check_mismatch(mean_abs_logprob: float, bound: float, dtype: str, tokens: str) -> None:
+    """Raise ParityError when the mean |Δ logprob| is above the bound (or NaN)."""
+    if not mean_abs_logprob <= bound:
+        raise ParityError(
+            f"server and learner disagree: mean |Δ logprob| of {tokens} is {mean_abs_logprob:.2g}, the bound is {bound:.2g} "
+            f"for {dtype} (learner.parity.max_abs_logprob). The server may run another model, dtype or temperature, or a "
+            "push did not load every tensor."
+        )
+
+
+def _difference(expected: Expected, theirs: Scores) -> torch.Tensor:
+    if theirs.policy_version != expected.version:
+        raise ParityError(f"the server scored with version {theirs.policy_version}, pushed was {expected.version}")
+    return (expected.logprobs_T - torch.from_numpy(theirs.logprobs.copy())).abs()

@@ -1,0 +1,72 @@
+"""Retention: when a checkpoint is written and which stay. Between the main loop and checkpoint.py, which writes them.
+
+Invariant: the ledger keeps the completions that a resume from any of the `keep_last` newest needs, and no older ones; so from
+an older checkpoint that stays because it is among the best there is no way back, only a new run that begins with its model.
+"""
+
+import logging
+import statistics
+from pathlib import Path
+
+from accelerate import Accelerator
+
+from learner.config import LearnerRun
+from learner.rollouts.ledger import Ledger
+from learner.storage.checkpoint import complete_checkpoints, read_state, remove_checkpoint, save_checkpoint
+from learner.storage.disk import writing
+from learner.training.trainee import Trainee
+
+log = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """Those of one run. Every rank has it; rank 0, which has the ledger, decides what stays."""
+
+    def __init__(
+        self,
+        run: LearnerRun,
+        directory: Path,
+        accelerator: Accelerator,
+        trainee: Trainee,
+        ledger: Ledger | None,
+        newest_step: int | None,
+    ) -> None:
+        """`newest_step`: that of the checkpoint the run was resumed from."""
+        self._run, self._directory, self._ledger = run, directory, ledger
+        self._accelerator, self._trainee = accelerator, trainee
+        self.newest_step = newest_step
+        self._rewards: list[float] = []
+        """The mean reward of every step since the newest checkpoint."""
+
+    def after_step(self, step: int, metrics: dict[str, float]) -> None:
+        """Save if it is time."""
+        if "reward/mean" in metrics:
+            self._rewards.append(metrics["reward/mean"])
+        if step % self._run.learner.checkpoint_every == 0:
+            self.save(step)
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint, unless the newest is of this step, then remove those that need not stay. Raises DiskError."""
+        if step == self.newest_step:
+            return
+        reward_mean = statistics.fmean(self._rewards) if self._rewards else None
+        save_checkpoint(self._accelerator, self._directory, step, self._trainee, self._run, reward_mean)
+        self.newest_step = step
+        self._rewards.clear()
+        if self._ledger is not None:
+            config = self._run.learner
+            with writing(self._directory):
+                oldest_step = prune(self._directory, config.keep_last, config.keep_best)
+            self._ledger.forget_payloads(oldest_step)
+
+
+def prune(directory: Path, keep_last: int, keep_best: int) -> int:
+    """Remove all complete checkpoints but the newest and the best; return the step of the oldest that a resume may use."""
+    states = {checkpoint: read_state(checkpoint) for checkpoint in complete_checkpoints(directory)}
+    newest = list(states)[-keep_last:]  # -0: all
+    scored = [(state.reward_mean, state.step, path) for path, state in states.items() if state.reward_mean is not None]
+    best = [path for *_, path in sorted(scored, reverse=True)[:keep_best]]
+    for checkpoint in states.keys() - {*newest, *best}:
+        log.info("removing %s", checkpoint)
+        remove_checkpoint(checkpoint)
+    return states[newest[0]].step

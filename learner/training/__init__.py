@@ -1,0 +1,1 @@
+"""One step: `ScoredGroup`s to micro-batches, loss, gradient and new weights, on every rank."""

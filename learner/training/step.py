@@ -1,0 +1,147 @@
+"""One step: from the groups of a batch to updated weights, and its metrics.
+
+    groups ─▶ advantages ─▶ rows ─▶ micro-batches ─▶ survey ─▶ updates_per_batch × (forward, backward, optimizer)
+
+Every rank does this with the same groups, each on its share of the rows; what they sum up is the same on all of them.
+Suffixes: B rows, T predicted tokens; _P over the groups (prompts) of the step, _G over the completions of a group.
+"""
+
+import msgspec
+import torch
+from accelerate import Accelerator
+
+from learner.algorithm.advantages import combined_advantages, step_advantages
+from learner.algorithm.loss import NUM_LENGTH_QUARTERS, LossInputs, Sums, policy_loss
+from learner.algorithm.schedules import learning_rate
+from learner.config import LearnerConfig
+from learner.policy.model import token_logprobs
+from learner.rollouts.scored_group import ScoredGroup
+from learner.training.batch import MicroBatch, step_rows, trained_rows
+from learner.training.metrics import StepTimer, loss_metrics
+from learner.training.ranks import gradient_sync, my_batches
+from learner.training.survey import completion_kls, survey
+from learner.training.trainee import Trainee
+
+
+def train_on(
+    accelerator: Accelerator,
+    trainee: Trainee,
+    groups: list[ScoredGroup],
+    version: int,
+    config: LearnerConfig,
+    timer: StepTimer,
+) -> dict[str, float]:
+    """Train the weights of `version` on one batch of groups. Returns metrics of all ranks' tokens."""
+    metrics: dict[str, float] = {}
+    with timer("survey"):
+        if config.kl.place == "reward":
+            groups, metrics["reference/kl"] = less_kl(accelerator, trainee, groups, config)
+        advantages_P_G = advantages(groups, config)
+        rows = trained_rows(groups, advantages_P_G, config)
+        batches = my_batches(accelerator, rows, config.micro_batch_tokens)
+        batches = survey(accelerator, trainee, batches, config)
+    total: Sums = {}
+    for update in range(config.updates_per_batch):
+        with timer("forward_backward"):
+            sums = forward_backward(accelerator, trainee, batches, version, config, is_first_update=update == 0)
+            total = _added(total, sums)
+        with timer("optimizer"):
+            metrics |= optimizer_step(accelerator, trainee, version, config)
+    total = {name: accelerator.reduce(value, "sum") for name, value in total.items()}
+    metrics = loss_metrics(total, config) | metrics
+    metrics["batch/no_signal_groups"] = float(sum(not any(advantages_G) for advantages_G in advantages_P_G))
+    return metrics
+
+
+def advantages(groups: list[ScoredGroup], config: LearnerConfig) -> list[list[float]]:
+    """The advantages_P_G of the groups of one step, as the config combines the reward functions."""
+    if config.advantage.combine == "sum":
+        return step_advantages([group.rewards_G for group in groups], config.advantage)
+    weights = config.reward.weight_by_name
+    return combined_advantages([group.rewards_by_function for group in groups], weights, config.advantage)
+
+
+def less_kl(
+    accelerator: Accelerator, trainee: Trainee, groups: list[ScoredGroup], config: LearnerConfig
+) -> tuple[list[ScoredGroup], float]:
+    """Take kl_coef times its KL to the reference off each completion's reward; also return the mean KL per token."""
+    rows_P_G = step_rows(groups, [[0.0] * len(group.completions) for group in groups], config)
+    rows = [row for rows_G in rows_P_G for row in rows_G]
+    batches = my_batches(accelerator, rows, config.micro_batch_tokens)
+    kls_N, kl_per_token = completion_kls(accelerator, trainee, batches, len(rows), config)
+    shaped = [
+        msgspec.structs.replace(
+            group,
+            rewards_G=[
+                None if reward is None else reward - trainee.kl_coef * kls_N[row.place]
+                for reward, row in zip(group.rewards_G, rows_G, strict=True)
+            ],
+        )
+        for group, rows_G in zip(groups, rows_P_G, strict=True)
+    ]
+    return shaped, kl_per_token
+
+
+def forward_backward(
+    accelerator: Accelerator,
+    trainee: Trainee,
+    batches: list[MicroBatch],
+    version: int,
+    config: LearnerConfig,
+    *,
+    is_first_update: bool,
+) -> Sums:
+    """Accumulate the gradient of the step's loss in the policy; return the sums of this rank's tokens."""
+    total: Sums = {}
+    for i, batch in enumerate(batches):
+        with gradient_sync(accelerator, trainee.policy, is_last=i == len(batches) - 1):
+            loss, sums = _micro_batch_loss(trainee, batch, version, config, is_first_update=is_first_update)
+            # Gradients are averaged over ranks; the loss is already a share of the global token mean.
+            accelerator.backward(loss * accelerator.num_processes)
+        total = _added(total, sums)
+    return total
+
+
+def optimizer_step(accelerator: Accelerator, trainee: Trainee, version: int, config: LearnerConfig) -> dict[str, float]:
+    rate = learning_rate(config.optimizer, version, config.steps)
+    for group in trainee.optimizer.param_groups:
+        group["lr"] = rate
+    grad_norm = accelerator.clip_grad_norm_(trainee.policy.parameters(), config.optimizer.max_grad_norm)
+    trainee.optimizer.step()
+    trainee.optimizer.zero_grad()
+    return {"optim/grad_norm": float(grad_norm or 0.0), "optim/lr": rate}
+
+
+def _micro_batch_loss(
+    trainee: Trainee, batch: MicroBatch, version: int, config: LearnerConfig, *, is_first_update: bool
+) -> tuple[torch.Tensor, Sums]:
+    logprobs_BT, entropy_BT = token_logprobs(
+        trainee.policy, batch, config.sampling.temperature, entropy_grad=config.loss.entropy_coef > 0
+    )
+    lengths_B = batch.mask_BT.sum(dim=1)
+    inputs = LossInputs(
+        logprobs_BT=logprobs_BT,
+        behaviour_logprobs_BT=batch.behaviour_logprobs_BT,
+        staleness_BT=(version - batch.versions_BT).clamp(min=0),
+        advantages_B=batch.advantages_B,
+        weights_B=batch.weights_B,
+        mask_BT=batch.mask_BT,
+        proximal_logprobs_BT=batch.proximal_logprobs_BT,
+        reference_logprobs_BT=batch.reference_logprobs_BT,
+        entropy_BT=entropy_BT,
+        policy_mask_BT=batch.policy_mask_BT,
+        length_quarter_B=(lengths_B - 1).clamp(min=0) * NUM_LENGTH_QUARTERS // config.sampling.max_tokens,
+    )
+    loss, sums = policy_loss(inputs, config.loss, config.correction, config.kl, trainee.kl_coef)
+    # Only completions of this version alone, prompt included: older tokens leave keys and values of older weights behind.
+    is_fresh_B = ((batch.versions_BT == version) | ~batch.mask_BT).all(dim=1) & (batch.entered_versions_B == version)
+    fresh_BT = batch.mask_BT & is_fresh_B.unsqueeze(1) & is_first_update
+    mismatch_BT = (logprobs_BT.detach() - batch.behaviour_logprobs_BT).abs()
+    sums["entropy"] = torch.where(batch.mask_BT, entropy_BT.detach(), 0.0).sum()
+    sums["fresh_tokens"] = fresh_BT.sum().float()
+    sums["fresh_mismatch"] = torch.where(fresh_BT, mismatch_BT, 0.0).sum()
+    return loss, sums
+
+
+def _added(total: Sums, sums: Sums) -> Sums:
+    return {name: total.get(name, 0.0) + value for name, value in sums.items()}

@@ -1,0 +1,99 @@
+"""What every rank trains: the policy, its optimizer, its reference, and what changes with them from step to step."""
+
+import msgspec
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from learner.algorithm.schedules import next_coef
+from learner.config import LearnerConfig, LearnerRun
+from learner.policy.lora import add_adapter, checkpoint_adapter_alone
+from learner.policy.model import load_policy
+from learner.policy.reference import Reference, make_reference
+from learner.training.warm_start import warm_start
+from protocol.errors import ConfigError
+from protocol.model_files import resolve_model
+
+
+class Trainee(msgspec.Struct, eq=False):
+    """The policy as prepared by accelerate and all that belongs to it."""
+
+    policy: nn.Module
+    optimizer: torch.optim.Optimizer
+    reference: Reference | None
+    kl_coef: float
+
+    def after_step(self, version: int, metrics: dict[str, float], config: LearnerConfig) -> dict[str, float]:
+        """Move the weight of the KL and the reference. Metrics: the weight that was used, the reference there is now."""
+        if self.reference is None:
+            return {}
+        used_coef = self.kl_coef
+        self.set_kl_coef(version, metrics.get("reference/kl"), config)
+        refreshed = self.reference.after_step(self.policy, version, metrics)
+        if refreshed and config.reference.reset_optimizer:
+            self.optimizer.state.clear()
+        return {
+            "reference/kl_coef": used_coef,
+            "reference/version": float(self.reference.version),
+            "reference/refreshed": float(refreshed),
+        }
+
+    def set_kl_coef(self, version: int, measured_kl: float | None, config: LearnerConfig) -> None:
+        """Set the weight of the KL for the step that trains `version`; also after a resume, whose `steps` may be others."""
+        self.kl_coef = next_coef(
+            config.kl, self.kl_coef, version=version, num_steps=config.steps, measured_kl=measured_kl
+        )
+
+
+def make_trainee(run: LearnerRun, accelerator: Accelerator, *, is_new: bool) -> Trainee:
+    """Load the policy and build what trains it. That of a new run is warm-started, if so configured, before the reference is
+    taken from it; everything of another run comes from its checkpoint.
+    """
+    config, settings = run.learner, run.learner.optimizer
+    _settle_sharding(accelerator, run)
+    # Frozen weights take no small steps, so they may lie in the dtype in which the server holds them: half the memory.
+    dtype = getattr(torch, run.dtype) if config.lora.rank else torch.float32
+    policy = load_policy(resolve_model(run.model), dtype=dtype, gradient_checkpointing=config.gradient_checkpointing)
+    if config.lora.rank:
+        add_adapter(policy, config.lora, run.seed)
+        checkpoint_adapter_alone(accelerator)
+    optimizer = torch.optim.AdamW(
+        [parameter for parameter in policy.parameters() if parameter.requires_grad],
+        lr=settings.learning_rate,
+        betas=(settings.beta1, settings.beta2),
+        weight_decay=settings.weight_decay,
+    )
+    policy, optimizer = accelerator.prepare(policy, optimizer)
+    if is_new and config.warm_start.steps > 0:
+        warm_start(run, accelerator, policy)
+    reference = make_reference(config.reference, policy, accelerator, config.sampling.temperature)
+    return Trainee(policy, optimizer, reference, config.kl.coef)
+
+
+def _settle_sharding(accelerator: Accelerator, run: LearnerRun) -> None:
+    """Refuse what keeps parameters elsewhere than under their own names, and reduce FSDP2's gradients in float32."""
+    kind = accelerator.distributed_type
+    if not accelerator.is_fsdp2:
+        if kind in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+            raise ConfigError(
+                f"accelerate shards the policy by {kind.value}, whose parameters cannot be gathered one at a time under their "
+                "names; expected FSDP2 (fsdp_version: 2 in accelerate's config, or FSDP_VERSION=2) or no sharding"
+            )
+        return
+    plugin = accelerator.state.fsdp_plugin
+    if run.learner.lora.rank:
+        raise ConfigError(
+            f"learner.lora.rank = {run.learner.lora.rank} and FSDP2: an adapter is pushed merged into weights that lie whole on "
+            "rank 0. Start the learner without FSDP, or set learner.lora.rank to 0"
+        )
+    if plugin.activation_checkpointing:
+        raise ConfigError(
+            "fsdp_activation_checkpointing changes the names of the parameters; turn it off and set "
+            "learner.gradient_checkpointing = true"
+        )
+    if run.dtype == "bfloat16":
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        # FSDP2 casts in every pass; autocast, which accelerate leaves out of its passes, would make the others differ.
+        accelerator.native_amp = False

@@ -1,0 +1,124 @@
+"""The supervised warm start: cross-entropy on the data's answers, before the first push of a fresh run.
+
+    prompts of the data ─▶ answer + end ─▶ rows ─▶ micro-batches ─▶ cross-entropy ─▶ AdamW of its own
+
+Stands between the loading of the policy and everything that looks at its weights: the reference, the server, the
+checkpoints. Invariant: what it learns depends on the weights, the data, the seed and the config alone, not on the number
+of ranks or the size of the micro-batches (up to rounding).
+
+Suffixes: B rows, T predicted tokens.
+"""
+
+import logging
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import nn
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from learner.config import LearnerConfig, LearnerRun
+from learner.policy.model import load_tokenizer, token_logprobs
+from learner.progress import PROGRESS_EVERY_S
+from learner.prompts.prompts import Prompt, Prompts
+from learner.rollouts.scored_group import UNKNOWN_VERSION
+from learner.training.batch import MicroBatch, Row
+from learner.training.ranks import gradient_sync, my_batches
+from protocol.errors import DataError
+from protocol.messages import Completion
+from protocol.model_files import resolve_model
+
+log = logging.getLogger(__name__)
+
+
+def warm_start(run: LearnerRun, accelerator: Accelerator, policy: nn.Module) -> float:
+    """Train the prepared policy for `warm_start.steps` steps; return the last step's mean loss per token.
+
+    Every rank reads the data and takes its share of the rows. Raises DataError for data without usable answers.
+    """
+    config, settings = run.learner, run.learner.warm_start
+    tokenizer = load_tokenizer(resolve_model(run.model))
+    prompts = Prompts(config.data, tokenizer, run.seed)
+    optimizer = torch.optim.AdamW(
+        policy.parameters(),
+        lr=settings.learning_rate,
+        betas=(config.optimizer.beta1, config.optimizer.beta2),
+        weight_decay=config.optimizer.weight_decay,
+    )
+    loss = 0.0
+    steps = tqdm(
+        range(settings.steps), "warm start", disable=not accelerator.is_main_process, mininterval=PROGRESS_EVERY_S
+    )
+    for step in steps:
+        slots = range(step * settings.rows_per_step, (step + 1) * settings.rows_per_step)
+        rows = answer_rows([prompts.prompt_at(slot) for slot in slots], tokenizer, config)
+        loss = _train_on_answers(accelerator, policy, rows, config)
+        accelerator.clip_grad_norm_(policy.parameters(), config.optimizer.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.set_postfix(loss=f"{loss:.3f}", refresh=False)
+    log.info("warm start: %d steps on answers, last loss %.3f per token", settings.steps, loss)
+    return loss
+
+
+def answer_rows(prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, config: LearnerConfig) -> list[Row]:
+    """Return a row for each prompt, its answer and the end in place of a completion, every token of the same weight.
+
+    Raises DataError if an answer is missing, or longer than a completion may be.
+    """
+    answers = [_answer_ids(prompt, tokenizer, config) for prompt in prompts]
+    num_tokens = sum(map(len, answers))
+    return [
+        Row(
+            prompt_token_ids=np.array(prompt.token_ids, np.int32),
+            completion=Completion(
+                token_ids=token_ids,
+                behaviour_logprobs=np.zeros(len(token_ids), np.float32),
+                versions=[(0, len(token_ids))],
+                finish_reason="stop",
+            ),
+            place=place,
+            advantage=1.0,
+            weight=1 / num_tokens,
+            entered_version=UNKNOWN_VERSION,
+        )
+        for place, (prompt, token_ids) in enumerate(zip(prompts, answers, strict=True))
+    ]
+
+
+def _answer_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: LearnerConfig) -> np.ndarray:
+    column, max_tokens = config.warm_start.answer_column, config.sampling.max_tokens
+    if prompt.columns.get(column) in (None, ""):
+        raise DataError(
+            f"learner.warm_start.steps = {config.warm_start.steps} needs answers, but row {prompt.prompt_id} of the data has "
+            f"none in column {column!r}; its columns beside the prompt are: {', '.join(prompt.columns) or 'none'}. Set "
+            "learner.warm_start.answer_column to the one that holds them, or learner.warm_start.steps to 0"
+        )
+    if tokenizer.eos_token_id is None:
+        raise DataError("learner.warm_start needs a tokenizer with an end-of-sequence token; this model's has none")
+    token_ids = tokenizer(str(prompt.columns[column]), add_special_tokens=False)["input_ids"]
+    if len(token_ids) >= max_tokens:
+        raise DataError(
+            f"the answer in row {prompt.prompt_id} of the data has {len(token_ids)} tokens and an end, a completion has at "
+            f"most learner.sampling.max_tokens = {max_tokens}; raise it, or leave such rows out of the data"
+        )
+    return np.array([*token_ids, tokenizer.eos_token_id], np.int32)
+
+
+def _train_on_answers(accelerator: Accelerator, policy: nn.Module, rows: list[Row], config: LearnerConfig) -> float:
+    """Accumulate the gradient of the rows' mean cross-entropy; return the mean over all ranks' tokens."""
+    batches = my_batches(accelerator, rows, config.micro_batch_tokens)
+    total = torch.zeros((), device=accelerator.device)
+    for i, batch in enumerate(batches):
+        with gradient_sync(accelerator, policy, is_last=i == len(batches) - 1):
+            loss = _cross_entropy(policy, batch)
+            accelerator.backward(loss * accelerator.num_processes)  # averaged over ranks, the loss is a share
+        total += loss.detach()
+    return float(accelerator.reduce(total, "sum"))
+
+
+def _cross_entropy(policy: nn.Module, batch: MicroBatch) -> torch.Tensor:
+    """This micro-batch's share of the step's mean -log p over answer tokens."""
+    logprobs_BT, _ = token_logprobs(policy, batch, temperature=1.0)
+    return -(torch.where(batch.mask_BT, logprobs_BT, 0.0) * batch.weights_B.unsqueeze(1)).sum()

@@ -1,0 +1,133 @@
+"""CURVE keys: who the server is, and which learners it lets in. `python -m protocol.channel.keys DIR` makes them.
+
+    DIR/server.key            the server's secret             stays on the server
+    DIR/server.pub            the server's public key         goes to every learner
+    DIR/learner.key           a learner's secret              goes to that learner
+    DIR/allowed/learner.pub   the public keys let in          stays on the server, one file per learner, read at each handshake
+
+Public keys follow from the secret ones, so a side needs no file of its own public key. Invariant: secrets are read only
+from files that nobody else may read.
+"""
+
+import logging
+import sys
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from protocol.errors import ConfigError, SlipstreamError
+from protocol.secret_file import read_secret, write_secret
+
+log = logging.getLogger(__name__)
+
+KEY_CHARACTERS = 40
+"""32 bytes in Z85."""
+
+
+class ServerKeys(msgspec.Struct, frozen=True):
+    """What the server needs to know itself and its learners; keys are Z85 text in bytes, as ZeroMQ takes them."""
+
+    secret: bytes
+    public: bytes
+    allowed_in: Path
+
+    def allowed(self) -> set[bytes]:
+        """Read the keys that are let in now. A file without a key, half copied perhaps, lets nobody in and is logged."""
+        keys = set()
+        for path in sorted(self.allowed_in.glob("*.pub")):
+            try:
+                keys.add(_read_public(path))
+            except ConfigError as error:
+                log.warning("%s", error)
+        return keys
+
+
+class LearnerKeys(msgspec.Struct, frozen=True):
+    """What a learner needs to show who it is and to recognise its server."""
+
+    secret: bytes
+    public: bytes
+    server: bytes
+
+
+def server_keys(directory: str) -> ServerKeys:
+    """Read the server's key, and see that a learner could get in. Raises ConfigError."""
+    secret, public = _read_pair(Path(directory) / "server.key")
+    keys = ServerKeys(secret, public, Path(directory) / "allowed")
+    if not keys.allowed():
+        raise ConfigError(
+            f"{directory}/allowed holds no public key, so no learner could connect; copy the learner's .pub file there"
+        )
+    return keys
+
+
+def learner_keys(directory: str) -> LearnerKeys:
+    """Read a learner's key and the public key of its server. Raises ConfigError."""
+    secret, public = _read_pair(Path(directory) / "learner.key")
+    return LearnerKeys(secret, public, _read_public(Path(directory) / "server.pub"))
+
+
+def make_keys(directory: Path) -> None:
+    """Make the keys of a server and of one learner in a new directory. Raises ConfigError if there is one."""
+    try:
+        directory.mkdir(mode=0o700, parents=True)
+    except FileExistsError as error:
+        raise ConfigError(
+            f"{directory} exists, and keys are never overwritten; use those in it or name another"
+        ) from error
+    (directory / "allowed").mkdir(mode=0o700)
+    server_public, server_secret = zmq.curve_keypair()
+    learner_public, learner_secret = zmq.curve_keypair()
+    write_secret(directory / "server.key", server_secret.decode())
+    write_secret(directory / "server.pub", server_public.decode())
+    write_secret(directory / "learner.key", learner_secret.decode())
+    write_secret(directory / "allowed" / "learner.pub", learner_public.decode())
+
+
+def _read_pair(path: Path) -> tuple[bytes, bytes]:
+    secret = _checked(read_secret(path, "a secret key, as `make keys` writes it"), path)
+    return secret, zmq.curve_public(secret)
+
+
+def _read_public(path: Path) -> bytes:
+    try:
+        return _checked(path.read_text().strip(), path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} (a public key, as `make keys` writes it) cannot be read: {error}") from error
+
+
+def _checked(text: str, path: Path) -> bytes:
+    key = text.encode()
+    try:
+        if len(key) != KEY_CHARACTERS:
+            raise ValueError(f"{len(key)} characters came")
+        zmq.curve_public(key)  # decodes it
+    except (ValueError, zmq.ZMQError) as error:
+        raise ConfigError(
+            f"{path} holds no key: {error}; expected {KEY_CHARACTERS} characters of Z85, as `make keys` writes them"
+        ) from error
+    return key
+
+
+def main() -> None:
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        print("usage: python -m protocol.channel.keys DIR", file=sys.stderr)
+        sys.exit(2)
+    directory = Path(sys.argv[1])
+    try:
+        make_keys(directory)
+    except (SlipstreamError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    print(
+        f'keys made in {directory}; set keys = "{directory}" in the config of both sides\n'
+        f"  the server keeps   {directory}/server.key and {directory}/allowed/\n"
+        f"  the learner needs  {directory}/learner.key and {directory}/server.pub: copy them (scp -p), then delete learner.key here\n"
+        f"  another learner    makes keys of its own and takes this server.pub; its allowed/learner.pub goes into\n"
+        f"                     {directory}/allowed/ under another name, also while the server runs"
+    )
+
+
+if __name__ == "__main__":
+    main()

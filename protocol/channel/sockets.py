@@ -1,0 +1,250 @@
+"""The typed ZeroMQ channel: a ROUTER on the server, one DEALER per server on the learner.
+
+It moves messages and nothing else. What must survive a lost connection is sent again by the layers above, so a send
+never queues to a peer that is not there (IMMEDIATE, ROUTER_MANDATORY), and every limit that ZeroMQ leaves open by
+default is set here. Only tcp: `ipc://` loses messages when a peer exits while the reader is slow (libzmq #4660).
+
+With keys every connection is CURVE: an unknown key, another server's key and a plain-text client fail in libzmq's own
+threads and never reach `receive`. Without keys, a peer that has not been admitted may send little, and is cut off above it.
+"""
+
+import asyncio
+import math
+from collections import Counter
+
+import zmq.asyncio
+from zmq.auth.thread import ThreadAuthenticator
+
+from protocol.channel.connections import MAX_UNFINISHED_BYTES, Connections
+from protocol.channel.handshakes import FailedHandshakes, Failure
+from protocol.channel.keys import LearnerKeys, ServerKeys
+from protocol.channel.strangers import Strangers
+from protocol.codec import decode, encode
+from protocol.endpoint import check_endpoint
+from protocol.errors import ConfigError, DeadlineExceeded, HandshakeRefused, ProtocolError
+from protocol.messages import LearnerMessage, Message, ServerMessage
+
+HEARTBEAT_INTERVAL_MS = 500
+DEAD_PEER_TIMEOUT_MS = 2_000
+"""Without a byte. Whoever looks at the connections twice a second has found out within 3 s."""
+HANDSHAKE_TIMEOUT_MS = 3_000
+HIGH_WATER_MARK = 1_000
+"""Messages per peer and direction; beyond it the sender is told, nothing is dropped unseen."""
+SERVER_RECEIVE_HIGH_WATER_MARK = 100
+"""Messages that one learner may have waiting in the server's memory; further ones wait with the learner."""
+MAX_FRAME_BYTES = 32 << 20
+"""A frame above it costs its sender the connection before memory is allocated for it. The largest that is sent is the
+manifest of a push: 90 bytes for each tensor."""
+MAX_PONG_BYTES = 256
+"""Pongs bring less from one look to the next."""
+LINGER_MS = 1_000
+"""Time for last messages (acks) to leave at close."""
+
+
+def _open(context: zmq.asyncio.Context, kind: int) -> zmq.asyncio.Socket:
+    opened = context.socket(kind)
+    opened.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
+    opened.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+    opened.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+    opened.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    opened.setsockopt(zmq.LINGER, LINGER_MS)
+    return opened
+
+
+def _port(endpoint: str) -> int:
+    return int(endpoint.rpartition(":")[2])
+
+
+class ServerChannel:
+    """The server's end: receives from any learner, sends to one by its peer id.
+
+    Raises ConfigError when the address cannot be bound, or leaves the machine without keys or `insecure`.
+    """
+
+    def __init__(self, endpoint: str, keys: ServerKeys | None = None, *, insecure: bool = False) -> None:
+        check_endpoint(endpoint, has_keys=keys is not None, insecure=insecure)
+        self._context = zmq.asyncio.Context()
+        self._socket = _open(self._context, zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.RCVHWM, SERVER_RECEIVE_HIGH_WATER_MARK)
+        self._strangers = Strangers()
+        self._admitted: bytes | None = None
+        self.num_shut_out = 0
+        """Messages beyond what strangers may send, dropped unread."""
+        self._failed_handshakes: FailedHandshakes | None = None
+        self._gate = self._lock(keys) if keys is not None else None
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(
+                f"cannot listen on {endpoint}: {error.strerror}. "
+                "Stop the process that holds the port, or choose another with `endpoint` in the config."
+            ) from error
+        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        port = _port(self.endpoint)
+        self._connections = Connections(
+            lambda socket: socket.getsockname()[1:] == (port,), DEAD_PEER_TIMEOUT_MS, MAX_UNFINISHED_BYTES
+        )
+
+    def _lock(self, keys: ServerKeys) -> ThreadAuthenticator:
+        """Let only listed keys in. Asked in a thread of its own, because the event loop stands still while vLLM starts."""
+        gate = ThreadAuthenticator(self._context)
+        gate.start()
+        gate.configure_curve_callback(credentials_provider=_AllowList(keys))
+        self._socket.curve_secretkey, self._socket.curve_publickey = keys.secret, keys.public
+        self._socket.curve_server = True
+        return gate
+
+    async def receive(self) -> tuple[bytes, LearnerMessage | ProtocolError]:
+        """Return the next message and its sender; a malformed one comes back as the error, so the caller can answer.
+
+        A peer that was not admitted and sends more than a stranger may is cut off here.
+        """
+        while True:
+            peer_frame, *frames = await self._socket.recv_multipart(copy=False)
+            # A full queue is answered without waiting: only this lets other tasks run while a peer floods.
+            await asyncio.sleep(0)
+            peer, descriptor = peer_frame.bytes, int(frames[0].get(zmq.SRCFD))
+            self._connections.finished_message(descriptor)
+            if peer != self._admitted and self._is_shut_out(peer, descriptor, frames):
+                self.num_shut_out += 1
+                continue
+            try:
+                return peer, decode([frame.buffer for frame in frames], LearnerMessage)  # type: ignore[arg-type]
+            except ProtocolError as error:
+                return peer, error
+
+    def admit(self, peer: bytes) -> None:
+        """The one peer that is no stranger: what it sends has only the limits of each message."""
+        self._admitted = peer
+
+    def _is_shut_out(self, peer: bytes, descriptor: int, frames: list[zmq.Frame]) -> bool:
+        if self._strangers.is_cut_off(peer):
+            return True
+        if self._strangers.allow(peer, sum(len(frame) for frame in frames)):
+            return False
+        self._strangers.cut_off(peer)
+        self._connections.end(descriptor, "it sent more than a peer may before its Hello is accepted")
+        return True
+
+    def look_at_connections(self) -> None:
+        """Cut off peers that are silent and those whose message goes on and on. To be called twice a second."""
+        self._connections.look()
+
+    def take_failed_handshakes(self) -> Counter[Failure]:
+        """Count the connections that failed before their first message, since the last call (the first call begins)."""
+        if self._failed_handshakes is None:
+            self._failed_handshakes = FailedHandshakes(self._context, self._socket)
+        return Counter(self._failed_handshakes.take())
+
+    async def send(self, peer: bytes, message: Message) -> bool:
+        """Send without waiting; False if the peer is gone or its queue is full (the caller keeps what matters)."""
+        try:
+            await self._socket.send_multipart([peer, *encode(message)], flags=zmq.DONTWAIT)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                return False
+            raise
+        return True
+
+    def close(self) -> None:
+        self._socket.close()
+        if self._failed_handshakes is not None:
+            self._failed_handshakes.close()
+        if self._gate is not None:
+            self._gate.stop()
+        self._context.term()
+
+
+class _AllowList:
+    """In the form in which pyzmq's authenticator asks."""
+
+    def __init__(self, keys: ServerKeys) -> None:
+        self._keys = keys
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key in self._keys.allowed()
+
+
+class LearnerChannel:
+    """The learner's end: one connection to one server, re-made by ZeroMQ whenever it breaks.
+
+    Raises ConfigError for an address that leaves the machine without keys or `insecure`.
+    """
+
+    def __init__(self, endpoint: str, keys: LearnerKeys | None = None, *, insecure: bool = False) -> None:
+        check_endpoint(endpoint, has_keys=keys is not None, insecure=insecure)
+        self.endpoint = endpoint
+        self._has_keys = keys is not None
+        self._context = zmq.asyncio.Context()
+        self._socket = _open(self._context, zmq.DEALER)
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        # Only the learner pings, and the server answers. A socket that pings aborts its process when a peer fills the queue
+        # and hangs up (libzmq 4.3.5: assertion !_io_error in the ping's timer), so the server never pings, and the
+        # learner's queue is not bounded: it holds what the learner has asked for.
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
+        # No pong and no next ping is waited for: they queue behind a long frame, and both sides look at the bytes instead.
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 0)
+        self._socket.setsockopt(zmq.HEARTBEAT_TTL, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
+        if keys is not None:
+            self._socket.curve_secretkey, self._socket.curve_publickey = keys.secret, keys.public
+            self._socket.curve_serverkey = keys.server
+        self._failed_handshakes = FailedHandshakes(self._context, self._socket)
+        port = _port(endpoint)
+        self._connections = Connections(
+            lambda socket: socket.getpeername()[1:] == (port,), DEAD_PEER_TIMEOUT_MS, math.inf
+        )
+        self._socket.connect(endpoint)
+
+    async def send(self, message: Message, timeout_s: float) -> None:
+        """Hand a message to a live connection. Raises DeadlineExceeded when there is none for `timeout_s`."""
+        try:
+            await asyncio.wait_for(self._socket.send_multipart(encode(message)), timeout_s)
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"{type(message).__name__} could not be sent to {self.endpoint} within {timeout_s} s: "
+                "the server is not connected or does not read."
+            ) from error
+
+    async def receive(self) -> ServerMessage:
+        """Return the server's next message. Raises ProtocolError if it is not one."""
+        await asyncio.sleep(0)  # as the server does: what floods leaves other tasks their turn
+        return decode(await self._socket.recv_multipart(), ServerMessage)  # type: ignore[arg-type]
+
+    def look_at_connection(self) -> bool:
+        """End it, to be made anew, if the server is silent; return whether part of a long message has come since the last look."""
+        return self._connections.look() > MAX_PONG_BYTES
+
+    def check_handshake(self) -> bool:
+        """Return whether a handshake has failed since the last call, in a way that may pass: the server may be starting.
+
+        Raises HandshakeRefused for the failures after which ZeroMQ does not try again.
+        """
+        failures = self._failed_handshakes.take()
+        if Failure.UNKNOWN_KEY in failures:
+            raise HandshakeRefused(
+                f"the server at {self.endpoint} does not know this learner's key; copy its public key (`allowed/learner.pub` "
+                "where it was made) into `allowed/` of the server's keys and start this learner again"
+            )
+        if Failure.OTHER_MECHANISM in failures:
+            raise HandshakeRefused(
+                f"the server at {self.endpoint} {'has no keys, this learner has' if self._has_keys else 'asks for keys'}; "
+                "set the same `keys` on both sides, or on neither"
+            )
+        return bool(failures)
+
+    @property
+    def num_broken(self) -> int:
+        """How often the connection has broken, as of the last `check_handshake`."""
+        return self._failed_handshakes.num_broken
+
+    def close(self) -> None:
+        self._socket.close()
+        self._failed_handshakes.close()
+        self._context.term()

@@ -1,0 +1,167 @@
+"""The collective that carries the bytes of a push: the learner is rank 0, the server's workers are ranks 1..N.
+
+    Rendezvous ─▶ connect to the learner's board ─▶ all ranks meet ─▶ form the group ─▶ broadcast* ─▶ close
+
+One collective lives for one epoch; after any error it is closed and a new epoch makes a new one. Forming a group cannot
+be interrupted, so it begins only when every rank has come, one that gives up calls the epoch off for all, and a rank
+leaves the forming of one that was called off to a thread that nobody waits for. Torch is imported here and in the files
+beside this one, never by `import protocol`.
+"""
+
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError, wait
+from contextlib import closing, suppress
+from typing import Protocol
+from urllib.parse import urlsplit
+
+import torch
+
+from protocol.collective.board import Board, EpochStore, HostedBoard, RemoteBoard
+from protocol.collective.gloo import GlooCollective
+from protocol.collective.ipc import IpcCollective
+from protocol.collective.nccl import NcclCollective, new_unique_id
+from protocol.errors import PushFailed
+from protocol.messages import Rendezvous, Transport
+
+ANSWER_TIMEOUT_S = 3.0
+"""The learner's board answers at once, from a thread of its own."""
+CHECK_INTERVAL_S = 0.05
+"""Between two looks whether the epoch still stands."""
+JOIN_SLACK_S = 1.0
+"""A join waits this much longer than its parts, so that the part that knows what is missing speaks first."""
+
+
+class Collective(Protocol):
+    """What a push needs from a transport."""
+
+    device: torch.device
+    """Where the tensors must be: the CPU for gloo, this rank's GPU for nccl and ipc."""
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Copy rank 0's flat uint8 tensor into every other rank's; blocks.
+
+        Raises PushFailed at the deadline, when a peer is gone and after `abort`.
+        """
+        ...
+
+    def abort(self) -> None:
+        """From any thread: a broadcast that waits in another one raises PushFailed at once, as does every later one."""
+        ...
+
+    def close(self) -> None:
+        """Leave the group and free what it holds; a peer that waits in a broadcast gets an error."""
+        ...
+
+
+def address_towards(endpoint: str) -> str:
+    """Return the local address from which `tcp://host:port` is reached: the one the server's workers can call back."""
+    url = urlsplit(endpoint)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((url.hostname or "127.0.0.1", url.port or 9))
+        return probe.getsockname()[0]
+
+
+class Meeting:
+    """The learner's place where all ranks of an epoch find each other.
+
+    It listens on the one address the server reaches the learner by, on a free port, until `close`.
+    """
+
+    def __init__(self, host: str, timeout_s: float) -> None:
+        self._host, self._timeout_s = host, timeout_s
+        self._board = HostedBoard(host)
+
+    def rendezvous(self, num_workers: int, transport: Transport) -> Rendezvous:
+        """Say where and how the ranks of one new epoch meet. Raises PushFailed if the transport is not installed."""
+        return Rendezvous(
+            transport=transport, host=self._host, port=self._board.port, world_size=1 + num_workers,
+            timeout_s=self._timeout_s, nccl_unique_id=new_unique_id() if transport == "nccl" else None,
+        )  # fmt: skip
+
+    def host_collective(self, epoch: str, rendezvous: Rendezvous, device: torch.device) -> Collective:
+        """Join as rank 0; blocks until every worker has joined. Raises PushFailed at the deadline or after `call_off`."""
+        return _join(epoch, rendezvous, 0, device, self._board)
+
+    def call_off(self, epoch: str, reason: str) -> None:
+        """From any thread: every rank, here and at the server, that is joining raises PushFailed at once."""
+        EpochStore(epoch, self._board, self._timeout_s).call_off(reason)
+
+    def close(self) -> None:
+        """Stop listening; a worker that is joining gets an error."""
+        self._board.close()
+
+
+def join_collective(epoch: str, rendezvous: Rendezvous, rank: int, device: torch.device) -> Collective:
+    """Join the learner's epoch from a worker of the server.
+
+    Raises PushFailed at the deadline, when a rank has given up, and soon after the learner is gone or stopped.
+    """
+    answer_timeout_s = min(ANSWER_TIMEOUT_S, rendezvous.timeout_s)
+    with closing(RemoteBoard(rendezvous.host, rendezvous.port, answer_timeout_s)) as board:
+        return _join(epoch, rendezvous, rank, device, board)
+
+
+def _join(epoch: str, rendezvous: Rendezvous, rank: int, device: torch.device, board: Board) -> Collective:
+    store = EpochStore(epoch, board, rendezvous.timeout_s)
+    deadline = time.monotonic() + rendezvous.timeout_s + JOIN_SLACK_S
+
+    def check() -> None:
+        store.check_not_called_off()
+        if time.monotonic() > deadline:
+            raise PushFailed(
+                f"rank {rank} of {rendezvous.world_size} could not form epoch {epoch} within {rendezvous.timeout_s:g} s "
+                "(learner.push.timeout_s): a process of another rank is stopped or cannot be reached"
+            )
+
+    def meet_and_form() -> Collective:
+        store.set(f"rank {rank}", b"")
+        store.wait([f"rank {other}" for other in range(rendezvous.world_size)])
+        return _form(store, epoch, rank, rendezvous, board.own_host, device)
+
+    try:
+        return _form_while(check, meet_and_form)
+    except PushFailed as error:
+        with suppress(PushFailed):
+            store.call_off(f"rank {rank} gave up: {error}")
+        raise
+
+
+def _form(
+    store: EpochStore, epoch: str, rank: int, rendezvous: Rendezvous, own_host: str, device: torch.device
+) -> Collective:
+    world_size, timeout_s = rendezvous.world_size, rendezvous.timeout_s
+    if rendezvous.nccl_unique_id is not None:
+        return NcclCollective(rendezvous.nccl_unique_id, epoch, rank, world_size, device, timeout_s)
+    group = GlooCollective(store, epoch, rank, world_size, own_host, timeout_s)
+    return IpcCollective(group, rank, device) if rendezvous.transport == "ipc" else group
+
+
+def _form_while(check: Callable[[], None], form: Callable[[], Collective]) -> Collective:
+    """Form in a thread of its own, for it may block for long in C, and end at once with what `check` raises."""
+    formed: Future[Collective] = Future()
+
+    def run() -> None:
+        try:
+            collective = form()
+        except Exception as error:  # whatever it is belongs to the caller, in the other thread
+            traceback.clear_frames(error.__traceback__)  # they would keep the sockets of the failed join open
+            with suppress(InvalidStateError):
+                formed.set_exception(error)
+            return
+        try:
+            formed.set_result(collective)
+        except InvalidStateError:
+            collective.close()
+
+    threading.Thread(target=run, name="join", daemon=True).start()
+    try:
+        while not wait([formed], CHECK_INTERVAL_S).done:
+            check()
+    except PushFailed:
+        if formed.cancel():
+            raise
+    return formed.result()

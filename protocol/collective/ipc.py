@@ -1,0 +1,168 @@
+"""The collective between processes that share one GPU: the learner lends its memory, the workers copy from it.
+
+    rank 0: handle of the tensor ─▶ gloo ─▶ others: open, copy on the GPU, synchronize ─▶ gloo barrier ─▶ rank 0 returns
+
+No byte of the weights leaves the GPU; only handles travel, and rank 0 may reuse its tensor once `broadcast` returns.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated
+
+import msgspec
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from protocol.collective.gloo import GlooCollective
+from protocol.errors import PushFailed
+
+HEADER_BYTES = 1024
+"""What one handle travels in: its length in two bytes, the handle, zeros."""
+MAX_OPEN_STORAGES = 4
+"""A sender has a few buckets and uses them in turn; a storage that is open here cannot be freed there."""
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class TensorHandle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where in another process's GPU memory a flat uint8 tensor lies (the fields of torch's `_share_cuda_`)."""
+
+    allocation: bytes
+    storage_bytes: Count
+    storage_offset_bytes: Count
+    """Of the storage in the allocation."""
+    ref_counter: bytes
+    ref_counter_offset: Count
+    event: bytes
+    event_sync_required: bool
+    offset_bytes: Count
+    """Of the tensor in the storage."""
+    num_bytes: Count
+
+    def __post_init__(self) -> None:
+        if self.offset_bytes + self.num_bytes > self.storage_bytes:
+            raise ValueError(
+                f"{self.num_bytes} bytes from {self.offset_bytes} on do not lie in a storage of {self.storage_bytes}"
+            )
+
+
+def encode_handle(handle: TensorHandle) -> torch.Tensor:
+    """Return the handle as a CPU tensor of HEADER_BYTES."""
+    encoded = msgspec.msgpack.encode(handle)
+    if len(encoded) > HEADER_BYTES - 2:
+        raise PushFailed(f"a CUDA handle of {len(encoded)} bytes does not fit in {HEADER_BYTES - 2}")
+    header = len(encoded).to_bytes(2, "little") + encoded
+    return torch.frombuffer(bytearray(header.ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8)
+
+
+def decode_handle(header: torch.Tensor) -> TensorHandle:
+    """Read what `encode_handle` wrote. Raises PushFailed on anything else."""
+    data = header.numpy().tobytes()
+    length = int.from_bytes(data[:2], "little")
+    try:
+        return msgspec.msgpack.decode(data[2 : 2 + length], type=TensorHandle)
+    except msgspec.DecodeError as error:
+        raise PushFailed(f"rank 0 sent {length} bytes that are no CUDA handle: {error}") from error
+
+
+def has_expandable_segments(environment: Mapping[str, str]) -> bool:
+    """Whether torch's allocator is set to memory that it does not get by cudaMalloc, which is all that CUDA IPC lends."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    return any("expandable_segments:true" in environment.get(name, "").lower() for name in names)
+
+
+class GpuMemory:
+    """The GPU's side of the exchange: lend, open, wait, take back."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def lend(self, tensor: torch.Tensor) -> TensorHandle:
+        storage = tensor.untyped_storage()
+        _, allocation, size, offset, ref_counter, ref_counter_offset, event, event_sync = storage._share_cuda_()
+        return TensorHandle(
+            allocation=allocation, storage_bytes=size, storage_offset_bytes=offset,
+            ref_counter=ref_counter, ref_counter_offset=ref_counter_offset, event=event, event_sync_required=event_sync,
+            offset_bytes=int(tensor.storage_offset()), num_bytes=tensor.nbytes,
+        )  # fmt: skip
+
+    def open(self, handle: TensorHandle) -> torch.Tensor:
+        """Return the whole storage of the handle as a tensor."""
+        storage = torch.UntypedStorage._new_shared_cuda(
+            self._device.index, handle.allocation, handle.storage_bytes, handle.storage_offset_bytes,
+            handle.ref_counter, handle.ref_counter_offset, handle.event, handle.event_sync_required,
+        )  # fmt: skip
+        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+
+    def take_back(self, handle: TensorHandle) -> None:
+        """Stop waiting for the borrower, who may be dead; else the memory would never be free again."""
+        torch.UntypedStorage._release_ipc_counter(handle.ref_counter, handle.ref_counter_offset, device=self._device)
+
+    def synchronize(self) -> None:
+        """Wait until all that this thread has queued is done."""
+        torch.cuda.current_stream(self._device).synchronize()
+
+    def collect(self) -> None:
+        """Free what was lent and has been given back."""
+        torch.cuda.ipc_collect()
+
+
+class IpcCollective:
+    """Broadcasts within one GPU. The gloo group of the same epoch carries handles and acknowledgements."""
+
+    def __init__(self, group: GlooCollective, rank: int, device: torch.device) -> None:
+        self.device = device
+        self._group, self._rank, self._memory = group, rank, GpuMemory(device)
+        self._lent: dict[int, tuple[StorageWeakRef, TensorHandle]] = {}
+        self._opened: dict[tuple[bytes, int, int], torch.Tensor] = {}
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        try:
+            if self._rank == 0:
+                self._memory.synchronize()
+                self._group.broadcast(encode_handle(self._lend(tensor)))
+            else:
+                header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+                self._group.broadcast(header)
+                self._copy(decode_handle(header), tensor)
+            self._group.barrier()
+        except PushFailed:
+            self.abort()
+            raise
+        except RuntimeError as error:
+            self.abort()
+            raise PushFailed(
+                f"broadcast of {tensor.nbytes} bytes by CUDA IPC on {self.device} failed: {error}"
+            ) from error
+
+    def abort(self) -> None:
+        self._group.abort()
+
+    def close(self) -> None:
+        self._group.close()
+        for _, handle in self._lent.values():
+            self._memory.take_back(handle)
+        self._lent.clear()
+        self._opened.clear()
+        self._memory.collect()
+
+    def _lend(self, tensor: torch.Tensor) -> TensorHandle:
+        """Each storage is lent once: every loan has a reference counter and an event in the driver."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._lent:
+            self._lent = {key: loan for key, loan in self._lent.items() if not loan[0].expired()}
+            self._lent[storage._cdata] = (StorageWeakRef(storage), self._memory.lend(tensor))
+        _, handle = self._lent[storage._cdata]
+        return msgspec.structs.replace(handle, offset_bytes=int(tensor.storage_offset()), num_bytes=tensor.nbytes)
+
+    def _copy(self, handle: TensorHandle, tensor: torch.Tensor) -> None:
+        if handle.num_bytes != tensor.nbytes:
+            raise PushFailed(f"rank 0 broadcasts {handle.num_bytes} bytes, rank {self._rank} expects {tensor.nbytes}")
+        key = (handle.allocation, handle.storage_offset_bytes, handle.storage_bytes)
+        storage = self._opened.pop(key, None)
+        if storage is None:
+            storage = self._memory.open(handle)
+        self._opened[key] = storage
+        while len(self._opened) > MAX_OPEN_STORAGES:
+            del self._opened[next(iter(self._opened))]
+        tensor.copy_(storage[handle.offset_bytes : handle.offset_bytes + handle.num_bytes])
+        self._memory.synchronize()

@@ -1,0 +1,264 @@
+"""A push of weights, sender and receiver side by side.
+
+    gathered (or a copy) ─▶ spans ─▶ checked ─▶ broadcast ═▶ broadcast ─▶ checked ─▶ whole buckets ─▶ load
+
+Broadcasts go on while the caller gathers and checks: some spans ahead for the sender, one bucket ahead for the receiver.
+After each bucket its number and checksum travel, so no bucket is handed on that is not what was sent.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import msgspec
+import torch
+
+from protocol.collective.gloo import GlooCollective
+from protocol.collective.group import Collective
+from protocol.errors import PushFailed
+from protocol.messages import Manifest
+from protocol.weights.bucket_memory import BucketMemory
+from protocol.weights.buckets import ALIGNMENT_BYTES, SPAN_BYTES, Bucket, NamedTensors, Run, Slot, cut, spec_dtype, view
+from protocol.weights.checksum import Checksum, fingerprint
+
+NUM_FRAMES_AHEAD = 3
+"""Of the sender: under way while another is made. One would leave the connection idle between two."""
+
+Frames = Iterable[tuple[int, torch.Tensor]]
+"""What is broadcast, with the index of its bucket."""
+Wait = Callable[[], object]
+"""Returns when one broadcast has ended. Raises PushFailed."""
+Start = Callable[[torch.Tensor], Wait]
+"""Begins a broadcast, while others are under way."""
+Progress = Callable[[int], object]
+"""Is told how many bytes more of the weights are done with."""
+
+
+def no_progress(num_bytes: int) -> None:
+    """Tell nobody."""
+
+
+class Sent(msgspec.Struct, frozen=True, kw_only=True):
+    """What left the sender."""
+
+    fingerprint: str
+    """Of all buckets' checksums."""
+    num_bytes: int
+
+
+def send_weights(
+    collective: Collective,
+    buckets: list[Bucket],
+    tensors: NamedTensors,
+    progress: Progress = no_progress,
+) -> Sent:
+    """Send all tensors. Raises PushFailed.
+
+    Raises ValueError if the tensors are not those that the buckets were cut for.
+    """
+    checksums: list[int] = []
+
+    def frames() -> Frames:
+        source = iter(tensors)
+        scratch = deque(
+            torch.empty(0, dtype=torch.uint8, device=collective.device) for _ in range(NUM_FRAMES_AHEAD + 2)
+        )
+        for bucket in buckets:
+            checksum = Checksum()
+            for run in bucket.runs:
+                for span in _run_spans(run, source, scratch, collective.device):
+                    checksum.update(span)
+                    yield bucket.index, span
+                    progress(len(span))
+            checksums.append(checksum.value())
+            yield bucket.index, make_trailer(bucket, checksums[-1]).to(collective.device)
+
+    num_bytes = broadcast_frames(collective, frames())
+    return Sent(fingerprint=fingerprint(checksums), num_bytes=num_bytes)
+
+
+def broadcast_frames(collective: Collective, frames: Frames) -> int:
+    """Broadcast in order while the next frames are made; return the sum of their bytes. Raises PushFailed."""
+    num_sent = 0
+    under_way: deque[tuple[Wait, int, int]] = deque()
+
+    def wait_for_oldest() -> None:
+        nonlocal num_sent
+        wait, index, num_bytes = under_way.popleft()
+        try:
+            wait()
+        except PushFailed as error:
+            raise PushFailed(f"bucket {index + 1}, after {num_sent} bytes in all: {error}") from error
+        num_sent += num_bytes
+
+    with transfers(collective) as start:
+        for index, frame in frames:
+            under_way.append((start(frame), index, len(frame)))
+            if len(under_way) > NUM_FRAMES_AHEAD:
+                wait_for_oldest()
+        while under_way:
+            wait_for_oldest()
+    return num_sent
+
+
+class Arrived(msgspec.Struct, frozen=True, eq=False):
+    """A bucket that is whole and has been checked."""
+
+    bucket: Bucket
+    buffer: torch.Tensor
+    """Flat, uint8, on the collective's device."""
+    checksum: int
+
+
+def receive_weights(
+    collective: Collective, manifest: Manifest, memory: BucketMemory | None = None
+) -> Iterator[Arrived]:
+    """Yield every bucket in order, while the next one is on its way if there is memory for both. Raises PushFailed.
+
+    The memory of a bucket is used again once nothing refers to it; `memory` keeps it from one push of a manifest to the next.
+    """
+    buckets = cut(manifest)
+    memory = memory or BucketMemory(manifest, collective.device)
+    with transfers(collective) as start:
+        coming: deque[_Coming] = deque()
+        for bucket in buckets:
+            for near in buckets[bucket.index + len(coming) :][: 2 - len(coming)]:
+                if near is bucket or memory.has_room(near.num_bytes):
+                    coming.append(_Coming(start, near, memory))
+            try:
+                arrived = coming.popleft().wait()
+            except PushFailed as error:
+                raise in_bucket(bucket, len(buckets), error) from error
+            yield arrived
+            del arrived  # or its memory would not be free for the next bucket
+
+
+class _Coming:
+    """A bucket on its way into memory."""
+
+    def __init__(self, start: Start, bucket: Bucket, memory: BucketMemory) -> None:
+        self._bucket, self._buffer = bucket, memory.lend(bucket.num_bytes)
+        self._trailer = torch.empty(ALIGNMENT_BYTES, dtype=torch.uint8, device=self._buffer.device)
+        self._spans = [(span, start(span)) for span in bucket.spans(self._buffer)]
+        self._wait_for_trailer = start(self._trailer)
+
+    def wait(self) -> Arrived:
+        """Check each span as it comes. Raises PushFailed."""
+        checksum = Checksum()
+        for span, wait in self._spans:
+            wait()
+            checksum.update(span)
+        self._wait_for_trailer()
+        check_trailer(self._bucket, self._trailer, checksum.value())
+        return Arrived(self._bucket, self._buffer, checksum.value())
+
+
+def receive_bytes(collective: Collective, num_bytes: int) -> torch.Tensor:
+    buffer = torch.empty(num_bytes, dtype=torch.uint8, device=collective.device)
+    collective.broadcast(buffer)
+    return buffer
+
+
+def in_bucket(bucket: Bucket, num_buckets: int, error: PushFailed) -> PushFailed:
+    return PushFailed(f"bucket {bucket.index + 1} of {num_buckets} ({bucket.num_bytes} bytes): {error}")
+
+
+def fill(bucket: Bucket, buffer: torch.Tensor, source: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Copy the bucket's tensors into its flat buffer."""
+    for slot in bucket.slots:
+        view(slot, buffer, 0).copy_(_next_tensor(slot, source))
+
+
+def check_trailer(bucket: Bucket, trailer: torch.Tensor, checksum: int) -> None:
+    """Raise PushFailed unless the trailer is the one the sender makes for these bytes of this bucket."""
+    index, expected = trailer.cpu().view(torch.int64).tolist()
+    if (index, expected) != (bucket.index, _signed(checksum)):
+        raise PushFailed(
+            f"the sender named it bucket {index + 1} with checksum {_unsigned(expected):016x}, "
+            f"what arrived has checksum {checksum:016x}"
+        )
+
+
+def make_trailer(bucket: Bucket, checksum: int) -> torch.Tensor:
+    """Return the bytes that follow a bucket: its number and its checksum."""
+    return torch.tensor([bucket.index, _signed(checksum)]).view(torch.uint8)
+
+
+@contextmanager
+def transfers(collective: Collective) -> Iterator[Start]:
+    """Yield what begins a broadcast; whatever goes wrong meanwhile ends those under way."""
+    if isinstance(collective, GlooCollective):
+        try:
+            yield collective.start_broadcast
+        except BaseException:
+            collective.abort()
+            raise
+    else:
+        with transfer_thread(collective) as thread:
+            yield lambda tensor: thread.submit(collective.broadcast, tensor).result
+
+
+@contextmanager
+def transfer_thread(collective: Collective) -> Iterator[ThreadPoolExecutor]:
+    """A thread for the broadcasts; whatever goes wrong outside it ends the one under way, so that it can be left."""
+    with ThreadPoolExecutor(1, "push-transfer") as thread:
+        try:
+            yield thread
+        except BaseException:
+            thread.shutdown(wait=False, cancel_futures=True)
+            collective.abort()
+            raise
+
+
+def _run_spans(
+    run: Run, source: Iterator[tuple[str, torch.Tensor]], scratch: deque[torch.Tensor], device: torch.device
+) -> Iterator[torch.Tensor]:
+    """Yield the run's spans: pieces of a large tensor where it lies, or of scratch memory with what had to be copied."""
+    if not run.is_large:
+        buffer = _next_scratch(scratch, run.end - run.start)
+        for slot in run.slots:
+            view(slot, buffer, run.start).copy_(_next_tensor(slot, source))
+        for before, after in itertools.pairwise(run.slots):
+            if before.end < after.start:  # the gaps between tensors are part of the checksum
+                buffer[before.end - run.start : after.start - run.start].zero_()
+        if len(buffer):
+            yield buffer
+        return
+    (slot,) = run.slots
+    dtype = spec_dtype(slot.spec)
+    for piece_N in _next_tensor(slot, source).reshape(-1).split(SPAN_BYTES // dtype.itemsize):
+        if piece_N.dtype == dtype and piece_N.device == device and piece_N.data_ptr() % ALIGNMENT_BYTES == 0:
+            yield piece_N.view(torch.uint8)
+        else:
+            buffer = _next_scratch(scratch, len(piece_N) * dtype.itemsize)
+            buffer.view(dtype).copy_(piece_N)
+            yield buffer
+
+
+def _next_scratch(scratch: deque[torch.Tensor], num_bytes: int) -> torch.Tensor:
+    """Return that many bytes of the buffer used longest ago. Fresh memory for each span would cost more than the copy."""
+    buffer = scratch.popleft()
+    if len(buffer) < num_bytes:
+        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=buffer.device)
+    scratch.append(buffer)
+    return buffer[:num_bytes]
+
+
+def _next_tensor(slot: Slot, source: Iterator[tuple[str, torch.Tensor]]) -> torch.Tensor:
+    name, tensor = next(source, ("nothing", torch.empty(0)))
+    if name != slot.spec.name or tuple(tensor.shape) != slot.spec.shape:
+        raise ValueError(
+            f"the manifest expects {slot.spec.name} of shape {slot.spec.shape}, the model gave {name} of shape "
+            f"{tuple(tensor.shape)}; a model may not change its parameters within an epoch"
+        )
+    return tensor.detach()
+
+
+def _signed(checksum: int) -> int:
+    return checksum - (1 << 64) if checksum >> 63 else checksum
+
+
+def _unsigned(checksum: int) -> int:
+    return checksum % (1 << 64)

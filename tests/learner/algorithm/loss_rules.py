@@ -1,0 +1,112 @@
+"""The configs of the loss that its tests go through: objective × normalisation × anchor × weight, as far as accepted."""
+
+import itertools
+import random
+
+from learner.config import (
+    AdvantageConfig,
+    CorrectionConfig,
+    DataConfig,
+    KlConfig,
+    LearnerConfig,
+    LossConfig,
+    ReferenceConfig,
+    RewardConfig,
+)
+from tests.learner.algorithm.oracle import Rule
+
+NORMALIZATIONS = ("token", "sequence", "dr_grpo")
+BOUNDS = {
+    "grpo": [{}, {"clip_low": 0.1, "clip_high": 0.5}, {"dual_clip": 1.75}],
+    "gspo": [{}, {"clip_low": 0.1, "clip_high": 0.2}, {"clip_low": 0.01, "clip_high": 0.02, "dual_clip": 1.25}],
+    "cispo": [{}, {"clip_high": 0.25}],
+    "sapo": [{}, {"tau_positive": 2.0, "tau_negative": 0.5}],
+    "dppo": [{}, {"tv_low": 0.01, "tv_high": 0.02, "log_ratio_penalty": 0.5}],
+    "reinforce": [{}],
+}
+ANCHORS = {
+    "behaviour": {},
+    "exact": {"anchor": "proximal"},
+    "current": {"anchor": "proximal"},  # exact without a proximal logprob: the current one, held fixed
+    "log_linear": {"anchor": "proximal", "proximal": "log_linear"},
+}
+WEIGHTS = {
+    "none": {},
+    "truncate-token": {"weight": "truncate", "max_weight": 1.25},
+    "truncate-sequence": {"weight": "truncate", "level": "sequence"},
+    "truncate-geometric": {"weight": "truncate", "level": "geometric", "max_weight": 1.0625},
+    "mask-token": {"weight": "mask"},
+    "mask-sequence": {"weight": "mask", "level": "sequence"},
+    "mask-geometric": {"weight": "mask", "level": "geometric", "max_weight": 1.0625},
+    "mask-token-two-sided": {"weight": "mask", "max_weight": 1.75, "min_weight": 0.75},
+    "mask-sequence-two-sided": {"weight": "mask", "level": "sequence", "max_weight": 3.0, "min_weight": 0.25},
+    "mask-geometric-two-sided": {"weight": "mask", "level": "geometric", "max_weight": 1.125, "min_weight": 0.875},
+}
+REJECTIONS = [
+    {},
+    {"sequence_mask": 0.05},
+    {"max_token_staleness": 0},
+    {"max_token_staleness": 1, "stale_token_weight": 0.25, "sequence_mask": 0.0},
+]
+KLS = [
+    {},
+    {"coef": 0.5},
+    {"coef": 0.25, "estimator": "k1", "importance_weighted": True},
+    {"coef": 0.25, "estimator": "k2"},
+    {"coef": 0.5, "estimator": "k3", "importance_weighted": True},
+    {"coef": 0.5, "estimator": "k3_grad_k2"},
+    {"coef": 0.25, "place": "reward"},
+]
+OTHERS = [{}, {"entropy_coef": 0.125}, {"top_entropy_frac": 0.5}, {"entropy_coef": 0.5, "top_entropy_frac": 0.5}]
+
+
+def is_accepted(rule: Rule) -> bool:
+    try:
+        LearnerConfig(
+            data=DataConfig(task="reverse"),
+            reward=RewardConfig(functions=("exact_match",)),
+            steps=1,
+            max_staleness=4,
+            updates_per_batch=2,
+            loss=rule.loss,
+            correction=rule.correction,
+            kl=rule.kl,
+            reference=ReferenceConfig(kind="fixed" if rule.kl.is_on else "none"),
+            advantage=AdvantageConfig(scale="none"),
+        )
+    except ValueError:
+        return False
+    return True
+
+
+def rules() -> dict[str, tuple[Rule, bool]]:
+    """Every cell of the product that a config may ask for, and whether it has proximal logprobs.
+
+    What the product leaves out (bounds, rejections, KL, entropy) is drawn anew for each cell.
+    """
+    found = {}
+    cells = itertools.product(BOUNDS, NORMALIZATIONS, ANCHORS, WEIGHTS)
+    for seed, (objective, normalization, anchor, weight) in enumerate(cells):
+        rng = random.Random(seed)
+        kl = KlConfig(**rng.choice(KLS))
+        # gspo's one ratio of the completion allows no token to be left out
+        whole = objective == "gspo"
+        rejections = [r for r in REJECTIONS if not (whole and "max_token_staleness" in r)]
+        others = [o for o in OTHERS if not (whole and "top_entropy_frac" in o)]
+        rule = Rule(
+            LossConfig(
+                objective=objective,
+                normalization=normalization,
+                **rng.choice(BOUNDS[objective]),
+                **rng.choice(others),
+            ),
+            CorrectionConfig(**ANCHORS[anchor], **WEIGHTS[weight], **rng.choice(rejections)),
+            kl,
+            kl.coef * rng.choice((1.0, 0.5)),  # a schedule has halved it since
+        )
+        if is_accepted(rule):
+            found[f"{objective}-{normalization}-{anchor}-{weight}"] = (rule, anchor == "exact")
+    return found
+
+
+RULES = rules()

@@ -1,0 +1,280 @@
+"""The loss once more, from the papers: token by token, in plain Python and 50-digit arithmetic, without tensors.
+
+What carries a gradient in a paper is computed from the logprobs passed beside a completion (`moved`); what a paper holds
+fixed (sg) from those inside it. A derivative is then a difference quotient over `moved`, exact to thirty digits.
+
+M is the set of a completion's tokens with a finite behaviour logprob. Everything below is over M.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import mpmath
+
+from learner.config import CorrectionConfig, KlConfig, LossConfig
+
+mpf = mpmath.mpf
+STEP = mpf(10) ** -20
+DIGITS = 50
+MAX_NATS = mpf(20)
+
+DEFAULTS: dict[str, dict[str, float]] = {
+    "grpo": {"clip_low": 0.2, "clip_high": 0.28},  # DAPO, arXiv 2503.14476
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},  # GSPO, arXiv 2507.18071
+    "cispo": {"clip_high": 4.0},  # MiniMax-M1, arXiv 2506.13585
+    "sapo": {"tau_positive": 1.0, "tau_negative": 1.05},  # SAPO, arXiv 2511.20347
+    "dppo": {"tv_low": 0.2, "tv_high": 0.2, "log_ratio_penalty": 1e-3},  # prime-rl: DPPO's TV mask, Kimi K2.5's penalty
+    "reinforce": {},
+}
+
+
+class Token(NamedTuple):
+    logprob: float
+    behaviour: float
+    staleness: int = 0
+    proximal: float | None = None
+    reference: float | None = None
+    entropy: float = 0.0
+    carries_policy: bool = True
+
+
+class Completion(NamedTuple):
+    advantage: float
+    weight: float
+    tokens: tuple[Token, ...]
+
+    @property
+    def finite(self) -> list[Token]:
+        """M."""
+        return [token for token in self.tokens if math.isfinite(token.behaviour)]
+
+    @property
+    def logprobs(self) -> list:
+        return [mpf(token.logprob) for token in self.finite]
+
+
+class Rule(NamedTuple):
+    """What is computed: the config, and today's coefficient of the KL."""
+
+    loss: LossConfig = LossConfig()
+    correction: CorrectionConfig = CorrectionConfig()
+    kl: KlConfig = KlConfig()
+    kl_coef: float = 0.0
+
+    def bound(self, name: str):
+        value = getattr(self.loss, name)
+        return mpf(DEFAULTS[self.loss.objective].get(name, math.nan) if value is None else value)
+
+
+def clamp(value, low=-MAX_NATS, high=MAX_NATS):
+    return low if value < low else high if value > high else value
+
+
+def log_ratio(above, below):
+    """log(above / below), bounded to ±20 nats."""
+    return clamp(mpf(above) - below)
+
+
+def anchor(correction: CorrectionConfig, token: Token):
+    """Log-probability of the policy that the objective's ratio is taken to.
+
+    log_linear (A-3PO, arXiv 2512.06547): the further back a token was sampled, the nearer to the current policy.
+    """
+    if correction.anchor == "behaviour":
+        return mpf(token.behaviour)
+    if correction.proximal == "log_linear":
+        share = mpf(token.staleness) / (token.staleness + 1)
+        return mpf(token.behaviour) + share * (mpf(token.logprob) - mpf(token.behaviour))
+    return mpf(token.logprob if token.proximal is None else token.proximal)
+
+
+def objectives(rule: Rule, completion: Completion, moved: Sequence) -> list:
+    """Loss of each token, before any correction."""
+    tokens, advantage = completion.finite, mpf(completion.advantage)
+    anchors = [anchor(rule.correction, token) for token in tokens]
+    log_ratios = [log_ratio(p, o) for p, o in zip(moved, anchors, strict=True)]
+    match rule.loss.objective:
+        case "grpo":
+            return [clipped(rule, mpmath.exp(x), advantage) for x in log_ratios]
+        case "gspo":
+            mean = sum(log_ratios) / max(len(tokens), 1)
+            return [clipped(rule, mpmath.exp(mean), advantage)] * len(tokens)
+        case "cispo":
+            held = [
+                min(mpmath.exp(log_ratio(t.logprob, o)), 1 + rule.bound("clip_high"))
+                for t, o in zip(tokens, anchors, strict=True)
+            ]
+            return [-ratio * advantage * p for ratio, p in zip(held, moved, strict=True)]
+        case "sapo":
+            tau = rule.bound("tau_positive" if advantage > 0 else "tau_negative")
+            return [-4 / tau / (1 + mpmath.exp(-tau * (mpmath.exp(x) - 1))) * advantage for x in log_ratios]
+        case "dppo":
+            inside = [not binds for binds in binding(rule, completion)]
+            penalty = rule.bound("log_ratio_penalty")
+            return [penalty * x**2 - mpmath.exp(x) * advantage * ok for x, ok in zip(log_ratios, inside, strict=True)]
+        case "reinforce":
+            return [-advantage * p for p in moved]
+
+
+def clipped(rule: Rule, ratio, advantage):
+    """PPO's clip, arXiv 1707.06347; with a negative advantage bounded from below too (dual clip, arXiv 1912.09729)."""
+    bounded = clamp(ratio, 1 - rule.bound("clip_low"), 1 + rule.bound("clip_high"))
+    objective = min(ratio * advantage, bounded * advantage)
+    if rule.loss.dual_clip is not None and advantage < 0:
+        objective = max(objective, rule.loss.dual_clip * advantage)
+    return -objective
+
+
+def binding(rule: Rule, completion: Completion) -> list[bool]:
+    """Whether a bound of the objective changes a token's share of the gradient."""
+    tokens, advantage = completion.finite, completion.advantage
+    anchors = [anchor(rule.correction, token) for token in tokens]
+    log_ratios = [log_ratio(token.logprob, o) for token, o in zip(tokens, anchors, strict=True)]
+    if rule.loss.objective == "gspo":
+        log_ratios = [sum(log_ratios) / max(len(tokens), 1)] * len(tokens)
+    ratios = [mpmath.exp(x) for x in log_ratios]
+    match rule.loss.objective:
+        case "grpo" | "gspo":
+            too_high = [ratio > 1 + rule.bound("clip_high") for ratio in ratios]
+            too_low = [ratio < 1 - rule.bound("clip_low") for ratio in ratios]
+            if advantage < 0 and rule.loss.dual_clip is not None:
+                too_low = [low or ratio > rule.loss.dual_clip for low, ratio in zip(too_low, ratios, strict=True)]
+            return too_high if advantage > 0 else too_low if advantage < 0 else [False] * len(tokens)
+        case "cispo":
+            return [advantage != 0 and ratio > 1 + rule.bound("clip_high") for ratio in ratios]
+        case "dppo":
+            now = [mpmath.exp(token.logprob) for token in tokens]
+            rises = [p - mpmath.exp(t.logprob - x) for p, t, x in zip(now, tokens, log_ratios, strict=True)]
+            if advantage > 0:
+                return [rise > rule.bound("tv_high") for rise in rises]
+            return [advantage < 0 and -rise > rule.bound("tv_low") for rise in rises]
+        case "sapo":  # a soft bound: half of the gradient is gone
+            tau = rule.bound("tau_positive" if advantage > 0 else "tau_negative")
+            gates = [1 / (1 + mpmath.exp(-tau * (ratio - 1))) for ratio in ratios]
+            return [advantage != 0 and 4 * gate * (1 - gate) < 0.5 for gate in gates]
+        case "reinforce":
+            return [False] * len(tokens)
+
+
+def importance_weights(rule: Rule, completion: Completion) -> list:
+    """policy / behaviour of each token, or what its completion has in its stead; the policy is the proximal one if asked."""
+    is_proximal = rule.correction.anchor == "proximal"
+    policy = [anchor(rule.correction, t) if is_proximal else t.logprob for t in completion.finite]
+    logs = [log_ratio(q, t.behaviour) for q, t in zip(policy, completion.finite, strict=True)]
+    match rule.correction.level:
+        case "token":
+            return [mpmath.exp(x) for x in logs]
+        case "sequence":
+            return [mpmath.exp(clamp(sum(logs)))] * len(logs)
+        case "geometric":
+            return [mpmath.exp(clamp(sum(logs) / max(len(logs), 1)))] * len(logs)
+
+
+def outside(rule: Rule, completion: Completion) -> list[bool]:
+    """Whether a token's importance weight lies outside its bounds."""
+    correction = rule.correction
+    if correction.weight == "none":
+        return [False] * len(completion.finite)
+    high = 2.0 if correction.max_weight is None else correction.max_weight
+    low = -math.inf if correction.min_weight is None else correction.min_weight
+    return [not low <= w <= high for w in importance_weights(rule, completion)]
+
+
+def is_stale(rule: Rule, token: Token) -> bool:
+    return rule.correction.max_token_staleness is not None and token.staleness > rule.correction.max_token_staleness
+
+
+@functools.lru_cache(maxsize=16)
+def multipliers(rule: Rule, completion: Completion) -> list:
+    """What the corrections multiply the objective of each token with."""
+    correction, tokens = rule.correction, completion.finite
+    factors = [mpf(1)] * len(tokens)
+    if correction.weight != "none":
+        weights = importance_weights(rule, completion)
+        high = mpf(2.0 if correction.max_weight is None else correction.max_weight)
+        if correction.weight == "truncate":
+            factors = [min(w, high) for w in weights]
+        else:
+            is_weighed = correction.anchor == "proximal" or rule.loss.objective == "reinforce"
+            out = outside(rule, completion)
+            factors = [mpf(0) if o else w if is_weighed else mpf(1) for w, o in zip(weights, out, strict=True)]
+    if correction.sequence_mask is not None and completion.advantage < 0:  # DeepSeek-V3.2, arXiv 2512.02556, equation 9
+        drift = sum(mpf(t.behaviour) - mpf(t.logprob) for t in tokens) / max(len(tokens), 1)
+        factors = [factor * (drift <= correction.sequence_mask) for factor in factors]
+    stale = [mpf(correction.stale_token_weight) if is_stale(rule, t) else mpf(1) for t in tokens]
+    return [f * s * t.carries_policy for f, s, t in zip(factors, stale, tokens, strict=True)]
+
+
+def kl_estimate(estimator: str, reference, logprob, held):
+    """Schulman's estimators (joschu.net/blog/kl-approx.html); k3_grad_k2 has the value of k3 and moves as k2 does."""
+    d, fixed = log_ratio(reference, logprob), log_ratio(reference, held)
+    k2, k3 = d**2 / 2, mpmath.exp(d) - d - 1
+    return {"k1": -d, "k2": k2, "k3": k3, "k3_grad_k2": mpmath.exp(fixed) - fixed - 1 + k2 - fixed**2 / 2}[estimator]
+
+
+def terms(rule: Rule, completion: Completion) -> list:
+    """What each token of M adds to the loss."""
+    return _terms(rule, completion, multipliers(rule, completion), completion.logprobs)
+
+
+def _terms(rule: Rule, completion: Completion, factors: Sequence, moved: Sequence) -> list:
+    losses = objectives(rule, completion, moved)
+    totals = [factor * loss for factor, loss in zip(factors, losses, strict=True)]
+    for i, (token, p) in enumerate(zip(completion.finite, moved, strict=True)):
+        if token.reference is not None and rule.kl.place == "loss":
+            estimate = kl_estimate(rule.kl.estimator, token.reference, p, token.logprob)
+            weight = mpmath.exp(log_ratio(p, token.behaviour)) if rule.kl.importance_weighted else 1
+            totals[i] += mpf(rule.kl_coef) * weight * estimate
+        totals[i] -= mpf(rule.loss.entropy_coef) * mpf(token.entropy)
+    return [mpf(completion.weight) * total for total in totals]
+
+
+def gradient(rule: Rule, completion: Completion) -> list:
+    """Derivative of the completion's loss with respect to the logprob of each of its tokens; 0 outside M."""
+    held, logprobs = multipliers(rule, completion), completion.logprobs
+
+    def derivative(i: int):
+        shifted = ([*logprobs[:i], logprobs[i] + h, *logprobs[i + 1 :]] for h in (STEP, -STEP))
+        above, below = (sum(_terms(rule, completion, held, moved)) for moved in shifted)
+        return (above - below) / (2 * STEP)
+
+    inside = itertools.count()
+    return [derivative(next(inside)) if math.isfinite(t.behaviour) else mpf(0) for t in completion.tokens]
+
+
+def sums(rule: Rule, completions: Sequence[Completion]) -> dict[str, float]:
+    """What is reported beside the loss: plain sums over M."""
+
+    def total(of: Callable[[Completion], Sequence]) -> float:
+        return float(sum(sum(map(mpf, of(completion))) for completion in completions))
+
+    def drifts(completion: Completion) -> list:
+        return [log_ratio(token.logprob, token.behaviour) for token in completion.finite]
+
+    def policy_part(completion: Completion) -> list:
+        losses = objectives(rule, completion, completion.logprobs)
+        return [completion.weight * m * x for m, x in zip(multipliers(rule, completion), losses, strict=True)]
+
+    def clips(completion: Completion) -> list[bool]:
+        pairs = zip(binding(rule, completion), multipliers(rule, completion), strict=True)
+        return [binds and multiplier != 0 for binds, multiplier in pairs]
+
+    found = {
+        "tokens": total(lambda c: [1] * len(c.finite)),
+        "loss": total(policy_part),
+        "clipped": total(clips),
+        "mismatch_kl": total(lambda c: [mpmath.exp(x) - x - 1 for x in drifts(c)]),
+        "ratio": total(lambda c: [mpmath.exp(x) for x in drifts(c)]),
+        "ratio_squared": total(lambda c: [mpmath.exp(2 * x) for x in drifts(c)]),
+        "kept": total(lambda c: [multiplier != 0 for multiplier in multipliers(rule, c)]),
+        "bounded": total(lambda c: outside(rule, c)),
+    }
+    if rule.correction.max_token_staleness is not None:
+        found["stale"] = total(lambda c: [is_stale(rule, token) for token in c.finite])
+    if any(token.reference is not None for completion in completions for token in completion.tokens):
+        kl = rule.kl.estimator
+        found["reference_kl"] = total(lambda c: [kl_estimate(kl, t.reference, t.logprob, t.logprob) for t in c.finite])
+    return found

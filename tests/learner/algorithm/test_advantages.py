@@ -1,0 +1,92 @@
+"""Advantages against numpy, and by hand where a hand is enough."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from learner.algorithm.advantages import combined_advantages, has_signal, step_advantages
+from learner.config import AdvantageConfig
+
+REWARDS_P_G = [[1.0, 0.0, 1.0, 0.0], [3.0, 1.0, 2.0], [0.5, 0.5, 0.5]]
+
+
+def test_group_scale_divides_by_bessels_deviation_plus_1e_4() -> None:
+    for rewards_G, advantages_G in zip(REWARDS_P_G, step_advantages(REWARDS_P_G, AdvantageConfig()), strict=True):
+        rewards = np.array(rewards_G)
+        assert advantages_G == pytest.approx((rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4))
+
+
+def test_batch_scale_divides_by_the_deviation_of_the_whole_step() -> None:
+    everything = np.concatenate(REWARDS_P_G)
+    advantages_P_G = step_advantages(REWARDS_P_G, AdvantageConfig(scale="batch"))
+    assert advantages_P_G[1] == pytest.approx(np.array([1.0, -1.0, 0.0]) / (everything.std(ddof=1) + 1e-4))
+
+
+def test_without_scale_only_the_baseline_is_subtracted() -> None:
+    assert step_advantages([[3.0, 1.0, 2.0]], AdvantageConfig(scale="none")) == [[1.0, -1.0, 0.0]]
+
+
+def test_leave_one_out_compares_each_completion_with_the_others() -> None:
+    config = AdvantageConfig(scale="none", baseline="leave_one_out")
+    assert step_advantages([[3.0, 1.0, 2.0]], config) == [pytest.approx([3 - 1.5, 1 - 2.5, 2 - 2.0])]
+
+
+def test_an_unscorable_completion_is_out_of_the_baseline_and_has_advantage_zero() -> None:
+    assert step_advantages([[3.0, None, 1.0]], AdvantageConfig(scale="none")) == [[1.0, 0.0, -1.0]]
+
+
+@pytest.mark.parametrize("rewards", [[0.5, 0.5, 0.5], [None, 0.7, None], [None, None], [0.1 + 0.2, 0.1 + 0.2], [1.0]])
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_a_group_without_signal_has_only_zeros(rewards: list[float | None], scale: str) -> None:
+    assert step_advantages([rewards], AdvantageConfig(scale=scale)) == [[0.0] * len(rewards)]  # type: ignore[arg-type]
+
+
+@given(st.lists(st.lists(st.one_of(st.none(), st.floats(-1e3, 1e3)), min_size=1, max_size=6), min_size=1, max_size=5))
+def test_advantages_are_finite_and_add_up_to_nothing_in_every_group(rewards_P_G: list[list[float | None]]) -> None:
+    for scale in ("group", "batch", "none"):
+        for advantages_G in step_advantages(rewards_P_G, AdvantageConfig(scale=scale)):  # type: ignore[arg-type]
+            assert np.isfinite(advantages_G).all()
+            assert sum(advantages_G) == pytest.approx(0.0, abs=1e-6 * (1 + max(map(abs, advantages_G))))
+
+
+def test_normalize_then_sum_gives_a_small_reward_the_same_say_as_a_large_one() -> None:
+    rewards_by_function = {
+        "large": [100.0, 0.0, 0.0, 100.0],
+        "small": [0.01, 0.0, 0.01, 0.0],
+        "watched": [9.0, 0, 0, 0],
+    }
+    weights = {"large": 1.0, "small": 1.0, "watched": 0.0}
+    (advantages_G,) = combined_advantages([rewards_by_function], weights, AdvantageConfig())
+    parts = []
+    for name in ("large", "small"):
+        rewards = np.array(rewards_by_function[name])
+        parts.append((rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4))
+    total = sum(parts)
+    assert advantages_G == pytest.approx(total / (total.std() + 1e-4))
+    assert advantages_G[0] > 1 and abs(advantages_G[2]) < 0.1 and advantages_G[1] < -1
+
+
+@pytest.mark.parametrize(
+    ("rewards_G", "expected"),
+    [
+        ([1.0, 0.0], True),
+        ([1.0, 1.0, None, 0.5], True),
+        ([0.3, 0.3, 0.3], False),
+        ([None, 0.7], False),
+        ([None, None], False),
+        ([0.0, -0.0], False),
+    ],
+)
+def test_a_group_has_signal_when_two_scorable_rewards_differ(rewards_G: list[float | None], expected: bool) -> None:
+    assert has_signal(rewards_G, {}, {}, AdvantageConfig()) == expected
+    assert any(any(advantages_G) for advantages_G in step_advantages([rewards_G], AdvantageConfig())) == expected
+
+
+def test_functions_that_are_normalised_one_by_one_give_signal_one_by_one() -> None:
+    config = AdvantageConfig(combine="normalize_then_sum")
+    opposed = {"a": [1.0, 0.0], "b": [0.0, 1.0], "watched": [1.0, 1.0]}
+    assert has_signal([1.0, 1.0], opposed, {"a": 1.0, "b": 1.0}, config)
+    assert not has_signal([1.0, 1.0], opposed, {"a": 1.0, "b": 1.0}, AdvantageConfig())
+    flat = {"a": [1.0, 1.0], "watched": [0.0, 1.0]}
+    assert not has_signal([1.0, 1.0], flat, {"a": 1.0, "watched": 0.0}, config)

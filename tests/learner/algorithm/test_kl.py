@@ -1,0 +1,141 @@
+"""The KL to the reference: its estimators by hand, and the gradient each has in expectation over a whole vocabulary."""
+
+import math
+
+import pytest
+import torch
+
+from learner.algorithm.loss import LossInputs, policy_loss
+from learner.config import CorrectionConfig, KlConfig, LossConfig
+from tests.learner.algorithm.loss_case import Case, Result, run
+from tests.learner.algorithm.oracle import Completion, Rule, Token
+
+ESTIMATORS = ("k2", "k3", "k3_grad_k2")
+"""Those that stand in the loss without a weight; k1 has an expected gradient of zero there and is refused."""
+LN2 = math.log(2)
+
+
+def result_of(kl: KlConfig, kl_coef: float, *, reference_ratio: float, behaviour_ratio: float = 1.0) -> Result:
+    """One token of advantage 0 and weight 1 that the policy gives 0.1; only the KL is left."""
+    logprob = math.log(0.1)
+    token = Token(logprob, logprob + math.log(behaviour_ratio), reference=logprob + math.log(reference_ratio))
+    rule = Rule(LossConfig(objective="reinforce"), CorrectionConfig(), kl, kl_coef)
+    return run(Case(rule, [Completion(0.0, 1.0, (token,))], [[0]]), width=1)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "value", "derivative"),
+    [
+        # reference / policy = 2, so d = ln 2
+        ("k2", LN2**2 / 2, -LN2),
+        ("k3", 2 - LN2 - 1, 1 - 2),
+        ("k3_grad_k2", 2 - LN2 - 1, -LN2),
+    ],
+)
+def test_estimators_by_hand(estimator: str, value: float, derivative: float) -> None:
+    found = result_of(KlConfig(coef=1.0, estimator=estimator), 1.0, reference_ratio=2.0)
+    assert found.loss == pytest.approx(value, rel=1e-5)
+    assert found.gradients[0] == pytest.approx([derivative], rel=1e-5)
+    assert found.sums["reference_kl"] == pytest.approx(value, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "value", "derivative"),
+    [
+        # behaviour / policy = 4: the weight is ¼, and its own derivative is ¼ too
+        ("k1", -LN2 / 4, (1 - LN2) / 4),
+        ("k3", (1 - LN2) / 4, (1 - LN2 - 1) / 4),
+    ],
+)
+def test_an_importance_weighted_kl_is_weighed_with_gradient_and_reported_without(
+    estimator: str, value: float, derivative: float
+) -> None:
+    kl = KlConfig(coef=1.0, estimator=estimator, importance_weighted=True)
+    weighted = result_of(kl, 1.0, reference_ratio=2.0, behaviour_ratio=4.0)
+    assert weighted.loss == pytest.approx(value, rel=1e-5)
+    assert weighted.gradients[0] == pytest.approx([derivative], rel=1e-5)
+    assert weighted.sums["reference_kl"] == pytest.approx(4 * value, rel=1e-5)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("kl_coef", [0.0, 0.125, 3.0])
+def test_the_coefficient_is_todays_and_not_the_configs(estimator: str, kl_coef: float) -> None:
+    kl = KlConfig(coef=0.5, estimator=estimator, schedule="linear", final_coef=0.0)
+    one, some = (result_of(kl, coef, reference_ratio=2.0) for coef in (1.0, kl_coef))
+    assert some.loss == pytest.approx(kl_coef * one.loss, rel=1e-6)
+    assert some.gradients[0] == pytest.approx([kl_coef * one.gradients[0][0]], rel=1e-6)
+    assert some.sums["reference_kl"] == one.sums["reference_kl"]
+
+
+@pytest.mark.parametrize(("estimator", "value"), [("k1", -LN2), ("k2", LN2**2 / 2), ("k3", 1 - LN2)])
+def test_a_kl_in_the_reward_is_watched_and_adds_nothing_to_the_loss(estimator: str, value: float) -> None:
+    found = result_of(KlConfig(coef=1.0, estimator=estimator, place="reward"), 1.0, reference_ratio=2.0)
+    assert found.loss == 0 and found.gradients == [[0.0]]
+    assert found.sums["reference_kl"] == pytest.approx(value, rel=1e-5)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("nats", [30.0, -30.0])
+def test_a_reference_out_of_reach_counts_as_twenty_nats_and_pulls_no_more(estimator: str, nats: float) -> None:
+    found = result_of(KlConfig(coef=1.0, estimator=estimator), 1.0, reference_ratio=math.exp(nats))
+    d = math.copysign(20.0, nats)
+    expected = 200.0 if estimator == "k2" else math.exp(d) - d - 1
+    assert found.loss == pytest.approx(expected, rel=1e-6)
+    assert found.gradients == [[0.0]]
+
+
+LOGITS_V = torch.tensor([0.3, -1.0, 0.7, 0.0, 1.5, -0.2])
+REFERENCE_V = torch.tensor([0.0, 0.5, -0.5, 0.1, 0.9, -1.2]).log_softmax(-1)
+BEHAVIOUR_V = torch.tensor([0.8, -0.3, 0.2, -0.6, 0.9, 0.4]).log_softmax(-1)
+
+
+def expected_gradient(kl: KlConfig, *, on_policy: bool) -> torch.Tensor:
+    """Σ_v behaviour(v) · gradient of token v's KL term, of a softmax policy with these logits."""
+    logits_V = LOGITS_V.clone().requires_grad_()
+    logprobs_V = logits_V.log_softmax(-1)
+    sampled_V = logprobs_V.detach() if on_policy else BEHAVIOUR_V
+    inputs = LossInputs(
+        logprobs_BT=logprobs_V[:, None],
+        behaviour_logprobs_BT=sampled_V[:, None],
+        staleness_BT=torch.zeros(6, 1, dtype=torch.int64),
+        advantages_B=torch.zeros(6),
+        weights_B=sampled_V.exp(),
+        mask_BT=torch.ones(6, 1, dtype=torch.bool),
+        reference_logprobs_BT=REFERENCE_V[:, None],
+    )
+    loss, _ = policy_loss(inputs, LossConfig(objective="reinforce"), CorrectionConfig(), kl, 1.0)
+    return torch.autograd.grad(loss, logits_V)[0]
+
+
+def true_gradient(*, reverse: bool) -> torch.Tensor:
+    """Of KL(policy ‖ reference), or with the two exchanged, added up over the whole vocabulary."""
+    logits_V = LOGITS_V.clone().requires_grad_()
+    policy_V = logits_V.log_softmax(-1)
+    above_V, below_V = (policy_V, REFERENCE_V) if reverse else (REFERENCE_V, policy_V)
+    (above_V.exp() * (above_V - below_V)).sum().backward()
+    return logits_V.grad
+
+
+def same(found_V: torch.Tensor, expected_V: torch.Tensor) -> bool:
+    return torch.allclose(found_V, expected_V, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3_grad_k2"])
+def test_on_policy_k2_has_the_gradient_of_the_kl(estimator: str) -> None:
+    found_V = expected_gradient(KlConfig(coef=1.0, estimator=estimator), on_policy=True)
+    assert same(found_V, true_gradient(reverse=True)) and not same(found_V, true_gradient(reverse=False))
+
+
+def test_on_policy_k3_has_the_gradient_of_the_kl_the_other_way_round() -> None:
+    found_V = expected_gradient(KlConfig(coef=1.0), on_policy=True)
+    assert same(found_V, true_gradient(reverse=False)) and not same(found_V, true_gradient(reverse=True))
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_importance_weighted_k1_and_k3_have_the_gradient_of_the_kl_off_policy_too(estimator: str) -> None:
+    for on_policy in (True, False):
+        found_V = expected_gradient(
+            KlConfig(coef=1.0, estimator=estimator, importance_weighted=True), on_policy=on_policy
+        )
+        assert same(found_V, true_gradient(reverse=True))
+    assert not same(expected_gradient(KlConfig(coef=1.0), on_policy=False), true_gradient(reverse=True))

@@ -1,0 +1,24 @@
+"""The learning rate against transformers' schedulers, stepped along."""
+
+import pytest
+import torch
+from transformers import get_scheduler
+
+from learner.algorithm.schedules import learning_rate
+from learner.config import OptimizerConfig
+
+NUM_STEPS = 11
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 1, 4, NUM_STEPS])
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_every_step_has_the_learning_rate_of_a_scheduler_stepped_so_far(schedule: str, warmup_steps: int) -> None:
+    config = OptimizerConfig(learning_rate=3e-4, schedule=schedule, warmup_steps=warmup_steps)
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=config.learning_rate)
+    name = "constant_with_warmup" if schedule == "constant" else schedule
+    scheduler = get_scheduler(name, optimizer, warmup_steps, num_training_steps=NUM_STEPS)
+    for version in range(NUM_STEPS):
+        expected = scheduler.get_last_lr()[0]
+        assert learning_rate(config, version, NUM_STEPS) == pytest.approx(expected, abs=1e-12), version
+        optimizer.step()
+        scheduler.step()

@@ -1,0 +1,151 @@
+"""Every objective × normalisation × correction against the oracle: loss, gradient and the sums beside them.
+
+Tolerance: 1e-6, relative to what a number is added up from where that is above 1. The code computes in float32, whose
+rounding is 6e-8; the cases (loss_case.py) are exact in it.
+"""
+
+import math
+
+import mpmath
+import pytest
+import torch
+
+from learner.algorithm.loss import LossInputs, policy_loss
+from learner.config import CorrectionConfig, KlConfig, LossConfig
+from learner.training.batch import row_weight
+from tests.learner.algorithm import oracle
+from tests.learner.algorithm.loss_case import MAX_TOKENS, NUM_ROWS, NUM_TOKENS, Case, Result, make_case, run, weight_of
+from tests.learner.algorithm.loss_rules import BOUNDS, KLS, NORMALIZATIONS, OTHERS, REJECTIONS, RULES
+from tests.learner.algorithm.oracle import Completion, Rule, Token
+
+
+@pytest.fixture(autouse=True)
+def many_digits():
+    with mpmath.workdps(oracle.DIGITS):
+        yield
+
+
+def close(value: float, expected: float, scale: float = 0.0) -> bool:
+    return abs(value - expected) <= 1e-6 * max(1.0, abs(expected), scale)
+
+
+def check_against_the_oracle(case: Case, found: Result) -> None:
+    rule, completions = case.rule, case.completions
+    shares = [oracle.terms(rule, completion) for completion in completions]
+    scales = [scales_of(rule, *each) for each in zip(completions, shares, strict=True)]
+    total = sum(map(sum, scales))
+    assert close(found.loss, float(sum(map(sum, shares))), total)
+    for completion, scales_T, gradients_T in zip(completions, scales, found.gradients, strict=True):
+        expected = map(float, oracle.gradient(rule, completion))
+        inside = iter(scales_T)
+        for token, value, derivative in zip(completion.tokens, gradients_T, expected, strict=True):
+            assert close(value, derivative, next(inside) if math.isfinite(token.behaviour) else 0.0), completion
+    for name, wanted in oracle.sums(rule, completions).items():
+        assert close(found.sums[name], wanted, total), (name, found.sums[name], wanted)
+
+
+def scales_of(rule: Rule, completion: Completion, shares: list) -> list[float]:
+    """The largest number that the share of each token is added up from: a KL near 0 may be weighed by e²⁰."""
+    ratios = [mpmath.exp(oracle.log_ratio(token.logprob, token.behaviour)) for token in completion.finite]
+    unit = completion.weight * rule.kl_coef if rule.kl.importance_weighted else 0.0
+    return [float(max(abs(share), unit * ratio)) for share, ratio in zip(shares, ratios, strict=True)]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_loss_gradient_and_sums_equal_the_papers(name: str) -> None:
+    rule, has_proximal = RULES[name]
+    for is_wild in (False, True):
+        case = make_case(name, rule, is_wild=is_wild, has_proximal=has_proximal)
+        check_against_the_oracle(case, run(case, garbage=math.nan))
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 5])
+def test_each_normalisation_weighs_a_token_as_its_paper_does(num_tokens: int) -> None:
+    counts = {"num_tokens": NUM_TOKENS, "num_rows": NUM_ROWS, "max_tokens": MAX_TOKENS, "row_tokens": num_tokens}
+    for normalization in NORMALIZATIONS:
+        assert row_weight(normalization, **counts) == pytest.approx(weight_of(normalization, num_tokens), rel=1e-7)
+
+
+def test_the_product_is_whole_and_every_further_option_meets_every_objective() -> None:
+    # 6 objectives, of which 5 take 3 proximal anchors × 10 corrections and the behaviour anchor × (none, 6 masks);
+    # reinforce takes the behaviour anchor × 10; gspo no mask of tokens, of which each of the 4 anchors has 2.
+    assert len(RULES) == 3 * (5 * (3 * 10 + 7) + 10 - 4 * 2)
+    for objective, bounds in BOUNDS.items():
+        met = [rule for rule, _ in RULES.values() if rule.loss.objective == objective]
+        for bound in bounds:
+            assert any(all(getattr(rule.loss, key) == value for key, value in bound.items()) for rule in met)
+        for options, section in ((REJECTIONS, "correction"), (KLS, "kl"), (OTHERS, "loss")):
+            for option in options:
+                if objective == "gspo" and option.keys() & {"max_token_staleness", "top_entropy_frac"}:
+                    continue
+                settings = [getattr(rule, section) for rule in met]
+                assert any(all(getattr(s, key) == value for key, value in option.items()) for s in settings), option
+
+
+@pytest.mark.parametrize("objective", BOUNDS)
+@pytest.mark.parametrize("drift", [30.0, -30.0, 1e4, -1e4, 3e38, -3e38])
+def test_ratios_beyond_all_measure_leave_loss_and_gradient_finite(objective: str, drift: float) -> None:
+    kl = KlConfig(coef=0.5, importance_weighted=True)
+    for correction in (CorrectionConfig(), CorrectionConfig(anchor="proximal", proximal="log_linear")):
+        for advantage in (1.0, -1.0):
+            token = Token(logprob=-2.0, behaviour=-2.0 - drift, staleness=1, reference=-2.0 - drift)
+            rule = Rule(LossConfig(objective=objective), correction, kl, 0.5)
+            found = run(Case(rule, [Completion(advantage, 1.0, (token,))], [[1]]), width=3, garbage=math.nan)
+            assert math.isfinite(found.loss) and all(map(math.isfinite, found.sums.values()))
+
+
+@pytest.mark.parametrize("objective", BOUNDS)
+def test_on_policy_the_expected_gradient_is_the_policy_gradient(objective: str) -> None:
+    """Σ_v π(v) · gradient of token v's loss = -∇ Σ_v π(v) A(v), for a softmax over six tokens at ratio 1.
+
+    sapo's gate has slope 1 at ratio 1, and dppo's penalty is flat there, so that it holds for all.
+    """
+    logits_V = torch.tensor([0.3, -1.0, 0.7, 0.0, 1.5, -0.2], requires_grad=True)
+    advantages_V = torch.tensor([1.0, -1.0, 0.5, 2.0, -0.25, 0.0])
+    logprobs_V = logits_V.log_softmax(-1)
+    found, _ = policy_loss(
+        LossInputs(
+            logprobs_BT=logprobs_V[:, None],
+            behaviour_logprobs_BT=logprobs_V.detach()[:, None],
+            staleness_BT=torch.zeros(6, 1, dtype=torch.int64),
+            advantages_B=advantages_V,
+            weights_B=logprobs_V.detach().exp(),
+            mask_BT=torch.ones(6, 1, dtype=torch.bool),
+        ),
+        LossConfig(objective=objective),
+        CorrectionConfig(),
+        KlConfig(),
+        0.0,
+    )
+    (gradient_V,) = torch.autograd.grad(found, logits_V, retain_graph=True)
+    (expected_V,) = torch.autograd.grad(-(logprobs_V.exp() * advantages_V).sum(), logits_V)
+    torch.testing.assert_close(gradient_V, expected_V, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("loss", "advantage", "ratios", "held"),
+    [
+        (LossConfig(), 1.0, [1.5, 1.2, 0.5], [True, False, False]),
+        (LossConfig(), -1.0, [1.5, 0.9, 0.5], [False, False, True]),
+        (LossConfig(), 0.0, [1.5, 1.0, 0.5], [False, False, False]),
+        (LossConfig(dual_clip=3.0), -1.0, [4.0, 2.0, 0.5], [True, False, True]),
+        (LossConfig(dual_clip=3.0), 1.0, [4.0, 1.0, 0.5], [True, False, False]),
+        (LossConfig(objective="gspo"), 1.0, [2.0, 1.0, 0.6], [True, True, True]),
+        (LossConfig(objective="gspo"), 1.0, [2.0, 1.0, 0.4], [False, False, False]),
+        (LossConfig(objective="cispo", clip_high=1.0), -1.0, [2.5, 1.5, 0.1], [True, False, False]),
+        (LossConfig(objective="cispo", clip_high=1.0), 0.0, [2.5, 1.5, 0.1], [False, False, False]),
+        (LossConfig(objective="sapo"), 1.0, [2.8, 2.7, 0.1], [True, False, False]),
+        (LossConfig(objective="sapo", tau_negative=2.0), -1.0, [1.9, 1.8, 0.1], [True, False, True]),
+        (LossConfig(objective="sapo"), 0.0, [2.8, 2.7, 0.1], [False, False, False]),
+        (LossConfig(objective="dppo"), 1.0, [4.0, 1.01, 0.1], [True, False, False]),
+        (LossConfig(objective="dppo", tv_low=0.1), -1.0, [4.0, 0.6, 0.4], [False, False, True]),
+        (LossConfig(objective="reinforce"), 1.0, [9.0, 1.0, 0.1], [False, False, False]),
+    ],
+)
+def test_only_bounds_that_bind_are_counted(
+    loss: LossConfig, advantage: float, ratios: list[float], held: list[bool]
+) -> None:
+    """The behaviour policy gave each token 0.2."""
+    tokens = tuple(Token(math.log(0.2 * ratio), math.log(0.2)) for ratio in ratios)
+    found = run(Case(Rule(loss), [Completion(advantage, 1.0, tokens)], [[0, 1, 2]]), width=3)
+    assert found.sums["clipped"] == sum(held)

@@ -1,0 +1,164 @@
+"""The model in a checkpoint, as others load it: transformers, peft, another run; and (slow) vLLM."""
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from peft import PeftModel
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from learner.config import LearnerRun
+from learner.storage.checkpoint import save_checkpoint
+from learner.training.trainee import make_trainee
+from protocol.model_files import fingerprint, resolve_model
+from tests.learner.test_train import make_run
+
+IDS = torch.arange(3, 15)[None]
+LORA = {"lora": {"rank": 4}}
+
+
+@pytest.fixture
+def accelerator():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield Accelerator(cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def a_run(tmp_path: Path, dtype: str = "float32", **learner: Any) -> LearnerRun:
+    return msgspec.structs.replace(make_run(tmp_path, "tcp://127.0.0.1:1", **learner), dtype=dtype)
+
+
+def trained_and_saved(accelerator: Accelerator, run: LearnerRun, tmp_path: Path) -> tuple[Any, Path]:
+    """Return a policy whose trained weights have moved, and its checkpoint."""
+    trainee = make_trainee(run, accelerator, is_new=True)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in trainee.policy.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.05 * torch.randn(parameter.shape))
+    save_checkpoint(accelerator, tmp_path, 7, trainee, run, reward_mean=None)
+    return trainee.policy, tmp_path / "step-000007"
+
+
+def test_transformers_loads_the_model_of_a_checkpoint_with_the_policys_logits(
+    accelerator: Accelerator, tmp_path: Path
+) -> None:
+    policy, checkpoint = trained_and_saved(accelerator, a_run(tmp_path), tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint / "model")
+    assert torch.equal(model(IDS).logits, policy(IDS).logits)
+    assert AutoTokenizer.from_pretrained(checkpoint / "model").decode(IDS[0]) == "23456789>+=,"
+    assert GenerationConfig.from_pretrained(checkpoint / "model").eos_token_id == 0
+    # Another run may begin with it, and a server that has the model of this run takes its pushes.
+    assert fingerprint(resolve_model(str(checkpoint / "model"))) == fingerprint(resolve_model("tiny:digits"))
+
+
+def test_a_model_of_a_bfloat16_run_is_written_and_loaded_in_bfloat16(accelerator: Accelerator, tmp_path: Path) -> None:
+    policy, checkpoint = trained_and_saved(accelerator, a_run(tmp_path, dtype="bfloat16"), tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint / "model")
+    assert model.dtype == torch.bfloat16
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, policy.get_parameter(name).bfloat16()), name
+    with safe_open(checkpoint / "model.safetensors", "pt") as kept:
+        assert kept.get_tensor("transformer.ln_f.weight").dtype == torch.float32, "a resume needs what is trained"
+
+
+def test_the_config_of_the_model_the_run_began_with_stays_but_for_the_dtype(
+    accelerator: Accelerator, tmp_path: Path
+) -> None:
+    base = tmp_path / "base"
+    config = LlamaConfig(
+        vocab_size=16, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, attention_dropout=0.1, tie_word_embeddings=False, eos_token_id=0,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(base, max_shard_size="8KB")
+    AutoTokenizer.from_pretrained(resolve_model("tiny:digits")).save_pretrained(base)
+    before = json.loads((base / "config.json").read_text())
+    before["torch_dtype"] = before.pop("dtype")
+    (base / "config.json").write_text(json.dumps(before))
+    run = msgspec.structs.replace(a_run(tmp_path, dtype="bfloat16"), model=str(base))
+    _, checkpoint = trained_and_saved(accelerator, run, tmp_path)
+    del before["torch_dtype"]
+    assert json.loads((checkpoint / "model" / "config.json").read_text()) == before | {"dtype": "bfloat16"}
+    assert not (checkpoint / "model" / "model.safetensors.index.json").exists(), "it is not in several files any more"
+    assert AutoModelForCausalLM.from_pretrained(checkpoint / "model").lm_head.weight.dtype == torch.bfloat16
+
+
+def test_an_adapter_is_merged_into_the_model_and_lies_beside_it_as_peft_has_it(
+    accelerator: Accelerator, tmp_path: Path
+) -> None:
+    policy, checkpoint = trained_and_saved(accelerator, a_run(tmp_path, **LORA), tmp_path)
+    merged = AutoModelForCausalLM.from_pretrained(checkpoint / "model")
+    torch.testing.assert_close(merged(IDS).logits, policy(IDS).logits, atol=1e-5, rtol=1e-5)
+    base = AutoModelForCausalLM.from_pretrained(resolve_model("tiny:digits"))
+    assert (base(IDS).logits - policy(IDS).logits).abs().max() > 0.1, "the adapter does something"
+    adapted = PeftModel.from_pretrained(base, checkpoint / "adapter")
+    assert torch.equal(adapted(IDS).logits, policy(IDS).logits)
+    assert adapted.peft_config["default"].base_model_name_or_path == "tiny:digits"
+
+
+def test_a_checkpoint_without_an_export_holds_no_model(accelerator: Accelerator, tmp_path: Path) -> None:
+    _, checkpoint = trained_and_saved(accelerator, a_run(tmp_path, export_model=False, **LORA), tmp_path)
+    assert {path.name for path in checkpoint.iterdir()} >= {"state.json", "adapter.safetensors"}
+    assert not (checkpoint / "model").exists() and not (checkpoint / "adapter").exists()
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[[Path], openai.OpenAI]]:
+    """Start `vllm serve` and return a client of it."""
+    processes = []
+
+    def start(model: Path) -> openai.OpenAI:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+        command = [
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            str(model),
+            "--port",
+            str(port),
+        ]
+        command += ["--host", "127.0.0.1", "--enforce-eager", "--max-model-len", "64"]
+        command += ["--dtype", "float32", "--served-model-name", "it", "--gpu-memory-utilization", "0.1"]
+        with (tmp_path / "log").open("w") as log:
+            processes.append(subprocess.Popen(command, stdout=log, stderr=log))
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+        deadline = time.monotonic() + 200
+        while True:
+            try:
+                client.models.list()
+                return client
+            except openai.APIConnectionError:
+                log_text = (tmp_path / "log").read_text()
+                assert processes[-1].poll() is None and time.monotonic() < deadline, log_text
+                time.sleep(0.5)
+
+    yield start
+    for process in processes:
+        process.terminate()
+        process.wait(60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("learner", [{}, LORA], ids=["full", "lora"])
+def test_vllm_serves_the_model_of_a_checkpoint_with_the_policys_logprobs(
+    accelerator: Accelerator, tmp_path: Path, serve: Callable[[Path], openai.OpenAI], learner: dict[str, Any]
+) -> None:
+    policy, checkpoint = trained_and_saved(accelerator, a_run(tmp_path, **learner), tmp_path)
+    with serve(checkpoint / "model") as client:
+        answer = client.completions.create(model="it", prompt=IDS[0].tolist(), max_tokens=1, echo=True, logprobs=0)
+    expected = policy(IDS).logits[0, :-1].log_softmax(-1).gather(1, IDS[0, 1:, None])[:, 0]
+    assert answer.choices[0].logprobs.token_logprobs[1:-1] == pytest.approx(expected.tolist(), abs=1e-4)

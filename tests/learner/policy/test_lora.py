@@ -1,0 +1,251 @@
+"""LoRA: peft's own merge is the yardstick for what is pushed; whole runs show what is trained, saved and watched."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from learner import leader as parts
+from learner.config import LoraConfig
+from learner.policy.lora import add_adapter, merged_tensors
+from learner.policy.model import load_policy, token_logprobs
+from learner.policy.snapshot import trainable
+from learner.train import train
+from protocol.errors import ConfigError, ParityError
+from protocol.model_files import resolve_model
+from tests.learner.model_engine import tiny_server
+from tests.learner.policy.test_reference import a_batch
+from tests.learner.test_train import make_run, metrics_of, seeded
+from tests.learner.training.test_ranks import LAUNCH, run_ranks
+
+RANK_4 = LoraConfig(rank=4, alpha=6.0)
+LORA: dict[str, Any] = {"lora": {"rank": 4}, "optimizer": {"learning_rate": 5e-3}}
+
+
+def a_model(kind: str) -> PreTrainedModel:
+    if kind == "gpt2":
+        return AutoModelForCausalLM.from_pretrained(resolve_model("tiny:digits"), dtype=torch.float32)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=24, hidden_size=16, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=kind == "llama_tied",
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def with_adapter(kind: str, config: LoraConfig = RANK_4) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A model and the same with an adapter that has been somewhere: B is no longer zero."""
+    base = a_model(kind)
+    policy = copy.deepcopy(base)
+    add_adapter(policy, config, seed=0)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in trainable(policy).values():
+        parameter.data = torch.randn(parameter.shape, generator=generator) / 5
+    return base, policy
+
+
+KINDS = ["gpt2", "llama_tied", "llama_untied"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_pushed_is_what_peft_itself_merges(kind: str) -> None:
+    base, policy = with_adapter(kind)
+    names = [name for name, _ in base.named_parameters()]
+    config = peft.LoraConfig(r=4, lora_alpha=6, target_modules="all-linear", fan_in_fan_out=kind == "gpt2")
+    theirs = peft.get_peft_model(base, config)
+    with torch.no_grad():
+        trained = {name: p for name, p in theirs.named_parameters() if p.requires_grad}
+        assert {f"base_model.model.{name}" for name in trainable(policy)} == trained.keys()
+        for name, parameter in trainable(policy).items():
+            trained[f"base_model.model.{name}"].copy_(parameter)
+    unmerged = {name: parameter.clone() for name, parameter in policy.named_parameters()}
+    pushed = dict(merged_tensors(policy))
+    expected = theirs.merge_and_unload().state_dict()
+    assert list(pushed) == names and not any(tensor.requires_grad for tensor in pushed.values())
+    for name, tensor in pushed.items():
+        torch.testing.assert_close(tensor, expected[name], atol=1e-6, rtol=0)
+    changed = {name for name in names if not torch.equal(pushed[name], unmerged.get(name, pushed[name] * 0))}
+    assert len(changed) == len(trainable(policy)) / 2
+    for name, parameter in policy.named_parameters():
+        assert torch.equal(parameter, unmerged[name])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_with_the_pushed_weights_gives_the_policys_logits(kind: str) -> None:
+    base, policy = with_adapter(kind)
+    ids = torch.arange(3, 15)[None]
+    assert (base(ids).logits - policy(ids).logits).abs().max() > 0.01
+    base.load_state_dict(dict(merged_tensors(policy)), strict=False)
+    torch.testing.assert_close(base(ids).logits, policy(ids).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_the_adapter_starts_as_nothing_and_alone_has_gradients() -> None:
+    base = a_model("gpt2")
+    policy = load_policy(resolve_model("tiny:digits"), gradient_checkpointing=True)
+    add_adapter(policy, RANK_4, seed=0)
+    logprobs_BT, _ = token_logprobs(policy, a_batch(), 1.0)
+    torch.testing.assert_close(logprobs_BT, token_logprobs(base, a_batch(), 1.0)[0], atol=1e-6, rtol=0)
+    logprobs_BT.sum().backward()
+    with_gradient = {name for name, parameter in policy.named_parameters() if parameter.grad is not None}
+    assert with_gradient == trainable(policy).keys() and len(with_gradient) == 16
+    assert any(p.grad.abs().sum() > 0 for p in trainable(policy).values())
+
+
+def test_the_seed_alone_decides_how_the_adapter_starts() -> None:
+    starts = []
+    for seed, drawn_before in ((3, 0), (3, 17), (4, 0)):
+        policy = a_model("gpt2")
+        torch.manual_seed(seed)
+        torch.rand(drawn_before)
+        before = torch.get_rng_state()
+        add_adapter(policy, RANK_4, seed=seed)
+        assert torch.equal(torch.get_rng_state(), before)
+        starts.append(trainable(policy)["transformer.h.1.mlp.c_fc.lora_A.default.weight"])
+    assert torch.equal(starts[0], starts[1]) and not torch.equal(starts[0], starts[2])
+
+
+def test_over_a_bfloat16_base_the_adapter_is_float32_and_so_is_the_sum() -> None:
+    policy = a_model("llama_untied").bfloat16()
+    add_adapter(policy, RANK_4, seed=0)
+    assert {p.dtype for p in trainable(policy).values()} == {torch.float32}
+    name = "model.layers.0.self_attn.q_proj"
+    small = 1e-6 * torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+    trainable(policy)[f"{name}.lora_B.default.weight"].data = small
+    weight = policy.get_submodule(name).base_layer.weight
+    assert weight.dtype == torch.bfloat16
+    a = trainable(policy)[f"{name}.lora_A.default.weight"]
+    pushed = dict(merged_tensors(policy))[f"{name}.weight"]
+    torch.testing.assert_close(pushed, weight.float() + 6.0 / 4 * small @ a, atol=1e-9, rtol=0)
+    assert pushed.dtype == torch.float32 and not torch.equal(pushed, weight.float())
+
+
+def test_named_layers_alone_are_adapted() -> None:
+    policy = a_model("llama_untied")
+    add_adapter(policy, LoraConfig(rank=2, target_modules=("q_proj", "layers.1.mlp.up_proj", "lm_head")), seed=0)
+    layers = {name.partition(".lora_")[0] for name in trainable(policy)}
+    attention = {f"model.layers.{i}.self_attn.q_proj" for i in range(2)}
+    assert layers == {*attention, "model.layers.1.mlp.up_proj", "lm_head"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "target", "expected"),
+    [
+        (
+            "gpt2",
+            "q_proj",
+            r"no linear layer of this model is named 'q_proj'; there are: c_attn, c_fc, c_proj, lm_head",
+        ),
+        ("llama_untied", "proj", "no linear layer of this model is named 'proj'"),
+        ("llama_untied", "embed_tokens", "no linear layer of this model is named 'embed_tokens'"),
+        ("llama_tied", "lm_head", "LM head, whose weight is this model's input embedding too"),
+    ],
+)
+def test_a_target_that_cannot_be_adapted_is_refused(kind: str, target: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        add_adapter(a_model(kind), LoraConfig(rank=2, target_modules=(target,)), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"alpha": 8.0}, r"alpha = 8\.0 does nothing with rank = 0"),
+        ({"target_modules": ["q_proj"]}, r"target_modules = \('q_proj',\) does nothing with rank = 0"),
+        ({"rank": -1}, "rank = -1 must not be negative"),
+        ({"rank": 4, "alpha": 0.0}, r"alpha = 0\.0 must be above 0"),
+        ({"rank": 4, "target_modules": []}, "adapts nothing"),
+        ({"rank": 4, "dropout": 0.1}, "unknown field `dropout`"),
+    ],
+)
+def test_a_lora_section_that_makes_no_sense_is_refused(keys: dict[str, Any], expected: str) -> None:
+    with pytest.raises(msgspec.ValidationError, match=expected):
+        msgspec.convert(keys, LoraConfig)
+
+
+def test_a_run_trains_the_adapter_and_leaves_every_other_weight_bit_for_bit(tmp_path: Path) -> None:
+    with tiny_server() as server:
+        run = make_run(tmp_path, server.endpoint, **LORA, steps=6, parity={"every_steps": 1})
+        train(run, resume=False)
+    adapted = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+    for name, base in a_model("gpt2").named_parameters():
+        assert torch.equal(server.engine.weights[name], base) == (not name.endswith(adapted)), name
+    lines = metrics_of(run)
+    assert len(lines) == 6 and all(line["parity/abs_logprob"] < 1e-5 for line in lines)
+    assert all(line["optim/grad_norm"] > 0 for line in lines[:3])
+
+
+def test_a_run_in_two_parts_ends_with_the_weights_of_one_and_saves_the_adapter_alone(tmp_path: Path) -> None:
+    weights = []
+    for name, step_counts in (("whole", [6]), ("parts", [3, 6])):
+        with tiny_server() as server:
+            for i, steps in enumerate(step_counts):
+                run = make_run(tmp_path / name, server.endpoint, **seeded(), **LORA, steps=steps)
+                train(run, resume=i > 0)
+            weights.append(server.engine.weights)
+    for name, tensor in weights[0].items():
+        assert torch.equal(tensor, weights[1][name]), name
+    checkpoint = tmp_path / "parts" / "run" / "checkpoints" / "step-000006"
+    assert not list(checkpoint.glob("model.*")) and not list(checkpoint.glob("pytorch_model*"))
+    saved = load_file(checkpoint / "adapter.safetensors")
+    assert len(saved) == 16 and all(".lora_" in name for name in saved)
+
+
+def test_a_checkpoint_without_a_part_of_the_adapter_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    with tiny_server() as server:
+        train(make_run(tmp_path, server.endpoint, **LORA, steps=1), resume=False)
+        file = tmp_path / "run" / "checkpoints" / "step-000001" / "adapter.safetensors"
+        saved = load_file(file)
+        saved.pop("transformer.h.0.mlp.c_fc.lora_A.default.weight")
+        save_file(saved, file)
+        with pytest.raises(ConfigError, match=r"another adapter than learner\.lora: they differ in .*h\.0\.mlp\.c_fc"):
+            train(make_run(tmp_path, server.endpoint, **LORA, steps=2), resume=True)
+
+
+def doubled(policy: torch.nn.Module) -> Any:
+    """A merge with the wrong scale: every change counts twice."""
+    base = dict(a_model("gpt2").named_parameters())
+    return ((name, 2 * tensor - base[name].detach()) for name, tensor in merged_tensors(policy))
+
+
+@pytest.mark.parametrize(
+    ("every_steps", "tokens"), [(1, "fixed sequences"), (0, "fresh tokens")], ids=["probe", "fresh tokens"]
+)
+def test_a_merge_with_the_wrong_scale_stops_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every_steps: int, tokens: str
+) -> None:
+    monkeypatch.setattr(parts, "merged_tensors", doubled)
+    with tiny_server() as server, pytest.raises(ParityError, match=f"mean .Δ logprob. of {tokens}"):
+        train(
+            make_run(tmp_path, server.endpoint, **seeded(), **LORA, parity={"every_steps": every_steps}), resume=False
+        )
+
+
+def test_a_merge_with_the_wrong_scale_stops_a_resume_before_its_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tiny_server() as server:
+        train(make_run(tmp_path, server.endpoint, **LORA, steps=2), resume=False)
+        monkeypatch.setattr(parts, "merged_tensors", doubled)
+        with pytest.raises(ParityError, match="fixed sequences"):
+            train(make_run(tmp_path, server.endpoint, **LORA, steps=4), resume=True)
+    metrics = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in metrics] == [1, 2]
+
+
+def test_two_ranks_train_the_adapter_of_one(tmp_path: Path) -> None:
+    one, weights_of_one = run_ranks(tmp_path / "one", ["-m"], **LORA)
+    two, weights_of_two = run_ranks(tmp_path / "two", ["-m", *LAUNCH, "-m"], **LORA, micro_batch_tokens=20)
+    for name in ("loss/policy", "policy/entropy", "reference/kl", "optim/grad_norm"):
+        of_one, of_two = ([line[name] for line in lines if name in line] for lines in (one, two))
+        assert of_two == pytest.approx(of_one, abs=1e-5) and len(of_one) >= 2, name
+    assert one[1]["reference/kl"] > 0.01
+    for name in ("transformer.h.0.attn.c_attn.weight", "transformer.h.1.mlp.c_fc.weight"):
+        torch.testing.assert_close(weights_of_two[name], weights_of_one[name], atol=1e-3, rtol=0)

@@ -1,0 +1,133 @@
+"""When the reference is refreshed: each cadence against versions worked out by hand."""
+
+import msgspec
+import pytest
+
+from learner.config import ReferenceConfig
+from learner.policy.refresh import RefreshState, decide, first_state
+
+ADAPTIVE = {"kind": "adaptive", "kl_threshold": 0.1}
+
+
+def refreshes(settings: dict, steps: list[tuple[float | None, float | None]]) -> list[int]:
+    """The versions at which a reference is refreshed that sees these (KL, reward) step by step; None: none was measured."""
+    config = ReferenceConfig(**settings)
+    state, last, found = first_state(config), 0, []
+    for version, (kl, reward) in enumerate(steps, 1):
+        state = msgspec.json.decode(msgspec.json.encode(state), type=RefreshState)  # as over a resume
+        measured = {"reward/mean": reward, "reference/kl": kl}
+        metrics = {name: value for name, value in measured.items() if value is not None}
+        is_due, state = decide(config, state, version - last, metrics)
+        if is_due:
+            found.append(version)
+            last = version
+    return found
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"kind": "fixed"}, []),
+        ({"kind": "every", "every_steps": 5}, [5, 10, 15, 20]),
+        ({"kind": "every", "every_steps": 1, "growth": 2.0}, [1, 3, 7, 15]),
+        # 2, 3, 4.5, 6.75: rounded down, but grown from what it was
+        ({"kind": "every", "every_steps": 2, "growth": 1.5}, [2, 5, 9, 15]),
+        ({"kind": "every", "every_steps": 2, "growth": 1.5, "max_every_steps": 4}, [2, 5, 9, 13, 17, 21]),
+        ({"kind": "ema", "every_steps": 7, "alpha": 0.1}, [7, 14, 21]),
+        ({"kind": "mixture", "every_steps": 9, "num_snapshots": 2}, [9, 18]),
+    ],
+)
+def test_a_cadence_ignores_what_the_step_measured(settings: dict, expected: list[int]) -> None:
+    assert refreshes(settings, [(9.0, 0.0)] * 21) == expected
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.1, float("nan")])
+def test_without_drift_an_adaptive_reference_stays(kl: float) -> None:
+    assert refreshes(ADAPTIVE, [(kl, 1.0)] * 30) == []
+
+
+def test_drift_must_last_for_the_patience_without_a_break() -> None:
+    kls = [0.2, 0.2, 0.05, 0.2, 0.2, 0.2, 0.2, 0.2, 0.2]
+    steps = [(kl, 1.0) for kl in kls]
+    assert refreshes(ADAPTIVE, steps) == [6, 9]
+    assert refreshes(ADAPTIVE | {"patience": 1}, steps) == [1, 2, 4, 5, 6, 7, 8, 9]
+    assert refreshes(ADAPTIVE | {"patience": 4}, steps) == [7]
+
+
+def test_a_step_that_measured_no_kl_neither_adds_to_the_patience_nor_ends_it() -> None:
+    assert refreshes(ADAPTIVE, [(kl, 1.0) for kl in [0.2, None, None, 0.2, None, 0.2, 0.0, None, 0.2, 0.2]]) == [6]
+
+
+def test_a_step_without_a_scorable_completion_does_not_count_as_lost_reward() -> None:
+    rewards = [1.0, None, None, None, 1.0]
+    assert refreshes(ADAPTIVE | {"patience": 5}, [(0.2, reward) for reward in rewards]) == [5]
+    assert refreshes(ADAPTIVE | {"patience": 2}, [(0.2, None)] * 4) == [2, 4]
+
+
+def test_a_policy_that_lost_reward_becomes_the_reference_only_when_the_average_is_back() -> None:
+    """Averages: 1, 1, 0.9, 0.9, 1.06 (held back at 3 and 4), then 1.054, 1.054, 1.054, 1.0602 (held back at 8)."""
+    rewards = [1.0, 1.0, 0.0, 0.9, 2.5, 1.0, 1.054, 1.054, 1.116]
+    steps = [(0.2, reward) for reward in rewards]
+    assert refreshes(ADAPTIVE, steps) == [5, 9]
+    assert refreshes(ADAPTIVE | {"reward_guard": False}, steps) == [3, 6, 9]
+
+
+def test_the_least_distance_of_adaptive_refreshes_grows() -> None:
+    drifting = [(0.2, 1.0)] * 40
+    settings = ADAPTIVE | {"min_every_steps": 5}
+    assert refreshes(settings, drifting) == [5, 10, 15, 20, 25, 30, 35, 40]
+    assert refreshes(settings | {"growth": 2.0}, drifting) == [5, 15, 35]
+    assert refreshes(settings | {"growth": 2.0, "max_every_steps": 12}, drifting) == [5, 15, 27, 39]
+    late = [(0.2 if version in (18, 19, 20) else 0.0, 1.0) for version in range(1, 41)]
+    assert refreshes(settings, late) == [20]
+
+
+EVERY, EMA = {"kind": "every", "every_steps": 3}, {"kind": "ema", "every_steps": 3, "alpha": 0.5}
+MIXTURE = {"kind": "mixture", "every_steps": 3, "num_snapshots": 2}
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"kind": "every"}, 'kind = "every" needs every_steps'),
+        ({"kind": "ema", "every_steps": 3}, 'kind = "ema" needs alpha'),
+        ({"kind": "adaptive"}, 'kind = "adaptive" needs kl_threshold'),
+        ({"kind": "mixture", "every_steps": 3}, 'kind = "mixture" needs num_snapshots'),
+        ({"kind": "fixed", "every_steps": 3}, 'every_steps = 3 does nothing with kind = "fixed", which uses: device'),
+        ({"kind": "fixed", "reset_optimizer": True}, 'reset_optimizer = True does nothing with kind = "fixed"'),
+        ({"kind": "fixed", "only": "wte"}, "only = 'wte' does nothing with kind = \"fixed\""),
+        ({"reset_optimizer": True}, 'reset_optimizer = True does nothing with kind = "none", which uses: nothing'),
+        ({"device": "cpu"}, "device = 'cpu' does nothing with kind = \"none\""),
+        (EVERY | {"alpha": 0.5}, r'alpha = 0\.5 does nothing with kind = "every"'),
+        (EVERY | {"patience": 5}, 'patience = 5 does nothing with kind = "every"'),
+        (EVERY | {"reward_guard": False}, 'reward_guard = False does nothing with kind = "every"'),
+        (EVERY | {"num_snapshots": 2}, 'num_snapshots = 2 does nothing with kind = "every"'),
+        (EMA | {"growth": 2.0}, r'growth = 2\.0 does nothing with kind = "ema"'),
+        (MIXTURE | {"growth": 2.0}, r'growth = 2\.0 does nothing with kind = "mixture"'),
+        (ADAPTIVE | {"every_steps": 3}, 'every_steps = 3 does nothing with kind = "adaptive".*min_every_steps'),
+        (EVERY | {"every_steps": 0}, "every_steps = 0 must be at least 1"),
+        (EMA | {"alpha": 1.0}, r'alpha = 1\.0 must lie between 0 and 1.*"every"'),
+        (MIXTURE | {"num_snapshots": 1}, "num_snapshots = 1 must be at least 2"),
+        (ADAPTIVE | {"patience": 0}, "patience = 0 must be at least 1"),
+        (ADAPTIVE | {"kl_threshold": 0.0}, r"kl_threshold = 0\.0 must be above 0"),
+        (ADAPTIVE | {"kl_threshold": float("inf")}, 'kl_threshold = inf .*kind = "fixed"'),
+        (EVERY | {"growth": 1.0}, r"growth = 1\.0 must be above 1"),
+        (EVERY | {"growth": float("inf")}, "growth = inf must be .* finite"),
+        (EVERY | {"max_every_steps": 9}, "max_every_steps = 9 does nothing without growth"),
+        (EVERY | {"growth": 2.0, "max_every_steps": 3}, "max_every_steps = 3 must be above every_steps = 3"),
+        (ADAPTIVE | {"growth": 2.0}, r"growth = 2\.0 needs min_every_steps"),
+        (ADAPTIVE | {"min_every_steps": 3}, "min_every_steps never rises above 3 .* patience = 3"),
+        (ADAPTIVE | {"min_every_steps": 1, "growth": 2.0, "max_every_steps": 2}, "never rises above 2"),
+        (EVERY | {"every_steps": 1, "reset_optimizer": True}, "the moments would never outlive a step"),
+        (EVERY | {"only": "h.(0"}, r"only = 'h\.\(0' is no regular expression: .*position"),
+        (EVERY | {"device": "gpu"}, "device = 'gpu' must be"),
+    ],
+)
+def test_what_does_nothing_or_contradicts_itself_is_refused(settings: dict, expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        ReferenceConfig(**settings)
+
+
+def test_a_growing_interval_may_begin_below_the_patience() -> None:
+    assert ReferenceConfig(**ADAPTIVE, min_every_steps=1, growth=2.0).growth == 2.0
+    assert ReferenceConfig(**EVERY | {"every_steps": 1, "growth": 2.0}, reset_optimizer=True).reset_optimizer

@@ -1,0 +1,55 @@
+"""The reference of a policy that two ranks share is the reference of the whole policy, and so is its checkpoint."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+
+from tests.learner.policy.sharded_reference import follow, load, move, note, odd_policy, save
+from tests.learner.policy.test_reference import KINDS
+from tests.learner.training.test_ranks import LAUNCH, ROOT
+
+
+@pytest.fixture
+def accelerator():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield Accelerator(cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_two_ranks_have_the_reference_of_one_and_read_each_others_checkpoints(
+    accelerator: Accelerator, tmp_path: Path
+) -> None:
+    expected: dict[str, torch.Tensor] = {}
+    policies = {kind: odd_policy() for kind in KINDS}
+    for kind, policy in policies.items():
+        reference = follow(kind, policy, accelerator, expected)
+        save(reference, policy, tmp_path / "one" / kind, is_writer=True)
+        move(policy, step=99)
+        note(f"{kind}-of-one", reference, policy, expected)
+        note(f"{kind}-of-two", reference, policy, expected)
+
+    command = [sys.executable, "-m", *LAUNCH, "-m", "tests.learner.policy.sharded_reference", str(tmp_path)]
+    on_cpu = os.environ | {"ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=on_cpu)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    found = load_file(tmp_path / "found.safetensors")
+    assert found.keys() == expected.keys() and len(found) == 2 * 8 * len(KINDS)
+    for name, logprobs_BT in expected.items():
+        torch.testing.assert_close(found[name], logprobs_BT, atol=1e-5, rtol=0)
+    for kind, policy in policies.items():
+        whole, of_two = load_file(tmp_path / "one" / kind / "reference-0.safetensors"), {}
+        of_two = load_file(tmp_path / "two" / kind / "reference-0.safetensors")
+        assert whole.keys() == of_two.keys() and not any(".h.0." in name for name in whole)
+        for name, tensor in whole.items():
+            torch.testing.assert_close(of_two[name], tensor, atol=1e-6, rtol=0)
+        note(kind, load(kind, policy, accelerator, tmp_path / "two" / kind), policy, again := {})
+        for i, logprobs_BT in enumerate(again.values()):
+            torch.testing.assert_close(logprobs_BT, expected[f"{kind}-of-two-{i}"], atol=1e-5, rtol=0)

@@ -1,0 +1,116 @@
+"""The curriculum: who is asked how often, and that nothing but seed, position and pass rates decides it."""
+
+import msgspec
+import pytest
+
+from learner.config import CurriculumConfig, DataConfig
+from learner.policy.model import load_tokenizer
+from learner.prompts.curriculum import Curriculum
+from learner.prompts.prompts import Prompts
+from protocol.errors import DataError, RewardError
+from protocol.model_files import resolve_model
+
+NUM_PROMPTS = 6
+EASY, HARD, NORMAL, UNSEEN = 0, 1, 2, 3
+
+
+@pytest.fixture(scope="module")
+def prompts() -> Prompts:
+    data = DataConfig(task="reverse", num_digits=2, num_prompts=NUM_PROMPTS)
+    return Prompts(data, load_tokenizer(resolve_model("tiny:digits")), 0)
+
+
+def curriculum(prompts: Prompts, next_position: int = 0, **config) -> Curriculum:
+    made = Curriculum(CurriculumConfig(kind="pass_rate", **config), "right", prompts, 7, next_position)
+    for slot, (prompt_id, rewards) in enumerate([(EASY, [1.0, 1.0]), (HARD, [0.0, 0.0]), (NORMAL, [0.0, 1.0])]):
+        made.note(slot, prompt_id, {"right": rewards, "other": [5.0, 5.0]})
+    made.count(3)
+    return made
+
+
+def asked(prompts: Prompts, made: Curriculum, num_slots: int) -> list[int]:
+    return [prompts.row_at(made.ask()) for _ in range(num_slots)]
+
+
+def test_without_a_curriculum_a_slot_asks_the_position_of_its_own_number(prompts: Prompts) -> None:
+    made = Curriculum(CurriculumConfig(), "right", prompts, 7, 0)
+    made.note(0, 1, {"right": [9.0, 9.0]})
+    made.count(1)
+    assert [made.ask() for _ in range(20)] == list(range(20)) and made.metrics(20) == {}
+
+
+def test_easy_and_hard_prompts_are_asked_in_their_share_of_the_epochs_and_all_others_in_each(prompts: Prompts) -> None:
+    made = curriculum(prompts, easy_weight=0.1, hard_weight=0.5)
+    rows = asked(prompts, made, 4000)
+    num_epochs = made.next_position / NUM_PROMPTS
+    share = {row: rows.count(row) / num_epochs for row in range(NUM_PROMPTS)}
+    assert share[EASY] == pytest.approx(0.1, abs=0.03) and share[HARD] == pytest.approx(0.5, abs=0.05)
+    assert all(share[row] == pytest.approx(1, abs=0.01) for row in (NORMAL, UNSEEN, 4, 5))
+    skipped = made.next_position - 4000
+    assert made.metrics(4000) == {"curriculum/skipped": skipped, "curriculum/easy": 1, "curriculum/hard": 1}
+
+
+def test_what_is_asked_depends_on_position_and_pass_rates_alone(prompts: Prompts) -> None:
+    whole = curriculum(prompts)
+    positions = [whole.ask() for _ in range(200)]
+    resumed = curriculum(prompts, next_position=positions[99] + 1)
+    assert [resumed.ask() for _ in range(100)] == positions[100:]
+
+
+def test_prompts_at_or_beyond_a_gate_are_not_asked_again(prompts: Prompts) -> None:
+    rows = asked(prompts, curriculum(prompts, drop_above=1.0, drop_below=0.0), 500)
+    assert {EASY, HARD}.isdisjoint(rows) and {NORMAL, UNSEEN, 4, 5} == set(rows)
+
+
+def test_an_epoch_in_which_nothing_may_be_asked_ends_the_run_with_the_reason(prompts: Prompts) -> None:
+    made = curriculum(prompts, drop_above=0.8, drop_below=0.2, decay=0.0)
+    for slot, prompt_id in enumerate(range(NUM_PROMPTS), start=3):
+        made.note(slot, prompt_id, {"right": [float(prompt_id % 2)]})
+    made.count(3 + NUM_PROMPTS)
+    with pytest.raises(DataError, match="skipped a whole data epoch: of 6 prompts 3 are too easy and 3 too hard"):
+        made.ask()
+
+
+def test_bad_luck_in_the_draw_is_no_reason_to_end(prompts: Prompts) -> None:
+    made = curriculum(prompts, easy_weight=0.01)
+    for slot, prompt_id in enumerate(range(NUM_PROMPTS), start=3):
+        made.note(slot, prompt_id, {"right": [1.0]})
+        made.note(slot + NUM_PROMPTS, prompt_id, {"right": [1.0]})
+        made.note(slot + 2 * NUM_PROMPTS, prompt_id, {"right": [1.0]})
+    made.count(100)
+    positions = [made.ask() for _ in range(20)]
+    assert positions[-1] > 20 * NUM_PROMPTS, "whole epochs went by without a prompt"
+
+
+def test_pass_rates_are_moving_averages_in_slot_order_whatever_order_they_were_scored_in(prompts: Prompts) -> None:
+    made = Curriculum(CurriculumConfig(kind="pass_rate", decay=0.75), "right", prompts, 7, 0)
+    for slot, rewards in ((4, [0.0, None]), (0, [1.0, 0.5]), (2, [1.0, 1.0]), (9, [0.0]), (3, [None, None])):
+        made.note(slot, 5, {"right": rewards})
+    made.count(5)
+    expected = 0.75 * (0.75 * 0.75 + 0.25 * 1.0) + 0.25 * 0.0
+    assert made._pass_rates == {5: pytest.approx(expected)}
+    made.count(10)
+    assert made._pass_rates == {5: pytest.approx(0.75 * expected)}
+
+
+def test_a_function_whose_mean_is_no_pass_rate_is_named(prompts: Prompts) -> None:
+    with pytest.raises(RewardError, match=r"function right has a mean of 1\.5 .*slot 8.*learner\.curriculum\.reward"):
+        curriculum(prompts).note(8, 0, {"right": [1.0, 2.0]})
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"decay": 0.1}, r'decay = 0\.1 does nothing with kind = "none"'),
+        ({"reward": "right"}, "reward = 'right' does nothing"),
+        ({"kind": "pass_rate", "easy_above": 0.2}, r"hard_below = 0\.25, easy_above = 0\.2"),
+        ({"kind": "pass_rate", "easy_weight": 0.001}, r"easy_weight = 0\.001 must be 0, or from 0\.01 to 1"),
+        ({"kind": "pass_rate", "drop_above": 0.7}, r"drop_above = 0\.7 must lie above easy_above = 0\.75"),
+        ({"kind": "pass_rate", "drop_below": 0.25}, r"drop_below = 0\.25 must .*below hard_below"),
+        ({"kind": "pass_rate", "decay": 1.0}, r"decay = 1\.0 must be at least 0 and below 1"),
+        ({"kind": "pass_rate", "easy_weight": 1, "hard_weight": 1}, "asks every prompt as"),
+    ],
+)
+def test_a_curriculum_that_does_nothing_or_contradicts_itself_is_refused(config: dict, reason: str) -> None:
+    with pytest.raises(msgspec.ValidationError, match=reason):
+        msgspec.convert(config, CurriculumConfig)

@@ -1,0 +1,242 @@
+"""Prompts: every source, plain and conversational, each exactly once per data epoch, and errors that say what to do."""
+
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from learner.config import DataConfig
+from learner.prompts.prompts import Prompts
+from protocol.errors import ConfigError, DataError
+from protocol.model_files import resolve_model
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'system' %}={{ message['content'] }}={% else %}"
+    "+{{ message['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    from transformers import AutoTokenizer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLIPSTREAM_HOME", str(tmp_path_factory.mktemp("home")))
+        tokenizer = AutoTokenizer.from_pretrained(resolve_model("tiny:digits"))
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return str(path)
+
+
+def save_dataset(path, rows):
+    import datasets
+
+    datasets.Dataset.from_list(rows).save_to_disk(str(path))
+    return str(path)
+
+
+def all_of(prompts):
+    return sorted((prompts.prompt_at(slot) for slot in range(len(prompts))), key=lambda prompt: prompt.prompt_id)
+
+
+# --- order -------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(num_prompts=st.integers(1, 40), seed=st.integers(-5, 2**40), epoch=st.integers(0, 1000), shuffle=st.booleans())
+def test_every_epoch_holds_each_prompt_exactly_once(tokenizer, num_prompts, seed, epoch, shuffle):
+    prompts = Prompts(DataConfig(task="reverse", num_prompts=num_prompts, shuffle=shuffle), tokenizer, seed)
+    slots = range(epoch * num_prompts, (epoch + 1) * num_prompts)
+    rows = [prompts.prompt_at(slot).prompt_id for slot in slots]
+    assert sorted(rows) == list(range(num_prompts))
+    assert {prompts.epoch_of(slot) for slot in slots} == {epoch}
+    if not shuffle:
+        assert rows == list(range(num_prompts))
+
+
+def test_a_slot_holds_the_same_prompt_in_another_process_and_out_of_order(tokenizer):
+    config = DataConfig(task="reverse", num_prompts=20)
+    first, second = Prompts(config, tokenizer, 7), Prompts(config, tokenizer, 7)
+    slots = [55, 3, 41, 0, 19, 20]
+    assert [first.prompt_at(slot) for slot in range(60)][55] == second.prompt_at(55)
+    assert [first.prompt_at(slot) for slot in slots] == [second.prompt_at(slot) for slot in slots]
+
+
+def test_the_order_differs_between_epochs_and_seeds(tokenizer):
+    config = DataConfig(path=None, task="reverse", num_prompts=50)
+
+    def order(seed, epoch):
+        prompts = Prompts(config, tokenizer, seed)
+        return [prompts.prompt_at(epoch * 50 + position).prompt_id for position in range(50)]
+
+    assert order(0, 0) != order(0, 1)
+    assert order(0, 0) != order(1, 0)
+
+
+# --- sources -----------------------------------------------------------------------------------------------------
+
+
+def test_a_task_gives_prompts_with_their_columns(tokenizer):
+    prompt = Prompts(DataConfig(task="reverse", num_prompts=5, num_digits=4), tokenizer, 0).prompt_at(2)
+    assert isinstance(prompt.prompt, str)
+    assert prompt.columns == {"answer": prompt.prompt[-2::-1]}
+    assert tokenizer.decode(prompt.token_ids) == prompt.prompt
+
+
+def test_jsonl_and_a_dataset_on_disk_give_the_same_prompts(tokenizer, tmp_path):
+    rows = [{"question": f"{i}+{i}=", "answer": str(2 * i), "level": i} for i in range(6)]
+    from_file = DataConfig(path=write_jsonl(tmp_path / "a.jsonl", rows), prompt_column="question")
+    from_disk = DataConfig(dataset=save_dataset(tmp_path / "saved", rows), prompt_column="question")
+    prompts = all_of(Prompts(from_file, tokenizer, 0))
+    assert prompts == all_of(Prompts(from_disk, tokenizer, 0))
+    assert prompts[3].columns == {"answer": "6", "level": 3}
+    assert tokenizer.decode(prompts[3].token_ids) == "3+3="
+
+
+def test_a_split_of_a_saved_dataset_dict_and_a_directory_of_data_files_can_be_named(tokenizer, tmp_path):
+    import datasets
+
+    splits = {"train": [{"prompt": "1"}], "test": [{"prompt": "2"}, {"prompt": "3"}]}
+    saved = datasets.DatasetDict({name: datasets.Dataset.from_list(rows) for name, rows in splits.items()})
+    saved.save_to_disk(str(tmp_path / "saved"))
+    config = DataConfig(dataset=str(tmp_path / "saved"), split="test")
+    assert [prompt.prompt for prompt in all_of(Prompts(config, tokenizer, 0))] == ["2", "3"]
+    with pytest.raises(DataError, match=r"no split 'dev'; its splits are: train, test"):
+        Prompts(DataConfig(dataset=str(tmp_path / "saved"), split="dev"), tokenizer, 0)
+
+    (tmp_path / "files").mkdir()
+    write_jsonl(tmp_path / "files" / "train.jsonl", splits["test"])
+    assert len(Prompts(DataConfig(dataset=str(tmp_path / "files")), tokenizer, 0)) == 2
+
+
+def test_a_number_of_prompts_takes_the_first(tokenizer, tmp_path):
+    rows = [{"prompt": str(i)} for i in range(6)]
+    for source in (
+        {"path": write_jsonl(tmp_path / "a.jsonl", rows)},
+        {"dataset": save_dataset(tmp_path / "saved", rows)},
+    ):
+        prompts = all_of(Prompts(DataConfig(**source, num_prompts=2), tokenizer, 0))
+        assert [prompt.prompt for prompt in prompts] == ["0", "1"]
+        with pytest.raises(DataError, match=r"num_prompts = 9, but .* holds 6 prompts"):
+            Prompts(DataConfig(**source, num_prompts=9), tokenizer, 0)
+
+
+def test_a_line_separator_inside_a_text_does_not_split_a_line(tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1", "note": "a\u2028b\x85c"}])
+    assert Prompts(DataConfig(path=path), tokenizer, 0).prompt_at(0).columns == {"note": "a\u2028b\x85c"}
+
+
+# --- conversations -----------------------------------------------------------------------------------------------
+
+
+def test_a_conversation_goes_through_the_chat_template(tokenizer, tmp_path):
+    messages = [{"role": "user", "content": "1+1"}]
+    for source in (
+        {"path": write_jsonl(tmp_path / "a.jsonl", [{"prompt": messages}])},
+        {"dataset": save_dataset(tmp_path / "saved", [{"prompt": messages}])},
+    ):
+        prompt = Prompts(DataConfig(**source), tokenizer, 0).prompt_at(0)
+        assert prompt.prompt == messages
+        assert all(type(token_id) is int for token_id in prompt.token_ids)
+        assert tokenizer.decode(prompt.token_ids) == "+1+1>"
+
+
+def test_a_system_prompt_makes_a_conversation_of_a_plain_prompt(tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1+1"}])
+    prompt = Prompts(DataConfig(path=path, system_prompt="42"), tokenizer, 0).prompt_at(0)
+    assert prompt.prompt == [{"role": "system", "content": "42"}, {"role": "user", "content": "1+1"}]
+    assert tokenizer.decode(prompt.token_ids) == "=42=+1+1>"
+    bare = Prompts(DataConfig(path=path, system_prompt=""), tokenizer, 0).prompt_at(0)
+    assert tokenizer.decode(bare.token_ids) == "+1+1>"
+
+
+def test_a_system_message_in_the_data_wins(tokenizer, tmp_path):
+    messages = [{"role": "system", "content": "7"}, {"role": "user", "content": "1"}]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": messages}])
+    prompt = Prompts(DataConfig(path=path, system_prompt="42"), tokenizer, 0).prompt_at(0)
+    assert tokenizer.decode(prompt.token_ids) == "=7=+1>"
+
+
+def test_a_missing_chat_template_is_an_error_with_a_remedy(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1"}])
+    with pytest.raises(DataError, match="has no chat template; use an instruct model"):
+        Prompts(DataConfig(path=path, system_prompt="42"), tokenizer, 0)
+
+
+def test_a_template_that_refuses_a_conversation_names_its_row(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('roles must alternate') }}")
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": [{"role": "user", "content": "1"}]}])
+    with pytest.raises(DataError, match=r"row 0 of .* does not go through the chat template: roles must alternate"):
+        Prompts(DataConfig(path=path), tokenizer, 0)
+
+
+# --- errors ------------------------------------------------------------------------------------------------------
+
+
+def test_exactly_one_source_must_be_named():
+    with pytest.raises(ConfigError, match=r"none of learner.data.task"):
+        DataConfig()
+    with pytest.raises(ConfigError, match=r"learner.data.task = 'reverse', learner.data.path = 'a.jsonl' came"):
+        DataConfig(task="reverse", path="a.jsonl")
+
+
+def test_a_number_below_one_names_its_key():
+    with pytest.raises(ConfigError, match=r"learner.data.num_prompts = 0 must be at least 1"):
+        DataConfig(task="reverse", num_prompts=0)
+
+
+def test_a_prompt_that_is_too_long_names_row_length_limit_and_remedy(tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1"}, {"prompt": "12345"}])
+    assert len(Prompts(DataConfig(path=path, max_prompt_tokens=5), tokenizer, 0)) == 2
+    with pytest.raises(DataError, match=r"row 1 of .*a.jsonl has 5 tokens, the limit is 4; raise server.max_model_len"):
+        Prompts(DataConfig(path=path, max_prompt_tokens=4), tokenizer, 0)
+
+
+def test_a_missing_column_names_the_columns_there_are(tokenizer, tmp_path):
+    rows = [{"question": "1", "answer": "2"}]
+    for source in (
+        {"path": write_jsonl(tmp_path / "a.jsonl", rows)},
+        {"dataset": save_dataset(tmp_path / "saved", rows)},
+    ):
+        with pytest.raises(
+            DataError, match=r"no column 'prompt'; its columns are: question, answer. Set .*prompt_column"
+        ):
+            Prompts(DataConfig(**source), tokenizer, 0)
+
+
+def test_a_bad_line_names_file_and_line(tokenizer, tmp_path):
+    path = tmp_path / "a.jsonl"
+    for line, problem in (
+        ('{"prompt": 1', "is not valid JSON"),
+        ("[1]", "holds a JSON list"),
+        ('{"x": 1}', "no column"),
+    ):
+        path.write_text('{"prompt": "1"}\n\n' + line + "\n")
+        with pytest.raises(DataError, match=rf"a.jsonl:3 .*{problem}"):
+            Prompts(DataConfig(path=str(path)), tokenizer, 0)
+
+
+@pytest.mark.parametrize("prompt", [17, "", [], [{"role": "user"}], None])
+def test_a_prompt_of_the_wrong_kind_names_its_row(tokenizer, tmp_path, prompt):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1"}, {"prompt": prompt}])
+    with pytest.raises(DataError, match=r"row 1 of .* expected a text or a list of messages"):
+        Prompts(DataConfig(path=path), tokenizer, 0)
+
+
+def test_empty_data_is_an_error(tokenizer, tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n")
+    with pytest.raises(DataError, match="holds no prompts"):
+        Prompts(DataConfig(path=str(tmp_path / "a.jsonl")), tokenizer, 0)
+
+
+def test_a_file_or_dataset_that_is_not_there_is_an_error(tokenizer, tmp_path, monkeypatch):
+    with pytest.raises(DataError, match=r"learner.data.path = .*none.jsonl' cannot be read"):
+        Prompts(DataConfig(path=str(tmp_path / "none.jsonl")), tokenizer, 0)
+    with pytest.raises(DataError, match=r"learner.data.dataset = .*none' .*cannot be loaded"):
+        Prompts(DataConfig(dataset=str(tmp_path / "none")), tokenizer, 0)

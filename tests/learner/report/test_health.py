@@ -1,0 +1,43 @@
+"""Signs of off-policy trouble: said when they appear, said once, and silent in a healthy run."""
+
+import logging
+
+import pytest
+
+from learner.report.health import Health, unhealthy
+
+HEALTHY = {
+    "policy/ratio_mean": 1.01,
+    "policy/ess": 0.97,
+    "policy/mismatch_kl": 0.002,
+    "loss/clipped_frac": 0.03,
+    "loss/kept_frac": 0.98,
+} | {f"loss/kept_frac_length_q{q}": 0.97 for q in range(1, 5)}
+
+
+def test_a_healthy_step_and_one_without_tokens_show_nothing() -> None:
+    assert unhealthy(HEALTHY) == {} and unhealthy({"loss/policy": 0.0}) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("policy/ratio_mean", 0.4, "0.40, outside 0.5 to 2"),
+        ("policy/ratio_mean", 2.5, "2.50, outside 0.5 to 2"),
+        ("policy/ess", 0.25, "25% of the tokens, below 30 %"),
+        ("policy/mismatch_kl", 0.3, "0.30 nats per token"),
+        ("loss/clipped_frac", 0.3, "30% of the tokens are clipped"),
+        ("loss/kept_frac_length_q4", 0.4, "97%, 97%, 97%, 40%"),
+    ],
+)
+def test_each_bound_names_its_number(name: str, value: float, expected: str) -> None:
+    (sign,) = unhealthy(HEALTHY | {name: value}).values()
+    assert expected in sign
+
+
+def test_a_lasting_sign_is_said_once_and_again_when_it_comes_back(caplog: pytest.LogCaptureFixture) -> None:
+    health = Health()
+    with caplog.at_level(logging.WARNING):
+        for step, ess in enumerate([0.9, 0.2, 0.1, 0.9, 0.2], start=1):
+            health.watch(step, HEALTHY | {"policy/ess": ess})
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["step 2", "step 5"]

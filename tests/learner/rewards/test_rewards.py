@@ -1,0 +1,299 @@
+"""Reward functions in their workers: called as TRL calls them, checked, killed when late, never silently zero."""
+
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from learner.config import RewardConfig
+from learner.prompts.prompts import Prompt
+from learner.rewards.builtin import exact_match, math_equivalence, share_right, think_format
+from learner.rewards.workers import GroupRewards, RewardWorkers
+from protocol.errors import ConfigError, RewardError
+
+USER = "tests.learner.rewards.user_rewards"
+USER_FILE = Path(__file__).parent / "user_rewards.py"
+DEADLINE_S = 30
+
+
+def prompt(text="21>", **columns):
+    return Prompt(prompt_id=0, prompt=text, token_ids=[1, 2], columns=columns)
+
+
+def score(functions, completions, the_prompt=None, **config):
+    with RewardWorkers(RewardConfig(functions=tuple(functions), **config)) as workers:
+        ids = [[7 + i] for i in range(len(completions))]
+        return workers.submit(the_prompt or prompt(answer="12"), completions, ids).result(DEADLINE_S)
+
+
+def test_the_four_functions_of_the_course_page_run_unchanged():
+    names = ["reward_func", "reward_len", "format_reward", "problem_reward"]
+    completions = [
+        "<think>two and two make four, surely</think> <answer>4</answer>",
+        "<think>hm</think><answer>5</answer>",
+        "exactly twenty chars",
+    ]
+    result = score([f"{USER}:{name}" for name in names], completions, prompt("2+2=", answers="4"))
+    assert result.by_function == {
+        "reward_func": [63.0, 35.0, 20.0],
+        "reward_len": [-43.0, -15.0, 0.0],
+        "format_reward": [1.0, 0.5, 0.0],
+        "problem_reward": [1.0, 0.0, 0.0],
+    }
+    assert result.rewards == [22.0, 20.5, 20.0]
+
+
+def test_a_function_may_be_named_by_its_file():
+    assert score([f"{USER_FILE}:reward_len"], ["a" * 19]).rewards == [-1.0]
+
+
+def test_a_module_in_the_working_directory_is_found(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards_here.py").write_text("def f(completions, **kwargs):\n    return [3 for _ in completions]\n")
+    monkeypatch.chdir(tmp_path)
+    assert score(["my_rewards_here:f"], ["a", "b"]).rewards == [3.0, 3.0]
+
+
+def test_a_conversation_comes_as_trl_passes_it():
+    conversation = prompt([{"role": "user", "content": "2+2"}], answer="4", level=1)
+    result = score([f"{USER}:sees_what_trl_passes", f"{USER}:asynchronous"], ["4", "5"], conversation)
+    assert result.rewards == [2.0, 1.0]
+
+
+def test_workers_import_nothing_heavy():
+    assert score([f"{USER}:loads_torch"], ["a"]).rewards == [0.0]
+
+
+def test_rewards_are_weighted_and_none_is_left_out():
+    result = score([f"{USER}:first_only", "exact_match"], ["12", "12", "13"], weights=(0.5, 3.0))
+    assert result.rewards == [4.0, 3.0, 0.0]
+
+
+def test_a_completion_that_no_weighted_function_scored_has_no_reward():
+    result = score([f"{USER}:first_only", "exact_match"], ["12", "12"], weights=(1.0, 0.0))
+    assert result.rewards == [2.0, None]
+    assert result.by_function["exact_match"] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "came"),
+    [
+        ("raises", "raised ZeroDivisionError: 'division by zero'"),
+        ("returns_one", "returned 1 rewards, [1.0], expected a list of 3"),
+        ("returns_text", "returned ['good', 'good', 'good'] ('good' is not a number)"),
+        ("returns_nan", "returned [nan, nan, nan] (nan is not finite)"),
+        ("returns_nothing", "returned None"),
+        ("exits", "raised SystemExit"),
+        ("dies", "ended its process with exit code 7"),
+        ("closes_its_pipe", "closed the pipe of its process"),
+        ("is_always_killed", "lost its process to signal 9 (Killed)"),
+        ("problem_reward", "raised TypeError: \"problem_reward() missing 1 required positional argument: 'answers'"),
+    ],
+)
+def test_a_function_that_breaks_its_contract_is_failed_and_named(name, came):
+    result = score([f"{USER}:{name}", "exact_match"], ["12", "1", "2"])
+    broken, fine = result.functions
+    assert (broken.outcome, broken.rewards, fine.outcome) == ("failed", [None] * 3, "ok")
+    assert result.rewards == [1.0, 0.0, 0.0]
+    assert broken.message is not None and broken.message.startswith(f"reward function {name} {came}")
+    for part in ("3 completions of prompt '21>', the first of them '12'", "; "):
+        assert part in broken.message
+    assert not result.is_unscorable
+
+
+@pytest.mark.parametrize("name", ["spins", "sleeps"])
+def test_a_function_that_never_returns_is_killed_in_time(name):
+    start = time.monotonic()
+    result = score([f"{USER}:{name}"], ["12", "1"], timeout_s=0.5)
+    assert time.monotonic() - start < 10
+    assert (result.functions[0].outcome, result.rewards, result.is_unscorable) == ("timed_out", [None, None], True)
+    assert re.search(
+        rf"{name} did not return within 0.5 s .* raise learner.reward.timeout_s", result.functions[0].message
+    )
+
+
+def test_the_workers_go_on_after_a_kill():
+    with RewardWorkers(RewardConfig(functions=(f"{USER}:slow_if_told",), timeout_s=0.5)) as workers:
+        futures = [workers.submit(prompt(seconds=s), ["a"], [[1]]) for s in (0, 1000, 0, 0)]
+        outcomes = [future.result(DEADLINE_S).functions[0].outcome for future in futures]
+    assert outcomes == ["ok", "timed_out", "ok", "ok"]
+
+
+def processes():
+    return [child.pid for child in multiprocessing.active_children() if child.name == "reward process" and child.pid]
+
+
+def test_a_process_that_is_killed_from_outside_costs_nothing():
+    with RewardWorkers(RewardConfig(functions=(f"{USER}:slow_if_told",), num_workers=2)) as workers:
+        futures = [workers.submit(prompt(seconds=0.05), ["a"], [[1]]) for _ in range(40)]
+        for pid in processes():  # busy
+            os.kill(pid, signal.SIGKILL)
+        assert [future.result(DEADLINE_S).rewards for future in futures] == [[0.0]] * 40
+        for pid in processes():  # idle
+            os.kill(pid, signal.SIGKILL)
+        assert workers.submit(prompt(seconds=0), ["a"], [[1]]).result(DEADLINE_S).rewards == [0.0]
+
+
+def test_a_process_that_is_stopped_is_killed_in_time_however_large_the_group():
+    with RewardWorkers(RewardConfig(functions=("exact_match",), timeout_s=0.5)) as workers:
+        for text in ("1", "1" * 5_000_000):
+            (pid,) = processes()
+            os.kill(pid, signal.SIGSTOP)
+            assert (
+                workers.submit(prompt(answer="1"), [text], [[1]]).result(DEADLINE_S).functions[0].outcome == "timed_out"
+            )
+            assert workers.submit(prompt(answer="1"), ["1"], [[1]]).result(DEADLINE_S).rewards == [1.0]
+
+
+def test_a_function_that_takes_too_much_memory_is_killed_and_says_so_even_if_it_catches_everything():
+    with RewardWorkers(RewardConfig(functions=(f"{USER}:takes_mib",), max_memory_mib=150)) as workers:
+        futures = [workers.submit(prompt(mib=mib), ["a"], [[1]]) for mib in (10, 10_000, 10)]
+        results = [future.result(DEADLINE_S).functions[0] for future in futures]
+    assert [result.outcome for result in results] == ["ok", "failed", "ok"]
+    assert "takes_mib used more than 150 MiB of memory and was killed" in results[1].message
+    assert "learner.reward.max_memory_mib" in results[1].message
+
+
+def test_a_module_that_takes_too_much_memory_is_an_error_at_the_start(tmp_path):
+    (tmp_path / "large.py").write_text("import time\nx = bytearray(b'x') * (10_000 << 20)\ntime.sleep(9)\n")
+    with pytest.raises(RewardError, match=r"imported.*large\.py:f\) used more than 150 MiB"):
+        RewardWorkers(RewardConfig(functions=(f"{tmp_path}/large.py:f",), max_memory_mib=150))
+
+
+@pytest.mark.parametrize(("limit", "num_processes"), [(None, 1), (2, 3)])
+def test_processes_are_replaced_after_so_many_calls(limit, num_processes):
+    with RewardWorkers(RewardConfig(functions=(f"{USER}:its_process",), calls_per_worker=limit)) as workers:
+        pids = [workers.submit(prompt(), ["a"], [[1]]).result(DEADLINE_S).rewards[0] for _ in range(5)]
+    assert len(set(pids)) == num_processes
+    assert not processes()
+
+
+def test_what_a_function_started_ends_with_it(tmp_path):
+    result = score([f"{USER}:starts_a_program"], ["a"], prompt(pid_file=str(tmp_path / "pid")), timeout_s=1)
+    assert result.functions[0].outcome == "timed_out"
+    wait_until_gone([int((tmp_path / "pid").read_text())])
+
+
+def test_close_ends_what_is_waiting():
+    workers = RewardWorkers(RewardConfig(functions=(f"{USER}:sleeps",), timeout_s=1000))
+    futures = [workers.submit(prompt(), ["a"], [[1]]) for _ in range(2)]
+    start = time.monotonic()
+    workers.close()
+    assert time.monotonic() - start < 10
+    for future in futures:
+        with pytest.raises(RewardError, match="closed"):
+            future.result(DEADLINE_S)
+    with pytest.raises(RewardError, match="closed"):
+        workers.submit(prompt(), ["a"], [[1]])
+
+
+def test_workers_end_with_their_parent_in_the_midst_of_a_call(tmp_path):
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import multiprocessing, time\n"
+        "from learner.prompts.prompts import Prompt\n"
+        "from learner.config import RewardConfig\n"
+        "from learner.rewards.workers import RewardWorkers\n"
+        "if __name__ == '__main__':\n"
+        f"    workers = RewardWorkers(RewardConfig(functions=({f'{USER}:spins'!r},), timeout_s=1000))\n"
+        "    workers.submit(Prompt(prompt_id=0, prompt='a', token_ids=[1], columns={}), ['a'], [[1]])\n"
+        "    time.sleep(0.5)\n"
+        "    print(*[c.pid for c in multiprocessing.active_children()], flush=True)\n"
+        "    time.sleep(1000)\n"
+    )
+    root = Path(__file__).parents[3]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, cwd=root, env=environment) as parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        parent.kill()
+    assert pids
+    wait_until_gone(pids)
+
+
+def wait_until_gone(pids):
+    deadline = time.monotonic() + DEADLINE_S
+    while any(Path(f"/proc/{pid}").exists() and not is_zombie(pid) for pid in pids):
+        assert time.monotonic() < deadline, f"{pids} outlived what started them"
+        time.sleep(0.05)
+
+
+def is_zombie(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("spec", "parts"),
+    [
+        ("exact_mach", ["'exact_mach' is not built in", "exact_match", "module:function"]),
+        ("no_such_module:f", ["no_such_module", "ModuleNotFoundError"]),
+        ("no/such/file.py:f", ["no/such/file.py", "FileNotFoundError"]),
+        (f"{USER}:no_such", ["holds nothing under the name 'no_such'"]),
+        (f"{USER}:not_callable", ["holds a value of type int"]),
+        (f"{USER}:takes_no_kwargs", ["takes (completions) but not prompts, completion_ids", "**kwargs"]),
+    ],
+)
+def test_a_function_that_cannot_be_loaded_is_an_error_at_the_start(spec, parts):
+    with pytest.raises(RewardError) as error:
+        RewardWorkers(RewardConfig(functions=("exact_match", spec)))
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_a_module_that_ends_the_process_on_import_is_an_error_at_the_start(tmp_path):
+    (tmp_path / "ends.py").write_text("import os\nos._exit(3)\n")
+    with pytest.raises(RewardError, match=r"a process that imported .* ended its process with exit code 3"):
+        RewardWorkers(RewardConfig(functions=(f"{tmp_path}/ends.py:f",)))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"functions": ()},
+        {"functions": ("exact_match", "exact_match")},
+        {"functions": ("exact_match",), "weights": (1.0, 2.0)},
+        {"functions": ("exact_match",), "weights": (0.0,)},
+        {"functions": ("exact_match",), "timeout_s": 0.0},
+        {"functions": ("exact_match",), "num_workers": 0},
+        {"functions": ("exact_match",), "max_memory_mib": 0},
+        {"functions": ("exact_match",), "calls_per_worker": 0},
+        {"functions": ("exact_match",), "max_failed_share": 1.0},
+    ],
+)
+def test_an_impossible_config_names_its_key(wrong):
+    with pytest.raises(ConfigError, match=f"learner.reward.{list(wrong)[-1]} = "):
+        RewardConfig(**wrong)
+
+
+def test_names_carry_the_module_only_where_two_are_the_same():
+    config = RewardConfig(functions=("a:f", "b:f", "a:g", "exact_match"))
+    assert config.names == ("a:f", "b:f", "g", "exact_match")
+
+
+def test_group_rewards_go_through_json():
+    result = score(["exact_match", f"{USER}:returns_one"], ["12", "2"])
+    assert msgspec.json.decode(msgspec.json.encode(result), type=GroupRewards) == result
+
+
+def test_built_in_functions_score_plain_and_conversational_completions():
+    answer = ["123"] * 5
+    completions = ["123", " 123\n", "124", "1234", [{"role": "assistant", "content": "123"}]]
+    assert exact_match(completions=completions, answer=answer) == [1.0, 1.0, 0.0, 0.0, 1.0]
+    assert share_right(completions=["123", "", "124", "1234", "3"], answer=answer) == [1.0, 0.0, 3 / 4, 3 / 4, 0.0]
+    assert think_format(completions=["<think>a\nb</think>\n<answer>c</answer>", "<answer>c</answer>"]) == [1.0, 0.0]
+
+
+def test_math_equivalence_compares_values_and_knows_gsm8ks_answers():
+    gold = "She sells 16 - 3 - 4 = 9 eggs.\n#### 1,018"
+    completions = ["so it is \\boxed{1018}", "#### 1018", "The answer is 1,018.", "1017", "no idea"]
+    assert math_equivalence(completions=completions, answer=[gold] * 5) == [1.0, 1.0, 1.0, 0.0, 0.0]
+    assert math_equivalence(completions=["$\\frac{1}{2}$"], answer=["0.5"]) == [1.0]

@@ -1,0 +1,393 @@
+"""The ledger against real SQLite files: legal and illegal moves, the audit, and what the disk may do to it."""
+
+import sqlite3
+import subprocess
+import sys
+import threading
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from learner.rollouts.ledger import SCHEMA_VERSION, Ledger, LedgerError
+from protocol.errors import SlipstreamError
+
+
+@pytest.fixture
+def ledger(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.db")
+    yield ledger
+    ledger.close()
+
+
+def admit(ledger: Ledger, slot: int, attempt: int = 0, position: int | None = None) -> str:
+    group_id, position = f"{slot}.{attempt}", slot if position is None else position
+    epoch, prompt_id = divmod(position, 10)
+    ledger.admit(group_id, slot=slot, attempt=attempt, position=position, epoch=epoch, prompt_id=prompt_id, version=3)
+    return group_id
+
+
+def scored(ledger: Ledger, slot: int, attempt: int = 0) -> str:
+    group_id = admit(ledger, slot, attempt)
+    assert ledger.receive(group_id, f"bytes of {group_id}".encode(), 2, 100)
+    ledger.score(group_id, "[1.0, null]", 1.0)
+    return group_id
+
+
+def test_a_group_goes_its_whole_way_and_every_fact_is_kept(ledger):
+    group_id = admit(ledger, 0)
+    assert [row.state for row in ledger.outstanding()] == ["admitted"]
+    assert ledger.receive(group_id, b"\x00\xffbytes", 2, 640)
+    assert ledger.payload(group_id) == b"\x00\xffbytes"
+    ledger.score(group_id, "[0.5, 1.0]", 0.75)
+    (row,) = ledger.outstanding()
+    assert (row.state, row.rewards, row.reward_mean, row.num_tokens) == ("scored", "[0.5, 1.0]", 0.75, 640)
+    assert (row.epoch, row.prompt_id, row.admitted_version, row.oldest_version) == (0, 0, 3, 2)
+    ledger.consume([(group_id, 2)], step=5)
+    assert ledger.outstanding() == []
+    assert ledger.staleness_histogram() == {2: 1}
+    counts = ledger.counts()
+    assert (counts.admitted, counts.consumed, counts.dropped, counts.outstanding, counts.lost) == (1, 1, 0, 0, 0)
+
+
+def test_a_new_ledger_is_empty_and_starts_at_slot_zero(ledger):
+    assert ledger.next_slot() == 0
+    assert ledger.counts().lost == 0
+    admit(ledger, 0)
+    assert ledger.next_slot() == 1
+
+
+def test_a_duplicate_an_unknown_and_a_dropped_group_change_nothing(ledger):
+    group_id = admit(ledger, 0)
+    assert ledger.receive(group_id, b"first", 1, 10)
+    assert not ledger.receive(group_id, b"second", 1, 10)
+    assert ledger.payload(group_id) == b"first"
+    assert not ledger.receive("77.0", b"never asked for", 1, 10)
+    ledger.drop(group_id, "stale")
+    assert not ledger.receive(group_id, b"too late", 1, 10)
+    assert ledger.counts().admitted == 1
+
+
+def test_a_group_is_consumed_once_and_a_refused_batch_leaves_no_trace(ledger):
+    first, second = scored(ledger, 0), scored(ledger, 1)
+    ledger.consume([(first, 1)], step=1)
+    with pytest.raises(LedgerError, match=r"group 0\.0 is consumed; wanted scored"):
+        ledger.consume([(second, 1), (first, 1)], step=2)
+    assert [row.group_id for row in ledger.outstanding()] == [second]
+    with pytest.raises(LedgerError, match=r"group 1\.0 is consumed"):
+        ledger.consume([(second, 1), (second, 1)], step=2)
+    assert ledger.counts().consumed == 1
+
+
+@pytest.mark.parametrize(
+    ("move", "state"),
+    [
+        (lambda ledger, group_id: ledger.score(group_id, "[]", None), "admitted"),
+        (lambda ledger, group_id: ledger.consume([(group_id, 0)], 1), "admitted"),
+        (lambda ledger, group_id: ledger.score("9.9", "[]", None), "unknown to the ledger"),
+        (lambda ledger, group_id: ledger.drop("9.9", "stale"), "unknown to the ledger"),
+        (lambda ledger, group_id: ledger.payload(group_id), "admitted and holds no payload"),
+    ],
+)
+def test_an_illegal_move_names_group_state_and_what_was_wanted(ledger, move, state):
+    group_id = admit(ledger, 0)
+    with pytest.raises(SlipstreamError, match=f"is {state}.*wanted"):
+        move(ledger, group_id)
+    assert [row.state for row in ledger.outstanding()] == ["admitted"]
+
+
+def test_a_slot_has_one_live_group_and_none_after_it_failed(ledger):
+    admit(ledger, 0)
+    with pytest.raises(LedgerError, match="cannot be admitted"):
+        admit(ledger, 0)
+    with pytest.raises(LedgerError, match=r"group 0\.0 of slot 0, attempt 0, position 0 is admitted"):
+        admit(ledger, 0, attempt=1)
+    ledger.drop("0.0", "stale")
+    with pytest.raises(LedgerError, match="at the same position"):
+        admit(ledger, 0, attempt=1, position=3)
+    admit(ledger, 0, attempt=1)
+    ledger.drop("0.1", "failed")
+    with pytest.raises(LedgerError, match=r"dropped \(failed\)"):
+        admit(ledger, 0, attempt=2)
+
+
+def test_a_retry_is_due_until_it_is_admitted(ledger):
+    for slot in range(3):
+        admit(ledger, slot)
+    ledger.drop("1.0", "stale")
+    ledger.drop("2.0", "failed")
+    assert [row.group_id for row in ledger.retries_due()] == ["1.0"]
+    assert ledger.counts().lost == 1
+    admit(ledger, 1, attempt=1)
+    assert ledger.retries_due() == []
+    assert ledger.counts().lost == 0
+
+
+def test_the_failures_of_a_slot_are_counted_but_not_what_was_merely_too_old(ledger):
+    for attempt, reason in enumerate(["engine_error", "stale", "too_few_survivors"]):
+        admit(ledger, 4, attempt)
+        ledger.drop(f"4.{attempt}", reason)
+    scored(ledger, 5)
+    ledger.drop("5.0", "no_signal")
+    assert ledger.num_failures() == {4: 2}
+
+
+def test_a_resume_takes_back_what_was_consumed_after_the_checkpoint(ledger):
+    for slot in range(4):
+        ledger.consume([(scored(ledger, slot), 1)], step=slot + 1)
+    ledger.rewind(2)
+    assert [(row.group_id, row.state, row.step) for row in ledger.outstanding()] == [
+        ("2.0", "scored", None),
+        ("3.0", "scored", None),
+    ]
+    assert ledger.payload("3.0") == b"bytes of 3.0"
+    assert ledger.staleness_histogram() == {1: 2}
+    ledger.consume([("2.0", 0), ("3.0", 0)], step=3)
+    assert ledger.counts().consumed == 4
+
+
+def test_forgotten_payloads_are_gone_and_a_rewind_that_needs_them_is_refused(ledger):
+    for slot in range(3):
+        ledger.consume([(scored(ledger, slot), 1)], step=slot + 1)
+    ledger.forget_payloads(2)
+    with pytest.raises(LedgerError, match=r"group 0\.0 is consumed and holds no payload"):
+        ledger.payload("0.0")
+    ledger.rewind(2)
+    with pytest.raises(LedgerError, match="resume from the newest checkpoint"):
+        ledger.rewind(1)
+
+
+def test_the_audit_counts_gaps_overtaken_and_duplicated_slots(ledger, tmp_path):
+    for slot in range(6):
+        scored(ledger, slot)
+    ledger.consume([("0.0", 0), ("1.0", 0), ("2.0", 0), ("4.0", 0)], step=1)
+    assert ledger.counts().lost == 1, "slot 3 was overtaken by slot 4"
+    with sqlite3.connect(tmp_path / "ledger.db") as other:
+        other.execute("DELETE FROM groups WHERE slot = 1")
+        with pytest.raises(sqlite3.IntegrityError, match="UNIQUE"):
+            other.execute("UPDATE groups SET slot = 0 WHERE slot = 2")
+        other.execute("DROP INDEX one_live_group_per_slot")
+        other.execute("UPDATE groups SET slot = 0 WHERE slot = 2")
+    other.close()
+    counts = ledger.counts()
+    assert (counts.lost, counts.duplicated) == (3, 1), (
+        "slots 1 and 2 have no group, slot 3 is overtaken, slot 0 came twice"
+    )
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_legal_history_consumes_every_slot_exactly_once(data, tmp_path_factory):
+    """Deliveries in any order and any number, drops, retries, crashes and resumes; consumption in slot order."""
+    path = tmp_path_factory.mktemp("history") / "ledger.db"
+    ledger, step, checkpoint, consumed_at = Ledger(path), 0, 0, {}
+    ledger._db.execute("PRAGMA synchronous = OFF")
+    for _ in range(data.draw(st.integers(1, 40))):
+        move = data.draw(
+            st.sampled_from(["admit", "receive", "score", "consume", "drop", "retry", "checkpoint", "resume"])
+        )
+        waiting = ledger.outstanding()
+        if move == "admit":
+            admit(ledger, ledger.next_slot())
+        elif move == "receive" and waiting:
+            row = data.draw(st.sampled_from(waiting))
+            assert ledger.receive(row.group_id, b"x", 0, 1) == (row.state == "admitted")
+        elif move == "score" and (ready := [row for row in waiting if row.state == "received"]):
+            ledger.score(data.draw(st.sampled_from(ready)).group_id, "[]", None)
+        elif (
+            move == "consume"
+            and waiting
+            and waiting[0].state == "scored"
+            and not any(r.slot < waiting[0].slot for r in ledger.retries_due())
+        ):
+            step += 1
+            ledger.consume([(waiting[0].group_id, 0)], step)
+            consumed_at[waiting[0].slot] = step
+        elif move == "drop" and waiting:
+            ledger.drop(data.draw(st.sampled_from(waiting)).group_id, data.draw(st.sampled_from(["stale", "failed"])))
+        elif move == "retry" and (due := ledger.retries_due()):
+            admit(ledger, due[0].slot, due[0].attempt + 1)
+        elif move == "checkpoint":
+            checkpoint = step
+            ledger.forget_payloads(step)
+        elif move == "resume":
+            ledger.close()
+            ledger, step = Ledger(path), checkpoint
+            ledger._db.execute("PRAGMA synchronous = OFF")
+            ledger.rewind(step)
+            consumed_at = {slot: at for slot, at in consumed_at.items() if at <= step}
+    counts = ledger.counts()
+    rows = ledger._all("SELECT slot, step FROM groups WHERE state = 'consumed'")
+    assert dict(rows) == consumed_at and len(rows) == len(consumed_at)
+    assert counts.admitted == counts.consumed + counts.dropped + counts.outstanding
+    assert (counts.lost, counts.duplicated) == (len(ledger.retries_due()), 0)
+    ledger.close()
+
+
+@settings(max_examples=20, deadline=None)
+@given(num_slots=st.integers(2, 30), data=st.data())
+def test_deleted_rows_are_reported_as_lost(num_slots, data, tmp_path_factory):
+    ledger = Ledger(tmp_path_factory.mktemp("deleted") / "ledger.db")
+    ledger._db.execute("PRAGMA synchronous = OFF")
+    for slot in range(num_slots):
+        admit(ledger, slot)
+    gone = data.draw(st.sets(st.integers(0, num_slots - 2)))
+    for slot in gone:
+        ledger._db.execute("DELETE FROM groups WHERE slot = ?", (slot,))
+    assert ledger.counts().lost == len(gone)
+    ledger.close()
+
+
+def test_what_was_acknowledged_survives_a_kill(tmp_path):
+    """A child receives groups, says so after each commit, and is killed without any warning."""
+    child = f"""
+import os, signal
+from pathlib import Path
+from learner.rollouts.ledger import Ledger
+ledger = Ledger(Path({str(tmp_path / "ledger.db")!r}))
+for slot in range(20):
+    ledger.admit(f"{{slot}}.0", slot=slot, attempt=0, position=slot, epoch=0, prompt_id=slot, version=0)
+    ledger.receive(f"{{slot}}.0", b"x" * 1000, 0, 1)
+    print(slot, flush=True)
+ledger.admit("20.0", slot=20, attempt=0, position=20, epoch=0, prompt_id=20, version=0)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, timeout=60)
+    assert done.returncode == -9, done.stderr
+    ledger = Ledger(tmp_path / "ledger.db")
+    states = [row.state for row in ledger.outstanding()]
+    ledger.close()
+    assert done.stdout.split() == [str(slot) for slot in range(20)]
+    assert states == ["received"] * 20 + ["admitted"]
+
+
+def test_threads_share_one_ledger(ledger):
+    for slot in range(40):
+        admit(ledger, slot)
+    accepted: list[str] = []
+
+    def deliver() -> None:
+        for slot in range(40):
+            if ledger.receive(f"{slot}.0", b"x", 0, 1):
+                accepted.append(f"{slot}.0")
+
+    threads = [threading.Thread(target=deliver) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(accepted) == sorted(f"{slot}.0" for slot in range(40)), (
+        "each group is accepted by exactly one of four"
+    )
+
+
+def test_another_schema_and_foreign_files_are_refused_with_a_remedy(tmp_path):
+    path = tmp_path / "ledger.db"
+    Ledger(path).close()
+    with sqlite3.connect(path) as db:
+        db.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+    db.close()
+    with pytest.raises(LedgerError, match=f"schema {SCHEMA_VERSION + 1}, expected {SCHEMA_VERSION}.*new run directory"):
+        Ledger(path)
+    (tmp_path / "text.db").write_text("this is no database at all, only a long enough line of text" * 20)
+    with pytest.raises(LedgerError, match="not a database"):
+        Ledger(tmp_path / "text.db")
+    with pytest.raises(LedgerError, match="no ledger there"):
+        Ledger(tmp_path / "absent.db", read_only=True)
+    assert not (tmp_path / "absent.db").exists()
+
+
+def test_a_full_disk_stops_the_run_and_keeps_what_was_committed(ledger):
+    group_id, big = admit(ledger, 0), admit(ledger, 1)
+    pages = ledger._number("PRAGMA page_count")
+    ledger._db.execute(f"PRAGMA max_page_count = {pages + 4}")
+    assert ledger.receive(group_id, b"small", 0, 1)
+    with pytest.raises(LedgerError, match=r"full.*--resume"):
+        ledger.receive(big, b"x" * 1_000_000, 0, 1)
+    assert [row.state for row in ledger.outstanding()] == ["received", "admitted"]
+
+
+def test_a_lock_held_by_another_process_is_an_error_not_a_silence(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.db", timeout_s=0.1)
+    other = sqlite3.connect(tmp_path / "ledger.db", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(LedgerError, match="locked"):
+        admit(ledger, 0)
+    other.execute("ROLLBACK")
+    other.close()
+    admit(ledger, 0)
+    ledger.close()
+
+
+def test_a_reader_sees_a_running_ledger_and_cannot_change_it(ledger, tmp_path):
+    scored(ledger, 0)
+    reader = Ledger(tmp_path / "ledger.db", read_only=True)
+    assert reader.counts().outstanding == 1
+    with pytest.raises(LedgerError, match="readonly"):
+        admit(reader, 1)
+    ledger.consume([("0.0", 1)], step=1)
+    assert reader.counts().consumed == 1
+    reader.close()
+
+
+def test_the_file_is_durable_before_a_call_returns(ledger):
+    assert ledger._one("PRAGMA journal_mode") == ("wal",)
+    assert ledger._number("PRAGMA synchronous") == 2, "FULL"
+
+
+def test_a_batch_is_one_commit_of_all_its_moves_or_of_none(ledger, tmp_path):
+    reader = Ledger(tmp_path / "ledger.db", read_only=True)
+    with ledger.batch():
+        admit(ledger, 0)
+        admit(ledger, 1)
+        assert reader.counts().admitted == 0, "not committed yet"
+    assert reader.counts().admitted == 2
+    with pytest.raises(LedgerError, match="cannot be admitted"), ledger.batch():
+        admit(ledger, 2)
+        admit(ledger, 1)
+    assert reader.counts().admitted == 2
+    assert ledger.next_slot() == 2
+    reader.close()
+
+
+def test_consumption_goes_on_where_it_stood_and_knows_what_it_may_pass_over(ledger):
+    assert (ledger.next_slot_to_consume(), ledger.passed_over()) == (0, {})
+    for slot in range(4):
+        scored(ledger, slot)
+    ledger.drop("1.0", "failed")
+    ledger.drop("3.0", "stale")
+    ledger.consume([("0.0", 0)], step=1)
+    ledger.consume([("2.0", 0)], step=2)
+    assert (ledger.next_slot_to_consume(), ledger.passed_over()) == (3, {1: "failed"})
+    ledger.rewind(1)
+    assert (ledger.next_slot_to_consume(), ledger.passed_over()) == (1, {1: "failed"})
+    assert ledger.counts().lost == 1, "only the retry of slot 3, which is due"
+
+
+def test_a_slot_keeps_its_position_and_the_next_slot_asks_a_later_one(ledger):
+    assert ledger.next_position() == 0
+    admit(ledger, 0)
+    admit(ledger, 1, position=4)
+    assert (ledger.next_position(), ledger.position_of(1)) == (5, 4)
+    with pytest.raises(LedgerError, match="slot 2 is unknown"):
+        ledger.position_of(2)
+
+
+def test_a_replaced_slot_keeps_its_rewards_stays_replaced_and_is_not_lost(ledger):
+    for slot in range(3):
+        scored(ledger, slot)
+    with ledger.batch():
+        ledger.drop("1.0", "no_signal")
+    ledger.drop("2.0", "stale")
+    scored(ledger, 2, attempt=1)
+    assert [(row.group_id, row.rewards) for row in ledger.scored_rows()] == [
+        ("0.0", "[1.0, null]"), ("1.0", "[1.0, null]"), ("2.1", "[1.0, null]"),
+    ]  # fmt: skip
+    assert ledger.passed_over() == {1: "no_signal"}
+    assert ledger.retries_due() == []
+    with pytest.raises(LedgerError, match=r"is dropped \(no_signal\)"):
+        admit(ledger, 1, attempt=1)
+    ledger.consume([("0.0", 0), ("2.1", 0)], step=1)
+    assert ledger.counts().lost == 0
+    ledger.rewind(0)
+    assert ledger.passed_over() == {1: "no_signal"}

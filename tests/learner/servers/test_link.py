@@ -1,0 +1,226 @@
+"""The link to a server that is slow, silent, restarted or refuses: every wait ends, and says what happened."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from inference_server.engine.interface import EngineFailed
+from learner.servers import link as link_module
+from learner.servers.link import ServerLink
+from protocol.errors import DeadlineExceeded, HandshakeRefused, PushFailed, ServerLost, SlipstreamError
+from protocol.messages import PROTOCOL_VERSION, Hello, Manifest, PushBegin, PushReady, Rendezvous
+from tests.fakes import MODEL, ScriptedEngine, Serving, report, serving
+from tests.link import Link
+
+TIMEOUT_S = 20.0
+# The scripted engine reports on a push without joining anything.
+NOWHERE = Rendezvous(transport="gloo", host="127.0.0.1", port=1, world_size=2, timeout_s=1.0)
+NOTHING = Manifest(tensors=(), bucket_bytes=1)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+def with_link(
+    test: Callable[[ServerLink, ScriptedEngine, Serving], Awaitable[None]], *, version: int | None = 0
+) -> None:
+    """Run a test on a link that is welcome at a scripted server which already serves `version`."""
+
+    async def run() -> None:
+        engine = ScriptedEngine()
+        async with serving(engine) as server:
+            hello = Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL)
+            link = ServerLink(server.endpoint, hello, on_group=lambda group: None, on_welcome=lambda welcome: None)
+            task = asyncio.create_task(link.run())
+            try:
+                await until(lambda: link.connected)
+                if version is not None:
+                    engine.scripted_reports = [[report()]]
+                    begin = PushBegin(epoch="e", version=version, rendezvous=NOWHERE, manifest=NOTHING)
+                    await link.begin_push(begin, TIMEOUT_S)
+                    await link.finish_push("e")
+                await test(link, engine, server)
+            finally:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                link.close()
+
+    asyncio.run(run())
+
+
+@asynccontextmanager
+async def linked(wire: Link) -> AsyncIterator[ServerLink]:
+    """A link over a wire that may be cut; closes both."""
+    hello = Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL)
+    endpoint = f"tcp://127.0.0.1:{wire.port}"
+    link = ServerLink(endpoint, hello, on_group=lambda group: None, on_welcome=lambda welcome: None)
+    task = asyncio.create_task(link.run())
+    try:
+        yield link
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        link.close()
+        wire.close()
+
+
+def test_scores_come_with_the_version_that_gave_them() -> None:
+    async def test(link: ServerLink, engine: ScriptedEngine, server: Serving) -> None:
+        scores = await link.score([1, 2, 3], TIMEOUT_S)
+        assert scores.policy_version == 0 and scores.logprobs.tolist() == [-0.5, -0.5]
+
+    with_link(test)
+
+
+def test_a_score_that_takes_too_long_is_given_up() -> None:
+    async def test(link: ServerLink, engine: ScriptedEngine, server: Serving) -> None:
+        engine.release.clear()
+        with pytest.raises(DeadlineExceeded, match=r"did not score 3 tokens within 0\.3 s"):
+            await link.score([1, 2, 3], 0.3)
+
+    with_link(test)
+
+
+def test_a_score_the_engine_cannot_give_is_an_error_that_says_why() -> None:
+    async def test(link: ServerLink, engine: ScriptedEngine, server: Serving) -> None:
+        engine.fail_with = EngineFailed("scripted failure")
+        with pytest.raises(SlipstreamError, match="cannot score 3 tokens: scripted failure") as caught:
+            await link.score([1, 2, 3], TIMEOUT_S)
+        assert not isinstance(caught.value, ServerLost)
+
+    with_link(test)
+
+
+def test_a_server_that_dies_during_a_request_is_noticed_long_before_the_deadline() -> None:
+    async def test(link: ServerLink, engine: ScriptedEngine, server: Serving) -> None:
+        engine.release.clear()
+        engine.release_pause.clear()
+        score = asyncio.create_task(link.score([1, 2, 3], 600))
+        push = asyncio.create_task(link.begin_push(PushBegin(epoch="e", version=1), 600))
+        await asyncio.sleep(0.2)
+        server.task.cancel()
+        with pytest.raises(ServerLost, match="went away before it scored"):
+            await score
+        with pytest.raises(PushFailed, match="went away before PushReady"):
+            await push
+        assert not link.connected
+
+    with_link(test)
+
+
+def test_an_answer_that_may_be_lost_over_a_reconnect_is_not_waited_for() -> None:
+    async def test(link: ServerLink, engine: ScriptedEngine, server: Serving) -> None:
+        engine.release.clear()
+        score = asyncio.create_task(link.score([1, 2, 3], 600))
+        await asyncio.sleep(0.1)
+        assert link.welcome is not None
+        link._connected = False  # a silence, and the same server's welcome after it
+        link._welcomed(link.welcome)
+        with pytest.raises(ServerLost):
+            await score
+        assert link.connected
+
+    with_link(test)
+
+
+def test_a_broken_connection_is_noticed_before_the_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "DEAD_AFTER_S", 10 * TIMEOUT_S)
+
+    async def run() -> None:
+        async with serving(ScriptedEngine()) as server:
+            wire = Link(int(server.endpoint.rpartition(":")[2]))
+            async with linked(wire) as link:
+                await until(lambda: link.connected)
+                wire.cut()
+                await until(lambda: not link.connected)
+                wire.restore()
+                await until(lambda: link.connected)
+
+    asyncio.run(run())
+
+
+def test_connections_that_broke_before_the_welcome_do_not_end_the_one_it_came_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(link_module, "HELLO_INTERVAL_S", 2.0)
+    monkeypatch.setattr(link_module, "DEAD_AFTER_S", 10 * TIMEOUT_S)
+
+    async def run() -> None:
+        async with serving(ScriptedEngine()) as server:
+            wire = Link(int(server.endpoint.rpartition(":")[2]))
+            wire.cut()
+            async with linked(wire) as link:
+                await asyncio.sleep(0.5)  # some attempts
+                wire.restore()
+                await until(lambda: link.connected)
+                assert link._channel.num_broken > 0
+                await asyncio.sleep(3.0)  # until after the next look
+                assert link.connected and link._connection == 1
+
+    asyncio.run(run())
+
+
+def test_a_push_that_the_server_cannot_do_fails_with_the_servers_words() -> None:
+    async def test(link: ServerLink, engine: ScriptedEngine, server: Serving) -> None:
+        engine.scripted_reports = [[report(ok=False, state="receiving", error="scripted failure")]]
+        await link.begin_push(PushBegin(epoch="e", version=1), TIMEOUT_S)
+        with pytest.raises(PushFailed, match="scripted failure"):
+            await link.finish_push("e")
+
+    with_link(test)
+
+
+def test_a_reply_that_is_replayed_neither_ends_a_push_nor_is_kept() -> None:
+    async def test(link: ServerLink, engine: ScriptedEngine, server: Serving) -> None:
+        engine.scripted_reports = [[report()]]
+        await link.begin_push(PushBegin(epoch="f", version=1, rendezvous=NOWHERE, manifest=NOTHING), TIMEOUT_S)
+        for epoch in ("e", "f"):
+            link._dispatch(PushReady(epoch=epoch, version=1))
+            link._dispatch(PushReady(epoch=epoch, version=0))
+        assert link._push_replies.qsize() <= 2
+        assert (await link.finish_push("f")).version == 1
+
+    with_link(test)
+
+
+def test_a_push_without_an_answer_names_the_knob() -> None:
+    async def test(link: ServerLink, engine: ScriptedEngine, server: Serving) -> None:
+        engine.release_pause.clear()
+        begin = PushBegin(epoch="e", version=7, rendezvous=NOWHERE, manifest=NOTHING)
+        with pytest.raises(DeadlineExceeded, match=r"no PushReady for version 7 .*learner\.push\.timeout_s"):
+            await link.begin_push(begin, 0.2)
+
+    with_link(test)
+
+
+def test_a_server_greeted_again_is_asked_nothing_before_it_has_answered() -> None:
+    async def test(link: ServerLink, engine: ScriptedEngine, server: Serving) -> None:
+        connection = link._connection
+        await link.greet_again()
+        assert not link.connected
+        await until(lambda: link.connected)
+        assert link._connection == connection + 1
+
+    with_link(test)
+
+
+def test_a_refusal_ends_the_link_with_the_servers_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "HELLO_INTERVAL_S", 0.05)
+
+    async def run() -> None:
+        async with serving(ScriptedEngine()) as server:
+            hello = Hello(run="r", protocol_version=PROTOCOL_VERSION + 1, model=MODEL)
+            link = ServerLink(server.endpoint, hello, on_group=lambda group: None, on_welcome=lambda welcome: None)
+            try:
+                with pytest.raises(ExceptionGroup) as caught:
+                    await asyncio.wait_for(link.run(), TIMEOUT_S)
+                assert caught.group_contains(HandshakeRefused, match="protocol version 2.*install the same")
+            finally:
+                link.close()
+
+    asyncio.run(run())

@@ -1,0 +1,64 @@
+"""Epochs that end before they were formed, or while they are received: nobody waits for them and nothing of them stays."""
+
+import threading
+import time
+from collections.abc import Callable
+
+import psutil
+import pytest
+import torch
+
+from inference_server.engine.interface import PushOrder
+from inference_server.engine.receiver import Receiver
+from learner.servers.epoch import Epoch
+from protocol.collective.group import Meeting, join_collective
+from protocol.errors import PushFailed
+from protocol.weights.buckets import make_manifest
+
+TIMEOUT_S = 60.0
+"""Far more than any of these tests may take."""
+CPU = torch.device("cpu")
+MANIFEST = make_manifest([("a", torch.zeros(4))], torch.float32, 1 << 20)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    give_up_at = time.monotonic() + TIMEOUT_S / 4
+    while not condition():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
+
+
+def test_a_worker_that_waits_for_an_epoch_that_was_given_up_is_told_so_at_once() -> None:
+    meeting = Meeting("127.0.0.1", TIMEOUT_S)
+    epoch = Epoch("server", MANIFEST, meeting.rendezvous(1, "gloo"), meeting, CPU)
+    said: list[str] = []
+
+    def join() -> None:
+        with pytest.raises(PushFailed) as failed:
+            join_collective(epoch.name, epoch.rendezvous, 1, CPU)
+        said.append(str(failed.value))
+
+    waiting = threading.Thread(target=join, daemon=True)
+    waiting.start()
+    epoch.close()
+    until(lambda: not waiting.is_alive())
+    assert "called off" in said[0] and epoch.name in said[0]
+    meeting.close()
+
+
+def test_a_receiver_whose_staging_fails_has_left_the_epoch() -> None:
+    """The learner may be gone for good and never tell it to."""
+    process = psutil.Process()
+    meeting = Meeting("127.0.0.1", TIMEOUT_S)
+    epoch = Epoch("server", MANIFEST, meeting.rendezvous(1, "gloo"), meeting, CPU)
+    receiver = Receiver(1, CPU)
+    before = process.num_threads(), process.num_fds()
+    receiver.stage(PushOrder(epoch=epoch.name, version=1, rendezvous=epoch.rendezvous, manifest=epoch.manifest))
+    epoch.collective = epoch.join()
+    assert (process.num_threads(), process.num_fds()) != before
+    epoch.collective.close()
+    epoch.collective = None
+    until(lambda: not receiver.is_staging)
+    assert isinstance(receiver.failure, PushFailed)
+    until(lambda: (process.num_threads(), process.num_fds()) == before)
+    meeting.close()

@@ -1,0 +1,179 @@
+"""Disks that are really full: a run ends with a sentence, keeps what it committed, and goes on when there is space again."""
+
+import os
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from learner.config import LearnerRun
+from learner.report.run_log import Lines
+from learner.rollouts.ledger import Ledger, LedgerError
+from learner.storage.checkpoint import complete_checkpoints
+from learner.storage.disk import DiskError, replace_file, writing
+from tests.learner.model_engine import tiny_server
+from tests.learner.mortal_learner import BALLAST, FullDisk, Life, live
+from tests.learner.storage.test_exact_resume import a_run, assert_ends_alike
+
+Disk = Callable[[Path, int], None]
+
+
+@pytest.fixture
+def mount() -> Iterator[Disk]:
+    """Mount a file system of so many KiB at a path; a second time: change its size."""
+    mounted: list[Path] = []
+
+    def mount(path: Path, num_kib: int) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        options = f"size={num_kib}k" if path not in mounted else f"remount,size={num_kib}k"
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)], capture_output=True, text=True
+        )
+        if done.returncode and path not in mounted:
+            pytest.skip(f"no file system may be mounted here: {done.stderr.strip()}")
+        assert done.returncode == 0, done.stderr
+        mounted.append(path)
+
+    yield mount
+    for path in dict.fromkeys(mounted):
+        subprocess.run(["umount", "--lazy", str(path)], check=True)  # also while a failed test keeps a file open
+
+
+def fill(directory: Path) -> None:
+    FullDisk("logged").strike(directory)
+    assert os.statvfs(directory).f_bfree == 0
+
+
+def test_lines_that_find_no_room_are_an_error_and_leave_whole_lines_behind(tmp_path: Path, mount: Disk) -> None:
+    disk = tmp_path / "disk"
+    mount(disk, 64)
+    lines = Lines(disk / "metrics.jsonl")
+    lines.append({"step": 1})
+    fill(disk)
+    with pytest.raises(DiskError, match=r"metrics\.jsonl could not be written \(.*0\.0 MiB are free.*--resume"):
+        for step in range(2, 1000):
+            lines.append({"step": step})
+    lines.close()
+    (disk / BALLAST).unlink()
+    lines = Lines(disk / "metrics.jsonl")
+    lines.append({"step": step})
+    lines.close()
+    assert (disk / "metrics.jsonl").read_text().splitlines() == [f'{{"step": {i}}}' for i in range(1, step + 1)]
+
+
+def test_a_ledger_that_finds_no_room_keeps_what_it_committed(tmp_path: Path, mount: Disk) -> None:
+    disk = tmp_path / "disk"
+    mount(disk, 512)
+    ledger = Ledger(disk / "ledger.db")
+
+    def receive(slot: int) -> None:
+        ledger.admit(f"{slot}.0", slot=slot, attempt=0, position=slot, epoch=0, prompt_id=slot, version=0)
+        assert ledger.receive(f"{slot}.0", b"x" * 5000, 0, 1)
+
+    receive(0)
+    fill(disk)
+    with pytest.raises(LedgerError, match=r"ledger\.db: .*(full|disk I/O error).*free space.*--resume"):
+        for slot in range(1, 1000):
+            receive(slot)
+    ledger.close()
+    (disk / BALLAST).unlink()
+    ledger = Ledger(disk / "ledger.db")
+    rows = ledger.outstanding()
+    assert [row.slot for row in rows] == list(range(len(rows))) and rows[0].state == "received"
+    receive(len(rows))
+    ledger.close()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: path.write_bytes(bytes(1 << 20)),
+        lambda path: save_file({"weight": torch.zeros(1 << 18)}, path),
+        lambda path: torch.save({"weight": torch.zeros(1 << 18)}, path),
+    ],
+    ids=["python", "safetensors", "torch"],
+)
+def test_whoever_writes_the_error_names_the_path_and_the_space(
+    tmp_path: Path, mount: Disk, write: Callable[[Path], None]
+) -> None:
+    disk = tmp_path / "disk"
+    mount(disk, 64)
+    with (
+        pytest.raises(DiskError, match=r"disk/file could not be written \(.*0\.\d MiB are free"),
+        writing(disk / "file"),
+    ):
+        write(disk / "file")
+
+
+def test_a_file_is_replaced_whole_or_stays_as_it_was(tmp_path: Path, mount: Disk) -> None:
+    disk = tmp_path / "disk"
+    mount(disk, 64)
+    replace_file(disk / "config.toml", b"old")
+    fill(disk)
+    with pytest.raises(DiskError, match=r"config\.toml could not be written \(.*No space left"):
+        replace_file(disk / "config.toml", bytes(100_000))
+    (disk / BALLAST).unlink()
+    assert {file.name: file.read_bytes() for file in disk.iterdir()} == {"config.toml": b"old"}
+
+
+def error_of(life: Life) -> str:
+    (error,) = re.findall(r"^error: .*", life.log, flags=re.MULTILINE)
+    return error
+
+
+SETTINGS: dict[str, Any] = {
+    "reference": {"kind": "every", "every_steps": 2},
+    "kl": {"coef": 0.1},
+    "keep_best": 0,
+    "trackers": ["tensorboard"],
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> LearnerRun:
+    """A run whose disk had room."""
+    with tiny_server() as server:
+        run = a_run(tmp_path_factory.mktemp("whole") / "it", server.endpoint, **SETTINGS)
+        live(run)
+    return run
+
+
+@pytest.mark.parametrize("num_mib", [3, 5])
+def test_a_run_without_room_for_a_checkpoint_ends_and_goes_on_as_if_nothing_had_been(
+    tmp_path: Path, mount: Disk, whole: LearnerRun, num_mib: int
+) -> None:
+    """A checkpoint takes 2 MiB."""
+    with tiny_server() as server:
+        run = a_run(tmp_path / "full", server.endpoint, **SETTINGS)
+        run_dir = Path(run.run_dir)
+        mount(run_dir, num_mib << 10)
+        life = Life(run, resume=False)
+        assert life.end() == 2, life.log
+        failed = f"step-00000{4 if num_mib == 3 else 5}"
+        assert re.search(rf"{failed}.* could not be written .*free some space.*--resume", error_of(life))
+        assert set(complete_checkpoints(run_dir / "checkpoints")) == set((run_dir / "checkpoints").iterdir()) != set()
+        mount(run_dir, 64 << 10)
+        assert Life(run, resume=True).end() == 0
+    assert_ends_alike(run, whole)
+
+
+def test_a_disk_that_fills_up_in_the_middle_of_a_step_ends_the_run_and_nothing_is_lost(
+    tmp_path: Path, mount: Disk, whole: LearnerRun
+) -> None:
+    with tiny_server() as server:
+        run = a_run(tmp_path / "full", server.endpoint, **SETTINGS)
+        run_dir = Path(run.run_dir)
+        mount(run_dir, 16 << 10)
+        for resume, blow in enumerate([FullDisk("consumed", 3), FullDisk("logged", 1)]):
+            life = Life(run, blow, resume=bool(resume))
+            assert life.end() == 2, life.log
+            (run_dir / BALLAST).unlink()
+        errors = re.findall(r"^error: .*/run/.*(?:could not be written|full).*--resume", life.log, flags=re.MULTILINE)
+        assert len(errors) == 2, life.log
+        assert Life(run, resume=True).end() == 0
+    assert_ends_alike(run, whole)

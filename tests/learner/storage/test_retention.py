@@ -1,0 +1,127 @@
+"""Which checkpoints stay, and from which of them a run can go on."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from learner.config import LearnerRun
+from learner.rollouts.ledger import LedgerError
+from learner.storage.checkpoint import STATE_FILE, CheckpointState, complete_checkpoints
+from learner.storage.retention import prune
+from learner.train import train
+from protocol.errors import ConfigError
+from tests.learner.model_engine import tiny_server
+from tests.learner.storage.test_exact_resume import assert_ends_alike
+from tests.learner.test_train import make_run, metrics_of, rows_of, seeded
+
+
+def checkpoints(directory: Path, rewards: dict[int, float | None]) -> None:
+    """Checkpoints of these steps, as far as retention looks at them."""
+    for step, reward in rewards.items():
+        path = directory / f"step-{step:06d}"
+        path.mkdir()
+        state = CheckpointState(step=step, version=step, reference=None, kl_coef=0.0, reward_mean=reward)
+        (path / STATE_FILE).write_bytes(msgspec.json.encode(state))
+
+
+def steps_in(directory: Path) -> list[int]:
+    return [int(path.name.removeprefix("step-")) for path in complete_checkpoints(directory)]
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "keep_best", "kept", "oldest"),
+    [
+        (2, 0, [40, 50], 40),
+        (1, 1, [30, 50], 50),  # of 20 and 30, which are equally good, the newer
+        (2, 2, [20, 30, 40, 50], 40),
+        (1, 9, [20, 30, 40, 50], 50),  # nothing says that 10 was good
+        (9, 0, [10, 20, 30, 40, 50], 10),
+        (0, 0, [10, 20, 30, 40, 50], 10),
+    ],
+)
+def test_the_newest_and_the_best_stay(
+    tmp_path: Path, keep_last: int, keep_best: int, kept: list[int], oldest: int
+) -> None:
+    checkpoints(tmp_path, {10: None, 20: 0.9, 30: 0.9, 40: 0.2, 50: 0.1})
+    assert prune(tmp_path, keep_last, keep_best) == oldest
+    assert steps_in(tmp_path) == kept
+    assert len(list(tmp_path.iterdir())) == len(kept)
+
+
+def test_a_checkpoint_after_a_million_steps_is_newer_than_those_before(tmp_path: Path) -> None:
+    checkpoints(tmp_path, {999_998: 0.1, 999_999: 0.1, 1_000_000: 0.1, 1_000_001: 0.1})
+    assert prune(tmp_path, 2, 0) == 1_000_000
+    assert steps_in(tmp_path) == [1_000_000, 1_000_001]
+
+
+def a_run(path: Path, endpoint: str, **learner: Any) -> LearnerRun:
+    return make_run(path, endpoint, **(seeded() | {"checkpoint_every": 2, "steps": 7} | learner))
+
+
+def checkpoints_of(run: LearnerRun) -> Path:
+    return Path(run.run_dir) / "checkpoints"
+
+
+def test_a_checkpoint_is_as_good_as_the_steps_that_led_to_it(tmp_path: Path) -> None:
+    with tiny_server() as server:
+        for steps in (5, 7):
+            run = a_run(tmp_path, server.endpoint, keep_last=0, steps=steps)
+            train(run, resume=steps == 7)
+    rewards = [line["reward/mean"] for line in metrics_of(run)]
+    for path, led_to_it in zip(
+        complete_checkpoints(checkpoints_of(run)),
+        (rewards[:2], rewards[2:4], rewards[4:5], rewards[5:6], rewards[6:]),
+        strict=True,
+    ):
+        state = json.loads((path / STATE_FILE).read_text())
+        assert state["reward_mean"] == pytest.approx(sum(led_to_it) / len(led_to_it))
+
+
+def test_a_run_goes_on_from_any_of_the_newest_but_not_from_an_older_one(tmp_path: Path) -> None:
+    with tiny_server() as server:
+        whole = a_run(tmp_path / "whole", server.endpoint, keep_last=2, keep_best=9)
+        train(whole, resume=False)
+        assert steps_in(checkpoints_of(whole)) == [2, 4, 6, 7]
+        assert rows_of(whole, "DISTINCT step", "payload IS NOT NULL") == [(7,)]
+        # It began with other keys, goes back from its end to step 4 and ends once more.
+        run = a_run(tmp_path / "back", server.endpoint, keep_last=3)
+        train(run, resume=False)
+        for step in (6, 7):
+            shutil.rmtree(checkpoints_of(run) / f"step-00000{step}")
+        train(a_run(tmp_path / "back", server.endpoint, keep_last=2, keep_best=0), resume=True)
+        assert_ends_alike(run, whole)
+        for step in (4, 6, 7):
+            shutil.rmtree(checkpoints_of(whole) / f"step-00000{step}")
+        with pytest.raises(
+            LedgerError, match=r"cannot go back to step 2: .*newest checkpoint, or begin a new run with"
+        ):
+            train(whole, resume=True)
+
+
+@pytest.mark.parametrize("file", ["optimizer.bin", "reference-0.safetensors"])
+def test_a_damaged_checkpoint_is_named_and_without_it_the_run_goes_on_from_the_one_before(
+    tmp_path: Path, file: str
+) -> None:
+    kl = {"reference": {"kind": "every", "every_steps": 2}, "kl": {"coef": 0.1}}
+    with tiny_server() as server:
+        run = a_run(tmp_path, server.endpoint, steps=3, **kl)
+        train(run, resume=False)
+        newest = checkpoints_of(run) / "step-000003"
+        shutil.copytree(run.run_dir, tmp_path / "whole" / "run")
+        (newest / file).write_bytes((newest / file).read_bytes()[:1000])
+        longer = a_run(tmp_path, server.endpoint, steps=3, **kl)
+        with pytest.raises(ConfigError, match=r"step-000003 cannot be read \(.*\); remove it"):
+            train(longer, resume=True)
+        shutil.rmtree(newest)
+        train(longer, resume=True)
+    assert_ends_alike(run, a_run(tmp_path / "whole", server.endpoint, steps=3, **kl))
+
+
+@pytest.mark.parametrize("key", ["keep_last", "keep_best"])
+def test_a_negative_number_of_checkpoints_is_refused(tmp_path: Path, key: str) -> None:
+    with pytest.raises(ValueError, match=f"{key} = -1 must not be negative"):
+        a_run(tmp_path, "tcp://127.0.0.1:1", **{key: -1})

@@ -1,0 +1,81 @@
+"""Groups of random completions with behaviour logprobs near the tiny model's own, of several versions; always the same."""
+
+import random
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from accelerate import Accelerator
+
+from learner.config import LearnerRun
+from learner.policy.model import sequence_logprobs
+from learner.policy.snapshot import shared_out
+from learner.rollouts.scored_group import ScoredGroup
+from learner.training.trainee import Trainee, make_trainee
+from protocol.messages import Completion
+
+VERSION = 5
+"""The learner's; the groups are of versions 1 to 5."""
+MAX_TOKENS = 8
+
+
+def make_run(**learner: Any) -> LearnerRun:
+    settings = {
+        "steps": 10,
+        "max_staleness": 4,
+        "data": {"task": "reverse", "num_digits": 4, "num_prompts": 8},
+        "reward": {"functions": ["share_right"]},
+        "sampling": {"num_completions": 4, "max_tokens": MAX_TOKENS},
+        "optimizer": {"learning_rate": 0.1, "max_grad_norm": 1e9},
+    }
+    shared = {"model": "tiny:digits", "dtype": "float32", "run_dir": "unused"}
+    return msgspec.convert(shared | {"learner": settings | learner}, LearnerRun)
+
+
+def make_moved_trainee(run: LearnerRun, accelerator: Accelerator) -> Trainee:
+    """A trainee whose policy has moved away from its reference, with plain gradient descent for an optimizer."""
+    torch.manual_seed(0)
+    trainee = make_trainee(run, accelerator, is_new=True)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in trainee.policy.parameters():
+            parameter.add_(shared_out(0.05 * torch.randn(parameter.shape, generator=generator), parameter))
+    trainee.optimizer = torch.optim.SGD(trainee.policy.parameters(), lr=0.1)
+    return trainee
+
+
+def make_groups(policy: torch.nn.Module, num_groups: int = 3, num_completions: int = 4) -> list[ScoredGroup]:
+    """Prompts and completions of random length; behaviour logprobs off the policy's by noise of 0.3; some are truncated."""
+    generator = random.Random(3)
+    groups = []
+    for slot in range(num_groups):
+        prompt = [generator.randrange(1, 16) for _ in range(generator.randrange(2, 6))]
+        completions = []
+        for _ in range(num_completions):
+            length = generator.choice([1, 3, 5, MAX_TOKENS])
+            tokens = [generator.randrange(1, 16) for _ in range(length)]
+            logprobs = sequence_logprobs(policy, prompt + tokens, torch.device("cpu")).numpy()[len(prompt) - 1 :]
+            noise = np.array([generator.gauss(0, 0.3) for _ in tokens], np.float32)
+            first = generator.randrange(0, length)
+            old = generator.randrange(1, VERSION)
+            completion = Completion(
+                token_ids=np.array(tokens, np.int32),
+                behaviour_logprobs=logprobs + noise,
+                versions=[(old, first), (old + 1, length - first)] if first else [(old + 1, length)],
+                finish_reason="length" if length == MAX_TOKENS else "stop",
+            )
+            completions.append(completion)
+        rewards = [generator.choice([0.0, 0.5, 1.0]) for _ in completions]
+        rewards[0], rewards[1] = 0.0, 1.0
+        group = ScoredGroup(
+            group_id=f"{slot}.0",
+            slot=slot,
+            prompt_token_ids=np.array(prompt, np.int32),
+            completions=completions,
+            rewards_G=list(rewards),
+            rewards_by_function={"share_right": list(rewards)},
+            entered_version=1,
+        )
+        groups.append(group)
+    return groups

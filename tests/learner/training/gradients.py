@@ -1,0 +1,80 @@
+"""The gradient of a step under many configs, for the tests that split the step. As a script: on every rank, into a file."""
+
+import sys
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from learner.config import LearnerConfig
+from learner.policy.snapshot import whole
+from learner.rollouts.scored_group import ScoredGroup
+from learner.training.batch import trained_rows
+from learner.training.ranks import my_batches
+from learner.training.step import advantages, forward_backward, less_kl
+from learner.training.survey import survey
+from learner.training.trainee import Trainee
+from tests.learner.training.fixed_groups import VERSION, make_groups, make_moved_trainee, make_run
+
+GEOMETRIC_MASK = {
+    "anchor": "proximal",
+    "proximal": "log_linear",
+    "weight": "mask",
+    "level": "geometric",
+    "max_weight": 1.05,
+}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "gspo per sequence": {"loss": {"objective": "gspo", "normalization": "sequence"}},
+    "cispo": {"loss": {"objective": "cispo"}},
+    "sapo per sequence": {"loss": {"objective": "sapo", "normalization": "sequence"}},
+    "dppo": {"loss": {"objective": "dppo", "normalization": "dr_grpo"}},
+    "reinforce, truncated": {"loss": {"objective": "reinforce"}, "correction": {"weight": "truncate"}},
+    "decoupled": {"correction": {"anchor": "proximal", "weight": "truncate"}, "updates_per_batch": 2},
+    "log-linear, geometric mask": {"correction": GEOMETRIC_MASK, "loss": {"normalization": "dr_grpo"}},
+    "sequence masks": {"correction": {"weight": "mask", "level": "sequence", "max_weight": 1.5, "sequence_mask": 0.1}},
+    "stale tokens count less": {"correction": {"max_token_staleness": 1, "stale_token_weight": 0.25}},
+    "top entropy and bonus": {"loss": {"top_entropy_frac": 0.3, "entropy_coef": 0.1}},
+    "kl in the loss": {"kl": {"coef": 0.3, "importance_weighted": True}, "reference": {"kind": "fixed"}},
+    "kl in the reward": {
+        "kl": {"coef": 0.3, "place": "reward"},
+        "reference": {"kind": "fixed"},
+        "advantage": {"scale": "batch"},
+    },
+    "truncated left out, batch deviation": {"loss": {"mask_truncated": True}, "advantage": {"scale": "batch"}},
+}
+
+
+def gradient_of(
+    accelerator: Accelerator, trainee: Trainee, groups: list[ScoredGroup], config: LearnerConfig
+) -> torch.Tensor:
+    """The gradient of the first update, as one vector."""
+    if config.kl.place == "reward":
+        groups, _ = less_kl(accelerator, trainee, groups, config)
+    rows = trained_rows(groups, advantages(groups, config), config)
+    batches = my_batches(accelerator, rows, config.micro_batch_tokens)
+    batches = survey(accelerator, trainee, batches, config)
+    forward_backward(accelerator, trainee, batches, VERSION, config, is_first_update=True)
+    gradient = torch.cat([whole(parameter.grad).flatten() for parameter in trainee.policy.parameters()])
+    trainee.optimizer.zero_grad()
+    return gradient
+
+
+def all_gradients(accelerator: Accelerator, *, micro_batch_tokens: int) -> dict[str, torch.Tensor]:
+    gradients = {}
+    for name, settings in CONFIGS.items():
+        run = make_run(**settings, micro_batch_tokens=micro_batch_tokens)
+        trainee = make_moved_trainee(run, accelerator)
+        groups = make_groups(accelerator.unwrap_model(trainee.policy))
+        gradients[name] = gradient_of(accelerator, trainee, groups, run.learner)
+    return gradients
+
+
+if __name__ == "__main__":
+    accelerator = Accelerator(cpu=True)
+    gradients = all_gradients(accelerator, micro_batch_tokens=int(sys.argv[2]))
+    torch.save(
+        {"ranks": accelerator.num_processes, "gradients": gradients}, f"{sys.argv[1]}-{accelerator.process_index}"
+    )
+    accelerator.end_training()

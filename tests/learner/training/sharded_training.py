@@ -1,0 +1,197 @@
+"""What each of two ranks does with a policy that FSDP2 shards between them, for `test_sharded_training.py`.
+
+The same functions do it with a whole policy, where the test compares the two.
+"""
+
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from safetensors.torch import save_file
+from torch import nn
+
+import learner.policy.lockstep
+from learner.policy.lockstep import Lockstep
+from learner.policy.model import token_logprobs
+from learner.policy.snapshot import whole
+from learner.storage.checkpoint import load_checkpoint, save_checkpoint
+from learner.training.batch import trained_rows
+from learner.training.metrics import StepTimer
+from learner.training.ranks import my_batches
+from learner.training.step import advantages, train_on
+from learner.training.survey import survey
+from learner.training.trainee import Trainee, make_trainee
+from protocol.errors import ParityError, RankFailed
+from tests.learner.mortal_learner import Place, two_places
+from tests.learner.training.fixed_groups import VERSION, make_groups, make_moved_trainee, make_run
+from tests.learner.training.gradients import CONFIGS, gradient_of
+from tests.learner.training.sharding import shard_on_cpu
+from tests.peer import PROCESSES
+
+TIMEOUT_S = 120.0
+Work = Callable[..., Any]
+OBJECTIVES = ("grpo", "decoupled", "top entropy and bonus", "kl in the loss", "kl in the reward")
+STEPS = range(VERSION, VERSION + 4)
+SAVED_AFTER = STEPS[2]
+
+
+def on_two_ranks(work: Work, *args: Any) -> None:
+    """Call `work(accelerator, *args)` on both."""
+    ranks = [PROCESSES.Process(target=_be, args=(place, work, args)) for place in two_places(is_sharded=True)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(TIMEOUT_S)
+        if rank.exitcode is None:
+            rank.kill()
+    assert [rank.exitcode for rank in ranks] == [0, 0], "their tracebacks are in the captured output"
+
+
+def _be(place: Place, work: Work, args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    place.enter()
+    accelerator = Accelerator()
+    assert accelerator.is_fsdp2 and accelerator.num_processes == 2
+    work(accelerator, *args)
+    accelerator.end_training()
+
+
+def gradients(accelerator: Accelerator, *, micro_batch_tokens: int) -> dict[str, torch.Tensor]:
+    """The gradient of a step of nine rows: of two ranks one has one more than the other."""
+    found = {}
+    for name in OBJECTIVES:
+        run = make_run(**CONFIGS[name], micro_batch_tokens=micro_batch_tokens)
+        trainee = make_moved_trainee(run, accelerator)
+        groups = make_groups(trainee.policy, num_completions=3)
+        found[name] = gradient_of(accelerator, trainee, groups, run.learner)
+    return found
+
+
+def write_gradients(accelerator: Accelerator, path: Path) -> None:
+    found = gradients(accelerator, micro_batch_tokens=1)
+    if accelerator.is_main_process:
+        save_file(found, path)
+
+
+def a_trainee(accelerator: Accelerator) -> tuple[Any, Trainee]:
+    reference = {"reference": {"kind": "ema", "alpha": 0.5, "every_steps": 1}, "kl": {"coef": 0.3}}
+    optimizer = {"optimizer": {"learning_rate": 1e-3, "max_grad_norm": 0.1}}
+    run = make_run(**reference, **optimizer, micro_batch_tokens=20, export_model=True)
+    torch.manual_seed(0)
+    return run, make_trainee(run, accelerator, is_new=True)
+
+
+def weights_of(accelerator: Accelerator, trainee: Trainee) -> dict[str, torch.Tensor]:
+    """As they are pushed; on rank 0."""
+    lockstep, found = Lockstep(accelerator, trainee.policy, torch.float32), {}
+    with lockstep.led():
+        if accelerator.is_main_process:
+            found = {name: tensor.detach().clone() for name, tensor in lockstep.tensors()}
+    return found
+
+
+def train_and_save(accelerator: Accelerator, directory: Path) -> None:
+    """Four steps, a checkpoint before the last, and what was found in files."""
+    run, trainee = a_trainee(accelerator)
+    groups = make_groups(trainee.policy, num_completions=3)
+    found, metrics = weights_of(accelerator, trainee), []
+    tensors = {f"first/{name}": tensor for name, tensor in found.items()}
+    for version in STEPS:
+        metrics.append(train_on(accelerator, trainee, groups, version, run.learner, StepTimer()))
+        metrics[-1] |= trainee.after_step(version + 1, metrics[-1], run.learner)
+        if version == SAVED_AFTER:
+            save_checkpoint(accelerator, directory, version, trainee, run, reward_mean=None)
+    tensors |= {f"last/{name}": tensor for name, tensor in weights_of(accelerator, trainee).items()}
+    if accelerator.is_main_process:
+        save_file(tensors, directory / "found.safetensors")
+        (directory / "metrics.json").write_bytes(msgspec.json.encode(metrics))
+
+
+def resume(accelerator: Accelerator, directory: Path, into: Path) -> None:
+    """Take the last step again, from the checkpoint of this or the other kind."""
+    run, trainee = a_trainee(accelerator)
+    groups = make_groups(trainee.policy, num_completions=3)
+    load_checkpoint(accelerator, directory / f"step-{SAVED_AFTER:06d}", trainee)
+    train_on(accelerator, trainee, groups, STEPS[-1], run.learner, StepTimer())
+    found = weights_of(accelerator, trainee)
+    if accelerator.is_main_process:
+        save_file(found, into)
+
+
+def lead_and_follow(accelerator: Accelerator) -> None:
+    """A push that breaks off, a pass, a push; then an error of rank 0's, at which no rank may hang."""
+    _, trainee = a_trainee(accelerator)
+    policy = trainee.policy
+    expected = {name: whole(parameter.detach()) for name, parameter in policy.named_parameters()}
+    lockstep = Lockstep(accelerator, policy, torch.bfloat16)
+    with lockstep.led():
+        if accelerator.is_main_process:
+            broken_off = iter(lockstep.tensors())
+            next(broken_off), next(broken_off)
+            assert lockstep.logprobs([1, 2, 3]).shape == (2,)
+            pushed = dict(lockstep.tensors())
+            assert list(pushed) == list(expected)
+            assert all(torch.equal(pushed[name], tensor.bfloat16()) for name, tensor in expected.items())
+    try:
+        with lockstep.led():
+            if accelerator.is_main_process:
+                raise ParityError("apart")
+    except (ParityError, RankFailed) as error:
+        assert isinstance(error, ParityError if accelerator.is_main_process else RankFailed)
+    else:
+        raise AssertionError("the others went on")
+
+
+def count_bytes(accelerator: Accelerator) -> None:
+    """What is gathered at a time while rank 0 reads a model of eight equal tensors."""
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    held, most = 0, 0
+
+    def counted(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal held, most
+        gathered = whole(tensor)
+        held += gathered.nbytes
+        most = max(most, held)
+        weakref.finalize(gathered, release, gathered.nbytes)
+        return gathered
+
+    def release(num_bytes: int) -> None:
+        nonlocal held
+        held -= num_bytes
+
+    learner.policy.lockstep.whole = counted
+    lockstep = Lockstep(accelerator, model, torch.float32)
+    with lockstep.led():
+        if accelerator.is_main_process:
+            assert sum(1 for _ in lockstep.tensors()) == 8
+    # Rank 0 holds one tensor while it asks for the next.
+    assert (held, most) == (0, (2 if accelerator.is_main_process else 1) * 64 * 64 * 4)
+
+
+def compare_passes_in_bfloat16(accelerator: Accelerator) -> None:
+    """A survey's pass and a training pass must agree to the bit, or the first ratio is not 1."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    shard_on_cpu()
+    accelerator = Accelerator(mixed_precision="bf16")
+    settings = CONFIGS["decoupled"] | {"micro_batch_tokens": 20}
+    run = msgspec.structs.replace(make_run(**settings), dtype="bfloat16")
+    trainee = make_moved_trainee(run, accelerator)
+    groups = make_groups(trainee.policy, num_completions=3)
+    rows = trained_rows(groups, advantages(groups, run.learner), run.learner)
+    batches = survey(accelerator, trainee, my_batches(accelerator, rows, 20), run.learner)
+    for batch in batches:
+        logprobs_BT, _ = token_logprobs(trainee.policy, batch, run.learner.sampling.temperature)
+        assert torch.equal(logprobs_BT, batch.proximal_logprobs_BT)
+    with accelerator.autocast():  # which on a CPU would have left these as they are, and on a GPU would not
+        assert not torch.is_autocast_enabled("cpu")
+    logprobs_BT.sum().backward()
+    for parameter in trainee.policy.parameters():
+        assert parameter.dtype == parameter.grad.dtype == torch.float32
+    gradient = trainee.policy.transformer.h[0].mlp.c_fc.weight.grad
+    assert not torch.equal(gradient, gradient.bfloat16().float()), "it was reduced in bfloat16"

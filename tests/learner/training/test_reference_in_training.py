@@ -1,0 +1,99 @@
+"""The reference in whole runs: what they log, how they resume, and what a refresh does to the optimizer."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+
+from learner.storage.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from learner.train import train
+from learner.training.trainee import make_trainee
+from protocol.errors import ConfigError
+from tests.learner.model_engine import tiny_server
+from tests.learner.test_train import make_run, metrics_of, seeded
+
+ADAPTIVE = {"kind": "adaptive", "kl_threshold": 1e-9, "patience": 2, "reward_guard": False}
+MIXTURE = {"kind": "mixture", "every_steps": 2, "num_snapshots": 2}
+RESETTING = {"kind": "every", "every_steps": 5, "reset_optimizer": True}
+
+
+def optimizer_steps_of(run: Any) -> set[int]:
+    """How many steps the moments in the newest checkpoint have seen."""
+    checkpoint = find_checkpoint(Path(run.run_dir) / "checkpoints")
+    optimizer = torch.load(checkpoint / "optimizer.bin", weights_only=True)
+    return {int(state["step"]) for state in optimizer["state"].values()}
+
+
+@pytest.mark.parametrize(
+    ("reference", "versions", "moments_seen"),
+    [
+        # the KL is 0 at steps 1 and 4, the first under a new reference, and above the threshold at all others
+        (ADAPTIVE, [0, 0, 3, 3, 3, 6], 6),
+        (MIXTURE, [0, 2, 2, 4, 4, 6], 6),
+        (RESETTING, [0, 0, 0, 0, 5, 5], 1),
+    ],
+    ids=["adaptive", "mixture", "resetting"],
+)
+def test_a_run_stopped_after_step_five_goes_on_with_the_same_reference(
+    tmp_path: Path, reference: dict, versions: list[int], moments_seen: int
+) -> None:
+    weights = []
+    for name, parts in (("whole", [6]), ("parts", [5, 6])):
+        with tiny_server() as server:
+            for i, steps in enumerate(parts):
+                settings = {"reference": reference, "kl": {"coef": 0.1}, "steps": steps}
+                run = make_run(tmp_path / name, server.endpoint, **seeded(), **settings)
+                train(run, resume=i > 0)
+            weights.append(server.engine.weights)
+        metrics = metrics_of(run)
+        assert [line["reference/version"] for line in metrics] == versions
+        assert [line["reference/refreshed"] for line in metrics] == [
+            float(version == step) for step, version in enumerate(versions, 1)
+        ]
+        assert optimizer_steps_of(run) == {moments_seen}
+    for name, tensor in weights[0].items():
+        assert torch.equal(tensor, weights[1][name]), name
+
+
+@pytest.fixture
+def accelerator():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield Accelerator(cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def run_with(tmp_path: Path, reference: dict | None):
+    settings = {} if reference is None else {"reference": reference, "kl": {"coef": 0.1}}
+    return make_run(tmp_path, "tcp://127.0.0.1:1", **settings)
+
+
+def trainee_with(accelerator: Accelerator, tmp_path: Path, reference: dict | None):
+    return make_trainee(run_with(tmp_path, reference), accelerator, is_new=True)
+
+
+@pytest.mark.parametrize(("before", "now"), [(MIXTURE, ADAPTIVE), (MIXTURE, None), (None, ADAPTIVE)])
+def test_a_checkpoint_of_another_kind_of_reference_is_refused(
+    accelerator: Accelerator, tmp_path: Path, before: dict | None, now: dict | None
+) -> None:
+    trainee, run = trainee_with(accelerator, tmp_path, before), run_with(tmp_path, before)
+    save_checkpoint(accelerator, tmp_path, 3, trainee, run, reward_mean=None)
+    kinds = ["none" if settings is None else settings["kind"] for settings in (before, now)]
+    with pytest.raises(ConfigError, match=f'a reference of kind "{kinds[0]}", learner.reference.kind is "{kinds[1]}"'):
+        load_checkpoint(accelerator, tmp_path / "step-000003", trainee_with(accelerator, tmp_path, now))
+
+
+def test_a_checkpoint_whose_state_cannot_be_read_is_named(accelerator: Accelerator, tmp_path: Path) -> None:
+    (tmp_path / "step-000003").mkdir()
+    (tmp_path / "step-000003" / "state.json").write_text('{"step": 3, "version": 3}')
+    with pytest.raises(ConfigError, match=r"step-000003/state\.json is damaged or of another version .*`reference`"):
+        load_checkpoint(accelerator, tmp_path / "step-000003", trainee_with(accelerator, tmp_path, None))
+
+
+def test_a_reference_that_is_always_the_policy_itself_is_refused(tmp_path: Path) -> None:
+    settings = {"reference": {"kind": "every", "every_steps": 1}, "kl": {"coef": 0.1}}
+    with pytest.raises(ValueError, match=r"every_steps = 1: where its KL is measured, .* is the policy itself"):
+        make_run(tmp_path, "tcp://127.0.0.1:1", **settings)
+    assert make_run(tmp_path, "tcp://127.0.0.1:1", **settings, updates_per_batch=2).learner.updates_per_batch == 2

@@ -1,0 +1,82 @@
+"""Two ranks that share a policy by FSDP2 train, push and save what one with the whole of it does."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+
+from tests.learner.training.sharded_training import (
+    SAVED_AFTER,
+    compare_passes_in_bfloat16,
+    count_bytes,
+    gradients,
+    lead_and_follow,
+    on_two_ranks,
+    resume,
+    train_and_save,
+    write_gradients,
+)
+
+
+@pytest.fixture
+def accelerator() -> Iterator[Accelerator]:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield Accelerator(cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        # Keys have no gradient from their bias, but rounding, of which Adam makes steps as large as any.
+        if not name.endswith("c_attn.bias"):
+            torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=0, msg=name)
+
+
+def test_ranks_with_different_numbers_of_micro_batches_have_the_gradient_of_one(
+    accelerator: Accelerator, tmp_path: Path
+) -> None:
+    on_two_ranks(write_gradients, tmp_path / "found.safetensors")
+    assert_close(load_file(tmp_path / "found.safetensors"), gradients(accelerator, micro_batch_tokens=1000))
+
+
+def test_steps_pushes_and_checkpoints_are_those_of_a_whole_policy(accelerator: Accelerator, tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    for directory in (one, two):
+        directory.mkdir()
+    train_and_save(accelerator, one)
+    on_two_ranks(train_and_save, two)
+    for of_one, of_two in zip(*(json.loads((path / "metrics.json").read_text()) for path in (one, two)), strict=True):
+        assert of_two == pytest.approx(of_one, abs=1e-5)
+    expected, found = load_file(one / "found.safetensors"), load_file(two / "found.safetensors")
+    assert list(found) == list(expected) and not any("lm_head" in name for name in found)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items() if name.startswith("first"))
+    last = {name.removeprefix("last/"): tensor for name, tensor in expected.items() if name.startswith("last/")}
+    assert_close(found, expected)
+
+    saved = two / f"step-{SAVED_AFTER:06d}"
+    weights, exported = load_file(saved / "model.safetensors"), load_file(saved / "model" / "model.safetensors")
+    assert weights.keys() == exported.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in weights.items())
+    on_two_ranks(resume, one, tmp_path / "one-by-two")
+    accelerator.free_memory()  # forgets the first run's policy
+    resume(accelerator, two, tmp_path / "two-by-one")
+    for resumed in ("one-by-two", "two-by-one"):
+        assert_close(load_file(tmp_path / resumed), last)
+
+
+def test_rank_0_leads_and_the_others_follow_until_it_stops() -> None:
+    on_two_ranks(lead_and_follow)
+
+
+def test_a_push_gathers_one_tensor_at_a_time() -> None:
+    on_two_ranks(count_bytes)
+
+
+def test_every_pass_in_bfloat16_is_alike_and_weights_and_gradients_stay_float32() -> None:
+    on_two_ranks(compare_passes_in_bfloat16)

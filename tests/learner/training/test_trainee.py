@@ -1,0 +1,66 @@
+"""What is trained: what it refuses, and how the weight of the KL moves."""
+
+from types import SimpleNamespace
+
+import pytest
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+
+from learner.algorithm.schedules import next_coef
+from learner.config import LearnerConfig
+from learner.training.trainee import make_trainee
+from protocol.errors import ConfigError
+from tests.learner.training.fixed_groups import make_run
+
+
+@pytest.mark.parametrize("kind", [DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM])
+def test_a_policy_sharded_otherwise_than_by_fsdp2_is_refused(kind: DistributedType) -> None:
+    """None runs on a CPU under accelerate, so only what the refusal looks at stands in for it."""
+    with pytest.raises(ConfigError, match=rf"shards the policy by {kind.value}.*fsdp_version: 2"):
+        make_trainee(make_run(), SimpleNamespace(distributed_type=kind, is_fsdp2=False), is_new=True)
+
+
+@pytest.mark.parametrize(
+    ("activation_checkpointing", "learner", "remedy"),
+    [(False, {"lora": {"rank": 4}}, "learner.lora.rank to 0"), (True, {}, "learner.gradient_checkpointing = true")],
+)
+def test_what_fsdp2_cannot_push_is_refused(activation_checkpointing: bool, learner: dict, remedy: str) -> None:
+    plugin = SimpleNamespace(activation_checkpointing=activation_checkpointing)
+    state = SimpleNamespace(fsdp_plugin=plugin)
+    accelerator = SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=True, state=state)
+    with pytest.raises(ConfigError, match=remedy):
+        make_trainee(make_run(**learner), accelerator, is_new=True)
+
+
+def coefs(config: LearnerConfig, measured: list[float | None]) -> list[float]:
+    """The weight each step is trained with, of steps that measured these KLs."""
+    used, coef = [], config.kl.coef
+    for version, kl in enumerate(measured, start=1):
+        used.append(coef)
+        coef = next_coef(config.kl, coef, version=version, num_steps=config.steps, measured_kl=kl)
+    return used
+
+
+def test_a_linear_weight_starts_at_coef_and_ends_at_final_coef() -> None:
+    kl = {"coef": 0.4, "schedule": "linear", "final_coef": 0.0}
+    config = make_run(steps=5, kl=kl, reference={"kind": "fixed"}).learner
+    assert coefs(config, [None] * 5) == pytest.approx([0.4, 0.3, 0.2, 0.1, 0.0])
+
+
+def test_a_controlled_weight_moves_by_a_bounded_share_towards_the_target() -> None:
+    kl = {"coef": 1.0, "schedule": "target", "target": 0.1, "horizon_steps": 2}
+    config = make_run(kl=kl, reference={"kind": "fixed"}).learner
+    # errors: +0.2 (of +9), none measured, -0.1, -0.2 (of -1)
+    assert coefs(config, [1.0, None, 0.09, 0.0, 0.1]) == pytest.approx([1.0, 1.1, 1.1, 1.045, 0.9405])
+
+
+def test_a_resume_with_more_steps_goes_on_with_the_weight_of_the_longer_run() -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    kl = {"coef": 0.4, "schedule": "linear", "final_coef": 0.0}
+    longer = make_run(steps=9, kl=kl, reference={"kind": "fixed"})
+    trainee = make_trainee(longer, Accelerator(cpu=True), is_new=False)
+    trainee.kl_coef = 0.0  # as the checkpoint of a run of 5 steps has it
+    trainee.set_kl_coef(4, None, longer.learner)
+    assert trainee.kl_coef == pytest.approx(0.2)
+    AcceleratorState._reset_state(reset_partial_state=True)

@@ -1,0 +1,171 @@
+"""The supervised warm start: its numbers against a plain loop, and where it stands in a run."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from accelerate import Accelerator
+from transformers import AutoModelForCausalLM
+
+from learner.config import LearnerRun
+from learner.policy.model import load_policy, load_tokenizer
+from learner.prompts.prompts import Prompts
+from learner.storage.checkpoint import find_checkpoint
+from learner.train import train
+from learner.training.warm_start import warm_start
+from protocol.errors import DataError, RewardError
+from protocol.model_files import resolve_model
+from tests.learner.model_engine import ModelEngine, tiny_server
+from tests.learner.test_train import make_run, metrics_of, seeded
+from tests.learner.training.test_ranks import LAUNCH, SHARDED, run_ranks
+
+WARM = {"steps": 5, "learning_rate": 3e-3, "rows_per_step": 6}
+
+
+def warmed(run: LearnerRun) -> tuple[torch.nn.Module, float]:
+    policy = load_policy(resolve_model("tiny:digits"), gradient_checkpointing=False)
+    return policy, warm_start(run, Accelerator(cpu=True), policy)
+
+
+def plain_loop(run: LearnerRun) -> tuple[torch.nn.Module, float]:
+    """Next-token cross-entropy on answer and end, one row after the other."""
+    tokenizer = load_tokenizer(resolve_model("tiny:digits"))
+    model = AutoModelForCausalLM.from_pretrained(resolve_model("tiny:digits"), dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    prompts = Prompts(run.learner.data, tokenizer, run.seed)
+    for step in range(5):
+        losses = []
+        for slot in range(6 * step, 6 * step + 6):
+            prompt = prompts.prompt_at(slot)
+            ids = tokenizer(prompt.prompt + prompt.columns["answer"] + "<eos>", return_tensors="pt")["input_ids"]
+            logits = model(ids).logits[0, len(prompt.prompt) - 1 : -1]
+            losses.append(torch.nn.functional.cross_entropy(logits, ids[0, len(prompt.prompt) :], reduction="none"))
+        loss = torch.cat(losses).mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, loss.item()
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [16384, 20])
+def test_it_is_cross_entropy_on_answer_and_end_whatever_the_micro_batches(
+    tmp_path: Path, micro_batch_tokens: int
+) -> None:
+    rows = [{"prompt": f"{i}>", "answer": str(i) * (1 + i % 4)} for i in range(8)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = {"path": str(tmp_path / "rows.jsonl")}
+    run = make_run(tmp_path, "tcp://x:1", data=data, warm_start=WARM, micro_batch_tokens=micro_batch_tokens)
+    policy, loss = warmed(run)
+    expected, expected_loss = plain_loop(run)
+    assert loss == pytest.approx(expected_loss, abs=1e-5) and loss < 0.9 * 2.8
+    ids = torch.arange(1, 13)[None]
+    torch.testing.assert_close(policy(ids).logits, expected(ids).logits, atol=1e-3, rtol=1e-3)
+
+
+def test_the_same_seed_gives_the_same_weights_and_another_gives_others(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "tcp://x:1", warm_start=WARM)
+    first, again = warmed(run)[0].state_dict(), warmed(run)[0].state_dict()
+    other = warmed(msgspec.structs.replace(run, seed=run.seed + 1))[0].state_dict()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert any(not torch.equal(first[name], other[name]) for name in first)
+
+
+@pytest.mark.parametrize("is_sharded", [False, SHARDED])
+def test_two_ranks_start_from_the_weights_of_one(tmp_path: Path, is_sharded: bool) -> None:
+    one, _ = run_ranks(tmp_path / "one", ["-m"], warm_start=WARM, steps=2)
+    launch = ["-m", *LAUNCH, "-m"]
+    two, _ = run_ranks(tmp_path / "two", launch, is_sharded=is_sharded, warm_start=WARM, steps=2, micro_batch_tokens=20)
+    cold, _ = run_ranks(tmp_path / "cold", ["-m"], steps=2)
+    for name in ("loss/policy", "policy/entropy", "reference/kl", "optim/grad_norm"):
+        assert [line[name] for line in two] == pytest.approx([line[name] for line in one], abs=1e-5), name
+    assert abs(cold[0]["policy/entropy"] - one[0]["policy/entropy"]) > 1e-2
+
+
+class Recording(ModelEngine):
+    """Keeps the weights of the first push."""
+
+    first_weights: dict[str, torch.Tensor]
+
+    async def set_version(self, version: int) -> None:
+        await super().set_version(version)
+        if not hasattr(self, "first_weights"):
+            self.first_weights = {name: tensor.clone() for name, tensor in self.weights.items()}
+
+
+def test_the_first_push_and_the_reference_are_of_the_warm_weights(tmp_path: Path) -> None:
+    engine = Recording(resolve_model("tiny:digits"))
+    with tiny_server(engine) as server:
+        run = make_run(
+            tmp_path, server.endpoint, **seeded(), warm_start=WARM, reference={"kind": "fixed"}, kl={"coef": 0.1}
+        )
+        train(run, resume=False)
+    expected = warmed(run)[0].state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in engine.first_weights.items())
+    metrics = metrics_of(run)
+    assert abs(metrics[0]["reference/kl"]) < 1e-6 < metrics[-1]["reference/kl"]
+
+
+def test_a_run_that_ended_before_its_first_step_resumes_from_the_warm_weights(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "rewards.py").write_text(
+        "from pathlib import Path\n"
+        "def picky(completions, **columns):\n"
+        "    assert Path(__file__).with_name('mended').exists()\n"
+        "    return [float(len(text)) for text in completions]\n"
+    )
+    first, second = Recording(resolve_model("tiny:digits")), Recording(resolve_model("tiny:digits"))
+    learner: dict[str, Any] = {
+        "warm_start": WARM,
+        "steps": 2,
+        "reward": {"functions": [f"{tmp_path}/rewards.py:picky"]},
+    }
+    with tiny_server(first) as server, pytest.raises(RewardError):
+        train(make_run(tmp_path, server.endpoint, **learner), resume=False)
+    checkpoint = find_checkpoint(tmp_path / "run" / "checkpoints")
+    assert checkpoint is not None and checkpoint.name == "step-000000"
+    (tmp_path / "mended").touch()
+    with tiny_server(second) as server, caplog.at_level(logging.INFO):
+        run = make_run(tmp_path, server.endpoint, **learner)
+        train(run, resume=True)
+    assert f"resumed from {checkpoint}" in caplog.text and "warm start" not in caplog.text
+    assert all(torch.equal(tensor, first.first_weights[name]) for name, tensor in second.first_weights.items())
+    assert len(metrics_of(run)) == 2
+
+
+def test_data_without_answers_is_refused_with_the_columns_it_has(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "12>", "solution": "21", "level": 1}\n')
+    data = {"path": str(tmp_path / "rows.jsonl")}
+    with pytest.raises(DataError, match=r"row 0 .* none in column 'answer'.*: solution, level\. Set .*answer_column"):
+        warmed(make_run(tmp_path, "tcp://x:1", data=data, warm_start=WARM))
+    named = make_run(tmp_path, "tcp://x:1", data=data, warm_start=WARM | {"answer_column": "solution"})
+    assert warmed(named)[1] > 0
+
+
+def test_an_answer_longer_than_a_completion_is_refused(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "tcp://x:1", warm_start=WARM, sampling={"num_completions": 2, "max_tokens": 4})
+    with pytest.raises(DataError, match=r"has 4 tokens and an end.*max_tokens = 4"):
+        warmed(run)
+
+
+@pytest.mark.parametrize(
+    ("warm_start", "expected"),
+    [
+        ({"learning_rate": 1e-3}, r"learning_rate = 0\.001 does nothing with steps = 0"),
+        ({"rows_per_step": 64}, r"rows_per_step = 64 does nothing with steps = 0"),
+        ({"answer_column": "gold"}, r"answer_column = 'gold' does nothing with steps = 0"),
+        ({"steps": -1}, r"steps = -1 must not be negative"),
+        ({"steps": 1, "learning_rate": 0.0}, r"learning_rate = 0\.0 must be above 0"),
+        ({"steps": 1, "rows_per_step": 0}, r"rows_per_step = 0 must be at least 1"),
+    ],
+)
+def test_a_setting_that_does_nothing_or_cannot_be_is_refused(
+    tmp_path: Path, warm_start: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(msgspec.ValidationError, match=expected):
+        make_run(tmp_path, "tcp://x:1", warm_start=warm_start)
