@@ -95,6 +95,8 @@ def colocate(arguments: list[str]) -> int:
     learner_run = load_config(LearnerRun, config_file + learner_flags, "python -m deploy.colocate")
     if "--dry-run" in switches:
         print(to_toml(server_run))  # each side reads the other's section as it stands in the file
+        if note := learner_run.note_on_idle_keys():
+            print(note, file=sys.stderr)
         return 0
     server_cores, learner_cores = _split_cores(server_run.server.cpu_cores, learner_run.learner.cpu_cores)
     logs = Path(learner_run.run_dir) / "logs"

@@ -4,6 +4,7 @@ This runs before anything is installed: only the standard library, and syntax th
 can still parse, so that it can say so.
 """
 
+import ast
 import os
 import platform
 import re
@@ -22,7 +23,21 @@ UNFINISHED = VENV / ".unfinished"
 OLDEST_PYTHON = (3, 11)
 TORCH = "torch==2.13.0+cpu"
 TORCH_CPU_INDEX = os.environ.get("TORCH_CPU_INDEX") or "https://download.pytorch.org/whl/cpu"
+UV = "uv==0.13.9"
 NEEDED_GB = 5
+
+# uv does not read pip's configuration. These settings of pip say where packages come from, here as uv calls them.
+UV_NAMES = {
+    "index-url": "UV_INDEX_URL",
+    "extra-index-url": "UV_EXTRA_INDEX_URL",
+    "find-links": "UV_FIND_LINKS",
+    "no-index": "UV_OFFLINE",
+    "trusted-host": "UV_INSECURE_HOST",
+    "cert": "SSL_CERT_FILE",
+    "proxy": "ALL_PROXY",
+    "default-timeout": "UV_HTTP_TIMEOUT",
+    "timeout": "UV_HTTP_TIMEOUT",
+}
 
 # torch is installed first, from the CPU builds; the others would drag in CUDA libraries, and a torchvision built
 # for CUDA makes `import transformers` fail beside a CPU torch.
@@ -71,10 +86,11 @@ def install() -> None:
     started = time.monotonic()
     prepare_venv()
     UNFINISHED.touch()
+    install_uv(VENV)
     install_torch(VENV)
     pins = [line for line in LOCK.read_text().splitlines() if line and not line.startswith("#")]
-    pip(VENV, f"{len(pins)} packages", ["install", "--no-deps", "-r", str(LOCK)], num_packages=len(pins))
-    pip(VENV, "slipstream", ["install", "--no-deps", "--no-build-isolation", "-e", str(ROOT)])
+    install_packages(VENV, f"{len(pins)} packages", ["-r", str(LOCK)], num_packages=len(pins))
+    install_packages(VENV, "slipstream", ["--no-build-isolation", "-e", str(ROOT)])
     versions = check_imports()
     UNFINISHED.unlink()
     say(f"ready in {time.monotonic() - started:.0f} s: {versions}")
@@ -101,24 +117,34 @@ def prepare_venv() -> None:
         fail(f"{sys.executable} -m venv failed: {made.stdout.strip()}")
 
 
+def install_uv(venv: Path) -> None:
+    said = run_quietly(venv, UV, pip_command(venv, ["install", "--no-deps", "--no-compile", UV]), dict(os.environ))
+    if said is not None:
+        say(f"{UV} cannot be installed, pip does it all, in minutes: {last_line(said)}")
+
+
 def install_torch(venv: Path) -> None:
     # PyPI has no CPU build of torch, but a mirror or a wheel directory that pip is configured for may.
-    requirement = ["install", "--no-deps", TORCH]
-    if subprocess.run(pip_command(venv, [*requirement, "--dry-run"]), capture_output=True).returncode:
+    source = []
+    if subprocess.run(pip_command(venv, ["install", "--no-deps", "--dry-run", TORCH]), capture_output=True).returncode:
         say(f"{TORCH} is not in the configured package index: taking it from {TORCH_CPU_INDEX}")
-        requirement += ["--index-url", TORCH_CPU_INDEX]
-    pip(venv, TORCH, requirement)
+        source = ["--index-url", TORCH_CPU_INDEX]
+    install_packages(venv, TORCH, [TORCH, *source])
 
 
 def check_imports() -> str:
-    # `import vllm` alone is lazy and loads hardly anything.
+    # What a run loads, because `import vllm` alone is lazy and loads hardly anything.
     code = (
-        "import platform, torch, transformers, vllm, vllm.v1.engine.async_llm;"
+        "import platform, accelerate, aiohttp, peft, torch, transformers, transformers.models.gpt2.modeling_gpt2, vllm,"
+        " vllm.entrypoints.launchers.app, vllm.v1.engine.async_llm, vllm.v1.worker.cpu_worker;"
         "print(f'Python {platform.python_version()}, torch {torch.__version__},"
         " transformers {transformers.__version__}, vllm {vllm.__version__}')"
     )
     say("checking the imports")
-    result = subprocess.run([str(VENV / "bin" / "python"), "-c", code], capture_output=True, text=True, cwd=str(ROOT))
+    # This also writes the bytecode of what a run loads; compiling all that is installed takes a minute longer.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    python = str(VENV / "bin" / "python")
+    result = subprocess.run([python, "-c", code], capture_output=True, text=True, cwd=str(ROOT), env=environment)
     if result.returncode:
         sys.stderr.write(result.stderr)
         fail("the installed packages do not import; `make install` starts it over")
@@ -138,7 +164,10 @@ def lock() -> None:
         venv, report = Path(scratch, "venv"), Path(scratch, "report.json")
         subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
         install_torch(venv)
-        pip(venv, "resolving", ["install", "--dry-run", "--report", str(report), TORCH, *requirements])
+        resolve = pip_command(venv, ["install", "--dry-run", "--report", str(report), TORCH, *requirements])
+        said = run_quietly(venv, "resolving", resolve, dict(os.environ))
+        if said is not None:
+            fail(f"pip could not resolve {LOCK.name}:\n{said}")
         resolved = [package["metadata"] for package in json.loads(report.read_text())["install"]]
     versions = {re.sub(r"[-_.]+", "-", package["name"]).lower(): package["version"] for package in resolved}
     pins = [f"{name}=={versions[name]}\n" for name in sorted(versions) if not NOT_LOCKED.match(name)]
@@ -150,28 +179,74 @@ def pip_command(venv: Path, arguments: "list[str]") -> "list[str]":
     return [str(venv / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", *arguments]
 
 
-def pip(venv: Path, what: str, arguments: "list[str]", num_packages: int = 0) -> None:
-    """Runs pip quietly under a progress line; what pip says is shown only when it fails.
+def install_packages(venv: Path, what: str, arguments: "list[str]", num_packages: int = 0) -> None:
+    """Has uv install them, or pip where uv is missing or fails; what they say is shown only when pip fails."""
+    before = num_installed(venv)
+    uv = venv / "bin" / "uv"
+    arguments = ["install", "--no-deps", "--no-compile", *arguments]
+    if uv.exists():
+        said = run_quietly(venv, what, [str(uv), "pip", *arguments], uv_environment(venv), num_packages)
+        if said is None:
+            return
+        say(f"uv could not install {what}, pip does it: {last_line(said)}")
+        arguments += ["--force-reinstall"]  # pip would take what uv left half-installed for whole
+    said = run_quietly(venv, what, pip_command(venv, arguments), dict(os.environ), num_packages)
+    if said is not None:
+        if num_installed(venv) == before:  # nothing half-installed: no reason to start over
+            (venv / UNFINISHED.name).unlink(missing_ok=True)
+        sys.stderr.writelines(line for line in said.splitlines(True)[-20:] if "Collecting" not in line)
+        fail(f"pip could not install {what} (above); `make install` tries again")
 
-    pip unpacks for minutes without a word, so progress is read off the disk: what it fetched lies in a temporary
-    directory of ours (also because /tmp is small on many machines), what it installed is a new *.dist-info.
+
+def uv_environment(venv: Path) -> "dict[str, str]":
+    """uv stands in for pip: it goes by pip's configuration, not by its own, and into this environment."""
+    config = subprocess.run(pip_command(venv, ["config", "list"]), capture_output=True, text=True).stdout
+    return {
+        **{name: value for name, value in os.environ.items() if not name.startswith("UV_")},
+        **uv_settings(config),
+        "VIRTUAL_ENV": str(venv),
+        "UV_NO_CONFIG": "1",
+        "UV_INDEX_STRATEGY": "unsafe-best-match",  # as pip: the version counts, not the index it is in
+        # The cache is a temporary directory on the same disk, so that nothing is copied and nothing stays behind.
+        "UV_NO_CACHE": "1",
+        "UV_LINK_MODE": "hardlink",
+    }
+
+
+def uv_settings(pip_config: str) -> "dict[str, str]":
+    """What `pip config list` says about where packages come from, as environment variables for uv."""
+    settings = {}
+    for section in ("global", "install", ":env:"):  # as in pip, the later one wins
+        for line in pip_config.splitlines():
+            key, _, value = line.partition("=")
+            name = UV_NAMES.get(key[len(section) + 1 :])
+            if name and key.startswith(section):
+                settings[name] = ("," if name == "UV_FIND_LINKS" else " ").join(ast.literal_eval(value).split())
+    return settings
+
+
+def run_quietly(venv: Path, what: str, command: "list[str]", env: "dict[str, str]", num_packages=0) -> "str | None":
+    """Runs an installer under a progress line; returns what it said if it failed.
+
+    Installers work for minutes without a word, so progress is read off the disk. Their temporary files lie in a
+    directory of ours, because /tmp is small on many machines.
     """
-    with tempfile.TemporaryDirectory(dir=str(venv)) as fetched, tempfile.TemporaryFile("w+") as output:
+    with tempfile.TemporaryDirectory(dir=str(venv)) as scratch, tempfile.TemporaryFile("w+") as output:
         started = time.monotonic()
-        before = num_installed(venv)
-        process = subprocess.Popen(
-            pip_command(venv, arguments), stdout=output, stderr=output, env={**os.environ, "TMPDIR": fetched}
-        )
+        installed, free_b = num_installed(venv), shutil.disk_usage(venv).free
+        process = subprocess.Popen(command, stdout=output, stderr=output, env={**env, "TMPDIR": scratch})
         next_line_s = 20.0
         try:
             while process.poll() is None:
                 time.sleep(0.25)
                 elapsed_s = time.monotonic() - started
+                written_mb = (free_b - shutil.disk_usage(venv).free) // 1_000_000
+                line = progress(what, elapsed_s, written_mb, num_installed(venv) - installed, num_packages)
                 if sys.stdout.isatty():
-                    show(progress(what, elapsed_s, Path(fetched), num_installed(venv) - before, num_packages))
+                    show(line)
                 elif elapsed_s > next_line_s:
                     next_line_s += 20.0
-                    say(progress(what, elapsed_s, Path(fetched), num_installed(venv) - before, num_packages))
+                    say(line)
         except BaseException:
             process.terminate()
             process.wait()
@@ -179,35 +254,26 @@ def pip(venv: Path, what: str, arguments: "list[str]", num_packages: int = 0) ->
         if sys.stdout.isatty():
             show("")
         if process.returncode:
-            if num_installed(venv) == before:  # nothing half-installed: no reason to start over
-                (venv / UNFINISHED.name).unlink(missing_ok=True)
             output.seek(0)
-            sys.stderr.writelines(line for line in output.readlines()[-20:] if "Collecting" not in line)
-            fail(f"pip could not install {what} (above); `make install` tries again")
-        say(f"{what}: {time.monotonic() - started:.0f} s")
+            return output.read()
+    say(f"{what}: {time.monotonic() - started:.0f} s")
+    return None
 
 
-def progress(what: str, elapsed_s: float, fetched: Path, num_new: int, num_packages: int) -> str:
-    # pip deletes files while they are counted.
-    fetched_mb = sum(size_b(path) for path in fetched.rglob("*")) // 1_000_000
-    parts = [f"{what}: {elapsed_s:.0f} s"]
+def progress(what: str, elapsed_s: float, written_mb: int, num_new: int, num_packages: int) -> str:
+    line = f"{what}: {elapsed_s:.0f} s"
     if num_packages and num_new:
-        filled = 20 * num_new // num_packages
-        parts += ["[" + "#" * filled + "." * (20 - filled) + f"] {num_new}/{num_packages} installed"]
-    elif fetched_mb:
-        parts += [f"{fetched_mb} MB fetched"]
-    return ", ".join(parts)
-
-
-def size_b(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
+        bar = "#" * (20 * num_new // num_packages)
+        return f"{line}, [{bar:.<20}] {num_new}/{num_packages} installed"
+    return f"{line}, {written_mb} MB written" if written_mb > 0 else line
 
 
 def num_installed(venv: Path) -> int:
     return sum(1 for _ in venv.glob("lib/python*/site-packages/*.dist-info"))
+
+
+def last_line(text: str) -> str:
+    return text.strip().rpartition("\n")[2].strip()
 
 
 def read_text(path: Path) -> str:

@@ -50,7 +50,7 @@ def test_a_closed_terminal_and_a_killed_colocate_leave_no_process_behind(tmp_pat
         f"tcp://127.0.0.1:{ports[0]}",
         "--server.http-port",
         str(ports[1]),
-        "--learner.dashboard-port",
+        "--learner.report.dashboard-port",
         "0",
     ]
     with (tmp_path / "out").open("w") as out:

@@ -1,0 +1,80 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from deploy.cpu_environment import install_packages, uv_settings
+
+PIP = """#!/bin/sh
+case "$*" in
+    *"config list") echo "global.index-url='https://mirror.example/simple'" ;;
+    *) echo "$@" >> "$PIP_CALLS" ;;
+esac
+"""
+
+
+@pytest.fixture
+def venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An environment whose Python notes what pip is asked to do."""
+    monkeypatch.setenv("PIP_CALLS", str(tmp_path / "pip_calls"))
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    write_program(tmp_path / "venv" / "bin" / "python", PIP)
+    return tmp_path / "venv"
+
+
+def write_program(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def pip_calls(venv: Path) -> str:
+    calls = venv.parent / "pip_calls"
+    return calls.read_text() if calls.exists() else ""
+
+
+def test_uv_takes_packages_from_where_pip_is_configured_to() -> None:
+    config = (
+        "global.cert='/etc/ssl/mirror.pem'\n"
+        "global.extra-index-url='https://a.example/simple\\nfile:///b/simple'\n"
+        "global.find-links='/wheels https://c.example/wheels'\n"
+        "global.progress-bar='off'\n"
+    )
+    assert uv_settings(config) == {
+        "SSL_CERT_FILE": "/etc/ssl/mirror.pem",
+        "UV_EXTRA_INDEX_URL": "https://a.example/simple file:///b/simple",
+        "UV_FIND_LINKS": "/wheels,https://c.example/wheels",
+    }
+
+
+def test_of_two_settings_uv_gets_the_one_that_pip_goes_by() -> None:
+    lines = [":env:.timeout='3'", "global.timeout='1'", "install.timeout='2'", "list.timeout='4'"]
+    assert uv_settings("\n".join(lines)) == {"UV_HTTP_TIMEOUT": "3"}
+    assert uv_settings("\n".join(lines[1:])) == {"UV_HTTP_TIMEOUT": "2"}
+
+
+def test_uv_installs_into_the_environment_whatever_else_is_active(
+    venv: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VIRTUAL_ENV", "/another/venv")
+    monkeypatch.setenv("UV_SYSTEM_PYTHON", "1")
+    write_program(venv / "bin" / "uv", f"#!/bin/sh\nenv > {tmp_path}/uv_env\n")
+    install_packages(venv, "toy", ["toy==1"])
+    uv_env = dict(line.partition("=")[::2] for line in (tmp_path / "uv_env").read_text().splitlines())
+    assert uv_env["VIRTUAL_ENV"] == str(venv)
+    assert "UV_SYSTEM_PYTHON" not in uv_env
+    assert uv_env["UV_INDEX_URL"] == "https://mirror.example/simple"
+    assert Path(uv_env["TMPDIR"]).parent == venv
+    assert pip_calls(venv) == ""
+    assert os.listdir(venv) == ["bin"]
+
+
+def test_pip_installs_what_uv_could_not(venv: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_program(venv / "bin" / "uv", "#!/bin/sh\necho error: first line\necho no such index >&2\nexit 2\n")
+    install_packages(venv, "toy", ["toy==1"])
+    assert "install --no-deps --no-compile toy==1 --force-reinstall" in pip_calls(venv)
+    assert "uv could not install toy, pip does it: no such index\n" in capsys.readouterr().out
+
+
+def test_pip_installs_where_there_is_no_uv(venv: Path) -> None:
+    install_packages(venv, "toy", ["toy==1"])
+    assert pip_calls(venv).strip().endswith("install --no-deps --no-compile toy==1")
