@@ -56,7 +56,7 @@ class Pushes:
         self._paused_at: float | None = None
         """Set while nothing is generated."""
         self.version: int | None = None
-        self.fingerprint: str | None = None
+        self.checksum: str | None = None
         """Of the weights that are served."""
         self.state: PushState = "idle"
         self.num_done = self.num_failed = 0
@@ -64,7 +64,7 @@ class Pushes:
 
     def forget_version(self) -> None:
         """The weights are of a run that is over: the next learner must push before it asks for groups."""
-        self.version = self.fingerprint = None
+        self.version = self.checksum = None
         self._num_runs += 1
 
     def forget_engine(self) -> None:
@@ -109,7 +109,7 @@ class Pushes:
         if self._receive_overlap:
             self.state = "receiving"
             await self._say_ready(begin)
-            self._agreed_fingerprint(await self._receive(self._engine.stage_push(order)))
+            self._agreed_checksum(await self._receive(self._engine.stage_push(order)))
             pause_s = await self._pause()
             self.state = "loading"
         else:
@@ -117,15 +117,15 @@ class Pushes:
             self.state = "receiving"
             await self._say_ready(begin)
         reports = await self._load(order)
-        fingerprint = self._agreed_fingerprint(reports)
+        checksum = self._agreed_checksum(reports)
         self.state = "resuming"
         await self._within(self._engine.set_version(begin.version), self._pause_timeout_s, "server.pause_timeout_s")
         self._weights_intact = True
         if run == self._num_runs:
-            self.version, self.fingerprint = begin.version, fingerprint
+            self.version, self.checksum = begin.version, checksum
         stall_s = await self._resume()
         return PushDone(
-            epoch=begin.epoch, version=begin.version, fingerprint=fingerprint, pause_s=pause_s,
+            epoch=begin.epoch, version=begin.version, checksum=checksum, pause_s=pause_s,
             receive_s=max(report.join_s + report.receive_s for report in reports),
             load_s=max(report.load_s for report in reports), stall_s=stall_s,
         )  # fmt: skip
@@ -168,16 +168,16 @@ class Pushes:
         self._weights_intact = was_intact and all(report.weights_intact and not report.ok for report in reports)
         return reports
 
-    def _agreed_fingerprint(self, reports: Sequence[WorkerReport]) -> str:
+    def _agreed_checksum(self, reports: Sequence[WorkerReport]) -> str:
         failed = [
             f"worker {report.rank} failed while {report.state}: {report.error}" for report in reports if not report.ok
         ]
         if failed:
             raise _Failed("; ".join(failed))
-        fingerprints = {report.fingerprint for report in reports}
-        if len(fingerprints) != 1:
-            raise _Failed(f"the workers received different bytes, fingerprints {sorted(fingerprints)}")
-        return fingerprints.pop()
+        checksums = {report.checksum for report in reports}
+        if len(checksums) != 1:
+            raise _Failed(f"the workers received different bytes, checksums {sorted(checksums)}")
+        return checksums.pop()
 
     async def _give_up(self, begin: PushBegin, reason: str) -> PushFailed:
         """Forget the epoch and let generation go on if it can."""
@@ -221,6 +221,7 @@ class Pushes:
 
     async def _within(self, call: Awaitable[T], timeout_s: float, knob: str) -> T:
         try:
-            return await asyncio.wait_for(call, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await call
         except TimeoutError as error:
             raise _Failed(f"the engine did not answer within {timeout_s:g} s while {self.state} ({knob})") from error

@@ -9,7 +9,7 @@ pulse     consumes nothing; says that the server is alive, sends the groups that
           learner that cannot be reached
 tasks     wait for the engine, each with a deadline; unblocked by its answer, a Cancel, the deadline or its death
 
-When the engine dies (engine_life.py) the weights are gone: the server takes a new id and is without a version until the
+When the engine dies (engine/life.py) the weights are gone: the server takes a new id and is without a version until the
 next push. Finished groups stay, for they are what their version labels say; running ones the learner asks for again.
 """
 
@@ -98,7 +98,7 @@ class Server:
             "run": self._learner.run if self._learner else None,
             "architecture": self._model.architecture,
             "policy_version": self._pushes.version,
-            "weights_fingerprint": self._pushes.fingerprint,
+            "weights_checksum": self._pushes.checksum,
             "push_state": self._pushes.state,
             "pushes_done": self._pushes.num_done,
             "pushes_failed": self._pushes.num_failed,

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from protocol.errors import ConfigError, ParityError, SlipstreamError
 
+log = logging.getLogger(__name__)
+
 USAGE = """usage: learner train run.toml [--resume] [--dry-run] [--key value ...]   train; --help lists the keys
        learner self-test run.toml [--json] [--key value ...]            the noise between the server and this learner
        learner report RUN_DIR [--json]                                  the report of a run"""
@@ -56,6 +58,8 @@ def train_command(arguments: list[str]) -> None:
     run = load_config(LearnerRun, arguments, "learner train", switches="[--resume] [--dry-run]")
     if "--dry-run" in switches:
         print(to_toml(run))
+        if note := run.note_on_idle_keys():
+            log.warning(note)
         return
     bind_cores(run.learner.cpu_cores)  # before torch is imported: OpenMP reads its thread count once
     os.environ.setdefault(

@@ -1,115 +1,217 @@
-"""What rank 0 alone has and does: the rollouts, the way to the server, the books. train.py sets it in motion.
+"""What rank 0 alone has and does: the rollouts, the way to the server, the books. train.py says when.
 
-Every rank has a Trainee (training/trainee.py); rank 0 alone has a Leader.
+    connect ─▶ (next_batch ─▶ push ─▶ record) for every step ─▶ finish
+
+Every rank has a Trainee (training/trainee.py); rank 0 alone has a Leader, and the others follow it through a Lead.
 """
 
 import logging
 import time
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Concatenate, ParamSpec, TypeVar
 
 import msgspec
-import torch
-from accelerate import Accelerator
-from transformers import PreTrainedTokenizerBase
 
-from learner.config import LearnerConfig, LearnerRun
+from learner.config import LearnerRun
 from learner.interrupt import Interrupt
-from learner.policy.lockstep import Lockstep
-from learner.policy.lora import merged_tensors
-from learner.policy.model import load_tokenizer
+from learner.material import Material
+from learner.policy.published import PublishedPolicy
 from learner.prompts.prompts import Prompts
 from learner.report.dashboard import Dashboard
 from learner.report.run_log import RunLog
+from learner.rewards.scoring import Scorer
 from learner.rewards.workers import RewardWorkers
 from learner.rollouts.ledger import Ledger
+from learner.rollouts.outstanding import Outstanding
+from learner.rollouts.queue import GroupQueue
 from learner.rollouts.rollouts import Rollouts
 from learner.rollouts.scored_group import ScoredGroup
-from learner.rollouts.scoring import Scorer
 from learner.rollouts.waits import learner_s
+from learner.servers.connection import Connection
 from learner.servers.loop_thread import LoopThread
-from learner.servers.parity import Expected, ParityProbe, check_mismatch
-from learner.servers.push import Pusher, PushReport
+from learner.servers.parity import NUM_SEQUENCES, Expected, ParityProbe, check_mismatch
+from learner.servers.push import Pusher
 from learner.storage.run_dir import RunDir
-from learner.training.metrics import StepTimer
-from learner.training.trainee import Trainee
+from learner.training.metrics import StepTimer, staleness
 from protocol.endpoint import exposure
 from protocol.errors import ConfigError, DataError, ServerLost
 from protocol.messages import PROTOCOL_VERSION, Hello, Welcome
-from protocol.model_files import fingerprint, resolve_model
+from protocol.model_files import fingerprint
 
 log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 WAIT_SLICE_S = 0.5
 WAITING_NOTE_S = 15.0
 DASHBOARD_TIMEOUT_S = 10.0
 
 
-class Leader(msgspec.Struct, frozen=True, eq=False):
-    """What only rank 0 has: the rollouts, the way to the server, the books."""
+class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
+    """The parts of rank 0, and the verbs of the main loop that need several of them."""
 
+    material: Material
+    connection: Connection
     rollouts: Rollouts
     pusher: Pusher
     parity: ParityProbe
     ledger: Ledger
     log: RunLog
     run_dir: RunDir
-    prompts: Prompts
-    tokenizer: PreTrainedTokenizerBase
 
+    @classmethod
+    @contextmanager
+    def open(cls, material: Material, run_dir: RunDir, published: PublishedPolicy, version: int) -> Iterator["Leader"]:
+        """Open the books, start the reward workers and the rollouts of a run at `version`; close them in reverse."""
+        run, config = material.run, material.run.learner
+        if note := exposure(run.endpoint, has_keys=run.keys is not None):
+            log.warning(note)
+        with ExitStack() as cleanup:
+            ledger = Ledger(run_dir.ledger)
+            cleanup.callback(ledger.close)
+            ledger.rewind(version)
+            workers = RewardWorkers(config.reward)
+            cleanup.callback(workers.close)
+            model = fingerprint(material.model_path)
+            hello = Hello(run=run_dir.run_id, protocol_version=PROTOCOL_VERSION, model=model)
+            connection = Connection(run, hello, LoopThread("learner"))
+            cleanup.callback(connection.close)
+            cleanup.callback(connection.loop.stop)
+            queue = GroupQueue(run, material.prompts, ledger)
+            outstanding = Outstanding(ledger, material.prompts, config.max_group_attempts)
+            scorer = Scorer(config, material.tokenizer, workers)
+            rollouts = Rollouts(run, connection, queue, outstanding, scorer, ledger)
+            cleanup.callback(rollouts.close)
+            rollouts.start(version)
+            dashboard = start_dashboard(connection.loop, run_dir, config.report.dashboard_port, cleanup)
+            run_log = RunLog(run_dir, config.report.trackers, config.steps, dashboard)
+            cleanup.callback(run_log.close)
+            pusher = Pusher(connection, published, config.push)
+            cleanup.callback(pusher.close)
+            num_prompts = min(NUM_SEQUENCES, len(material.prompts))
+            prompts = [material.prompts.prompt_at(position).token_ids for position in range(num_prompts)]
+            yield cls(
+                material=material,
+                connection=connection,
+                rollouts=rollouts,
+                pusher=pusher,
+                parity=ParityProbe(run, connection, published.logprobs, prompts),
+                ledger=ledger,
+                log=run_log,
+                run_dir=run_dir,
+            )
 
-def make_leader(
-    run: LearnerRun,
-    run_dir: RunDir,
-    accelerator: Accelerator,
-    trainee: Trainee,
-    lockstep: Lockstep,
-    version: int,
-    cleanup: ExitStack,
-) -> Leader:
-    """Open the books, start the reward workers and the rollout thread; `cleanup` closes them in reverse."""
-    config = run.learner
-    model_path = resolve_model(run.model)
-    tokenizer = load_tokenizer(model_path)
-    prompts = Prompts(config.data, tokenizer, run.seed)
-    ledger = Ledger(run_dir.ledger)
-    cleanup.callback(ledger.close)
-    ledger.rewind(version)
-    workers = RewardWorkers(config.reward)
-    cleanup.callback(workers.close)
-    model_fingerprint = fingerprint(model_path)
-    hello = Hello(run=run_dir.run_id, protocol_version=PROTOCOL_VERSION, model=model_fingerprint)
-    if note := exposure(run.endpoint, has_keys=run.keys is not None):
-        log.warning(note)
-    scorer = Scorer(config, tokenizer, workers, ledger)
-    rollouts = Rollouts(run, hello, prompts, ledger, scorer, version)
-    cleanup.callback(rollouts.close)
-    dashboard = start_dashboard(rollouts.thread, run_dir, config.dashboard_port, cleanup)
-    run_log = RunLog(run_dir, config.trackers, config.steps, dashboard)
-    cleanup.callback(run_log.close)
-    policy = accelerator.unwrap_model(trainee.policy)
-    tensors = partial(merged_tensors, policy) if config.lora.rank else lockstep.tensors
-    pusher = Pusher(
-        rollouts, tensors, getattr(torch, run.dtype), config.push, config.connect_timeout_s, accelerator.device,
-        # The device of a rank may be too small for all the weights that several share.
-        copy_device=torch.device("cpu") if accelerator.is_fsdp2 else None,
-    )  # fmt: skip
-    cleanup.callback(pusher.close)
-    parity = ParityProbe(
-        [prompts.prompt_at(position).token_ids for position in range(min(4, len(prompts)))],
-        model_fingerprint.vocab_size, lockstep.logprobs, rollouts.link, rollouts.thread,
-        config=config.parity, dtype=run.dtype, timeout_s=config.push.timeout_s,
-    )  # fmt: skip
-    return Leader(rollouts, pusher, parity, ledger, run_log, run_dir, prompts, tokenizer)
+    def connect(self, version: int) -> None:
+        """Wait for the server, give it this run's weights, check that both sides agree, and open admission."""
+        run = self.material.run
+        if self.connection.welcome is None:
+            log.info("waiting for the inference server at %s", run.endpoint)
+        mismatch = None
+        while mismatch is None:
+            check_fits(run, self.material.prompts, self.connection.wait())
+            self.pusher.push(version)
+            mismatch = self._measure_parity(version)
+        self.run_dir.begin()
+        log.info("parity: mean |Δ logprob| = %.1e between server and learner", mismatch)
+        self.publish(version)
+        self.log.start_clock()
 
+    def publish(self, version: int, expected: Expected | None = None) -> None:
+        """Let rollouts send what the staleness rule allows now that the server has `version`, and ask whether it has it right."""
+        server_id = self.pusher.server_id
+        if server_id is not None:
+            self.rollouts.publish(version, server_id)
+            self.parity.ask(expected)
 
-def start_dashboard(thread: LoopThread, run_dir: RunDir, port: int, cleanup: ExitStack) -> Dashboard | None:
-    if port == 0:
+    def next_batch(self, version: int, interrupt: Interrupt) -> list[ScoredGroup] | None:
+        """Return the groups of the next step, or None when interrupted. A server that came back is given the weights.
+
+        Raises ParityError before tokens of this version are trained on that come from other weights.
+        """
+        last_connected = last_note = time.monotonic()
+        while not interrupt.requested:
+            if self.connection.welcome is not None:
+                last_connected = time.monotonic()
+                if not self.pusher.is_pushing and not self.pusher.server_has_weights:
+                    self.pusher.push(version)
+                    self.publish(version, self.parity.expect(version))
+            elif time.monotonic() - last_connected > self.material.run.learner.connect_timeout_s:
+                raise self.connection.no_server()
+            groups = self.rollouts.take(version, WAIT_SLICE_S)
+            if groups is not None:
+                if any(group.newest_version >= version for group in groups):
+                    self.parity.check()
+                return groups
+            if time.monotonic() - last_note > WAITING_NOTE_S:
+                last_note = time.monotonic()
+                log.info("waiting for %s", self.rollouts.waits_for)
         return None
-    dashboard = thread.call(Dashboard.start(run_dir.path, port), DASHBOARD_TIMEOUT_S)
-    cleanup.callback(lambda: thread.call(dashboard.close(), DASHBOARD_TIMEOUT_S))
-    log.info("live dashboard: %s", dashboard.address)
-    return dashboard
+
+    def push(self, step: int, groups: list[ScoredGroup]) -> dict[str, float]:
+        """Book the groups as consumed by `step` and push its weights; return the metrics of the last push that is done: this
+        one, or with overlap the one before.
+        """
+        self.ledger.consume([(group.group_id, staleness(group, step - 1)) for group in groups], step)
+        report = self.pusher.wait()
+        self.parity.check()
+        when_done = partial(self.publish, step, self.parity.expect(step))
+        if self.material.run.learner.push.overlap:
+            self.pusher.begin(step, when_done)
+        else:
+            report = self.pusher.push(step)
+            when_done()
+        return report.metrics() if report is not None else {}
+
+    def record(self, step: int, groups: list[ScoredGroup], metrics: dict[str, float], timer: StepTimer) -> None:
+        """Log the step everywhere, and stop the run when server and learner no longer agree."""
+        metrics |= self.parity.take_metrics()
+        times = timer.metrics()
+        metrics |= times
+        metrics["perf/completion_tokens_per_s"] = metrics["rollout/tokens"] / times["time/step"]
+        metrics["perf/learner_idle_frac"] = times["time/wait_for_batch"] / times["time/step"]
+        server_idle_frac = self.connection.link.server_idle_frac
+        if server_idle_frac is not None:
+            metrics["perf/server_idle_frac"] = server_idle_frac
+            metrics["wait/learner"] = learner_s(metrics, server_idle_frac)
+        metrics["rollout/messages_refused"] = float(self.connection.link.num_refused)
+        metrics |= self.rollouts.batch_metrics
+        self.log.step(step, metrics)
+        self.log.sample(step, groups[0], self.material.tokenizer)
+        if all(reward is None for group in groups for reward in group.rewards_G):
+            log.warning(
+                "step %d: no completion could be scored: every reward function gave None (or was too slow)", step
+            )
+        if "policy/mismatch_abs_logprob" in metrics:
+            run = self.material.run
+            bound = run.learner.parity.bound(run.dtype)
+            check_mismatch(metrics["policy/mismatch_abs_logprob"], bound, run.dtype, "fresh tokens")
+
+    def finish(self) -> None:
+        """Wait for the last push and its check."""
+        self.pusher.wait()
+        self.parity.check()
+
+    def _measure_parity(self, version: int) -> float | None:
+        """Compare both sides on the fixed sequences; None if the server went away meanwhile. Raises ParityError."""
+        try:
+            return self.parity.measure(version)
+        except ServerLost as error:
+            log.warning("parity could not be measured: %s", error)
+            return None
+
+
+class Lead:
+    """Rank 0 acts with its Leader while the others follow (policy/published.py); on those it returns None."""
+
+    def __init__(self, leader: Leader | None, published: PublishedPolicy) -> None:
+        self._leader, self._published = leader, published
+
+    def __call__(self, act: Callable[Concatenate[Leader, P], T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        with self._published.led():
+            return act(self._leader, *args, **kwargs) if self._leader is not None else None
 
 
 def check_fits(run: LearnerRun, prompts: Prompts, welcome: Welcome) -> None:
@@ -127,121 +229,10 @@ def check_fits(run: LearnerRun, prompts: Prompts, welcome: Welcome) -> None:
         )
 
 
-def connect(leader: Leader, version: int, run: LearnerRun) -> None:
-    """Wait for the server, give it this run's weights, check that both sides agree, and open admission."""
-    if not leader.rollouts.link.connected:
-        log.info("waiting for the inference server at %s", run.endpoint)
-    mismatch = None
-    while mismatch is None:
-        welcome = leader.rollouts.wait_for_server(run.learner.connect_timeout_s)
-        check_fits(run, leader.prompts, welcome)
-        leader.pusher.push(version)
-        mismatch = measure_parity(leader, version)
-    leader.run_dir.begin(run)
-    log.info("parity: mean |Δ logprob| = %.1e between server and learner", mismatch)
-    publish(leader, version)
-
-
-def publish(leader: Leader, version: int, expected: Expected | None = None) -> None:
-    """Let rollouts send what the staleness rule allows now that the server has `version`, and ask whether it has it right."""
-    server_id = leader.pusher.server_id
-    if server_id is not None:
-        leader.rollouts.publish(version, server_id)
-        leader.parity.ask(expected)
-
-
-def measure_parity(leader: Leader, version: int) -> float | None:
-    """Compare both sides on the fixed sequences; None if the server went away meanwhile. Raises ParityError."""
-    try:
-        return leader.parity.measure(version)
-    except ServerLost as error:
-        log.warning("parity could not be measured: %s", error)
+def start_dashboard(loop: LoopThread, run_dir: RunDir, port: int, cleanup: ExitStack) -> Dashboard | None:
+    if port == 0:
         return None
-
-
-def wait_for_batch(
-    leader: Leader, version: int, config: LearnerConfig, interrupt: Interrupt
-) -> list[ScoredGroup] | None:
-    """Return the groups of the next step, or None when interrupted. A server that came back is given the weights.
-
-    Raises ParityError before tokens of this version are trained on that come from other weights.
-    """
-    rollouts, pusher = leader.rollouts, leader.pusher
-    last_connected = last_note = time.monotonic()
-    while not interrupt.requested:
-        if rollouts.link.connected:
-            last_connected = time.monotonic()
-            if not pusher.is_pushing and not pusher.server_has_weights:
-                pusher.push(version)
-                publish(leader, version, leader.parity.expect(version))
-        elif time.monotonic() - last_connected > config.connect_timeout_s:
-            raise rollouts.no_server(config.connect_timeout_s)
-        groups = rollouts.take(config.groups_per_step, WAIT_SLICE_S, version)
-        if groups is not None:
-            if any(group.newest_version >= version for group in groups):
-                leader.parity.check()
-            return groups
-        if time.monotonic() - last_note > WAITING_NOTE_S:
-            last_note = time.monotonic()
-            log.info("waiting for %s", rollouts.waits_for)
-    return None
-
-
-def push_step(leader: Leader, step: int, overlap: bool) -> dict[str, float]:
-    """Push version `step`; return the metrics of the last push that is done: this one, or with overlap the one before."""
-    report = leader.pusher.wait()
-    leader.parity.check()
-    when_done = partial(publish, leader, step, leader.parity.expect(step))
-    if overlap:
-        leader.pusher.begin(step, when_done)
-    else:
-        report = leader.pusher.push(step)
-        when_done()
-    return push_metrics(report) if report is not None else {}
-
-
-def push_metrics(push: PushReport) -> dict[str, float]:
-    return {
-        "push/seconds": push.total_s,
-        "push/transfer_seconds": push.transfer_s,
-        "push/load_seconds": push.load_s,
-        "push/stall_seconds": push.stall_s,
-        "push/bytes": push.num_bytes,
-    }
-
-
-def record(
-    leader: Leader,
-    step: int,
-    groups: list[ScoredGroup],
-    metrics: dict[str, float],
-    timer: StepTimer,
-    run: LearnerRun,
-) -> None:
-    """Log the step everywhere, and stop the run when server and learner no longer agree."""
-    metrics |= leader.parity.take_metrics()
-    times = timer.metrics()
-    metrics |= times
-    metrics["perf/tokens_per_s"] = metrics["rollout/tokens"] / times["time/step"]
-    metrics["perf/learner_idle_frac"] = times["time/wait_for_batch"] / times["time/step"]
-    server_idle_frac = leader.rollouts.link.server_idle_frac
-    if server_idle_frac is not None:
-        metrics["perf/server_idle_frac"] = server_idle_frac
-        metrics["wait/learner"] = learner_s(metrics, server_idle_frac)
-    metrics["rollout/messages_refused"] = float(leader.rollouts.link.num_refused)
-    metrics |= leader.rollouts.batch_metrics
-    leader.log.step(step, metrics)
-    leader.log.sample(step, *sample_of(groups[0], leader.tokenizer))
-    if all(reward is None for group in groups for reward in group.rewards_G):
-        log.warning("step %d: no completion could be scored: every reward function gave None (or was too slow)", step)
-    if "policy/mismatch_abs_logprob" in metrics:
-        bound = run.learner.parity.bound(run.dtype)
-        check_mismatch(metrics["policy/mismatch_abs_logprob"], bound, run.dtype, "fresh tokens")
-
-
-def sample_of(group: ScoredGroup, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[str], list[float | None]]:
-    """One group as text."""
-    texts = tokenizer.batch_decode(
-        [completion.token_ids.tolist() for completion in group.completions], skip_special_tokens=True
-    )
-    return str(tokenizer.decode(group.prompt_token_ids.tolist())), list(texts), group.rewards_G
+    dashboard = loop.call(Dashboard.start(run_dir.path, port), DASHBOARD_TIMEOUT_S)
+    cleanup.callback(lambda: loop.call(dashboard.close(), DASHBOARD_TIMEOUT_S))
+    log.info("live dashboard: %s", dashboard.address)
+    return dashboard

@@ -1,8 +1,8 @@
 """The learner's main loop: wait → batch → loss → step → push → refresh → log.
 
     main thread        consumes: groups in slot order        produces: weights, metrics, checkpoints
-                       waits for: a batch, the push          unblocked by: the rollout thread, the server
-    rollout thread     rollouts.py: prompts out, scored groups in
+                       waits for: a batch, the push          unblocked by: the rollouts, the server
+    learner's loop     rollouts/rollouts.py: prompts out, scored groups in
 
 Step n trains the weights of version n - 1 and publishes version n. Everything before the loop builds the parts; everything
 that may wait has a deadline.
@@ -13,18 +13,17 @@ from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, set_seed
 
 from learner.config import LearnerRun
 from learner.interrupt import Interrupt
-from learner.leader import connect, make_leader, push_step, record, wait_for_batch
-from learner.policy.lockstep import Lockstep
+from learner.leader import Lead, Leader
+from learner.material import Material
 from learner.storage.checkpoint import find_checkpoint, load_checkpoint
 from learner.storage.retention import Checkpoints
 from learner.storage.run_dir import RunDir, open_run_dir
-from learner.training.metrics import StepTimer, group_metrics, staleness
+from learner.training.metrics import StepTimer, group_metrics
 from learner.training.ranks import share_groups
 from learner.training.step import train_on
 from learner.training.trainee import make_trainee
@@ -37,31 +36,32 @@ def train(run: LearnerRun, *, resume: bool) -> Path | None:
 
     Returns the run directory to report on: None before the first step and on all ranks but the first.
     """
-    config = run.learner
     accelerator = make_accelerator(run)
     set_seed(run.seed)
+    if accelerator.is_main_process and (note := run.note_on_idle_keys()):
+        log.warning(note)
     with ExitStack() as cleanup:
         cleanup.callback(accelerator.end_training)  # gloo's threads, left to the interpreter's end, abort the process
         run_dir = open_run_dir(run, resume=resume) if accelerator.is_main_process else None
         if run_dir is not None:
             cleanup.callback(run_dir.close)
+        run = run.in_effect()  # the directory keeps what was set
+        config = run.learner
         directory = RunDir.checkpoints_of(run.run_dir)
         checkpoint = find_checkpoint(directory) if resume else None
-        trainee = make_trainee(run, accelerator, is_new=checkpoint is None)
-        version = load_checkpoint(accelerator, checkpoint, trainee).version if checkpoint else 0
-        trainee.set_kl_coef(version, None, config)
+        material = Material(run)
+        trainee = make_trainee(material, accelerator, is_new=checkpoint is None)
+        version = load_checkpoint(trainee, checkpoint).version if checkpoint else 0
+        trainee.set_kl_coef(version, None)
         if version >= config.steps:
             log.warning("nothing to do: the run is at step %d, learner.steps = %d", version, config.steps)
             return run_dir.path if run_dir else None
-        lockstep = Lockstep(accelerator, trainee.policy, getattr(torch, run.dtype))
-        leader = make_leader(run, run_dir, accelerator, trainee, lockstep, version, cleanup) if run_dir else None
-        checkpoints = Checkpoints(
-            run, directory, accelerator, trainee, leader.ledger if leader else None, version if checkpoint else None
-        )
-        with lockstep.led():
-            if leader is not None:
-                connect(leader, version, run)
-                leader.log.start_clock()
+        published = trainee.published
+        leader = cleanup.enter_context(Leader.open(material, run_dir, published, version)) if run_dir else None
+        lead = Lead(leader, published)
+        ledger, newest_step = leader.ledger if leader else None, version if checkpoint else None
+        checkpoints = Checkpoints(trainee, directory, ledger, newest_step)
+        lead(Leader.connect, version)
         if checkpoint is None and config.warm_start.steps > 0:
             checkpoints.save(version)
         interrupt = cleanup.enter_context(Interrupt())
@@ -69,27 +69,19 @@ def train(run: LearnerRun, *, resume: bool) -> Path | None:
         for step in range(version + 1, config.steps + 1):
             timer = StepTimer()
             with timer("wait_for_batch"):
-                with lockstep.led():
-                    groups = wait_for_batch(leader, version, config, interrupt) if leader else None
-                groups = share_groups(accelerator, groups)
+                groups = share_groups(accelerator, lead(Leader.next_batch, version, interrupt))
             if groups is None:
                 break
-            metrics = train_on(accelerator, trainee, groups, version, config, timer)
-            with timer("push"), lockstep.led():
-                if leader is not None:
-                    leader.ledger.consume([(group.group_id, staleness(group, version)) for group in groups], step)
-                    metrics |= push_step(leader, step, config.push.overlap)
+            metrics = train_on(trainee, groups, version, timer)
+            with timer("push"):
+                metrics |= lead(Leader.push, step, groups) or {}
             metrics |= group_metrics(groups, version)
             version = step
-            metrics |= trainee.after_step(version, metrics, config)
-            with lockstep.led():
-                if leader is not None:
-                    record(leader, step, groups, metrics, timer, run)
+            metrics |= trainee.after_step(version, metrics)
+            lead(Leader.record, step, groups, metrics, timer)
             checkpoints.after_step(step, metrics)
         checkpoints.save(version)
-        if leader is not None:
-            leader.pusher.wait()
-            leader.parity.check()
+        lead(Leader.finish)
     return run_dir.path if run_dir and version else None
 
 

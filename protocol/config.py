@@ -8,11 +8,12 @@ import contextlib
 import difflib
 import io
 import os
+import re
 import sys
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import tyro
@@ -20,19 +21,26 @@ import tyro
 from protocol.endpoint import check_endpoint
 from protocol.errors import ConfigError
 
+T = TypeVar("T")
+
+MAY_CHANGE = "may change at a resume"
+MayChange = Annotated[T, MAY_CHANGE]
+"""The type of a key that a resume may change: one that does not decide what is learned, or one that an error or a warning
+advises to change. All others are fixed when the run begins."""
+
 
 class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Keys that server and learner must agree on."""
 
     model: str
     """A local directory, a hub name, or `tiny:digits` (a 0.1M-parameter model made at first use)."""
-    run_dir: str
+    run_dir: MayChange[str]
     """Directory of this run: metrics, ledger, checkpoints, report."""
-    endpoint: str = "tcp://127.0.0.1:5757"
+    endpoint: MayChange[str] = "tcp://127.0.0.1:5757"
     """Where the server listens and the learner connects."""
-    keys: str | None = None
+    keys: MayChange[str | None] = None
     """Directory of the CURVE keys that `make keys` made; needed where endpoint is not loopback."""
-    insecure: bool = False
+    insecure: MayChange[bool] = False
     """Allow an endpoint beyond loopback without keys, and server.http_host without an API key: only on a network that is
     yours alone."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -59,6 +67,22 @@ def load_config(config_type: type[C], argv: Sequence[str], program: str, switche
 def to_toml(config: msgspec.Struct) -> str:
     """Return the resolved config as TOML; keys that are None are left out, for TOML has no null."""
     return msgspec.toml.encode(_without_none(msgspec.to_builtins(config))).decode()
+
+
+def keys_of(struct: type[msgspec.Struct], prefix: str = "") -> dict[str, msgspec.structs.FieldInfo]:
+    """Return every key, those of a section with its name: `learner.loss.clip_low`."""
+    keys: dict[str, msgspec.structs.FieldInfo] = {}
+    for field in msgspec.structs.fields(struct):
+        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
+            keys |= keys_of(field.type, f"{prefix}{field.name}.")
+        else:
+            keys[prefix + field.name] = field
+    return keys
+
+
+def may_change(field: msgspec.structs.FieldInfo) -> bool:
+    """Whether a resume may change this key."""
+    return MAY_CHANGE in getattr(field.type, "__metadata__", ())
 
 
 def _split(argv: Sequence[str], program: str) -> tuple[Path | None, list[str]]:
@@ -88,7 +112,8 @@ def _refuse_unknown_keys(struct: type[msgspec.Struct], raw: dict[str, Any], path
     fields = {field.name: field.type for field in msgspec.structs.fields(struct)}
     for key, value in raw.items():
         if key not in fields:
-            near = difflib.get_close_matches(key, fields, n=1)
+            inside = [name for name in keys_of(struct) if name.endswith(f".{key}")]
+            near = inside or difflib.get_close_matches(key, fields, n=1)
             hint = f"did you mean {prefix}{near[0]}?" if near else f"known keys: {', '.join(sorted(fields))}"
             raise ConfigError(f"{path}: unknown key {prefix}{key} = {value!r}; {hint}")
         section = fields[key]
@@ -103,7 +128,10 @@ def _explain(message: str, raw: dict[str, Any]) -> str:
     value: Any = raw
     for key in keys:
         value = value.get(key.split("[")[0]) if isinstance(value, dict) else value
-    return f"{'.'.join(keys)} = {value!r}: {problem}" if keys and not isinstance(value, dict) else message
+    if not isinstance(value, dict):
+        return f"{'.'.join(keys)} = {value!r}: {problem}"
+    # A section's own checks begin with one of its keys, msgspec's with a capital letter.
+    return ".".join([*keys, problem]) if problem[0].islower() else message
 
 
 def _with_flags(config_type: type[C], base: C | None, flags: list[str], program: str) -> C:
@@ -130,7 +158,7 @@ def _with_flags(config_type: type[C], base: C | None, flags: list[str], program:
 
 
 def _refuse_unknown_flags(config_type: type[msgspec.Struct], flags: list[str]) -> None:
-    known = {"--help", "-h", *_flags_of(config_type, "--")}
+    known = {"--help", "-h", *(f"--{key.replace('_', '-')}" for key in keys_of(config_type))}
     for flag in flags:
         if flag.startswith("--") and flag.partition("=")[0] not in known:
             near = difflib.get_close_matches(flag, known, n=1, cutoff=0.5)
@@ -138,20 +166,11 @@ def _refuse_unknown_flags(config_type: type[msgspec.Struct], flags: list[str]) -
             raise ConfigError(f"unknown flag {flag}; {hint}")
 
 
-def _flags_of(struct: type[msgspec.Struct], prefix: str) -> Iterator[str]:
-    for field in msgspec.structs.fields(struct):
-        name = prefix + field.name.replace("_", "-")
-        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
-            yield from _flags_of(field.type, f"{name}.")
-        else:
-            yield name
-
-
 def _plain(box: str) -> str:
-    """Take tyro's text out of the box it draws around it."""
+    """Take tyro's text out of the box it draws around it, and a section's own check out of tyro's text."""
     lines = (line.strip("│╭╮╰╯─ \n") for line in box.splitlines())
-    text = " ".join(line for line in lines if line)
-    return text.removeprefix("Value error ").partition(" For full helptext")[0]
+    text = " ".join(line for line in lines if line).removeprefix("Value error ").partition(" For full helptext")[0]
+    return re.sub(r"^Error parsing ([\w.]+): ", r"\1.", text)
 
 
 def _without_none(value: Any) -> Any:

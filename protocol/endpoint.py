@@ -1,7 +1,7 @@
 """The address at which server and learner meet, and what may stand at one that leaves the machine.
 
 Loopback is open to the processes of the machine. Every other address needs keys, or `insecure = true` said aloud;
-config.py refuses the rest before anything is loaded, channel.py before anything is bound or connected.
+config.py refuses the rest before anything is loaded, channel/sockets.py before anything is bound or connected.
 """
 
 import ipaddress

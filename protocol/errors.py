@@ -7,7 +7,7 @@ Every message names what came, what was expected and what to do about it.
     ├── ProtocolError      a peer sent something that is not a valid message
     ├── HandshakeRefused   the two sides do not fit together (model, version, run)
     ├── DeadlineExceeded   a wait ran out; the message names the knob to raise
-    ├── PushFailed         weights did not reach the server whole
+    ├── PushError          weights did not reach the server whole
     ├── ServerLost         the server went away in the middle of a request; it is waited for
     ├── ParityError        server and learner disagree about the same tokens
     ├── DataError          prompts cannot be read or do not fit
@@ -36,7 +36,7 @@ class DeadlineExceeded(SlipstreamError):
     """A wait ran out of time; the message names the knob to raise."""
 
 
-class PushFailed(SlipstreamError):
+class PushError(SlipstreamError):
     """A weight transfer did not complete."""
 
 

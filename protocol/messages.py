@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 import numpy as np
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 DTYPES = {"int32": np.dtype("<i4"), "float32": np.dtype("<f4")}
 """The arrays a message may carry, by the name the header gives them."""
@@ -84,7 +84,7 @@ class Refused(Message):
 
 
 class Pulse(Message):
-    """Sent by the server every second: its state, and the sign that it is alive."""
+    """Sent by the server every 0.4 s: its state, and the sign that it is alive."""
 
     server_id: str
     policy_version: Version | None
@@ -281,11 +281,11 @@ class PushReady(Message):
 
 
 class PushDone(Message):
-    """The server generates with the new version; `fingerprint` is of the bytes that all its workers have checked."""
+    """The server generates with the new version; `checksum` is of the bytes that all its workers have checked."""
 
     epoch: Name
     version: Version
-    fingerprint: str
+    checksum: str
     pause_s: float
     receive_s: float
     load_s: float

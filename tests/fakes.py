@@ -130,7 +130,7 @@ class ScriptedEngine:
             await asyncio.sleep(0.005)
         if receiver.failure is not None:
             return [report(ok=False, state="receiving", error=str(receiver.failure))]
-        return [report(state="received", fingerprint=receiver.fingerprint)]
+        return [report(state="received", checksum=receiver.checksum)]
 
     async def load_push(self, order: PushOrder) -> Sequence[WorkerReport]:
         self.calls.append("load_push")
@@ -142,18 +142,18 @@ class ScriptedEngine:
         return [await asyncio.to_thread(self._load, order)]
 
     def _load(self, order: PushOrder) -> WorkerReport:
-        from protocol.errors import PushFailed
+        from protocol.errors import PushError
 
         weights: dict[str, Any] = {}
         receiver = self._own_receiver()
         try:
             for arrived in receiver.buckets(order):
                 weights.update((name, tensor.clone()) for name, tensor in arrived.bucket.views(arrived.buffer))
-        except PushFailed as error:
+        except PushError as error:
             receiver.leave()
             return report(ok=False, state="receiving", weights_intact=not weights, error=str(error))
         self.weights = weights
-        return report(fingerprint=receiver.fingerprint, receive_s=receiver.receive_s)
+        return report(checksum=receiver.checksum, receive_s=receiver.receive_s)
 
     def _own_receiver(self) -> Any:
         import torch
@@ -200,7 +200,7 @@ class ScriptedEngine:
 
 def report(**changes: Any) -> WorkerReport:
     """What a worker says of a push that went well, with changes."""
-    good = WorkerReport(rank=0, ok=True, state="done", weights_intact=True, fingerprint="c0ffee")
+    good = WorkerReport(rank=0, ok=True, state="done", weights_intact=True, checksum="c0ffee")
     return msgspec.structs.replace(good, **changes)
 
 

@@ -65,7 +65,7 @@ TO_LEARNER = [
     GroupFailed(group_id="unasked", code="deadline", message="late", retryable=True),
     Scores(request_id="unasked", logprobs=LOGPROBS, policy_version=3),
     PushReady(epoch="e", version=3),
-    PushDone(epoch="e", version=3, fingerprint="f", pause_s=0.0, receive_s=0.0, load_s=0.0, stall_s=0.0),
+    PushDone(epoch="e", version=3, checksum="f", pause_s=0.0, receive_s=0.0, load_s=0.0, stall_s=0.0),
     PushFailed(epoch="e", version=3, state="receiving", message="no", weights_intact=True),
 ]  # fmt: skip
 

@@ -25,13 +25,17 @@ from inference_server.config import ServerConfig
 from inference_server.engine.interface import PushOrder, WorkerReport
 from learner.config import LearnerRun
 from learner.prompts.prompts import Prompt, Prompts
+from learner.rewards.scoring import Scorer
 from learner.rewards.workers import FunctionRewards, GroupRewards
 from learner.rollouts.ledger import Ledger
+from learner.rollouts.outstanding import Outstanding
+from learner.rollouts.queue import GroupQueue
 from learner.rollouts.rollouts import Rollouts
 from learner.rollouts.scored_group import ScoredGroup
-from learner.rollouts.scoring import Scorer
+from learner.servers.connection import Connection as ServerConnection
+from learner.servers.loop_thread import LoopThread
 from learner.servers.push import Pusher
-from protocol.errors import PushFailed, SlipstreamError
+from protocol.errors import PushError, SlipstreamError
 from protocol.messages import PROTOCOL_VERSION, Hello, ModelFingerprint, Sampling
 from protocol.weights.buckets import make_manifest
 from tests.fakes import MODEL, ScriptedEngine, report, serving
@@ -109,10 +113,10 @@ class InPlaceEngine(ScriptedEngine):
             for arrived in receiver.buckets(order):
                 is_intact = False
                 self.weights |= {name: tensor.clone() for name, tensor in arrived.bucket.views(arrived.buffer)}
-        except PushFailed as error:
+        except PushError as error:
             receiver.leave()
             return report(ok=False, state="receiving", weights_intact=is_intact, error=str(error))
-        return report(fingerprint=receiver.fingerprint)
+        return report(checksum=receiver.checksum)
 
     async def set_version(self, version: int) -> None:
         await asyncio.sleep(TRAPS.reach("labelling"))
@@ -189,6 +193,18 @@ class Sampled(msgspec.Struct, frozen=True):
     versions: list[tuple[int, int]]
 
 
+class ScriptedWeights:
+    """In place of a policy: the weights of the version that is set."""
+
+    wire_dtype, device, copy_device = torch.float32, torch.device("cpu"), None
+
+    def __init__(self, weights: Callable[[int], NamedTensors]) -> None:
+        self._weights, self.version = weights, 0
+
+    def tensors(self) -> NamedTensors:
+        return self._weights(self.version)
+
+
 def run_learner(pipe: Connection, log: Path, setup: LearnerSetup) -> None:
     """The learner's process: answers a version with what became of its push, and `take` with two groups' completions."""
     _begin(log)
@@ -200,22 +216,23 @@ def run_learner(pipe: Connection, log: Path, setup: LearnerSetup) -> None:
     config, words, at_once = run.learner, cast(Any, _Words()), cast(Any, _AtOnce())
     ledger = Ledger(log.with_suffix(".db"))
     hello = Hello(run="run", protocol_version=PROTOCOL_VERSION, model=setup.model)
+    connection = ServerConnection(run, hello, LoopThread("learner"))
     prompts = Prompts(config.data, words, run.seed)
-    rollouts = Rollouts(run, hello, prompts, ledger, Scorer(config, words, at_once, ledger), 0)
-    version = 0
-    pusher = Pusher(
-        rollouts, lambda: setup.weights(version), torch.float32, config.push, config.connect_timeout_s,
-        torch.device("cpu"),
-    )  # fmt: skip
+    queue, outstanding = GroupQueue(run, prompts, ledger), Outstanding(ledger, prompts, config.max_group_attempts)
+    rollouts = Rollouts(run, connection, queue, outstanding, Scorer(config, words, at_once), ledger)
+    rollouts.start(0)
+    scripted = ScriptedWeights(setup.weights)
+    pusher = Pusher(connection, scripted, config.push)
     pipe.send("ready")
     while True:
         match _next_command(pipe):
             case Trap() as trap:
                 TRAPS.set(trap)
             case int(version):
+                scripted.version = version
                 pipe.send(_push(pusher, rollouts, version, config.push.overlap) or digest(setup.weights(version)))
             case "take":
-                pipe.send(_sampled(rollouts.take(2, ANSWER_TIMEOUT_S, version) or []))
+                pipe.send(_sampled(rollouts.take(scripted.version, ANSWER_TIMEOUT_S) or []))
 
 
 def _sampled(groups: list[ScoredGroup]) -> list[Sampled]:
@@ -260,7 +277,6 @@ def _learner_run(directory: Path, setup: LearnerSetup) -> LearnerRun:
 
 
 def _begin(log: Path) -> None:
-    torch.set_num_threads(1)
     logging.basicConfig(filename=log, level=logging.INFO, format="%(message)s")
     protocol.collective.group.GlooCollective = TrappedCollective  # type: ignore[misc]
 

@@ -3,94 +3,110 @@
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.rooms import files_by_room, floors, imported_modules, rooms_imported
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("protocol", "learner", "inference_server", "deploy")
 ONLY_IN = {
-    "zmq": {"protocol/channel/"},
-    "vllm": {
-        "inference_server/engine/",
-        "inference_server/http.py",
-    },
-    "cupy": {"protocol/collective/nccl.py"},
-}
+    "zmq": ("protocol/channel/",),
+    "vllm": ("inference_server/engine/", "inference_server/http.py"),
+    "cupy": ("protocol/collective/nccl.py",),
+    "torch": (
+        "protocol/collective/", "protocol/weights/", "protocol/model_files.py", "inference_server/engine/", "learner/",
+    ),
+}  # fmt: skip
 FORBIDDEN = {
     "protocol": {"learner", "inference_server", "deploy"},
     "learner": {"inference_server", "deploy", "vllm"},
     "inference_server": {"learner", "deploy", "accelerate"},
 }
-
-
 ORDER = (  # of the learner's rooms and top files: each may import those before it, and no other
-    "config", "prompts", "servers", "algorithm", "policy", "rewards", "rollouts", "training", "storage", "report", "leader", "evaluation",
-    "train", "__main__",
+    "config", "prompts", "servers", "algorithm", "policy", "material", "rewards", "rollouts", "training", "storage",
+    "report", "leader", "evaluation", "train", "__main__",
 )  # fmt: skip
-INDEPENDENT = {
-    "prompts",
-    "servers",
-    "algorithm",
-    "policy",
-}  # of each other: what is asked, whom, how to learn, what is trained
-ANYWHERE = {"interrupt", "progress"}  # import nothing of ours
-
-
-def room_of(name: str) -> str:
-    """learner.rollouts.slots -> rollouts; learner/train.py and learner.train -> train."""
-    return name.removesuffix(".py").replace("/", ".").split(".")[1]
-
-
-def imported_rooms(source: str) -> set[str]:
-    return {
-        room_of(module)
-        for node in ast.walk(ast.parse(source))
-        for module in (
-            [alias.name for alias in node.names] if isinstance(node, ast.Import)
-            else [f"{node.module}.{alias.name}" for alias in node.names] if isinstance(node, ast.ImportFrom) and node.module
-            else []
-        )
-        if module.startswith("learner.")
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "learner").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_room_of_the_learner_imports_only_rooms_below_it(path: Path) -> None:
-    name = str(path.relative_to(ROOT))
-    room = room_of(name)
-    if room == "__init__":
-        return
-    others = imported_rooms(path.read_text()) - {room} - ANYWHERE
-    assert room not in ANYWHERE or not others
-    below = set(ORDER[: ORDER.index(room)]) if room in ORDER else set()
-    assert others <= below - (INDEPENDENT if room in INDEPENDENT else set())
-
-
-def imported_packages(source: str) -> set[str]:
-    """Top-level names of every import statement, inside functions too."""
-    packages = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            packages |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            packages.add(node.module.split(".")[0])
-    return packages
+INDEPENDENT = {"prompts", "servers", "algorithm", "policy"}
+"""Of each other: what is asked, whom, how to learn, what is trained."""
+ANYWHERE = {"interrupt", "progress"}
+"""Import nothing of ours, so anyone may import them."""
+MAX_FILES_OF_A_FOLDER = 14
+MAX_PARAMETERS = 6
+MAX_LINES = {"learner/train.py": 120, "learner/rollouts/rollouts.py": 250}
+"""What is to be read in one go: the main loop, and what it waits for."""
 
 
 def modules() -> list[Path]:
     return [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+LEARNER = [(room, path) for room, paths in files_by_room("learner").items() for path in paths]
+
+
+@pytest.mark.parametrize(("room", "path"), LEARNER, ids=[name_of(path) for _, path in LEARNER])
+def test_a_room_of_the_learner_imports_only_rooms_below_it(room: str, path: Path) -> None:
+    others = rooms_imported("learner", path.read_text()) - {room} - ANYWHERE
+    below = set(ORDER[: ORDER.index(room)]) if room not in ANYWHERE else set()
+    assert others <= below - (INDEPENDENT if room in INDEPENDENT else set())
+
+
+@pytest.mark.parametrize("package", ["protocol", "inference_server", "learner"])
+def test_the_rooms_of_a_package_import_each_other_one_way(package: str) -> None:
+    assert max(floors(package).values()) <= len(ORDER)
+
+
+def test_a_circle_between_rooms_would_be_found() -> None:
+    assert rooms_imported("learner", "def f():\n    from learner.rollouts.slots import Slots") == {"rollouts"}
+    assert rooms_imported("learner", "from learner import train\nimport learner.leader") == {"train", "leader"}
+
+
+def test_no_folder_of_the_learner_has_more_files_than_one_can_read_at_a_glance() -> None:
+    folders = {path.parent for _, path in LEARNER}
+    crowded = {folder.name: len(list(folder.glob("*.py"))) for folder in folders}
+    assert {name: num for name, num in crowded.items() if num > MAX_FILES_OF_A_FOLDER} == {}
+
+
+@pytest.mark.parametrize(("name", "limit"), MAX_LINES.items())
+def test_a_file_that_is_to_be_read_in_one_go_stays_short(name: str, limit: int) -> None:
+    assert len((ROOT / name).read_text().splitlines()) <= limit
+
+
+def long_signatures(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            names = [argument.arg for argument in arguments if argument.arg not in ("self", "cls")]
+            if len(names) > MAX_PARAMETERS:
+                yield f"{node.name}({', '.join(names)})"
+
+
+@pytest.mark.parametrize(("room", "path"), LEARNER, ids=[name_of(path) for _, path in LEARNER])
+def test_nothing_of_the_learner_but_a_formula_takes_more_than_six_parameters(room: str, path: Path) -> None:
+    assert room == "algorithm" or list(long_signatures(path.read_text())) == []
+
+
+def test_a_long_signature_would_be_found() -> None:
+    assert list(long_signatures("def f(a, b, c, d, *, e, g, h): ...")) == ["f(a, b, c, d, e, g, h)"]
+
+
+def imported_packages(source: str) -> set[str]:
+    """Top-level names of every import statement, inside functions too."""
+    return {module.split(".")[0] for module in imported_modules(source)}
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
 def test_a_module_imports_only_what_its_place_allows(path: Path) -> None:
-    name = str(path.relative_to(ROOT))
-    imported = imported_packages(path.read_text())
+    name, imported = name_of(path), imported_packages(path.read_text())
     assert not imported & FORBIDDEN.get(name.split("/")[0], set())
     for package, allowed in ONLY_IN.items():
-        assert package not in imported or name.startswith(tuple(allowed)), (
-            f"{package} may be imported only in {sorted(allowed)}"
-        )
+        assert package not in imported or name.startswith(allowed), f"{package} may be imported only in {allowed}"
 
 
 def test_the_rule_would_catch_a_forbidden_import() -> None:

@@ -1,6 +1,7 @@
 """The user's commands on real vLLM: two processes, real sockets, kills in the middle; judged by what they leave behind."""
 
 import json
+import os
 import re
 import signal
 import socket
@@ -14,6 +15,8 @@ from pathlib import Path
 import openai
 import psutil
 import pytest
+
+from tests.learner.forked_learner import end_of, run_learner, start_learner
 
 ROOT = Path(__file__).parent.parent
 RECIPE = "deploy/recipes/reverse.toml"
@@ -30,25 +33,21 @@ class Server:
 
     def __init__(self, log: Path) -> None:
         self.port, self.http_port, self._log = free_port(), free_port(), log
+        self._num_started = 0
         self.shared = ["--endpoint", f"tcp://127.0.0.1:{self.port}"]
         self.start()
 
     def start(self) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "inference_server",
-            RECIPE,
-            *self.shared,
-            "--server.http-port",
-            str(self.http_port),
-        ]
+        self._num_started += 1
+        command = [sys.executable, "-m", "inference_server", RECIPE, *self.shared]
+        command += ["--server.http-port", str(self.http_port)]
         with self._log.open("a") as log:
             self._process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
 
     def wait_until_ready(self) -> None:
+        """Wait for the one that was started last."""
         deadline = time.monotonic() + TIMEOUT_S
-        while "ready after" not in self._log.read_text():
+        while self._log.read_text().count("ready after") < self._num_started:
             assert self._process.poll() is None and time.monotonic() < deadline, self._log.read_text()
             time.sleep(0.1)
 
@@ -67,42 +66,50 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def starting_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server = Server(tmp_path_factory.mktemp("server") / "server.log")
-    server.wait_until_ready()
     yield server
     assert server.stop() == 0
 
 
-def start_learner(server: Server, run_dir: Path, *flags: str) -> subprocess.Popen[str]:
-    small = ["--learner.data.num-prompts", "16", "--learner.groups-per-step", "4", "--learner.checkpoint-every", "3"]
-    command = [sys.executable, "-m", "learner", "train", RECIPE, *server.shared, "--run-dir", str(run_dir)]
-    command += [*small, "--learner.dashboard-port", "0", *flags]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+@pytest.fixture
+def server(starting_server: Server) -> Server:
+    starting_server.wait_until_ready()
+    return starting_server
 
 
-def finish(learner: subprocess.Popen[str]) -> str:
-    output, _ = learner.communicate(timeout=TIMEOUT_S)
-    assert learner.returncode == 0, output
-    return output
+class Learner:
+    """`learner train` on a server, forked, so that its imports cost nothing; what it writes is in a log beside its run."""
 
+    def __init__(self, server: Server, run_dir: Path, *flags: str) -> None:
+        small = ["--learner.data.num-prompts", "16", "--learner.groups-per-step", "4"]
+        small += ["--learner.checkpoint.every-steps", "3", "--learner.report.dashboard-port", "0"]
+        self.run_dir, self._log = run_dir, run_dir.with_suffix(".log")
+        arguments = ("train", RECIPE, *server.shared, "--run-dir", str(run_dir), *small, *flags)
+        self.process = start_learner(arguments, self._log, self._log)
 
-def steps_done(run_dir: Path) -> int:
-    metrics = run_dir / "metrics.jsonl"
-    return metrics.read_text().count("\n") if metrics.exists() else 0
+    def steps_done(self) -> int:
+        metrics = self.run_dir / "metrics.jsonl"
+        return metrics.read_text().count("\n") if metrics.exists() else 0
 
+    def wait_for_step(self, step: int) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while self.steps_done() < step:
+            assert self.process.is_alive(), self._log.read_text()
+            assert time.monotonic() < deadline, f"step {step} was not reached"
+            time.sleep(0.05)
 
-def wait_for_step(run_dir: Path, step: int, learner: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while steps_done(run_dir) < step:
-        assert learner.poll() is None, learner.communicate()[0]
-        assert time.monotonic() < deadline, f"step {step} was not reached"
-        time.sleep(0.05)
+    def finish(self) -> str:
+        """Wait for its end; return what it wrote, and those before it in the same directory."""
+        code, output = end_of(self.process, self._log, TIMEOUT_S), self._log.read_text()
+        assert code == 0, output
+        return output
 
 
 def report_of(run_dir: Path) -> dict[str, float]:
-    command = [sys.executable, "-m", "learner", "report", str(run_dir), "--json"]
-    return json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+    done = run_learner("report", str(run_dir), "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 def assert_every_group_is_accounted_for(run_dir: Path, num_steps: int) -> None:
@@ -116,23 +123,34 @@ def assert_every_group_is_accounted_for(run_dir: Path, num_steps: int) -> None:
     assert (report["groups_lost"], report["groups_outstanding"], report["steps"]) == (0, 0, num_steps)
 
 
+def test_a_server_killed_in_the_middle_comes_back_and_the_run_goes_on(starting_server: Server, tmp_path: Path) -> None:
+    server = starting_server  # by the first test: the learner is started at the same moment and waits
+    learner = Learner(server, tmp_path / "run", "--learner.steps", "60")
+    learner.wait_for_step(3)
+    server.kill()
+    server.start()
+    output = learner.finish()
+    assert "lost the server" in output or "went away" in output
+    assert_every_group_is_accounted_for(tmp_path / "run", 60)
+
+
 def test_a_run_trains_while_an_openai_client_is_served_and_a_second_run_follows(server: Server, tmp_path: Path) -> None:
-    learner = start_learner(server, tmp_path / "first", "--learner.steps", "12")
-    wait_for_step(tmp_path / "first", 2, learner)
+    learner = Learner(server, tmp_path / "first", "--learner.steps", "12")
+    learner.wait_for_step(2)
     with openai.OpenAI(base_url=f"http://127.0.0.1:{server.http_port}/v1", api_key="none") as client:
         answer = client.completions.create(model="tiny:digits", prompt="12345678>", max_tokens=9)
-    assert learner.poll() is None and re.fullmatch(r"[0-9>+=, ]{0,9}", answer.choices[0].text)
-    output = finish(learner)
+    assert learner.process.is_alive() and re.fullmatch(r"[0-9>+=, ]{0,9}", answer.choices[0].text)
+    output = learner.finish()
     assert "Step 12/12" in output and "0 lost" in output and "report.html" in output
     assert_every_group_is_accounted_for(tmp_path / "first", 12)  # 48 groups: 3 epochs of 16 prompts
     report = report_of(tmp_path / "first")
     assert report["mismatch_mean_abs_logprob"] <= 1e-4 and report["staleness_max"] <= 2
 
-    finish(start_learner(server, tmp_path / "second", "--learner.steps", "4", "--learner.max-staleness", "0"))
+    Learner(server, tmp_path / "second", "--learner.steps", "4", "--learner.max-staleness", "0").finish()
     metrics = [json.loads(line) for line in (tmp_path / "second" / "metrics.jsonl").read_text().splitlines()]
     # At staleness 0 every token is sampled by the very weights that are trained: vLLM's logprobs are the learner's.
     assert all(line["staleness/max"] == 0 and line["policy/mismatch_abs_logprob"] <= 1e-5 for line in metrics)
-    assert all(line["loss/clipped_frac"] == 0 and abs(line["policy/mismatch_kl"]) <= 1e-6 for line in metrics)
+    assert all(line["loss/clipped_frac"] == 0 and abs(line["policy/behaviour_kl"]) <= 1e-6 for line in metrics)
 
 
 def test_an_adapter_is_trained_and_vllm_gives_its_logprobs_after_every_push(server: Server, tmp_path: Path) -> None:
@@ -144,18 +162,17 @@ def test_an_adapter_is_trained_and_vllm_gives_its_logprobs_after_every_push(serv
         "--learner.optimizer.learning-rate",
         "1e-2",
     ]
-    finish(start_learner(server, tmp_path / "run", "--learner.steps", "6", *lora))
+    Learner(server, tmp_path / "run", "--learner.steps", "6", *lora).finish()
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5, 6]
     assert all(line["parity/abs_logprob"] <= 1e-4 for line in metrics)
-    assert max(line["policy/mismatch_kl"] for line in metrics) > 1e-3  # between versions: the adapter has moved
+    assert max(line["policy/behaviour_kl"] for line in metrics) > 1e-3  # between versions: the adapter has moved
 
 
 def test_the_self_test_finds_only_rounding_noise_between_vllm_and_the_learner(server: Server) -> None:
-    command = [sys.executable, "-m", "learner", "self-test", RECIPE, *server.shared, "--json"]
     # Long completions, or a fast machine has none in flight when the push comes.
-    command += ["--learner.sampling.temperature", "0.7", "--learner.sampling.max-tokens", "48"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+    sampling = ["--learner.sampling.temperature", "0.7", "--learner.sampling.max-tokens", "48"]
+    done = run_learner("self-test", RECIPE, *server.shared, "--json", *sampling)
     assert done.returncode == 0, done.stdout + done.stderr
     measured = json.loads(done.stdout)["measured"]
     for tokens in (measured["fresh"], measured["through_push"]):
@@ -163,46 +180,32 @@ def test_the_self_test_finds_only_rounding_noise_between_vllm_and_the_learner(se
 
 
 def test_a_learner_killed_in_the_middle_resumes_and_loses_nothing(server: Server, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    learner = start_learner(server, run_dir, "--learner.steps", "12")
-    wait_for_step(run_dir, 5, learner)
-    learner.kill()
-    learner.communicate()
-    output = finish(start_learner(server, run_dir, "--learner.steps", "12", "--resume"))
+    learner = Learner(server, tmp_path / "run", "--learner.steps", "12")
+    learner.wait_for_step(5)
+    learner.process.kill()
+    learner.process.join()
+    output = Learner(server, tmp_path / "run", "--learner.steps", "12", "--resume").finish()
     assert "resumed from" in output
-    assert_every_group_is_accounted_for(run_dir, 12)
+    assert_every_group_is_accounted_for(tmp_path / "run", 12)
 
 
 def test_ctrl_c_finishes_the_step_and_leaves_a_checkpoint_to_resume_from(server: Server, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    learner = start_learner(server, run_dir, "--learner.steps", "500")
-    wait_for_step(run_dir, 2, learner)
-    learner.send_signal(signal.SIGINT)
-    output = finish(learner)
-    assert "stopping after this step" in output
-    done = steps_done(run_dir)
+    learner = Learner(server, run_dir, "--learner.steps", "500")
+    learner.wait_for_step(2)
+    assert learner.process.pid is not None
+    os.kill(learner.process.pid, signal.SIGINT)
+    assert "stopping after this step" in learner.finish()
+    done = learner.steps_done()
     assert (run_dir / "checkpoints" / f"step-{done:06d}" / "state.json").exists()
-    finish(start_learner(server, run_dir, "--learner.steps", str(done + 2), "--resume"))
+    Learner(server, run_dir, "--learner.steps", str(done + 2), "--resume").finish()
     assert report_of(run_dir)["steps"] == done + 2
-
-
-def test_a_server_killed_in_the_middle_comes_back_and_the_run_goes_on(tmp_path: Path) -> None:
-    server = Server(tmp_path / "server.log")  # the learner is started at the same moment: it waits
-    run_dir = tmp_path / "run"
-    learner = start_learner(server, run_dir, "--learner.steps", "60", "--learner.groups-per-step", "4")
-    wait_for_step(run_dir, 3, learner)
-    server.kill()
-    server.start()
-    output = finish(learner)
-    assert "lost the server" in output or "went away" in output
-    assert_every_group_is_accounted_for(run_dir, 60)
-    assert server.stop() == 0
 
 
 def test_colocate_runs_both_and_ends_both(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "deploy.colocate", RECIPE, "--run-dir", str(tmp_path / "run")]
     command += ["--endpoint", f"tcp://127.0.0.1:{free_port()}", "--server.http-port", str(free_port())]
-    command += ["--learner.steps", "3", "--learner.dashboard-port", "0"]
+    command += ["--learner.steps", "3", "--learner.report.dashboard-port", "0"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "learner | Step 3/3" in done.stdout and " server | " in done.stdout

@@ -21,7 +21,7 @@ TIMEOUT_S = 120.0
 SMALL = [
     "--learner.groups-per-step", str(GROUPS_PER_STEP), "--learner.sampling.num-completions", "4",
     "--learner.sampling.max-tokens", "5", "--learner.data.num-digits", "4", "--learner.data.num-prompts", "16",
-    "--learner.dashboard-port", "0", "--learner.trackers", "--learner.cpu-cores", "None",
+    "--learner.report.dashboard-port", "0", "--learner.report.trackers", "--learner.cpu-cores", "None",
 ]  # fmt: skip
 
 

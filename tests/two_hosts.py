@@ -74,9 +74,7 @@ class TwoHosts:
         """Run python on one of the hosts."""
         command = ["ip", "netns", "exec", self._namespaces[host], sys.executable, *arguments]
         with log.open("a") as file:
-            process = subprocess.Popen(
-                command, cwd=ROOT, stdout=file, stderr=file, env=os.environ | {"OMP_NUM_THREADS": "1"}
-            )
+            process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
         self._processes.append(process)
         return process
 

@@ -7,7 +7,7 @@ import torch
 
 from protocol.collective.group import Meeting
 from protocol.collective.watch import watched
-from protocol.errors import PushFailed
+from protocol.errors import PushError
 from protocol.messages import Rendezvous
 
 TIMEOUT_S = 60.0
@@ -23,7 +23,7 @@ class WaitingCollective:
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         assert self.aborted.wait(TIMEOUT_S), "nobody has ended it"
-        raise PushFailed("a broadcast that was aborted")
+        raise PushError("a broadcast that was aborted")
 
     def abort(self) -> None:
         self.aborted.set()
@@ -47,5 +47,5 @@ if __name__ == "__main__":
             print("watching", flush=True)
             try:
                 transfer(Rendezvous(transport="gloo", host=host, port=int(port), world_size=2, timeout_s=TIMEOUT_S))
-            except PushFailed as error:
+            except PushError as error:
                 print(error, flush=True)

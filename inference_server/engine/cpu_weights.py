@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
 from inference_server.engine.heap import trim
-from protocol.errors import PushFailed
+from protocol.errors import PushError
 from protocol.weights.dense import Arrived
 
 Layer = Any
@@ -79,7 +79,7 @@ class NextWeights:
         self.load_s = 0.0
 
     def take(self, arriving: Iterator[Arrived]) -> None:
-        """Load every bucket as it comes; each matrix is packed once it is whole. Raises PushFailed if some have not come."""
+        """Load every bucket as it comes; each matrix is packed once it is whole. Raises PushError if some have not come."""
         trim()  # the weights before the last are free, but not all of it would be used again here
         for arrived in arriving:
             started = time.monotonic()
@@ -89,7 +89,7 @@ class NextWeights:
         started = time.monotonic()
         self._missing |= {name for name, matrix in self._matrices().items() if not hasattr(matrix, PACKED)}
         if self._missing:
-            raise PushFailed(f"the push is no whole model: {min(self._missing)} has not come with it")
+            raise PushError(f"the push is no whole model: {min(self._missing)} has not come with it")
         pack_heads(self._copy)
         self.load_s += time.monotonic() - started
 

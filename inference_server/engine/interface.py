@@ -64,7 +64,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     """How far it came."""
     weights_intact: bool
     """False once new tensors have been loaded, until a whole push has succeeded."""
-    fingerprint: str = ""
+    checksum: str = ""
     """Of the bytes that came, each bucket of them checked."""
     join_s: float = 0.0
     receive_s: float = 0.0

@@ -115,7 +115,8 @@ class EngineLife:
         while not self._death.is_set():
             self._engine.check_alive()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._death.wait(), LOOK_INTERVAL_S)
+                async with asyncio.timeout(LOOK_INTERVAL_S):
+                    await self._death.wait()
         raise EngineDead(self._reason)
 
     def _count(self, death: EngineDead) -> None:

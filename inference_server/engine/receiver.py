@@ -16,10 +16,10 @@ import torch
 from inference_server.engine.interface import PushOrder
 from protocol.collective.group import Collective, join_collective
 from protocol.collective.watch import watched
-from protocol.errors import PushFailed
+from protocol.errors import PushError
 from protocol.messages import Manifest, Rendezvous
 from protocol.weights.bucket_memory import BucketMemory
-from protocol.weights.checksum import fingerprint
+from protocol.weights.checksum import checksum_of
 from protocol.weights.delta_wire import Baseline, receive_changes
 from protocol.weights.dense import Arrived, receive_weights
 
@@ -64,7 +64,7 @@ class Receiver:
         """Held where the membership changes: a join that was given up must not come into force."""
         self.join_s = self.receive_s = 0.0
         """Seconds the last push took to join and to receive."""
-        self.fingerprint = ""
+        self.checksum = ""
         """Of the bytes of the last push that has come whole."""
 
     def stage(self, order: PushOrder, successor: Successor | None = None) -> None:
@@ -78,12 +78,12 @@ class Receiver:
         return self._staging is not None and self._staging.is_alive()
 
     @property
-    def failure(self) -> PushFailed | None:
+    def failure(self) -> PushError | None:
         """What staging has failed with."""
         return self._staging.failure if self._staging is not None else None
 
     def successor(self, order: PushOrder) -> Successor | None:
-        """Return what was made of a push, if it was staged so. Raises PushFailed."""
+        """Return what was made of a push, if it was staged so. Raises PushError."""
         staging = self._staging
         if staging is None or staging.successor is None or staging.order.version != order.version:
             return None
@@ -92,7 +92,7 @@ class Receiver:
         return staging.successor
 
     def buckets(self, order: PushOrder) -> Iterator[Arrived]:
-        """Yield the buckets of a push, from memory if it was staged, else as they come. Raises PushFailed."""
+        """Yield the buckets of a push, from memory if it was staged, else as they come. Raises PushError."""
         staging, self._staging = self._staging, None
         if staging is not None and staging.order.version == order.version:
             yield from staging.take()
@@ -101,13 +101,13 @@ class Receiver:
             yield from self.receive()
 
     def join(self, order: PushOrder, staging: "_Staging | None" = None) -> None:
-        """Join the order's epoch unless we are in it. Raises PushFailed."""
+        """Join the order's epoch unless we are in it. Raises PushError."""
         started = time.monotonic()
         self.receive_s = 0.0
         if self._member is None or self._member.epoch != order.epoch:
             if order.rendezvous is None or order.manifest is None:
                 known = self._member.epoch if self._member else None
-                raise PushFailed(
+                raise PushError(
                     f"epoch {order.epoch} is not known here (the last one was {known}) and came without a rendezvous; "
                     "the learner must begin a new epoch"
                 )
@@ -117,16 +117,16 @@ class Receiver:
             with self._lock:
                 if staging is not None and staging.is_given_up:
                     collective.close()
-                    raise PushFailed(f"epoch {order.epoch} was given up while it was joined")
+                    raise PushError(f"epoch {order.epoch} was given up while it was joined")
                 memory = BucketMemory(order.manifest, collective.device)
                 self._member = Membership(order.epoch, order.rendezvous, collective, order.manifest, baseline, memory)
         self.join_s = time.monotonic() - started
 
     def receive(self) -> Iterator[Arrived]:
-        """Yield the buckets of one push as they come. Raises PushFailed."""
+        """Yield the buckets of one push as they come. Raises PushError."""
         member = self._member
         if member is None:
-            raise PushFailed("the epoch was given up before the push was received")
+            raise PushError("the epoch was given up before the push was received")
         if member.baseline is not None:
             arriving = receive_changes(member.collective, member.manifest, member.baseline)
         else:
@@ -140,7 +140,7 @@ class Receiver:
                 yield arrived
                 del arrived  # or its memory would not be free for the next bucket
                 asked = time.monotonic()
-        self.fingerprint = fingerprint(checksums)
+        self.checksum = checksum_of(checksums)
 
     def leave(self, epoch: str | None = None) -> None:
         """Leave the given epoch, or whichever is current."""
@@ -176,7 +176,7 @@ class _Staging(threading.Thread):
         super().__init__(name="push-staging", daemon=True)
         self.order, self.successor, self._receiver = order, successor, receiver
         self._buckets: list[Arrived] = []
-        self.failure: PushFailed | None = None
+        self.failure: PushError | None = None
         self.is_given_up = False
 
     def run(self) -> None:
@@ -187,7 +187,7 @@ class _Staging(threading.Thread):
         # Whatever it is, it must be in the worker's report: a thread that just ends would look like a push that has come.
         except Exception as failure:
             # Only its words: its traceback would keep the sockets of the epoch open for as long as it is remembered.
-            self.failure = PushFailed(f"{type(failure).__name__}: {failure}")
+            self.failure = PushError(f"{type(failure).__name__}: {failure}")
             self.successor = None
             if not self.is_given_up:  # else whoever gave it up leaves, and may have joined another epoch since
                 self._receiver.leave_joined()

@@ -95,7 +95,7 @@ class VllmEngine:
             skip_clone=True,
         )
         outputs = (await self._run(prompt_token_ids, params)).outputs
-        return survivors(outputs, sampling.num_completions), entered_version
+        return finished_completions(outputs, sampling.num_completions), entered_version
 
     async def score(self, token_ids: np.ndarray) -> tuple[np.ndarray, int]:
         params = SamplingParams(
@@ -200,7 +200,7 @@ async def call_engine(call: Awaitable[T]) -> T:
         raise EngineDead(f"a call into the vLLM engine failed: {error}") from error
 
 
-def survivors(outputs: Sequence[CompletionOutput], num_completions: int) -> list[Completion]:
+def finished_completions(outputs: Sequence[CompletionOutput], num_completions: int) -> list[Completion]:
     """Return the completions that vLLM ended by itself. Raises EngineFailed if fewer than two of several are left."""
     finished = [output for output in outputs if output.finish_reason in ("stop", "length")]
     if len(finished) < num_completions:

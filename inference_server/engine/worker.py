@@ -149,7 +149,7 @@ class PushWorker:
     def _report(self, state: WorkerState, error: Exception | None = None, load_s: float = 0.0) -> bytes:
         report = WorkerReport(
             rank=self.rank, ok=error is None, state=state, weights_intact=not self.is_loading,
-            fingerprint=self.receiver.fingerprint, join_s=self.receiver.join_s, receive_s=self.receiver.receive_s,
+            checksum=self.receiver.checksum, join_s=self.receiver.join_s, receive_s=self.receiver.receive_s,
             load_s=load_s, error="" if error is None else f"{type(error).__name__}: {error}",
         )  # fmt: skip
         return msgspec.msgpack.encode(report)

@@ -84,7 +84,7 @@ def policy_loss(
         "kept": kept_BT.sum(),
         "bounded": counts.outside_BT.sum(),
         "stale": counts.stale_BT.sum(),
-        "mismatch_kl": masked(ratio_BT - to_behaviour_BT.detach() - 1, mask_BT).sum(),
+        "behaviour_kl": masked(ratio_BT - to_behaviour_BT.detach() - 1, mask_BT).sum(),
         "ratio": ratio_BT.sum(),
         "ratio_squared": (ratio_BT**2).sum(),
     }

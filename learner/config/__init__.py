@@ -9,12 +9,15 @@ from learner.config.algorithm import AdvantageConfig, CorrectionConfig, KlConfig
 from learner.config.learner import LearnerConfig, LearnerRun
 from learner.config.policy import LoraConfig, ReferenceConfig
 from learner.config.prompts import CurriculumConfig, DataConfig
+from learner.config.report import ReportConfig
 from learner.config.rewards import RewardConfig
 from learner.config.rollouts import SamplingConfig
 from learner.config.servers import ParityConfig, PushConfig
+from learner.config.storage import CheckpointConfig
 from learner.config.training import OptimizerConfig, WarmStartConfig
 
 __all__ = [
-    "AdvantageConfig", "CorrectionConfig", "CurriculumConfig", "DataConfig", "KlConfig", "LearnerConfig", "LearnerRun", "LoraConfig",
-    "LossConfig", "OptimizerConfig", "ParityConfig", "PushConfig", "ReferenceConfig", "RewardConfig", "SamplingConfig", "WarmStartConfig",
+    "AdvantageConfig", "CheckpointConfig", "CorrectionConfig", "CurriculumConfig", "DataConfig", "KlConfig", "LearnerConfig",
+    "LearnerRun", "LoraConfig", "LossConfig", "OptimizerConfig", "ParityConfig", "PushConfig", "ReferenceConfig", "ReportConfig",
+    "RewardConfig", "SamplingConfig", "WarmStartConfig",
 ]  # fmt: skip

@@ -1,12 +1,10 @@
-"""The algorithm: the advantage, the objective, the off-policy correction, and the KL to the reference.
-
-Every key that would do nothing beside the others is refused with the reason.
-"""
+"""The algorithm: the advantage, the objective, the off-policy correction, and the KL to the reference."""
 
 import math
 from typing import Literal
 
-from learner.config.section import Section, require
+from learner.config.section import Section, any_of, require
+from protocol.config import MayChange
 
 Normalization = Literal["token", "sequence", "dr_grpo"]
 Objective = Literal["grpo", "gspo", "cispo", "sapo", "dppo", "reinforce"]
@@ -56,14 +54,14 @@ class LossConfig(Section):
     top_entropy_frac: float = 1.0
     """Only this share of the step's tokens, those of the highest entropy, is trained on (arXiv 2506.01939)."""
 
-    def __post_init__(self) -> None:
+    def lacking(self) -> dict[str, str]:
+        users = {bound: [key for key, used in OBJECTIVE_DEFAULTS.items() if bound in used] for bound in BOUNDS}
+        return {bound: any_of("objective", keys) for bound, keys in users.items() if self.objective not in keys}
+
+    def check(self) -> None:
         used = OBJECTIVE_DEFAULTS[self.objective]
         for bound in BOUNDS:
             value = getattr(self, bound)
-            require(
-                value is None or bound in used,
-                f'{bound} = {value} does nothing with objective = "{self.objective}", which uses: {", ".join(used) or "no bound"}',
-            )
             require(value is None or value >= 0, f"{bound} = {value} must not be negative")
         if "clip_low" in used:
             low, high = self.value("clip_low"), self.value("clip_high")
@@ -98,44 +96,42 @@ class LossConfig(Section):
 class CorrectionConfig(Section):
     """What is done about tokens that an older policy sampled."""
 
-    anchor: Literal["behaviour", "proximal"] = "behaviour"
+    anchor: MayChange[Literal["behaviour", "proximal"]] = "behaviour"
     """What the objective's ratio is taken to: behaviour: the policy that sampled the token; proximal: the policy at the start
     of the step (decoupled PPO, arXiv 2505.24298)."""
-    proximal: Literal["exact", "log_linear"] = "exact"
+    proximal: MayChange[Literal["exact", "log_linear"]] = "exact"
     """Of anchor = proximal: exact: computed; log_linear: between behaviour and current policy by the token's versions,
     without a forward pass (A-3PO, arXiv 2512.06547)."""
-    weight: Literal["none", "truncate", "mask"] = "none"
+    weight: MayChange[Literal["none", "truncate", "mask"]] = "none"
     """The importance weight, policy / behaviour: truncate: multiplies the token's loss, at most max_weight; mask: tokens whose
     weight lies outside [min_weight, max_weight] are left out (and the others weighed, unless their ratio does it)."""
-    level: Literal["token", "sequence", "geometric"] = "token"
+    level: MayChange[Literal["token", "sequence", "geometric"]] = "token"
     """A weight for each token, for each completion (the product over its tokens), or their geometric mean."""
-    max_weight: float | None = None
+    max_weight: MayChange[float | None] = None
     """Upper bound of the weight (2.0; must be given for level = geometric, where 1.01 is usual)."""
-    min_weight: float | None = None
+    min_weight: MayChange[float | None] = None
     """mask: lower bound of the weight (none)."""
-    sequence_mask: float | None = None
+    sequence_mask: MayChange[float | None] = None
     """Leave out a completion of negative advantage whose mean log(behaviour / policy) exceeds this (DeepSeek-V3.2,
     arXiv 2512.02556)."""
-    max_token_staleness: int | None = None
+    max_token_staleness: MayChange[int | None] = None
     """Tokens more versions old than this count stale_token_weight."""
-    stale_token_weight: float = 0.0
+    stale_token_weight: MayChange[float] = 0.0
     """0: they are left out; below 1: they count less."""
 
-    def __post_init__(self) -> None:
-        require(
-            self.anchor == "proximal" or self.proximal == "exact",
-            'proximal = "log_linear" does nothing with anchor = "behaviour"; set anchor = "proximal"',
-        )
-        for key, default in (("level", "token"), ("max_weight", None), ("min_weight", None)):
-            value = getattr(self, key)
-            require(
-                self.weight != "none" or value == default,
-                f'{key} = {value!r} does nothing with weight = "none"; set weight to "truncate" or "mask"',
-            )
-        require(
-            self.weight == "mask" or self.min_weight is None,
-            f'min_weight = {self.min_weight} does nothing with weight = "truncate"; it belongs to weight = "mask"',
-        )
+    def lacking(self) -> dict[str, str]:
+        lacking = {}
+        if self.anchor == "behaviour":
+            lacking["proximal"] = 'anchor = "proximal"'
+        if self.weight == "none":
+            lacking |= dict.fromkeys(("level", "max_weight"), 'weight = "truncate" or "mask"')
+        if self.weight != "mask":
+            lacking["min_weight"] = 'weight = "mask"'
+        if self.max_token_staleness is None:
+            lacking["stale_token_weight"] = "max_token_staleness"
+        return lacking
+
+    def check(self) -> None:
         require(
             self.level != "geometric" or self.max_weight is not None,
             'level = "geometric" needs max_weight: the mean over a completion stays near 1; 1.01 is usual',
@@ -156,10 +152,6 @@ class CorrectionConfig(Section):
         require(
             0 <= self.stale_token_weight < 1,
             f"stale_token_weight = {self.stale_token_weight} must be at least 0 and below 1",
-        )
-        require(
-            self.max_token_staleness is not None or self.stale_token_weight == 0,
-            f"stale_token_weight = {self.stale_token_weight} does nothing without max_token_staleness",
         )
 
     @property
@@ -189,44 +181,33 @@ class KlConfig(Section):
     """Multiply each token's k1 or k3 by policy / behaviour, which makes its gradient that of the KL, off-policy too
     (DeepSeek-V3.2, arXiv 2512.02556)."""
 
-    def __post_init__(self) -> None:
-        require(self.coef >= 0, f"coef = {self.coef} must not be negative")
-        needed = {"constant": None, "linear": "final_coef", "target": "target"}[self.schedule]
-        for key in ("final_coef", "target"):
-            value = getattr(self, key)
-            if key == needed:
-                require(value is not None, f'schedule = "{self.schedule}" needs {key}')
-            else:
-                require(value is None, f'{key} = {value} does nothing with schedule = "{self.schedule}"; remove it')
-        require(self.final_coef is None or self.final_coef >= 0, f"final_coef = {self.final_coef} must not be negative")
-        require(self.final_coef != self.coef, f'final_coef = coef = {self.coef}: set schedule = "constant"')
-        require(self.target is None or self.target > 0, f"target = {self.target} must be above 0")
-        require(
-            self.schedule != "target" or self.coef > 0,
-            'schedule = "target" changes coef by a factor, so coef must be above 0',
-        )
-        require(self.horizon_steps >= 1, f"horizon_steps = {self.horizon_steps} must be at least 1")
-        require(
-            self.schedule == "target" or self.horizon_steps == 10,
-            f'horizon_steps = {self.horizon_steps} does nothing with schedule = "{self.schedule}"; remove it',
-        )
-        for key, default in (("estimator", "k3"), ("place", "loss"), ("importance_weighted", False)):
-            value = getattr(self, key)
-            require(
-                self.is_on or value == default,
-                f"{key} = {value!r} does nothing with coef = 0; remove it or set coef",
-            )
-        if self.place == "reward":
-            require(
-                self.estimator != "k3_grad_k2",
-                'estimator = "k3_grad_k2" differs from "k3" in its gradient only, and a reward has none; set it to "k3"',
-            )
-            require(
-                not self.importance_weighted,
-                "importance_weighted = true does nothing in a reward, which has no gradient; the correction weighs it",
-            )
+    def lacking(self) -> dict[str, str]:
+        if not self._is_defined:
+            return {}
+        if not self.is_on:
+            others = ("estimator", "place", "schedule", "final_coef", "target", "horizon_steps", "importance_weighted")
+            return dict.fromkeys(others, "coef above 0")
+        lacking = {}
+        if self.schedule != "linear":
+            lacking["final_coef"] = 'schedule = "linear"'
+        elif self.final_coef == self.coef:
+            lacking |= dict.fromkeys(("schedule", "final_coef"), "a final_coef other than coef")
+        if self.schedule != "target":
+            lacking |= dict.fromkeys(("target", "horizon_steps"), 'schedule = "target"')
+        if self.place == "reward":  # which has no gradient
+            lacking["importance_weighted"] = 'place = "loss"'
+            if self.estimator == "k3_grad_k2":
+                lacking["estimator"] = 'place = "loss", else it is "k3"'
+        return lacking
 
-        elif self.is_on:
+    def check(self) -> None:
+        require(self.coef >= 0, f"coef = {self.coef} must not be negative")
+        needed = {"constant": "coef", "linear": "final_coef", "target": "target"}[self.schedule]
+        require(self._is_defined, f'schedule = "{self.schedule}" needs {needed}')
+        require(self.final_coef is None or self.final_coef >= 0, f"final_coef = {self.final_coef} must not be negative")
+        require(self.target is None or self.target > 0, f"target = {self.target} must be above 0")
+        require(self.horizon_steps >= 1, f"horizon_steps = {self.horizon_steps} must be at least 1")
+        if self.is_on and self.place == "loss":
             require(
                 self.estimator != "k1" or self.importance_weighted,
                 'estimator = "k1" in the loss: the expected gradient of log policy - log reference is zero; set '
@@ -241,7 +222,13 @@ class KlConfig(Section):
     @property
     def is_on(self) -> bool:
         """Whether the coefficient is ever above 0."""
-        return self.coef > 0 or bool(self.final_coef)
+        return self.coef > 0 or (self.schedule == "linear" and bool(self.final_coef))
+
+    @property
+    def _is_defined(self) -> bool:
+        """Whether the schedule has the key that it goes by."""
+        goes_by = {"constant": self.coef, "linear": self.final_coef, "target": self.target}
+        return goes_by[self.schedule] is not None
 
 
 class AdvantageConfig(Section):

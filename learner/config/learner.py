@@ -1,8 +1,8 @@
-"""The learner's section as a whole, and what its parts refuse together: a key that does nothing beside another section's, or
-that contradicts it. What a section can tell by itself, it refuses itself.
+"""The learner's section as a whole, and what no section can tell by itself: which keys do nothing beside another section's, and
+which contradict one.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Self
 
 import msgspec
 import tyro
@@ -10,14 +10,14 @@ import tyro
 from learner.config.algorithm import BOUNDS, AdvantageConfig, CorrectionConfig, KlConfig, LossConfig
 from learner.config.policy import LoraConfig, ReferenceConfig
 from learner.config.prompts import CurriculumConfig, DataConfig
+from learner.config.report import ReportConfig
 from learner.config.rewards import RewardConfig
 from learner.config.rollouts import SamplingConfig
-from learner.config.section import Section, require
+from learner.config.section import Section, require, value_at
 from learner.config.servers import ParityConfig, PushConfig
+from learner.config.storage import CheckpointConfig
 from learner.config.training import OptimizerConfig, WarmStartConfig
-from protocol.config import SharedConfig
-
-DEFAULT_MAX_REPLACEMENTS = 10
+from protocol.config import MayChange, SharedConfig
 
 
 class LearnerConfig(Section):
@@ -27,24 +27,24 @@ class LearnerConfig(Section):
     """Where the prompts come from."""
     reward: RewardConfig
     """What scores the completions."""
-    steps: int
+    steps: MayChange[int]
     """Optimizer steps of the run."""
     groups_per_step: int = 16
     """Groups that make the batch of one optimizer step."""
-    max_staleness: int = 2
+    max_staleness: MayChange[int] = 2
     """How many versions behind the learner the oldest token of a consumed group may be; 0 is the synchronous algorithm."""
     updates_per_batch: int = 1
     """Optimizer updates on each batch; above 1 the later ones go further from the policy that sampled it."""
-    micro_batch_tokens: int = 16384
+    micro_batch_tokens: MayChange[int] = 16384
     """Padded tokens per forward pass; lower it when memory runs out. The result does not depend on it."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: MayChange[bool] = False
     """Trade a second forward pass for memory."""
     lora: LoraConfig = LoraConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
     active_sampling: bool = False
     """Replace groups without signal (all rewards equal, before any KL) by other prompts, so that every batch is full of groups
     that teach something (DAPO's dynamic sampling)."""
-    max_replacements: int = DEFAULT_MAX_REPLACEMENTS
+    max_replacements: MayChange[int] = 10
     """With active_sampling: a step replaces at most so many times groups_per_step groups; further ones are taken as they are,
     with a warning."""
     curriculum: CurriculumConfig = CurriculumConfig()
@@ -57,44 +57,32 @@ class LearnerConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     push: PushConfig = PushConfig()
     parity: ParityConfig = ParityConfig()
-    checkpoint_every: int = 50
-    """Steps between checkpoints; one is always written at the end."""
-    keep_last: int = 2
-    """How many of the newest checkpoints stay, 0: all; a resume goes on from the newest, or, when newer ones are removed by
-    hand, from any of these. While one is written there is one more."""
-    keep_best: int = 1
-    """So many with the highest mean reward over the steps that led to them stay too, however old."""
-    export_model: bool = True
-    """Also write the policy into each checkpoint as `model/`, in the run's dtype and with the adapter merged, for `vllm serve`
-    and `from_pretrained`."""
-    trackers: tuple[Literal["tensorboard"], ...] = ("tensorboard",)
-    """Where metrics go besides metrics.jsonl."""
-    dashboard_port: int = 8765
-    """Port of the live dashboard on 127.0.0.1; 0 turns it off."""
-    connect_timeout_s: float = 600.0
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    report: ReportConfig = ReportConfig()
+    connect_timeout_s: MayChange[float] = 600.0
     """How long to wait for the server, at the start and whenever it is gone."""
-    group_deadline_s: float = 600.0
+    group_deadline_s: MayChange[float] = 600.0
     """How long the server may take over one group before it is asked for again."""
-    max_group_attempts: int = 3
+    max_group_attempts: MayChange[int] = 3
     """A prompt whose group fails so often is recorded as failed and left out."""
-    cpu_cores: tuple[int, ...] | None = None
+    cpu_cores: MayChange[tuple[int, ...] | None] = None
     """Cores to run on, as positions in the list of cores this process may use; torch gets as many threads."""
 
-    def __post_init__(self) -> None:
+    def lacking(self) -> dict[str, str]:
+        return what_is_lacking(self)
+
+    def check(self) -> None:
         for name in (
             "steps",
             "groups_per_step",
             "updates_per_batch",
             "micro_batch_tokens",
-            "checkpoint_every",
             "max_group_attempts",
             "max_replacements",
         ):
             require(getattr(self, name) >= 1, f"{name} = {getattr(self, name)} must be at least 1")
         for name in ("connect_timeout_s", "group_deadline_s"):
             require(getattr(self, name) > 0, f"{name} = {getattr(self, name)} must be above 0")
-        for name in ("keep_last", "keep_best"):
-            require(getattr(self, name) >= 0, f"{name} = {getattr(self, name)} must not be negative")
         require(self.max_staleness >= 0, f"max_staleness = {self.max_staleness} must not be negative")
         refuse_contradictions(self)
 
@@ -115,24 +103,53 @@ class LearnerRun(SharedConfig):
 
     learner: LearnerConfig
     """What the learner does."""
-    server: Annotated[dict[str, Any], tyro.conf.Suppress] = msgspec.field(default_factory=dict)
+    server: MayChange[Annotated[dict[str, Any], tyro.conf.Suppress]] = msgspec.field(default_factory=dict)
     """The server's section: not read here."""
+
+    def in_effect(self) -> Self:
+        """Return the same without the keys that do nothing."""
+        return msgspec.structs.replace(self, learner=self.learner.in_effect())
+
+    def note_on_idle_keys(self) -> str | None:
+        """One line about them; None without any."""
+        idle = [
+            f"learner.{key} = {value_at(self.learner, key)!r} (needs {need})"
+            for key, need in sorted(self.learner.idle_keys().items())
+        ]
+        return f"these keys do nothing beside the others: {'; '.join(idle)}" if idle else None
+
+
+def what_is_lacking(config: LearnerConfig) -> dict[str, str]:
+    """What keys need that do nothing beside another section's."""
+    correction, lacking = config.correction, {}
+    if not config.active_sampling:
+        lacking["max_replacements"] = "active_sampling = true"
+    if config.max_staleness == 0:  # the next step waits for groups of the version that is pushed
+        lacking["push.overlap"] = "max_staleness above 0"
+    if sum(weight != 0 for weight in config.reward.weight_by_name.values()) < 2:
+        lacking["advantage.combine"] = "two rewards whose weight is not 0"
+    if not config.kl.is_on:
+        lacking["reference.kind"] = "kl.coef above 0"
+    if correction.max_token_staleness is not None and correction.max_token_staleness >= config.max_staleness:
+        lacking["correction.max_token_staleness"] = f"max_staleness above {correction.max_token_staleness}"
+    if correction.anchor == "proximal":
+        if config.loss.objective == "reinforce":
+            lacking["correction.anchor"] = "an objective with a ratio"
+        elif correction.proximal == "log_linear" and config.max_staleness == 0:  # it is the behaviour policy
+            lacking |= dict.fromkeys(("correction.anchor", "correction.weight"), "max_staleness above 0")
+        elif correction.proximal == "exact" and config.updates_per_batch == 1:  # the ratio is always 1
+            lacking |= {f"loss.{bound}": "updates_per_batch above 1" for bound in BOUNDS}
+    return lacking
 
 
 def refuse_contradictions(config: LearnerConfig) -> None:
-    """Raise ValueError for the first contradiction found."""
+    """Raise ValueError for the first contradiction found between keys that are in effect."""
     _refuse_rewards(config)
-    _refuse_rollouts(config)
     _refuse_corrections(config)
     _refuse_references(config)
 
 
 def _refuse_rewards(config: LearnerConfig) -> None:
-    num_weighted = sum(weight != 0 for weight in config.reward.weight_by_name.values())
-    require(
-        config.advantage.combine == "sum" or num_weighted > 1,
-        f'advantage.combine = "normalize_then_sum" does nothing with {num_weighted} reward function; set it to "sum"',
-    )
     require(
         config.kl.place == "loss" or config.advantage.combine == "sum",
         'kl.place = "reward" with advantage.combine = "normalize_then_sum": there is no one reward to take the KL off; '
@@ -142,18 +159,6 @@ def _refuse_rewards(config: LearnerConfig) -> None:
         config.kl.place == "loss" or config.advantage.scale != "group",
         'kl.place = "reward" with advantage.scale = "group": in a group whose rewards are all equal only the KL is left, and '
         'dividing by its own deviation cancels kl.coef; set scale to "batch" or "none", or place to "loss"',
-    )
-
-
-def _refuse_rollouts(config: LearnerConfig) -> None:
-    require(
-        not config.push.overlap or config.max_staleness > 0,
-        "push.overlap = true with max_staleness = 0: the next step waits for groups of the version that is pushed, so nothing "
-        "overlaps; raise max_staleness or set push.overlap = false",
-    )
-    require(
-        config.active_sampling or config.max_replacements == DEFAULT_MAX_REPLACEMENTS,
-        f"max_replacements = {config.max_replacements} does nothing without active_sampling = true",
     )
     buffer_tokens, max_tokens = config.reward.overlong_buffer_tokens, config.sampling.max_tokens
     require(
@@ -171,25 +176,11 @@ def _refuse_rollouts(config: LearnerConfig) -> None:
 def _refuse_corrections(config: LearnerConfig) -> None:
     correction, objective = config.correction, config.loss.objective
     if correction.anchor == "proximal":
-        require(
-            objective != "reinforce",
-            'correction.anchor = "proximal" does nothing with loss.objective = "reinforce", which has no ratio',
-        )
         is_one = correction.proximal == "exact" and config.updates_per_batch == 1
         require(
             not is_one or correction.weight != "none",
             'correction.anchor = "proximal" with updates_per_batch = 1 and correction.weight = "none": the ratio is always 1, so '
             "nothing is clipped or corrected; set correction.weight, raise updates_per_batch or use the behaviour anchor",
-        )
-        bounds = {bound: value for bound in BOUNDS if (value := getattr(config.loss, bound)) is not None}
-        require(
-            not is_one or not bounds,
-            f"{', '.join(f'loss.{bound} = {value}' for bound, value in bounds.items())} does nothing with correction.anchor = "
-            '"proximal" and updates_per_batch = 1: the ratio is always 1',
-        )
-        require(
-            correction.proximal == "exact" or config.max_staleness > 0,
-            'correction.proximal = "log_linear" with max_staleness = 0: without stale tokens it is the behaviour policy',
         )
     else:
         require(
@@ -209,25 +200,14 @@ def _refuse_corrections(config: LearnerConfig) -> None:
             f'{key} with loss.objective = "gspo": its ratio is one of the whole completion, which the tokens left out would '
             'still move; leave out completions (level = "sequence" or "geometric", sequence_mask) or choose another objective',
         )
-    require(
-        correction.max_token_staleness is None or correction.max_token_staleness < config.max_staleness,
-        f"correction.max_token_staleness = {correction.max_token_staleness} does nothing: no token is more than "
-        f"max_staleness = {config.max_staleness} versions old",
-    )
 
 
 def _refuse_references(config: LearnerConfig) -> None:
-    has_reference = config.reference.kind != "none"
+    reference = config.reference
     require(
-        has_reference or not config.kl.is_on,
+        reference.kind != "none" or not config.kl.is_on,
         f"kl.coef = {config.kl.coef} needs a reference; set reference.kind, or kl.coef to 0",
     )
-    require(
-        not has_reference or config.kl.is_on,
-        f'reference.kind = "{config.reference.kind}" with kl.coef = 0 costs a forward pass and changes nothing; '
-        'set kl.coef above 0 or reference.kind to "none"',
-    )
-    reference = config.reference
     is_policy_itself = reference.kind == "every" and reference.every_steps == 1 and reference.growth is None
     require(
         not is_policy_itself or (config.updates_per_batch > 1 and config.kl.place == "loss"),

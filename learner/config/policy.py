@@ -1,13 +1,11 @@
-"""What is trained, and what it is measured against: the adapter and the reference.
-
-Every key that would do nothing beside the others is refused with the reason.
-"""
+"""What is trained, and what it is measured against: the adapter and the reference."""
 
 import math
 import re
 from typing import Literal
 
-from learner.config.section import Section, require
+from learner.config.section import Section, any_of, require
+from protocol.config import MayChange
 
 ReferenceKind = Literal["none", "fixed", "every", "ema", "adaptive", "mixture"]
 
@@ -63,13 +61,36 @@ class ReferenceConfig(Section):
     """Refresh only parameters whose name contains a match of this regular expression; the others stay as at the start."""
     reset_optimizer: bool = False
     """Start from fresh optimizer moments after each refresh (ProRL, arXiv 2505.24864); the learning rate goes on."""
-    device: str = "same"
+    device: MayChange[str] = "same"
     """Where the weights are kept in float32 between passes: same: where the policy is; cpu: host memory (pinned where there is
     CUDA); or a GPU such as cuda:1. This frees memory between passes only: each pass runs on the policy's device, to which one
     copy of the weights is moved for it."""
 
-    def __post_init__(self) -> None:
-        self._refuse_keys_of_other_kinds()
+    def lacking(self) -> dict[str, str]:
+        users = {
+            key: [kind for kind in NEEDS if key in NEEDS[kind] + MAY_HAVE[kind]]
+            for key in self.__struct_fields__
+            if key != "kind"
+        }
+        of_other_kinds = {key: any_of("kind", kinds) for key, kinds in users.items() if self.kind not in kinds}
+        return self._lacking_in_the_interval() | of_other_kinds
+
+    def _lacking_in_the_interval(self) -> dict[str, str]:
+        name, first = self._first_interval
+        if self.min_every_steps is not None:
+            longest = self.max_every_steps or (self.min_every_steps if self.growth is None else math.inf)
+            if longest <= self.patience:  # which keeps refreshes that far apart already
+                keys = ("min_every_steps", "growth", "max_every_steps")
+                return dict.fromkeys(keys, f"to rise above patience = {self.patience}")
+        if self.growth is None:
+            return {"max_every_steps": "growth"}
+        if first is not None and self.max_every_steps == first:
+            return dict.fromkeys(("growth", "max_every_steps"), f"a max_every_steps above {name}")
+        return {}
+
+    def check(self) -> None:
+        for key in NEEDS[self.kind]:
+            require(getattr(self, key) is not None, f'kind = "{self.kind}" needs {key}')
         for key, least in (("every_steps", 1), ("min_every_steps", 1), ("patience", 1), ("num_snapshots", 2)):
             value = getattr(self, key)
             require(value is None or value >= least, f"{key} = {value} must be at least {least}")
@@ -92,18 +113,6 @@ class ReferenceConfig(Section):
             f'device = {self.device!r} must be "same", "cpu" or a GPU such as "cuda:1"',
         )
 
-    def _refuse_keys_of_other_kinds(self) -> None:
-        used = NEEDS[self.kind] + MAY_HAVE[self.kind]
-        for key in NEEDS[self.kind]:
-            require(getattr(self, key) is not None, f'kind = "{self.kind}" needs {key}')
-        for key, default in zip(self.__struct_fields__, self.__struct_defaults__, strict=True):
-            value = getattr(self, key)
-            require(
-                key == "kind" or key in used or value == default,
-                f'{key} = {value!r} does nothing with kind = "{self.kind}", which uses: {", ".join(used) or "nothing"}; '
-                "remove it",
-            )
-
     def _check_pattern(self) -> None:
         try:
             re.compile(self.only or "")
@@ -111,28 +120,22 @@ class ReferenceConfig(Section):
             raise ValueError(f"only = {self.only!r} is no regular expression: {error}") from error
 
     def _check_interval(self) -> None:
-        first = self.every_steps if self.kind == "every" else self.min_every_steps
-        name = "every_steps" if self.kind == "every" else "min_every_steps"
+        name, first = self._first_interval
         require(
             self.growth is None or 1 < self.growth < math.inf,
             f"growth = {self.growth} must be above 1 and finite; to keep the steps between refreshes, remove it",
         )
         require(self.growth is None or first is not None, f"growth = {self.growth} needs {name}, which it multiplies")
         require(
-            self.max_every_steps is None or self.growth is not None,
-            f"max_every_steps = {self.max_every_steps} does nothing without growth; remove it",
+            self.max_every_steps is None or first is None or self.max_every_steps >= first,
+            f"max_every_steps = {self.max_every_steps} must not be below {name} = {first}, with which growth begins",
         )
-        require(
-            self.max_every_steps is None or first is None or self.max_every_steps > first,
-            f"max_every_steps = {self.max_every_steps} must be above {name} = {first}, or growth does nothing",
-        )
-        if self.min_every_steps is not None:
-            longest = self.max_every_steps or (self.min_every_steps if self.growth is None else math.inf)
-            require(
-                longest > self.patience,
-                f"min_every_steps never rises above {longest} and does nothing: patience = {self.patience} keeps refreshes "
-                "that far apart already; raise it or remove it",
-            )
+
+    @property
+    def _first_interval(self) -> tuple[str, int | None]:
+        """The key that growth multiplies."""
+        name = "every_steps" if self.kind == "every" else "min_every_steps"
+        return name, getattr(self, name)
 
 
 class LoraConfig(Section):
@@ -146,14 +149,11 @@ class LoraConfig(Section):
     target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     """The linear layers that are adapted, by the end of their names, as `q_proj v_proj`; all-linear: all but the LM head."""
 
-    def __post_init__(self) -> None:
+    def lacking(self) -> dict[str, str]:
+        return dict.fromkeys(("alpha", "target_modules"), "rank above 0") if self.rank == 0 else {}
+
+    def check(self) -> None:
         require(self.rank >= 0, f"rank = {self.rank} must not be negative; 0 trains the whole model")
-        for key, default in (("alpha", 32.0), ("target_modules", "all-linear")):
-            value = getattr(self, key)
-            require(
-                self.rank > 0 or value == default,
-                f"{key} = {value!r} does nothing with rank = 0, which trains the whole model; set rank or remove it",
-            )
         require(self.alpha > 0, f"alpha = {self.alpha} must be above 0")
         require(
             len(self.target_modules) > 0,

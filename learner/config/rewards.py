@@ -3,15 +3,14 @@
 import math
 import sys
 
-import msgspec
-
-from protocol.errors import ConfigError
+from learner.config.section import Section, require
+from protocol.config import MayChange
 
 OVERLONG = "overlong"
 """Name, among the functions' names, of the reward that overlong.py gives."""
 
 
-class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RewardConfig(Section):
     """What scores the completions."""
 
     functions: tuple[str, ...]
@@ -19,16 +18,16 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     math_equivalence."""
     weights: tuple[float, ...] | None = None
     """One per function, by which its rewards are multiplied before they are added; 0 only watches. Unset: all 1."""
-    timeout_s: float = 10.0
+    timeout_s: MayChange[float] = 10.0
     """Deadline of one call of one function on one group; a function that exceeds it is killed."""
-    num_workers: int = 1
+    num_workers: MayChange[int] = 1
     """Processes that call reward functions, each one group at a time."""
-    max_memory_mib: int | None = None
+    max_memory_mib: MayChange[int | None] = None
     """A process that holds more memory is killed, and the call has failed. What its module imports counts, what it starts
     itself does not. Linux only. Unset: no limit."""
-    calls_per_worker: int | None = None
+    calls_per_worker: MayChange[int | None] = None
     """A process is replaced by a new one after so many calls, for functions that leak. Unset: never."""
-    max_failed_share: float = 0.2
+    max_failed_share: MayChange[float] = 0.2
     """The run stops, with examples, when a larger share of the last 100 calls of a function (at first: of 10) timed out or
     failed; up to it such a call costs the group only that function's rewards. 0: any stops it."""
     overlong_buffer_tokens: int | None = None
@@ -37,53 +36,50 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     overlong_penalty: float = 1.0
     """With overlong_buffer_tokens: the whole penalty."""
 
-    def __post_init__(self) -> None:
-        if not self.functions or len(set(self.functions)) < len(self.functions):
-            raise ConfigError(
-                f"learner.reward.functions = {self.functions} must name at least one function, none twice"
-            )
+    def lacking(self) -> dict[str, str]:
+        return {} if self.overlong_buffer_tokens else {"overlong_penalty": "overlong_buffer_tokens"}
+
+    def check(self) -> None:
+        require(
+            bool(self.functions) and len(set(self.functions)) == len(self.functions),
+            f"functions = {self.functions} must name at least one function, none twice",
+        )
         weights = self.function_weights
-        if len(weights) != len(self.functions) or not all(map(math.isfinite, weights)) or not any(weights):
-            raise ConfigError(
-                f"learner.reward.weights = {self.weights} must be {len(self.functions)} finite numbers, one for each of "
-                f"learner.reward.functions = {self.functions}, not all 0"
-            )
-        if not 0 < self.timeout_s < math.inf:
-            raise ConfigError(f"learner.reward.timeout_s = {self.timeout_s} must be above 0 and finite")
-        if self.num_workers < 1:
-            raise ConfigError(f"learner.reward.num_workers = {self.num_workers} must be at least 1")
-        for name in ("max_memory_mib", "calls_per_worker"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"learner.reward.{name} = {value} must be at least 1")
-        if self.max_memory_mib is not None and sys.platform != "linux":
-            raise ConfigError(
-                f"learner.reward.max_memory_mib = {self.max_memory_mib} needs Linux, this is {sys.platform}; unset it"
-            )
-        if not 0 <= self.max_failed_share < 1:
-            raise ConfigError(
-                f"learner.reward.max_failed_share = {self.max_failed_share} must be at least 0 and below 1"
-            )
+        require(
+            len(weights) == len(self.functions) and all(map(math.isfinite, weights)) and any(weights),
+            f"weights = {self.weights} must be {len(self.functions)} finite numbers, one for each of functions = "
+            f"{self.functions}, not all 0",
+        )
+        require(0 < self.timeout_s < math.inf, f"timeout_s = {self.timeout_s} must be above 0 and finite")
+        for key in ("num_workers", "max_memory_mib", "calls_per_worker"):
+            value = getattr(self, key)
+            require(value is None or value >= 1, f"{key} = {value} must be at least 1")
+        require(
+            self.max_memory_mib is None or sys.platform == "linux",
+            f"max_memory_mib = {self.max_memory_mib} needs Linux, this is {sys.platform}; unset it",
+        )
+        require(
+            0 <= self.max_failed_share < 1,
+            f"max_failed_share = {self.max_failed_share} must be at least 0 and below 1",
+        )
         self._check_overlong()
 
     def _check_overlong(self) -> None:
         if self.overlong_buffer_tokens is None:
-            if self.overlong_penalty != 1.0:
-                raise ConfigError(
-                    f"learner.reward.overlong_penalty = {self.overlong_penalty} does nothing without overlong_buffer_tokens"
-                )
             return
-        if self.overlong_buffer_tokens < 1:
-            raise ConfigError(
-                f"learner.reward.overlong_buffer_tokens = {self.overlong_buffer_tokens} must be at least 1"
-            )
-        if not 0 < self.overlong_penalty < math.inf:
-            raise ConfigError(f"learner.reward.overlong_penalty = {self.overlong_penalty} must be above 0 and finite")
-        if OVERLONG in self.names:
-            raise ConfigError(
-                f"learner.reward.functions = {self.functions} holds a function named {OVERLONG!r}, which is also the name of "
-                "the reward of overlong_buffer_tokens; rename the function"
-            )
+        require(
+            self.overlong_buffer_tokens >= 1,
+            f"overlong_buffer_tokens = {self.overlong_buffer_tokens} must be at least 1",
+        )
+        require(
+            0 < self.overlong_penalty < math.inf,
+            f"overlong_penalty = {self.overlong_penalty} must be above 0 and finite",
+        )
+        require(
+            OVERLONG not in self.names,
+            f"functions = {self.functions} holds a function named {OVERLONG!r}, which is also the name of the reward of "
+            "overlong_buffer_tokens; rename the function",
+        )
 
     @property
     def names(self) -> tuple[str, ...]:

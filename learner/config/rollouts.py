@@ -21,7 +21,10 @@ class SamplingConfig(Section):
     seeded: bool = False
     """Sample every completion with a seed of its own, so that runs repeat; slower on GPUs."""
 
-    def __post_init__(self) -> None:
+    def lacking(self) -> dict[str, str]:
+        return {} if self._is_partial else {"allow_partial_support": "top_p below 1 or top_k above 0"}
+
+    def check(self) -> None:
         require(
             self.num_completions >= 2,
             f"num_completions = {self.num_completions}: a group needs at least 2, else it has no baseline",
@@ -33,14 +36,13 @@ class SamplingConfig(Section):
         )
         require(0 < self.top_p <= 1, f"top_p = {self.top_p} must lie above 0 and be at most 1")
         require(self.top_k >= 0, f"top_k = {self.top_k} must not be negative; 0 samples from all tokens")
-        is_partial = self.top_p < 1 or self.top_k > 0
         require(
-            self.allow_partial_support or not is_partial,
+            self.allow_partial_support or not self._is_partial,
             f"top_p = {self.top_p}, top_k = {self.top_k}: the server's logprobs would be of the truncated distribution and "
             "the learner's of the whole one, so that every importance ratio is too small (TRL measured a mean of 0.90 at "
             "top_p = 0.8). Set top_p = 1 and top_k = 0, or allow_partial_support = true to train all the same",
         )
-        require(
-            is_partial or not self.allow_partial_support,
-            "allow_partial_support = true does nothing with top_p = 1 and top_k = 0; remove it",
-        )
+
+    @property
+    def _is_partial(self) -> bool:
+        return self.top_p < 1 or self.top_k > 0

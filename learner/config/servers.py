@@ -3,26 +3,27 @@
 from typing import Literal
 
 from learner.config.section import Section, require
+from protocol.config import MayChange
 
 
 class PushConfig(Section):
     """The transfer of weights into the server."""
 
-    timeout_s: float = 60.0
+    timeout_s: MayChange[float] = 60.0
     """Deadline of every arrow of a push: ready, each broadcast, done."""
-    transport: Literal["auto", "gloo", "nccl", "ipc"] = "auto"
+    transport: MayChange[Literal["auto", "gloo", "nccl", "ipc"]] = "auto"
     """auto: ipc where learner and server share one GPU, nccl between GPUs (needs cupy), else gloo (TCP between CPUs)."""
-    bucket_mib: int = 256
+    bucket_mib: MayChange[int] = 256
     """Size of the flat buckets the weights travel in; a tensor that is larger is a bucket alone. The server holds two or three."""
-    overlap: bool = False
+    overlap: MayChange[bool] = False
     """Push a copy of the weights while the next step is computed; costs the memory of the copy."""
-    wire: Literal["dense", "delta"] = "dense"
+    wire: MayChange[Literal["dense", "delta"]] = "dense"
     """delta: only what has changed since the last push, bit for bit; costs both sides a copy of the weights, pays off on links
     between nodes."""
-    max_attempts: int = 3
+    max_attempts: MayChange[int] = 3
     """A failed push is tried again in a new epoch; after so many failures the run stops."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         require(self.timeout_s > 0, f"timeout_s = {self.timeout_s} must be above 0")
         require(self.bucket_mib >= 1, f"bucket_mib = {self.bucket_mib} must be at least 1")
         require(self.max_attempts >= 1, f"max_attempts = {self.max_attempts} must be at least 1")
@@ -31,21 +32,21 @@ class PushConfig(Section):
 class ParityConfig(Section):
     """The check that server and learner give the same logprobs to the same tokens under the same weights."""
 
-    max_abs_logprob: float | None = None
+    max_mean_abs_logprob: MayChange[float | None] = None
     """Bound on the mean |Δ logprob|; the run stops above it. Unset: 1e-3 in float32, 0.15 in bfloat16."""
-    every_steps: int = 1
+    every_steps: MayChange[int] = 1
     """After every how many pushes a fixed sequence is scored on both sides, before its tokens are trained on; 0: only at the start."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         require(
             self.every_steps >= 0, f"every_steps = {self.every_steps} must not be negative; 0 checks only at the start"
         )
         require(
-            self.max_abs_logprob is None or self.max_abs_logprob > 0,
-            f"max_abs_logprob = {self.max_abs_logprob} must be above 0",
+            self.max_mean_abs_logprob is None or self.max_mean_abs_logprob > 0,
+            f"max_mean_abs_logprob = {self.max_mean_abs_logprob} must be above 0",
         )
 
     def bound(self, dtype: str) -> float:
-        if self.max_abs_logprob is not None:
-            return self.max_abs_logprob
+        if self.max_mean_abs_logprob is not None:
+            return self.max_mean_abs_logprob
         return 1e-3 if dtype == "float32" else 0.15

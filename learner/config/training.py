@@ -3,6 +3,7 @@
 from typing import Literal
 
 from learner.config.section import Section, require
+from protocol.config import MayChange
 
 
 class WarmStartConfig(Section):
@@ -17,11 +18,12 @@ class WarmStartConfig(Section):
     answer_column: str = "answer"
     """The column with the text to learn; the end-of-sequence token is put after it."""
 
-    def __post_init__(self) -> None:
+    def lacking(self) -> dict[str, str]:
+        others = ("learning_rate", "rows_per_step", "answer_column")
+        return dict.fromkeys(others, "steps above 0") if self.steps == 0 else {}
+
+    def check(self) -> None:
         require(self.steps >= 0, f"steps = {self.steps} must not be negative")
-        for key, default in (("learning_rate", 1e-5), ("rows_per_step", 32), ("answer_column", "answer")):
-            value = getattr(self, key)
-            require(self.steps > 0 or value == default, f"{key} = {value!r} does nothing with steps = 0; set steps")
         require(self.learning_rate > 0, f"learning_rate = {self.learning_rate} must be above 0")
         require(self.rows_per_step >= 1, f"rows_per_step = {self.rows_per_step} must be at least 1")
 
@@ -29,7 +31,7 @@ class WarmStartConfig(Section):
 class OptimizerConfig(Section):
     """AdamW and its learning rate."""
 
-    learning_rate: float = 1e-6
+    learning_rate: MayChange[float] = 1e-6
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate falls after the warm-up."""
@@ -44,7 +46,7 @@ class OptimizerConfig(Section):
     max_grad_norm: float = 1.0
     """Gradients are clipped to this norm."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         for name in ("learning_rate", "max_grad_norm"):
             require(getattr(self, name) > 0, f"{name} = {getattr(self, name)} must be above 0")
         for name in ("beta1", "beta2"):

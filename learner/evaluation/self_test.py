@@ -21,13 +21,12 @@ from torch import nn
 
 from learner.algorithm.kl import clamped, masked
 from learner.algorithm.objectives import OBJECTIVES, Tokens
-from learner.config import KlConfig, LearnerConfig, LearnerRun, ReferenceConfig
-from learner.config.learner import DEFAULT_MAX_REPLACEMENTS
+from learner.config import KlConfig, LearnerConfig, LearnerRun, ReferenceConfig, ReportConfig
 from learner.evaluation.noise_floor import ComparedTokens, bounds, floor
 from learner.evaluation.verdict import Measured
 from learner.interrupt import Interrupt
-from learner.leader import Leader, connect, make_leader, publish, wait_for_batch
-from learner.policy.lockstep import Lockstep
+from learner.leader import Leader
+from learner.material import Material
 from learner.policy.model import token_logprobs
 from learner.rollouts.scored_group import ScoredGroup
 from learner.storage.run_dir import open_run_dir
@@ -55,11 +54,11 @@ def self_test(run: LearnerRun) -> Measured:
         set_seed(run.seed)
         run_dir = open_run_dir(run, resume=False)
         cleanup.callback(run_dir.close)
-        trainee = make_trainee(run, accelerator, is_new=False)  # a warm start would change nothing about the noise
-        lockstep = Lockstep(accelerator, trainee.policy, getattr(torch, run.dtype))
-        leader = make_leader(run, run_dir, accelerator, trainee, lockstep, 0, cleanup)
-        connect(leader, 0, run)
-        batches = sample_across_pushes(leader, config)
+        material = Material(run)
+        trainee = make_trainee(material, accelerator, is_new=False)  # a warm start would change nothing about the noise
+        leader = cleanup.enter_context(Leader.open(material, run_dir, trainee.published, 0))
+        leader.connect(0)
+        batches = sample_across_pushes(leader)
         tokens = compare(trainee.policy, batches, config, config.sampling.temperature, accelerator.device)
         measured = Measured(
             dtype=run.dtype,
@@ -80,7 +79,7 @@ def self_test(run: LearnerRun) -> Measured:
 
 def without_learning(run: LearnerRun, directory: Path) -> LearnerRun:
     """The run with a directory of its own, as many steps as batches, and nothing that only matters when weights move."""
-    config = run.learner
+    config = run.learner.in_effect()
     # 1: a batch is in flight while another is taken; no check between keys is broken by more.
     max_staleness = max(1, (config.correction.max_token_staleness or 0) + 1)
     config = msgspec.structs.replace(
@@ -90,14 +89,12 @@ def without_learning(run: LearnerRun, directory: Path) -> LearnerRun:
         kl=KlConfig(),
         reference=ReferenceConfig(),
         active_sampling=False,
-        max_replacements=DEFAULT_MAX_REPLACEMENTS,
-        trackers=(),
-        dashboard_port=0,
+        report=ReportConfig(trackers=(), dashboard_port=0),
     )
     return msgspec.structs.replace(run, run_dir=str(directory), learner=config)
 
 
-def sample_across_pushes(leader: Leader, config: LearnerConfig) -> list[list[ScoredGroup]]:
+def sample_across_pushes(leader: Leader) -> list[list[ScoredGroup]]:
     """Take NUM_BATCHES batches and push the same weights between them, as a new version each time."""
     batches: list[list[ScoredGroup]] = []
     interrupt = Interrupt()  # not entered: there is no step to finish, Ctrl-C ends the test at once
@@ -105,8 +102,8 @@ def sample_across_pushes(leader: Leader, config: LearnerConfig) -> list[list[Sco
         if version:
             time.sleep(SETTLE_S)
             leader.pusher.push(version)
-            publish(leader, version)
-        groups = wait_for_batch(leader, version, config, interrupt)
+            leader.publish(version)
+        groups = leader.next_batch(version, interrupt)
         assert groups is not None
         batches.append(groups)
         log.info("batch %d of %d", version + 1, NUM_BATCHES)

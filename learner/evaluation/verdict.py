@@ -86,7 +86,7 @@ def _disagreements(measured: Measured) -> list[str]:
     values = ", ".join(f"{tokens.abs_logprob_mean:.2g} ({name})" for name, tokens in disagreeing.items())
     problem = (
         f"server and learner disagree: the mean |Δ logprob| of sampled tokens is {values}, the bound is "
-        f"{measured.parity_bound:.2g} for {measured.dtype} (learner.parity.max_abs_logprob)"
+        f"{measured.parity_bound:.2g} for {measured.dtype} (learner.parity.max_mean_abs_logprob)"
     )
     if "fresh" in measured.columns.keys() - disagreeing.keys():
         advice = "only a push of equal weights came between, so the engine kept something wrong: try server.kv_on_push"

@@ -75,6 +75,10 @@ def target_layers(policy: PreTrainedModel, config: LoraConfig) -> list[str]:
     return list(dict.fromkeys(targets))
 
 
+def has_adapter(policy: nn.Module) -> bool:
+    return ADAPTER_NAME in getattr(policy, "peft_config", {})
+
+
 @torch.no_grad()
 def merged_tensors(policy: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the weights under the names of the model without an adapter, W + alpha / rank · B A where there is one.

@@ -20,7 +20,7 @@ from protocol.errors import DataError, RewardError
 
 
 class Curriculum:
-    """The next position of the sequence of prompts, and the pass rates. rollouts.py holds its lock around every call."""
+    """The next position of the sequence of prompts, and the pass rates. queue.py holds its lock around every call."""
 
     def __init__(self, config: CurriculumConfig, reward: str, prompts: Prompts, seed: int, next_position: int) -> None:
         """`reward`: the function whose mean over a group is its pass rate."""

@@ -5,7 +5,8 @@ data is not drawn but named, with the reason.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -17,6 +18,7 @@ from learner.report.drawing import (
     GREY,
     INK,
     NICE,
+    ROSE,
     TEAL,
     VARIABLE_OF,
     VIOLET,
@@ -60,6 +62,21 @@ class Absent(msgspec.Struct, frozen=True):
     reason: str
 
 
+class Axes(NamedTuple):
+    """How a chart of curves is to be read."""
+
+    fmt: Format = plain
+    """Of the values."""
+    over_time: bool = False
+    """Against seconds instead of steps."""
+    log: bool = False
+
+
+PLAIN = Axes()
+REST = "time/rest"
+"""What no named part of a step covers."""
+
+
 def draw_charts(metrics: Metrics, staleness_histogram: dict[int, int]) -> list[Chart | Absent]:
     """Every chart of the report in the order of reading."""
     reward = [Curve("reward/mean", "mean", BLUE), Curve("reward/exact_match", "exact", AMBER)]
@@ -81,7 +98,7 @@ def draw_charts(metrics: Metrics, staleness_histogram: dict[int, int]) -> list[C
             "The same against the clock, from the start of the run.",
             metrics,
             reward,
-            over_time=True,
+            Axes(over_time=True),
         ),
         *reward_functions(metrics),
         staleness(staleness_histogram),
@@ -97,7 +114,7 @@ def draw_charts(metrics: Metrics, staleness_histogram: dict[int, int]) -> list[C
             "Share whose ratio left the trusted range.",
             metrics,
             [Curve("loss/clipped_frac", "", BLUE)],
-            percent,
+            Axes(percent),
         ),
         curves("Gradient norm", "Before clipping.", metrics, [Curve("optim/grad_norm", "", BLUE)]),
         curves(
@@ -107,21 +124,20 @@ def draw_charts(metrics: Metrics, staleness_histogram: dict[int, int]) -> list[C
             [Curve("rollout/completion_length_mean", "", BLUE)],
         ),
         time_split(metrics),
-        curves("Who waited", "Share of the time in which each side had nothing to do.", metrics, idle, percent),
+        curves("Who waited", "Share of the time in which each side had nothing to do.", metrics, idle, Axes(percent)),
         curves(
             "What a push costs",
             "The whole transfer, and the stall: how long it stopped generation.",
             metrics,
             server_cost,
-            duration,
+            Axes(duration),
         ),
         curves(
             "Server against learner",
             "Mean |Δ logprob| under the same weights: fresh tokens, and the probe.",
             metrics,
             mismatch,
-            tiny,
-            log=True,
+            Axes(tiny, log=True),
         ),
     ]
     return charts
@@ -133,15 +149,13 @@ def curves(
     told: str,
     metrics: Metrics,
     wanted: list[Curve],
-    fmt: Format | None = None,
-    over_time: bool = False,
-    log: bool = False,
+    axes_are: Axes = PLAIN,
 ) -> Chart | Absent:
+    fmt, over_time, log = axes_are
     found = [(curve, *series(metrics, curve.metric, "elapsed_s" if over_time else "step")) for curve in wanted]
     found = [(curve, x, y) for curve, x, y in found if len(y) and not (log and y.max() <= 0)]
     if not found:
         return Absent(title, f"the run recorded no {' and no '.join(curve.metric for curve in wanted)}")
-    fmt = fmt or plain
     unit, scale = time_unit(found[0][1][-1]) if over_time else ("step", 1.0)
     if log:
         found = [(curve, x, np.maximum(y, y[y > 0].min())) for curve, x, y in found]
@@ -221,16 +235,23 @@ def kl(metrics: Metrics) -> Chart | Absent:
     return Chart(title=title, told="KL of the policy to its reference.", svg=svg_of(figure, title), legend=legend)
 
 
+def _rest(line: Mapping[str, float], known: Sequence[str]) -> float:
+    return max(0.0, line["time/step"] - sum(line.get(name) or 0.0 for name in known))
+
+
 def time_split(metrics: Metrics) -> Chart | Absent:
     """Stacked, so that the height is the whole step."""
     title = "Where a step's time goes"
     parts = [
         ("time/wait_for_batch", "waiting for groups", AMBER),
+        ("time/reference", "reference", ROSE),
         ("time/forward_backward", "forward and backward", BLUE),
         ("time/optimizer", "optimizer", VIOLET),
         ("time/push", "push", TEAL),
-        ("time/other", "other", GREY),
+        (REST, "batches, parity, other", GREY),
     ]
+    known = [name for name, _, _ in parts if name != REST]
+    metrics = [{**line, REST: _rest(line, known)} if "time/step" in line else line for line in metrics]
     present = [part for part in parts if len(series(metrics, part[0], "step")[1])]
     if not present:
         return Absent(title, "the run recorded no time/…")

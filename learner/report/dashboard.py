@@ -80,7 +80,7 @@ class Dashboard:
         except (OSError, OverflowError) as error:
             await web.TCPSite(dashboard._runner, HOST, 0).start()
             log.warning(
-                "the dashboard cannot use port %d (%s), so it took port %d; set learner.dashboard_port to a free port, "
+                "the dashboard cannot use port %d (%s), so it took port %d; set learner.report.dashboard_port to a free port, "
                 "or to 0 for no dashboard",
                 port, error, dashboard._runner.addresses[0][1],
             )  # fmt: skip

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 Format = Callable[[float], str]
 
 INK, MUTED, GRID = "#0a0b01", "#0a0b02", "#0a0b03"
-BLUE, AMBER, TEAL, VIOLET, GREY = "#0a0b04", "#0a0b05", "#0a0b06", "#0a0b07", "#0a0b08"
+BLUE, AMBER, TEAL, VIOLET, ROSE, GREY = "#0a0b04", "#0a0b05", "#0a0b06", "#0a0b07", "#0a0b08", "#0a0b09"
 VARIABLE_OF = {
     INK: "var(--ink)",
     MUTED: "var(--muted)",
@@ -33,6 +33,7 @@ VARIABLE_OF = {
     AMBER: "var(--amber)",
     TEAL: "var(--teal)",
     VIOLET: "var(--violet)",
+    ROSE: "var(--rose)",
     GREY: "var(--grey)",
 }
 NICE = [1, 2, 2.5, 5, 10]  # ticks at round numbers

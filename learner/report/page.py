@@ -93,7 +93,7 @@ def tiles_of(s: Summary) -> list[Tile]:
         Tile("Reward", f"{number(s.reward_first)} → {number(s.reward_last)}", "first and last tenth of the steps"),
         Tile("Exact match", number(s.exact_last), "last tenth of the steps") if s.exact_last is not None else None,
         Tile("Steps", f"{s.steps:,}", f"in {duration(s.seconds)}"),
-        Tile("Speed", number(s.tokens_per_s, ",.0f"), "completion tokens per second"),
+        Tile("Speed", number(s.completion_tokens_per_s, ",.0f"), "completion tokens per second"),
         Tile(
             "Staleness",
             number(s.staleness_mean),

@@ -7,8 +7,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from learner.report.dashboard import Dashboard
 from learner.report.health import Health
+from learner.rollouts.scored_group import ScoredGroup
 from learner.rollouts.waits import held_up_by
 from learner.storage.disk import writing
 from learner.storage.run_dir import RunDir
@@ -56,12 +59,13 @@ class RunLog:
         sys.stdout.write(console_line(step, self._num_steps, metrics) + "\n")
         sys.stdout.flush()
 
-    def sample(self, step: int, prompt: Any, completions: list[str], rewards: list[float | None]) -> None:
-        """Keep a few completions of one group for the report."""
-        kept = slice(MAX_SAMPLED_COMPLETIONS)
-        self._samples.append(
-            {"step": step, "prompt": prompt, "completions": completions[kept], "rewards": rewards[kept]}
-        )
+    def sample(self, step: int, group: ScoredGroup, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Keep a few completions of one group, as text, for the report."""
+        kept = group.completions[:MAX_SAMPLED_COMPLETIONS]
+        texts = tokenizer.batch_decode([completion.token_ids.tolist() for completion in kept], skip_special_tokens=True)
+        prompt = tokenizer.decode(group.prompt_token_ids.tolist())
+        rewards = group.rewards_G[:MAX_SAMPLED_COMPLETIONS]
+        self._samples.append({"step": step, "prompt": prompt, "completions": list(texts), "rewards": rewards})
 
     def close(self) -> None:
         self._metrics.close()
@@ -89,7 +93,7 @@ def console_line(step: int, num_steps: int, metrics: dict[str, float]) -> str:
     parts += [
         f"staleness {metrics['staleness/mean']:.1f}",
         f"grad {metrics['optim/grad_norm']:.2f}",
-        f"{metrics['perf/tokens_per_s']:,.0f} tok/s",
+        f"{metrics['perf/completion_tokens_per_s']:,.0f} tok/s",
         f"wait {metrics['time/wait_for_batch']:.2f}s",
         f"push {metrics['time/push']:.2f}s",
     ]

@@ -42,7 +42,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     push_stall_median_s: float | None
     mismatch_mean_abs_logprob: float | None
     """The larger of two means over the steps: of the fresh tokens met in training, and of the parity probes."""
-    tokens_per_s: float | None
+    completion_tokens_per_s: float | None
     wait_shares: dict[str, float]
     """Of the time of all steps, the share that each part of the run held them up (waits.py), the largest first."""
 
@@ -92,7 +92,7 @@ def summary_of(metrics: list[dict[str, float]], ledger: LedgerFacts) -> Summary:
         groups_lost=ledger.counts.lost,
         push_stall_median_s=median(stalls) if stalls else None,
         mismatch_mean_abs_logprob=max(mismatches) if mismatches else None,
-        tokens_per_s=sum(tokens) / seconds if tokens and seconds > 0 else None,
+        completion_tokens_per_s=sum(tokens) / seconds if tokens and seconds > 0 else None,
         wait_shares=shares(metrics),
     )
 
@@ -115,7 +115,7 @@ def lines(summary: Summary) -> list[str]:
         ("groups", groups),
         ("push", stall),
         ("mismatch", f"{number(s.mismatch_mean_abs_logprob, '.1e')} mean |Δ logprob| between server and learner"),
-        ("speed", f"{number(s.tokens_per_s, ',.0f')} completion tokens/s"),
+        ("speed", f"{number(s.completion_tokens_per_s, ',.0f')} completion tokens/s"),
         (
             "waits",
             f"mostly for {IN_WORDS[s.waited_for[0]]} ({s.waited_for[1]:.0%} of the time)" if s.waited_for else None,

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from learner.rollouts.ledger_row import COLUMNS, FINAL_REASONS, OUTSTANDING, SCHEMA, SCHEMA_VERSION, Row
+from learner.rollouts.ledger_row import COLUMNS, FINAL_REASONS, OUTSTANDING, SCHEMA, SCHEMA_VERSION, Row, group_id_of
 from protocol.errors import SlipstreamError
 
 
@@ -72,10 +72,11 @@ class Ledger:
 
     # ---- the moves of a group
 
-    def admit(
-        self, group_id: str, *, slot: int, attempt: int, position: int, epoch: int, prompt_id: int, version: int
-    ) -> None:
-        """Before the prompt is sent. A slot may have one live group at a time, all of one prompt, none once it is passed over."""
+    def admit(self, *, slot: int, attempt: int, position: int, epoch: int, prompt_id: int, version: int) -> str:
+        """Before the prompt is sent; returns the group's id. A slot may have one live group at a time, all of one prompt, none
+        once it is passed over.
+        """
+        group_id = group_id_of(slot, attempt)
         with self._transaction():
             others = self._rows(
                 f"slot = ? AND (state != 'dropped' OR reason IN ({_marks(FINAL_REASONS)}) OR attempt >= ? OR position != ?)"
@@ -92,6 +93,7 @@ class Ledger:
                 " VALUES (?, ?, ?, ?, ?, ?, 'admitted', ?, ?)",
                 (group_id, slot, attempt, position, epoch, prompt_id, version, time.time()),
             )
+        return group_id
 
     def receive(self, group_id: str, payload: bytes, oldest_version: int, num_tokens: int) -> bool:
         """True once the group is durable; False, and nothing changed, for a duplicate, a dropped or an unknown id."""

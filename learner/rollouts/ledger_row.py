@@ -72,3 +72,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 COLUMNS = ", ".join(Row.__struct_fields__)
+
+
+def group_id_of(slot: int, attempt: int) -> str:
+    """The name of a group, on the wire too: the same over a resume, so that what comes twice is known."""
+    return f"{slot}.{attempt}"

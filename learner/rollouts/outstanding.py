@@ -50,7 +50,6 @@ class Outstanding:
         """Admit the prompt at a position; the caller sends it."""
         request = self.request(slot, attempt, position)
         self._ledger.admit(
-            request.group_id,
             slot=slot,
             attempt=attempt,
             position=position,

@@ -8,6 +8,7 @@ import numpy as np
 
 from learner.config import SamplingConfig
 from learner.prompts.prompts import Prompt
+from learner.rollouts.ledger_row import group_id_of
 from protocol.errors import ProtocolError
 from protocol.messages import Generate, Group, Sampling
 
@@ -25,7 +26,7 @@ class Request(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def group_id(self) -> str:
-        return f"{self.slot}.{self.attempt}"
+        return group_id_of(self.slot, self.attempt)
 
 
 def message_of(request: Request, config: SamplingConfig, run_seed: int, deadline_s: float) -> Generate:

@@ -1,4 +1,4 @@
-"""A group with its rewards, ready to be trained on: what the rollouts hand out.
+"""A group with its rewards, ready to be trained on: what the rollouts hand out, made of what has come or of what the ledger keeps.
 
 Suffix: _G over the completions of the group.
 """
@@ -8,7 +8,9 @@ import numpy as np
 
 from learner.prompts.prompts import Prompt
 from learner.rewards.workers import GroupRewards
+from learner.rollouts.ledger import Ledger
 from learner.rollouts.ledger_row import Row
+from protocol.codec import unpack
 from protocol.messages import Completion, Group, Part
 
 UNKNOWN_VERSION = -1
@@ -38,6 +40,17 @@ class ScoredGroup(Part):
     @property
     def num_tokens(self) -> int:
         return sum(len(completion.token_ids) for completion in self.completions)
+
+
+def received(ledger: Ledger, row: Row) -> Group:
+    """Return a group that was received before a restart."""
+    group = unpack(ledger.payload(row.group_id), Group)
+    return msgspec.structs.replace(group, entered_version=UNKNOWN_VERSION)
+
+
+def recalled(ledger: Ledger, row: Row, prompt: Prompt) -> ScoredGroup:
+    """Return a group that was scored before a restart."""
+    return scored_group(row.slot, prompt, received(ledger, row), rewards_of(row))
 
 
 def rewards_of(row: Row) -> GroupRewards:

@@ -3,7 +3,7 @@
 Active sampling: a group without signal is replaced, until its step has replaced as many as it may. Which of several such
 groups is the first too many depends on the order in which they were scored, and so does, at max_staleness > 0, where the
 later steps in flight will begin; none of these groups moves the policy.
-Not thread-safe: rollouts.py holds its lock.
+Not thread-safe: queue.py holds its lock.
 """
 
 import logging

@@ -2,7 +2,7 @@
 
 A slot is a place to be filled by one group, and its number is the order of consumption. Invariant: every slot below
 `next_to_take` was taken or passed over, and what is taken depends on the order of the slots alone, not on when a group came.
-Not thread-safe: rollouts.py holds its lock.
+Not thread-safe: queue.py holds its lock.
 """
 
 from itertools import count, islice

@@ -1,4 +1,4 @@
-"""Which part of the run holds it up: the seconds for which a batch was waited for, by what it lacked. From rollouts.py to
+"""Which part of the run holds it up: the seconds for which a batch was waited for, by what it lacked. From queue.py to
 the metrics of a step, the word at the end of its console line and the sentence in the summary.
 
     the next batch lacks a group that …      waited for
@@ -9,7 +9,7 @@ the metrics of a step, the word at the end of its console line and the sentence 
     (there is no connection)                 link
     nothing, and the server has no group     learner
 
-Invariant: no second is counted for two parts. Not thread-safe: rollouts.py holds its lock.
+Invariant: no second is counted for two parts. Not thread-safe: queue.py holds its lock.
 """
 
 from collections.abc import Mapping, Sequence

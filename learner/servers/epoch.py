@@ -14,7 +14,7 @@ from learner.servers.link import ServerLink
 from protocol.collective.group import Collective, Meeting, address_towards
 from protocol.collective.nccl import ranks_may_share_a_gpu
 from protocol.collective.transport import choose_transport, offered_transports, own_device_name
-from protocol.errors import PushFailed
+from protocol.errors import PushError
 from protocol.messages import Manifest, Rendezvous, Transport, Welcome
 from protocol.weights.buckets import NamedTensors, cut, make_manifest
 from protocol.weights.delta_wire import Baseline, send_changes
@@ -45,11 +45,11 @@ class Epoch:
         return sum(bucket.num_bytes for bucket in self._buckets)
 
     def join(self) -> Collective:
-        """Block until every worker has joined. Raises PushFailed at the deadline."""
+        """Block until every worker has joined. Raises PushError at the deadline."""
         return self._meeting.host_collective(self.name, self.rendezvous, self._device)
 
     def send(self, tensors: NamedTensors, progress: Progress) -> Sent:
-        """Send all weights, or what has changed since the last push of this epoch. Raises PushFailed."""
+        """Send all weights, or what has changed since the last push of this epoch. Raises PushError."""
         assert self.collective is not None
         if self._baseline is not None:
             return send_changes(self.collective, self._buckets, tensors, self._baseline, progress)
@@ -81,11 +81,11 @@ class Epochs:
     def begin(self, tensors: Callable[[], NamedTensors]) -> Epoch:
         """Return a new epoch with the server now connected.
 
-        Raises PushFailed if there is none, ConfigError if weights cannot travel as the config says.
+        Raises PushError if there is none, ConfigError if weights cannot travel as the config says.
         """
         welcome = self._link.welcome
         if welcome is None:
-            raise PushFailed(f"no server is connected at {self._link.endpoint}")
+            raise PushError(f"no server is connected at {self._link.endpoint}")
         if self._meeting is None:
             self._meeting = Meeting(address_towards(self._link.endpoint), self._config.timeout_s)
         if self._manifest is None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from protocol.channel.keys import LearnerKeys
 from protocol.channel.sockets import LearnerChannel
-from protocol.errors import DeadlineExceeded, HandshakeRefused, ProtocolError, PushFailed, ServerLost, SlipstreamError
+from protocol.errors import DeadlineExceeded, HandshakeRefused, ProtocolError, PushError, ServerLost, SlipstreamError
 from protocol.messages import (
     Ack,
     Cancel,
@@ -32,6 +32,7 @@ from protocol.messages import (
     PushAbort,
     PushBegin,
     PushDone,
+    PushFailed,
     PushReady,
     Refused,
     Score,
@@ -39,7 +40,6 @@ from protocol.messages import (
     ServerMessage,
     Welcome,
 )
-from protocol.messages import PushFailed as PushFailedMessage
 
 log = logging.getLogger(__name__)
 
@@ -49,28 +49,25 @@ DEAD_AFTER_S = 2.25
 SEND_TIMEOUT_S = 3.0
 LIVENESS_CHECK_S = 0.5
 REFUSED_NOTE_S = 60.0
-PushReply = PushReady | PushDone | PushFailedMessage
+PushReply = PushReady | PushDone | PushFailed
+OnGroup = Callable[[Group | GroupFailed], None]
+OnWelcome = Callable[[Welcome], None]
 R = TypeVar("R", PushReady, PushDone)
 
 
-class ServerLink:
-    """One server as the learner sees it. `on_group` and `on_welcome` are called in the link's event loop."""
+def _ignore(message: object) -> None:
+    """Of a link that nobody asks for groups through."""
 
-    def __init__(
-        self,
-        endpoint: str,
-        hello: Hello,
-        *,
-        on_group: Callable[[Group | GroupFailed], None],
-        on_welcome: Callable[[Welcome], None],
-        keys: LearnerKeys | None = None,
-        insecure: bool = False,
-    ) -> None:
+
+class ServerLink:
+    """One server as the learner sees it. Made and used in one event loop."""
+
+    def __init__(self, endpoint: str, hello: Hello, *, keys: LearnerKeys | None = None, insecure: bool = False) -> None:
         self.endpoint = endpoint
         self.welcome: Welcome | None = None
         self.server_idle_frac: float | None = None
         """Share of the time between the last two pulses in which the server had no group to work on."""
-        self._hello, self._on_group, self._on_welcome = hello, on_group, on_welcome
+        self._hello = hello
         self._channel = LearnerChannel(endpoint, keys, insecure=insecure)
         self.handshakes_fail = False
         """While not connected: what listens at the endpoint has ended a handshake."""
@@ -95,10 +92,10 @@ class ServerLink:
         """True while the server that welcomed this run still pulses."""
         return self._connected
 
-    async def run(self) -> None:
-        """Keep the link up until cancelled. Raises HandshakeRefused."""
+    async def run(self, on_group: OnGroup = _ignore, on_welcome: OnWelcome = _ignore) -> None:
+        """Keep the link up until cancelled; call these with every group and every welcome. Raises HandshakeRefused."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._receive())
+            tasks.create_task(self._receive(on_group, on_welcome))
             tasks.create_task(self._stay_connected())
 
     def close(self) -> None:
@@ -128,7 +125,7 @@ class ServerLink:
             )
         self.handshakes_fail = failed or (self.handshakes_fail and not self._connected)
 
-    async def _receive(self) -> None:
+    async def _receive(self, on_group: OnGroup, on_welcome: OnWelcome) -> None:
         while True:
             try:
                 message = await self._channel.receive()
@@ -136,7 +133,14 @@ class ServerLink:
                 self.refuse(str(error))
                 continue
             self._last_heard_s = time.monotonic()
-            self._dispatch(message)
+            match message:
+                case Welcome():
+                    self._welcomed(message)
+                    on_welcome(message)
+                case Group() | GroupFailed():
+                    on_group(message)
+                case _:
+                    self._dispatch(message)
 
     def refuse(self, reason: str) -> None:
         """Count what came and cannot be used; say so, but at most once a minute however much it is."""
@@ -150,19 +154,15 @@ class ServerLink:
 
     def _dispatch(self, message: ServerMessage) -> None:
         match message:
-            case Welcome():
-                self._welcomed(message)
             case Refused(reason=reason):
                 raise HandshakeRefused(f"the server at {self.endpoint} refused this run: {reason}")
             case Pulse():
                 self._pulsed(message)
-            case Group() | GroupFailed():
-                self._on_group(message)
             case Scores(request_id=request_id):
                 waiting = self._scores.pop(request_id, None)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(message)
-            case PushReady() | PushDone() | PushFailedMessage() if (message.epoch, message.version) == self._push:
+            case PushReady() | PushDone() | PushFailed() if (message.epoch, message.version) == self._push:
                 self._push_replies.put_nowait(message)
 
     def _welcomed(self, welcome: Welcome) -> None:
@@ -175,7 +175,6 @@ class ServerLink:
                 "connected to %s server %s at %s", "the" if is_new else "the same", welcome.server_id, self.endpoint
             )
         self.welcome, self._connected = welcome, True
-        self._on_welcome(welcome)
 
     def _pulsed(self, pulse: Pulse) -> None:
         if self._connected and self.welcome is not None and pulse.server_id != self.welcome.server_id:
@@ -242,7 +241,7 @@ class ServerLink:
         return not self._connected or self._connection != connection
 
     async def begin_push(self, begin: PushBegin, timeout_s: float) -> None:
-        """Send PushBegin and wait for PushReady. Raises PushFailed, DeadlineExceeded."""
+        """Send PushBegin and wait for PushReady. Raises PushError, DeadlineExceeded."""
         self._push, self._push_replies = (begin.epoch, begin.version), asyncio.Queue()
         await self._channel.send(begin, SEND_TIMEOUT_S)
         try:
@@ -255,7 +254,7 @@ class ServerLink:
             ) from error
 
     async def finish_push(self, epoch: str) -> PushDone:
-        """Wait for the PushDone of the push that was begun, for as long as the server pulses. Raises PushFailed."""
+        """Wait for the PushDone of the push that was begun, for as long as the server pulses. Raises PushError."""
         return await self._push_reply(PushDone, epoch)
 
     async def abort_push(self, epoch: str) -> None:
@@ -270,14 +269,15 @@ class ServerLink:
         connection = self._connection
         while True:
             try:
-                reply = await asyncio.wait_for(self._push_replies.get(), LIVENESS_CHECK_S)
+                async with asyncio.timeout(LIVENESS_CHECK_S):
+                    reply = await self._push_replies.get()
             except TimeoutError as error:
                 if self._is_gone(connection):
-                    raise PushFailed(
+                    raise PushError(
                         f"the server at {self.endpoint} went away before {wanted.__name__} in epoch {epoch}"
                     ) from error
                 continue
-            if isinstance(reply, PushFailedMessage):
-                raise PushFailed(f"the server failed in state {reply.state}: {reply.message}")
+            if isinstance(reply, PushFailed):
+                raise PushError(f"the server failed in state {reply.state}: {reply.message}")
             if isinstance(reply, wanted):
                 return reply

@@ -1,8 +1,11 @@
-"""An asyncio event loop in a thread of its own, so that the sockets are served while the main thread computes."""
+"""An asyncio event loop in a thread of its own, so that the sockets are served while the main thread computes.
+
+Invariant: what fails in the background is not lost: the first failure is raised by whoever asks next (`raise_failure`).
+"""
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -18,6 +21,8 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
+        self._failure: BaseException | None = None
+        self._background: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -36,6 +41,31 @@ class LoopThread:
             future.cancel()
             raise DeadlineExceeded(f"{coroutine} did not finish within {timeout_s} s") from error
 
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run in the background, from any thread; what it fails with is for `raise_failure`."""
+        self.loop.call_soon_threadsafe(self._begin, work)
+
+    def call_soon(self, act: Callable[..., object], *args: Any) -> None:
+        """Call a plain function in the loop, from any thread."""
+        self.loop.call_soon_threadsafe(act, *args)
+
+    def raise_failure(self) -> None:
+        """Raise what the first work in the background to fail has failed with, if any has."""
+        if self._failure is not None:
+            raise self._failure
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self.loop.create_task(work)
+        self._background.add(task)  # the event loop itself keeps only a weak reference
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        failure = None if task.cancelled() else task.exception()
+        while isinstance(failure, BaseExceptionGroup):
+            failure = failure.exceptions[0]
+        self._failure = self._failure or failure
+
     def stop(self) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(STOP_TIMEOUT_S)
@@ -43,8 +73,9 @@ class LoopThread:
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
-        left = asyncio.all_tasks(self.loop)
-        for task in left:
-            task.cancel()
-        self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        self.loop.run_until_complete(asyncio.sleep(0))  # what was spawned and has not begun begins, to be cancelled too
+        while left := asyncio.all_tasks(self.loop):
+            for task in left:
+                task.cancel()
+            self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         self.loop.close()

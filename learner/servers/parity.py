@@ -16,9 +16,8 @@ from concurrent.futures import Future
 import msgspec
 import torch
 
-from learner.config import ParityConfig
-from learner.servers.link import ServerLink
-from learner.servers.loop_thread import LoopThread
+from learner.config import LearnerRun
+from learner.servers.connection import Connection
 from protocol.errors import DeadlineExceeded, ParityError, SlipstreamError
 from protocol.messages import Scores
 
@@ -45,25 +44,21 @@ class ParityProbe:
 
     def __init__(
         self,
-        prompts: list[list[int]],
-        vocab_size: int,
+        run: LearnerRun,
+        connection: Connection,
         logprobs: Callable[[list[int]], torch.Tensor],
-        link: ServerLink,
-        loop: LoopThread,
-        *,
-        config: ParityConfig,
-        dtype: str,
-        timeout_s: float,
+        prompts: list[list[int]],
     ) -> None:
-        """`logprobs` gives the learner's of a sequence, after its first token."""
-        generator = random.Random(0)
+        """`logprobs` gives the learner's of a sequence, after its first token; of `prompts` the first NUM_SEQUENCES are used."""
+        generator, vocab_size = random.Random(0), connection.hello.model.vocab_size
         self._sequences = [
             prompt[-MAX_PROMPT_TOKENS:] + [generator.randrange(vocab_size) for _ in range(NUM_RANDOM_TOKENS)]
             for prompt in prompts[:NUM_SEQUENCES]
         ]
         self._logprobs = logprobs
-        self._link, self._loop, self._timeout_s = link, loop, timeout_s
-        self._every_steps, self._bound, self._dtype = config.every_steps, config.bound(dtype), dtype
+        self._link, self._loop = connection.link, connection.loop
+        self._timeout_s, self._every_steps = run.learner.push.timeout_s, run.learner.parity.every_steps
+        self._bound, self._dtype = run.learner.parity.bound(run.dtype), run.dtype
         self._asked: tuple[Expected, Future[Scores]] | None = None
         self._measured: float | None = None
 
@@ -126,7 +121,7 @@ def check_mismatch(mean_abs_logprob: float, bound: float, dtype: str, tokens: st
     if not mean_abs_logprob <= bound:
         raise ParityError(
             f"server and learner disagree: mean |Δ logprob| of {tokens} is {mean_abs_logprob:.2g}, the bound is {bound:.2g} "
-            f"for {dtype} (learner.parity.max_abs_logprob). The server may run another model, dtype or temperature, or a "
+            f"for {dtype} (learner.parity.max_mean_abs_logprob). The server may run another model, dtype or temperature, or a "
             "push did not load every tensor."
         )
 

@@ -1,6 +1,6 @@
-"""The learner's half of a weight push (the server's is inference_server/push.py, the bytes are protocol/weights.py).
+"""The learner's half of a weight push (the server's is inference_server/push.py, the bytes are protocol/weights/).
 
-    PushBegin ─▶ PushReady ─▶ buckets over the collective ─▶ PushDone(fingerprint) ─▶ compared
+    PushBegin ─▶ PushReady ─▶ buckets over the collective ─▶ PushDone(checksum) ─▶ compared
 
 Every arrow has the deadline `learner.push.timeout_s`. After any failure the epoch is given up on both sides and the next
 attempt starts a new one: new collective, manifest sent again, all weights sent again. While bytes travel, word from the
@@ -12,7 +12,7 @@ With `learner.push.overlap` a push works on a copy of the weights in a thread of
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as NotInTime
 from typing import Any, Literal, Protocol
@@ -23,12 +23,11 @@ from tqdm import tqdm
 
 from learner.config import PushConfig
 from learner.progress import PROGRESS_EVERY_S
+from learner.servers.connection import Connection
 from learner.servers.epoch import Epoch, Epochs
-from learner.servers.link import ServerLink
-from learner.servers.loop_thread import LoopThread
 from protocol.collective.group import Collective
-from protocol.errors import DeadlineExceeded, PushFailed, SlipstreamError
-from protocol.messages import PushBegin, PushDone, Welcome
+from protocol.errors import DeadlineExceeded, PushError, SlipstreamError
+from protocol.messages import PushBegin, PushDone
 from protocol.weights.buckets import NamedTensors, dtype_on_wire
 from protocol.weights.dense import Sent
 
@@ -51,38 +50,38 @@ class PushReport(msgspec.Struct, frozen=True, kw_only=True):
     stall_s: float
     num_bytes: int
 
+    def metrics(self) -> dict[str, float]:
+        return {
+            "push/seconds": self.total_s,
+            "push/transfer_seconds": self.transfer_s,
+            "push/load_seconds": self.load_s,
+            "push/stall_seconds": self.stall_s,
+            "push/bytes": self.num_bytes,
+        }
 
-class Way(Protocol):
-    """The way to the server, as rollouts.py keeps it open."""
 
-    link: ServerLink
-    thread: LoopThread
+class Weights(Protocol):
+    """What a push sends: policy/published.py, or whatever gives weights by name."""
 
-    def wait_for_server(self, timeout_s: float, closing: threading.Event | None = None) -> Welcome:
-        """Block until the server has welcomed this run."""
+    wire_dtype: torch.dtype
+    device: torch.device
+    copy_device: torch.device | None
+    """Where `begin` keeps its copy of them; None: where they lie."""
+
+    def tensors(self) -> NamedTensors:
+        """Yield (checkpoint name, tensor) layer by layer."""
         ...
 
 
 class Pusher:
-    """Pushes the policy's weights over one link. `tensors` gives (checkpoint name, tensor) layer by layer."""
+    """Pushes weights over one connection."""
 
-    def __init__(
-        self,
-        way: Way,
-        tensors: Callable[[], Iterable[tuple[str, torch.Tensor]]],
-        wire_dtype: torch.dtype,
-        config: PushConfig,
-        connect_timeout_s: float,
-        device: torch.device,
-        copy_device: torch.device | None = None,
-    ) -> None:
-        """`copy_device`: where `begin` keeps its copy of the weights; None: where they lie."""
-        self._way, self._link, self._loop = way, way.link, way.thread
-        self._tensors, self._config = tensors, config
-        self._connect_timeout_s = connect_timeout_s
-        self._epochs = Epochs(self._link, wire_dtype, config, device)
+    def __init__(self, connection: Connection, weights: Weights, config: PushConfig) -> None:
+        self._connection, self._weights, self._config = connection, weights, config
+        self._link, self._loop = connection.link, connection.loop
+        self._epochs = Epochs(self._link, weights.wire_dtype, config, weights.device)
         self._epoch: Epoch | None = None
-        self._copy = WeightCopy(wire_dtype, copy_device)
+        self._copy = WeightCopy(weights.wire_dtype, weights.copy_device)
         self._thread = ThreadPoolExecutor(1, "push")
         self._pending: Future[PushReport] | None = None
         self._closing = threading.Event()
@@ -102,9 +101,9 @@ class Pusher:
         return self._pending is not None and not self._pending.done()
 
     def push(self, version: int) -> PushReport:
-        """Send the current weights as `version`. Raises PushFailed after `max_attempts` failures."""
+        """Send the current weights as `version`. Raises PushError after `max_attempts` failures."""
         self.wait()
-        return self._push_until_done(version, self._tensors)
+        return self._push_until_done(version, self._weights.tensors)
 
     def begin(self, version: int, when_done: Callable[[], object]) -> None:
         """Copy the weights and push the copy from a thread, which then calls `when_done`.
@@ -112,7 +111,7 @@ class Pusher:
         Raises what a push before has failed with.
         """
         self.wait()
-        self._copy.take(self._tensors())
+        self._copy.take(self._weights.tensors())
 
         def push() -> PushReport:
             report = self._push_until_done(version, self._copy.tensors)
@@ -137,10 +136,10 @@ class Pusher:
 
     def _push_until_done(self, version: int, tensors: Callable[[], NamedTensors]) -> PushReport:
         for attempt in range(1, self._config.max_attempts + 1):
-            self._way.wait_for_server(self._connect_timeout_s, self._closing)
+            self._connection.wait(self._closing)
             try:
                 return self._push_once(version, tensors)
-            except (PushFailed, DeadlineExceeded) as error:
+            except (PushError, DeadlineExceeded) as error:
                 if not self._closing.is_set():
                     log.warning(
                         "push of version %d failed while %s (attempt %d): %s", version, self._state, attempt, error
@@ -150,7 +149,7 @@ class Pusher:
                     raise
                 self._tell(self._link.greet_again())
                 reason = str(error)  # only its words: its traceback would keep the sockets of the epoch open
-        raise PushFailed(
+        raise PushError(
             f"version {version} could not be pushed in {self._config.max_attempts} attempts (learner.push.max_attempts); "
             f"the last failure: {reason}"
         )
@@ -179,8 +178,8 @@ class Pusher:
             report = self._result(done, begin, sent)
         finally:
             done.cancel()
-        if report.fingerprint != sent.fingerprint:
-            raise PushFailed(f"version {version} arrived as {report.fingerprint}, sent was {sent.fingerprint}")
+        if report.checksum != sent.checksum:
+            raise PushError(f"version {version} arrived as {report.checksum}, sent was {sent.checksum}")
         self.server_id = epoch.server_id
         return PushReport(
             total_s=time.monotonic() - started, transfer_s=travelled - ready, load_s=report.load_s,
@@ -201,10 +200,10 @@ class Pusher:
                 disable=num_bytes < PROGRESS_BYTES,
             ) as bar:  # fmt: skip
                 return epoch.send(tensors, bar.update)
-        except PushFailed as effect:
+        except PushError as effect:
             cause = done.exception() if done.done() and not done.cancelled() else None
             if cause is not None:
-                raise PushFailed(f"{cause}; the transfer ended in {effect}") from cause
+                raise PushError(f"{cause}; the transfer ended in {effect}") from cause
             raise
 
     def _join(self, epoch: Epoch, done: Future[PushDone]) -> Collective:
@@ -217,7 +216,7 @@ class Pusher:
                 epoch.abort()
             try:
                 return joining.result()
-            except PushFailed:
+            except PushError:
                 if done.done():
                     done.result()
                 raise

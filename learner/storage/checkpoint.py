@@ -2,7 +2,7 @@
 
     step-000050/  state.json, which is written last    optimizer.bin, random_states_<rank>.pkl    reference-<i>.safetensors
                   model.safetensors, or with LoRA adapter.safetensors: what is trained, in float32
-                  model/, adapter/: the policy for others to load (export.py)
+                  model/, adapter/: the policy for others to load (policy/export.py)
 
 A checkpoint of step n stands for the ledger's rows up to step n: a resume rewinds the ledger to it. The ledger is the
 checkpoint's other half: it holds every group that was asked for, with its place in the data, its completions while they
@@ -16,10 +16,8 @@ import shutil
 from pathlib import Path
 
 import msgspec
-from accelerate import Accelerator
 from safetensors import SafetensorError
 
-from learner.config import LearnerRun
 from learner.policy.export import export_policy
 from learner.policy.reference import ReferenceState
 from learner.policy.sharded_checkpoint import load_sharded, save_sharded
@@ -45,10 +43,9 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     """Over the steps since the checkpoint before; None: nothing could be scored, or there were no steps."""
 
 
-def save_checkpoint(
-    accelerator: Accelerator, directory: Path, step: int, trainee: Trainee, run: LearnerRun, reward_mean: float | None
-) -> None:
+def save_checkpoint(trainee: Trainee, directory: Path, step: int, reward_mean: float | None) -> None:
     """Write `directory/step-N` aside, make it durable, rename it into place. Called by every rank. Raises DiskError."""
+    accelerator = trainee.accelerator
     final = directory / f"step-{step:06d}"
     aside = final.with_suffix(ASIDE)
     with writing(directory):
@@ -58,7 +55,7 @@ def save_checkpoint(
             aside.mkdir(parents=True)
     accelerator.wait_for_everyone()
     try:
-        _write(accelerator, aside, step, trainee, run, reward_mean)
+        _write(trainee, aside, step, reward_mean)
     except DiskError:
         shutil.rmtree(aside, ignore_errors=True)  # its space is needed for what else has to be written
         raise
@@ -69,10 +66,9 @@ def save_checkpoint(
             _sync(directory)
 
 
-def _write(
-    accelerator: Accelerator, aside: Path, step: int, trainee: Trainee, run: LearnerRun, reward_mean: float | None
-) -> None:
-    reference, policy = trainee.reference, accelerator.unwrap_model(trainee.policy)
+def _write(trainee: Trainee, aside: Path, step: int, reward_mean: float | None) -> None:
+    accelerator, run, reference = trainee.accelerator, trainee.run, trainee.reference
+    policy = accelerator.unwrap_model(trainee.policy)
     with writing(aside):
         if accelerator.is_fsdp2:
             save_sharded(accelerator, policy, trainee.optimizer, aside)
@@ -80,8 +76,10 @@ def _write(
             accelerator.save_state(str(aside))
         if reference is not None:
             reference.save(aside, policy)
-        if run.learner.export_model and (accelerator.is_fsdp2 or accelerator.is_main_process):
-            export_policy(policy, run, aside, is_writer=accelerator.is_main_process)
+    if run.learner.checkpoint.export_model:
+        with trainee.published.led(), writing(aside):
+            if accelerator.is_main_process:
+                export_policy(trainee.published, run, trainee.model_path, aside)
     accelerator.wait_for_everyone()
     if not accelerator.is_main_process:
         return
@@ -117,8 +115,9 @@ def remove_checkpoint(checkpoint: Path) -> None:
         shutil.rmtree(aside)
 
 
-def load_checkpoint(accelerator: Accelerator, checkpoint: Path, trainee: Trainee) -> CheckpointState:
+def load_checkpoint(trainee: Trainee, checkpoint: Path) -> CheckpointState:
     """Restore every part in place. Raises ConfigError if the checkpoint is of another reference or cannot be read."""
+    accelerator = trainee.accelerator
     state = read_state(checkpoint)
     before = "none" if state.reference is None else state.reference.kind
     now = "none" if trainee.reference is None else trainee.reference.state.kind

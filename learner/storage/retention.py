@@ -8,9 +8,6 @@ import logging
 import statistics
 from pathlib import Path
 
-from accelerate import Accelerator
-
-from learner.config import LearnerRun
 from learner.rollouts.ledger import Ledger
 from learner.storage.checkpoint import complete_checkpoints, read_state, remove_checkpoint, save_checkpoint
 from learner.storage.disk import writing
@@ -22,18 +19,9 @@ log = logging.getLogger(__name__)
 class Checkpoints:
     """Those of one run. Every rank has it; rank 0, which has the ledger, decides what stays."""
 
-    def __init__(
-        self,
-        run: LearnerRun,
-        directory: Path,
-        accelerator: Accelerator,
-        trainee: Trainee,
-        ledger: Ledger | None,
-        newest_step: int | None,
-    ) -> None:
+    def __init__(self, trainee: Trainee, directory: Path, ledger: Ledger | None, newest_step: int | None) -> None:
         """`newest_step`: that of the checkpoint the run was resumed from."""
-        self._run, self._directory, self._ledger = run, directory, ledger
-        self._accelerator, self._trainee = accelerator, trainee
+        self._trainee, self._directory, self._ledger = trainee, directory, ledger
         self.newest_step = newest_step
         self._rewards: list[float] = []
         """The mean reward of every step since the newest checkpoint."""
@@ -42,7 +30,7 @@ class Checkpoints:
         """Save if it is time."""
         if "reward/mean" in metrics:
             self._rewards.append(metrics["reward/mean"])
-        if step % self._run.learner.checkpoint_every == 0:
+        if step % self._trainee.config.checkpoint.every_steps == 0:
             self.save(step)
 
     def save(self, step: int) -> None:
@@ -50,11 +38,11 @@ class Checkpoints:
         if step == self.newest_step:
             return
         reward_mean = statistics.fmean(self._rewards) if self._rewards else None
-        save_checkpoint(self._accelerator, self._directory, step, self._trainee, self._run, reward_mean)
+        save_checkpoint(self._trainee, self._directory, step, reward_mean)
         self.newest_step = step
         self._rewards.clear()
         if self._ledger is not None:
-            config = self._run.learner
+            config = self._trainee.config.checkpoint
             with writing(self._directory):
                 oldest_step = prune(self._directory, config.keep_last, config.keep_best)
             self._ledger.forget_payloads(oldest_step)

@@ -1,27 +1,36 @@
 """The directory of one run: who may write into it, and where each file is.
 
-A run never overwrites another's: an existing run is resumed with --resume and the same config, or refused.
+A run never overwrites another's: an existing run is resumed with --resume and the same config, but for the keys that may
+change (protocol/config.py), or refused.
 """
 
 import fcntl
+import logging
 import tomllib
 import uuid
 from pathlib import Path
 from typing import Any
 
+from msgspec import NODEFAULT, to_builtins
+from msgspec.structs import FieldInfo
+
 from learner.config import LearnerRun
 from learner.storage.disk import replace_file
-from protocol.config import to_toml
+from protocol.config import keys_of, may_change, to_toml
 from protocol.errors import ConfigError
 
-MAY_CHANGE_AT_RESUME = {"endpoint", "keys", "insecure", "run_dir", "server", "learner.steps",
-                        "learner.checkpoint_every", "learner.keep_last", "learner.keep_best",
-                        "learner.export_model", "learner.trackers", "learner.dashboard_port",
-                        "learner.connect_timeout_s", "learner.group_deadline_s", "learner.push", "learner.parity",
-                        "learner.cpu_cores", "learner.micro_batch_tokens", "learner.reward.timeout_s",
-                        "learner.reward.num_workers", "learner.reference.device"}  # fmt: skip
-"""Keys that do not change what is learned, so a run may go on with other values."""
+log = logging.getLogger(__name__)
 
+MOVED = {
+    "learner.checkpoint_every": "learner.checkpoint.every_steps",
+    "learner.keep_last": "learner.checkpoint.keep_last",
+    "learner.keep_best": "learner.checkpoint.keep_best",
+    "learner.export_model": "learner.checkpoint.export_model",
+    "learner.trackers": "learner.report.trackers",
+    "learner.dashboard_port": "learner.report.dashboard_port",
+    "learner.parity.max_abs_logprob": "learner.parity.max_mean_abs_logprob",
+}
+"""Where keys of earlier versions went: a run that one of these began has the old name in its config.toml."""
 
 LEFT_BY_A_FAILED_START = {".lock", "logs", "run_id", "run_id.tmp", "config.toml.tmp", "ledger.db", "ledger.db-shm",
                           "ledger.db-wal", "metrics.jsonl", "samples.jsonl", "tensorboard"}  # fmt: skip
@@ -31,8 +40,8 @@ LEFT_BY_A_FAILED_START = {".lock", "logs", "run_id", "run_id.tmp", "config.toml.
 class RunDir:
     """An opened run directory, locked against a second learner until the process ends."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, run: LearnerRun) -> None:
+        self.path, self._run = path, run
         self.config = path / "config.toml"
         self.metrics = path / "metrics.jsonl"
         self.samples = path / "samples.jsonl"
@@ -51,9 +60,9 @@ class RunDir:
                 f"another learner is writing into {path}; wait for it or choose another run_dir"
             ) from error
 
-    def begin(self, run: LearnerRun) -> None:
-        """Store the resolved config: from now on the directory holds a run, which only a resume may touch."""
-        replace_file(self.config, to_toml(run).encode())
+    def begin(self) -> None:
+        """Store the config as it was set: from now on the directory holds a run, which only a resume may touch."""
+        replace_file(self.config, to_toml(self._run).encode())
 
     def close(self) -> None:
         """Let another learner write here."""
@@ -88,24 +97,34 @@ def open_run_dir(run: LearnerRun, *, resume: bool) -> RunDir:
     if not exists and resume:
         raise ConfigError(f"{path} holds no run to resume; leave --resume out, or point --run-dir at the run")
     if exists:
-        _refuse_other_config(path / "config.toml", run)
-    return RunDir(path)
+        _compare(path / "config.toml", run)
+    return RunDir(path, run)
 
 
-def _refuse_other_config(path: Path, run: LearnerRun) -> None:
-    before, now = _flat(tomllib.loads(path.read_text())), _flat(tomllib.loads(to_toml(run)))
-    changed = [
-        key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key) and not _may_change(key)
-    ]
-    if changed:
-        differences = "; ".join(f"{key} was {before.get(key)!r}, is {now.get(key)!r}" for key in changed)
+def _compare(path: Path, run: LearnerRun) -> None:
+    """Say what differs from the config of the run so far. Raises ConfigError for a key that a resume may not change."""
+    before = {MOVED.get(key, key): value for key, value in _flat(tomllib.loads(path.read_text())).items()}
+    now, keys = _flat(tomllib.loads(to_toml(run))), keys_of(LearnerRun)
+    refused = []
+    for key in sorted(before.keys() | now.keys()):
+        known = keys.get("server" if key.startswith("server.") else key)
+        was, value = before.get(key, _default(known)), now.get(key)
+        if was == value:
+            continue
+        if known is not None and may_change(known):
+            log.info("resumed with %s = %s, was %s", key, value, was)
+        else:
+            refused.append(f"{key} was {was!r}, is {value!r}" if known else f"{key} was {was!r}, is no key any more")
+    if refused:
         raise ConfigError(
-            f"{path.parent} belongs to another config: {differences}. Restore these values to resume it, or choose another run_dir"
+            f"{path.parent} belongs to another config: {'; '.join(refused)}. Restore these values to resume it, or choose "
+            "another run_dir"
         )
 
 
-def _may_change(key: str) -> bool:
-    return any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE_AT_RESUME)
+def _default(field: FieldInfo | None) -> Any:
+    """What a key is that no config.toml names: it is unset, or newer than the run."""
+    return None if field is None or field.default is NODEFAULT else to_builtins(field.default)
 
 
 def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -26,7 +26,7 @@ def loss_metrics(total: Sums, config: LearnerConfig) -> dict[str, float]:
     }
     if sums["tokens"]:  # without tokens nothing was measured; 0 would look like agreement
         metrics["policy/entropy"] = sums["entropy"] / trained
-        metrics["policy/mismatch_kl"] = sums["mismatch_kl"] / trained
+        metrics["policy/behaviour_kl"] = sums["behaviour_kl"] / trained
         metrics["policy/ratio_mean"] = sums["ratio"] / trained
         metrics["policy/ess"] = sums["ratio"] ** 2 / (trained * sums["ratio_squared"])
         if "reference_kl" in sums:

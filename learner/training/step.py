@@ -8,7 +8,6 @@ Suffixes: B rows, T predicted tokens; _P over the groups (prompts) of the step, 
 
 import msgspec
 import torch
-from accelerate import Accelerator
 
 from learner.algorithm.advantages import combined_advantages, step_advantages
 from learner.algorithm.loss import NUM_LENGTH_QUARTERS, LossInputs, Sums, policy_loss
@@ -23,30 +22,24 @@ from learner.training.survey import completion_kls, survey
 from learner.training.trainee import Trainee
 
 
-def train_on(
-    accelerator: Accelerator,
-    trainee: Trainee,
-    groups: list[ScoredGroup],
-    version: int,
-    config: LearnerConfig,
-    timer: StepTimer,
-) -> dict[str, float]:
+def train_on(trainee: Trainee, groups: list[ScoredGroup], version: int, timer: StepTimer) -> dict[str, float]:
     """Train the weights of `version` on one batch of groups. Returns metrics of all ranks' tokens."""
+    accelerator, config = trainee.accelerator, trainee.config
     metrics: dict[str, float] = {}
-    with timer("survey"):
-        if config.kl.place == "reward":
-            groups, metrics["reference/kl"] = less_kl(accelerator, trainee, groups, config)
+    if config.kl.place == "reward":
+        groups, metrics["reference/kl"] = less_kl(trainee, groups, timer)
+    with timer("batch"):
         advantages_P_G = advantages(groups, config)
         rows = trained_rows(groups, advantages_P_G, config)
         batches = my_batches(accelerator, rows, config.micro_batch_tokens)
-        batches = survey(accelerator, trainee, batches, config)
+    batches = survey(trainee, batches, timer)
     total: Sums = {}
     for update in range(config.updates_per_batch):
         with timer("forward_backward"):
-            sums = forward_backward(accelerator, trainee, batches, version, config, is_first_update=update == 0)
+            sums = forward_backward(trainee, batches, version, is_first_update=update == 0)
             total = _added(total, sums)
         with timer("optimizer"):
-            metrics |= optimizer_step(accelerator, trainee, version, config)
+            metrics |= optimizer_step(trainee, version)
     total = {name: accelerator.reduce(value, "sum") for name, value in total.items()}
     metrics = loss_metrics(total, config) | metrics
     metrics["batch/no_signal_groups"] = float(sum(not any(advantages_G) for advantages_G in advantages_P_G))
@@ -61,14 +54,12 @@ def advantages(groups: list[ScoredGroup], config: LearnerConfig) -> list[list[fl
     return combined_advantages([group.rewards_by_function for group in groups], weights, config.advantage)
 
 
-def less_kl(
-    accelerator: Accelerator, trainee: Trainee, groups: list[ScoredGroup], config: LearnerConfig
-) -> tuple[list[ScoredGroup], float]:
+def less_kl(trainee: Trainee, groups: list[ScoredGroup], timer: StepTimer) -> tuple[list[ScoredGroup], float]:
     """Take kl_coef times its KL to the reference off each completion's reward; also return the mean KL per token."""
-    rows_P_G = step_rows(groups, [[0.0] * len(group.completions) for group in groups], config)
+    rows_P_G = step_rows(groups, [[0.0] * len(group.completions) for group in groups], trainee.config)
     rows = [row for rows_G in rows_P_G for row in rows_G]
-    batches = my_batches(accelerator, rows, config.micro_batch_tokens)
-    kls_N, kl_per_token = completion_kls(accelerator, trainee, batches, len(rows), config)
+    batches = my_batches(trainee.accelerator, rows, trainee.config.micro_batch_tokens)
+    kls_N, kl_per_token = completion_kls(trainee, batches, len(rows), timer)
     shaped = [
         msgspec.structs.replace(
             group,
@@ -82,39 +73,34 @@ def less_kl(
     return shaped, kl_per_token
 
 
-def forward_backward(
-    accelerator: Accelerator,
-    trainee: Trainee,
-    batches: list[MicroBatch],
-    version: int,
-    config: LearnerConfig,
-    *,
-    is_first_update: bool,
-) -> Sums:
+def forward_backward(trainee: Trainee, batches: list[MicroBatch], version: int, *, is_first_update: bool) -> Sums:
     """Accumulate the gradient of the step's loss in the policy; return the sums of this rank's tokens."""
+    accelerator = trainee.accelerator
     total: Sums = {}
     for i, batch in enumerate(batches):
         with gradient_sync(accelerator, trainee.policy, is_last=i == len(batches) - 1):
-            loss, sums = _micro_batch_loss(trainee, batch, version, config, is_first_update=is_first_update)
+            loss, sums = _micro_batch_loss(trainee, batch, version, is_first_update=is_first_update)
             # Gradients are averaged over ranks; the loss is already a share of the global token mean.
             accelerator.backward(loss * accelerator.num_processes)
         total = _added(total, sums)
     return total
 
 
-def optimizer_step(accelerator: Accelerator, trainee: Trainee, version: int, config: LearnerConfig) -> dict[str, float]:
+def optimizer_step(trainee: Trainee, version: int) -> dict[str, float]:
+    config = trainee.config
     rate = learning_rate(config.optimizer, version, config.steps)
     for group in trainee.optimizer.param_groups:
         group["lr"] = rate
-    grad_norm = accelerator.clip_grad_norm_(trainee.policy.parameters(), config.optimizer.max_grad_norm)
+    grad_norm = trainee.accelerator.clip_grad_norm_(trainee.policy.parameters(), config.optimizer.max_grad_norm)
     trainee.optimizer.step()
     trainee.optimizer.zero_grad()
     return {"optim/grad_norm": float(grad_norm or 0.0), "optim/lr": rate}
 
 
 def _micro_batch_loss(
-    trainee: Trainee, batch: MicroBatch, version: int, config: LearnerConfig, *, is_first_update: bool
+    trainee: Trainee, batch: MicroBatch, version: int, *, is_first_update: bool
 ) -> tuple[torch.Tensor, Sums]:
+    config = trainee.config
     logprobs_BT, entropy_BT = token_logprobs(
         trainee.policy, batch, config.sampling.temperature, entropy_grad=config.loss.entropy_coef > 0
     )

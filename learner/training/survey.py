@@ -8,21 +8,20 @@ Suffixes: B rows, T predicted tokens, N completions of the step.
 
 import msgspec
 import torch
-from accelerate import Accelerator
 
 from learner.algorithm.kl import clamped, kl_estimate, masked
-from learner.config import LearnerConfig
 from learner.policy.model import token_logprobs
 from learner.training.batch import MicroBatch
+from learner.training.metrics import StepTimer
 from learner.training.trainee import Trainee
 
 
-def survey(
-    accelerator: Accelerator, trainee: Trainee, batches: list[MicroBatch], config: LearnerConfig
-) -> list[MicroBatch]:
+def survey(trainee: Trainee, batches: list[MicroBatch], timer: StepTimer) -> list[MicroBatch]:
     """Return the micro-batches with the logprobs and the mask that their loss needs beside the policy's own."""
+    config = trainee.config
     if trainee.reference is not None and config.kl.place == "loss":
-        logprobs = trainee.reference.logprobs(trainee.policy, batches)
+        with timer("reference"):
+            logprobs = trainee.reference.logprobs(trainee.policy, batches)
         batches = [
             msgspec.structs.replace(batch, reference_logprobs_BT=logprobs_BT)
             for batch, logprobs_BT in zip(batches, logprobs, strict=True)
@@ -34,14 +33,15 @@ def survey(
     )
     if not needs_proximal and config.loss.top_entropy_frac == 1:
         return batches
-    started = _policy_pass(accelerator, trainee, batches, config.sampling.temperature)
+    with timer("policy_pass"):
+        started = _policy_pass(trainee, batches)
     if needs_proximal:
         batches = [
             msgspec.structs.replace(batch, proximal_logprobs_BT=logprobs_BT)
             for batch, (logprobs_BT, _) in zip(batches, started, strict=True)
         ]
     if config.loss.top_entropy_frac < 1:
-        floor = _entropy_floor(accelerator, batches, [entropy_BT for _, entropy_BT in started], config)
+        floor = _entropy_floor(trainee, batches, [entropy_BT for _, entropy_BT in started])
         batches = [
             msgspec.structs.replace(batch, policy_mask_BT=entropy_BT >= floor)
             for batch, (_, entropy_BT) in zip(batches, started, strict=True)
@@ -50,44 +50,41 @@ def survey(
 
 
 def completion_kls(
-    accelerator: Accelerator,
-    trainee: Trainee,
-    batches: list[MicroBatch],
-    num_completions: int,
-    config: LearnerConfig,
+    trainee: Trainee, batches: list[MicroBatch], num_completions: int, timer: StepTimer
 ) -> tuple[list[float], float]:
     """Return each completion's KL, summed over its tokens, by its place in the step, and the mean per token, of all ranks."""
+    accelerator = trainee.accelerator
     kls_N = torch.zeros(num_completions, dtype=torch.float64, device=accelerator.device)
     num_tokens = torch.zeros((), dtype=torch.float64, device=accelerator.device)
-    started = _policy_pass(accelerator, trainee, batches, config.sampling.temperature)
     assert trainee.reference is not None
-    references = trainee.reference.logprobs(trainee.policy, batches)
+    with timer("policy_pass"):
+        started = _policy_pass(trainee, batches)
+    with timer("reference"):
+        references = trainee.reference.logprobs(trainee.policy, batches)
     for batch, (logprobs_BT, _), reference_BT in zip(batches, started, references, strict=True):
         mask_BT = batch.mask_BT
         d_BT = clamped(masked(reference_BT, mask_BT) - masked(logprobs_BT, mask_BT))
-        kls_N[batch.places_B] += kl_estimate(d_BT, config.kl.estimator).sum(dim=1).double()
+        kls_N[batch.places_B] += kl_estimate(d_BT, trainee.config.kl.estimator).sum(dim=1).double()
         num_tokens += mask_BT.sum()
     kls_N, num_tokens = accelerator.reduce(kls_N, "sum"), accelerator.reduce(num_tokens, "sum")
     return kls_N.tolist(), float(kls_N.sum() / num_tokens.clamp(min=1))
 
 
 @torch.no_grad()
-def _policy_pass(
-    accelerator: Accelerator, trainee: Trainee, batches: list[MicroBatch], temperature: float
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _policy_pass(trainee: Trainee, batches: list[MicroBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(logprobs_BT, entropy_BT) of every micro-batch. Unwrapped: under DDP ranks may have different numbers of them."""
-    with accelerator.autocast():
-        return [token_logprobs(accelerator.unwrap_model(trainee.policy), batch, temperature) for batch in batches]
+    policy = trainee.accelerator.unwrap_model(trainee.policy)
+    with trainee.accelerator.autocast():
+        return [token_logprobs(policy, batch, trainee.config.sampling.temperature) for batch in batches]
 
 
-def _entropy_floor(
-    accelerator: Accelerator, batches: list[MicroBatch], entropies: list[torch.Tensor], config: LearnerConfig
-) -> float:
+def _entropy_floor(trainee: Trainee, batches: list[MicroBatch], entropies: list[torch.Tensor]) -> float:
     """The entropy that top_entropy_frac of the step's trained tokens reach, over all ranks."""
+    accelerator = trainee.accelerator
     trained = [entropy_BT[batch.mask_BT] for batch, entropy_BT in zip(batches, entropies, strict=True)]
     everyone = accelerator.gather(accelerator.pad_across_processes(torch.cat(trained), pad_index=-torch.inf))
     everyone = everyone[everyone > -torch.inf]
     if not len(everyone):
         return 0.0
-    num_kept = max(1, round(config.loss.top_entropy_frac * len(everyone)))
+    num_kept = max(1, round(trainee.config.loss.top_entropy_frac * len(everyone)))
     return everyone.topk(num_kept).values[-1].item()

@@ -1,5 +1,7 @@
 """What every rank trains: the policy, its optimizer, its reference, and what changes with them from step to step."""
 
+from pathlib import Path
+
 import msgspec
 import torch
 from accelerate import Accelerator
@@ -9,30 +11,40 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from learner.algorithm.schedules import next_coef
 from learner.config import LearnerConfig, LearnerRun
+from learner.material import Material
 from learner.policy.lora import add_adapter, checkpoint_adapter_alone
 from learner.policy.model import load_policy
+from learner.policy.published import PublishedPolicy
 from learner.policy.reference import Reference, make_reference
 from learner.training.warm_start import warm_start
 from protocol.errors import ConfigError
-from protocol.model_files import resolve_model
 
 
-class Trainee(msgspec.Struct, eq=False):
+class Trainee(msgspec.Struct, eq=False, kw_only=True):
     """The policy as prepared by accelerate and all that belongs to it."""
 
+    run: LearnerRun
+    model_path: Path
+    """Of the model the run began with."""
+    accelerator: Accelerator
     policy: nn.Module
+    published: PublishedPolicy
     optimizer: torch.optim.Optimizer
     reference: Reference | None
     kl_coef: float
 
-    def after_step(self, version: int, metrics: dict[str, float], config: LearnerConfig) -> dict[str, float]:
+    @property
+    def config(self) -> LearnerConfig:
+        return self.run.learner
+
+    def after_step(self, version: int, metrics: dict[str, float]) -> dict[str, float]:
         """Move the weight of the KL and the reference. Metrics: the weight that was used, the reference there is now."""
         if self.reference is None:
             return {}
         used_coef = self.kl_coef
-        self.set_kl_coef(version, metrics.get("reference/kl"), config)
+        self.set_kl_coef(version, metrics.get("reference/kl"))
         refreshed = self.reference.after_step(self.policy, version, metrics)
-        if refreshed and config.reference.reset_optimizer:
+        if refreshed and self.config.reference.reset_optimizer:
             self.optimizer.state.clear()
         return {
             "reference/kl_coef": used_coef,
@@ -40,22 +52,23 @@ class Trainee(msgspec.Struct, eq=False):
             "reference/refreshed": float(refreshed),
         }
 
-    def set_kl_coef(self, version: int, measured_kl: float | None, config: LearnerConfig) -> None:
+    def set_kl_coef(self, version: int, measured_kl: float | None) -> None:
         """Set the weight of the KL for the step that trains `version`; also after a resume, whose `steps` may be others."""
         self.kl_coef = next_coef(
-            config.kl, self.kl_coef, version=version, num_steps=config.steps, measured_kl=measured_kl
+            self.config.kl, self.kl_coef, version=version, num_steps=self.config.steps, measured_kl=measured_kl
         )
 
 
-def make_trainee(run: LearnerRun, accelerator: Accelerator, *, is_new: bool) -> Trainee:
+def make_trainee(material: Material, accelerator: Accelerator, *, is_new: bool) -> Trainee:
     """Load the policy and build what trains it. That of a new run is warm-started, if so configured, before the reference is
     taken from it; everything of another run comes from its checkpoint.
     """
+    run = material.run
     config, settings = run.learner, run.learner.optimizer
     _settle_sharding(accelerator, run)
     # Frozen weights take no small steps, so they may lie in the dtype in which the server holds them: half the memory.
     dtype = getattr(torch, run.dtype) if config.lora.rank else torch.float32
-    policy = load_policy(resolve_model(run.model), dtype=dtype, gradient_checkpointing=config.gradient_checkpointing)
+    policy = load_policy(material.model_path, dtype=dtype, gradient_checkpointing=config.gradient_checkpointing)
     if config.lora.rank:
         add_adapter(policy, config.lora, run.seed)
         checkpoint_adapter_alone(accelerator)
@@ -67,9 +80,18 @@ def make_trainee(run: LearnerRun, accelerator: Accelerator, *, is_new: bool) -> 
     )
     policy, optimizer = accelerator.prepare(policy, optimizer)
     if is_new and config.warm_start.steps > 0:
-        warm_start(run, accelerator, policy)
+        warm_start(material, accelerator, policy)
     reference = make_reference(config.reference, policy, accelerator, config.sampling.temperature)
-    return Trainee(policy, optimizer, reference, config.kl.coef)
+    return Trainee(
+        run=run,
+        model_path=material.model_path,
+        accelerator=accelerator,
+        policy=policy,
+        published=PublishedPolicy(accelerator, policy, getattr(torch, run.dtype)),
+        optimizer=optimizer,
+        reference=reference,
+        kl_coef=config.kl.coef,
+    )
 
 
 def _settle_sharding(accelerator: Accelerator, run: LearnerRun) -> None:

@@ -18,28 +18,27 @@ from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from learner.config import LearnerConfig, LearnerRun
-from learner.policy.model import load_tokenizer, token_logprobs
+from learner.config import LearnerConfig
+from learner.material import Material
+from learner.policy.model import token_logprobs
 from learner.progress import PROGRESS_EVERY_S
-from learner.prompts.prompts import Prompt, Prompts
+from learner.prompts.prompts import Prompt
 from learner.rollouts.scored_group import UNKNOWN_VERSION
 from learner.training.batch import MicroBatch, Row
 from learner.training.ranks import gradient_sync, my_batches
 from protocol.errors import DataError
 from protocol.messages import Completion
-from protocol.model_files import resolve_model
 
 log = logging.getLogger(__name__)
 
 
-def warm_start(run: LearnerRun, accelerator: Accelerator, policy: nn.Module) -> float:
+def warm_start(material: Material, accelerator: Accelerator, policy: nn.Module) -> float:
     """Train the prepared policy for `warm_start.steps` steps; return the last step's mean loss per token.
 
     Every rank reads the data and takes its share of the rows. Raises DataError for data without usable answers.
     """
-    config, settings = run.learner, run.learner.warm_start
-    tokenizer = load_tokenizer(resolve_model(run.model))
-    prompts = Prompts(config.data, tokenizer, run.seed)
+    config, settings = material.run.learner, material.run.learner.warm_start
+    prompts, tokenizer = material.prompts, material.tokenizer
     optimizer = torch.optim.AdamW(
         policy.parameters(),
         lr=settings.learning_rate,

@@ -205,7 +205,9 @@ class LearnerChannel:
     async def send(self, message: Message, timeout_s: float) -> None:
         """Hand a message to a live connection. Raises DeadlineExceeded when there is none for `timeout_s`."""
         try:
-            await asyncio.wait_for(self._socket.send_multipart(encode(message)), timeout_s)
+            # Not wait_for, which in Python 3.11 swallows a cancellation that comes as the send ends.
+            async with asyncio.timeout(timeout_s):
+                await self._socket.send_multipart(encode(message))
         except TimeoutError as error:
             raise DeadlineExceeded(
                 f"{type(message).__name__} could not be sent to {self.endpoint} within {timeout_s} s: "

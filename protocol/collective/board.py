@@ -17,7 +17,7 @@ from typing import Protocol
 import msgspec
 from torch.distributed import Store
 
-from protocol.errors import PushFailed
+from protocol.errors import PushError
 
 POLL_S = 0.02
 IDLE_TIMEOUT_S = 10.0
@@ -44,7 +44,7 @@ class Board(Protocol):
     """The rank's own address towards the others."""
 
     def ask(self, question: Question) -> bytes | None:
-        """Return the value of a key. Raises PushFailed when the board is out of reach."""
+        """Return the value of a key. Raises PushError when the board is out of reach."""
         ...
 
 
@@ -63,7 +63,7 @@ class HostedBoard:
 
     def ask(self, question: Question) -> bytes | None:
         if self._is_closed:
-            raise PushFailed("the learner's rendezvous is closed")
+            raise PushError("the learner's rendezvous is closed")
         name = (question.epoch, question.key)
         with self._lock:
             if question.value is not None:
@@ -92,7 +92,7 @@ class HostedBoard:
 
     def _talk(self, connection: socket.socket) -> None:
         with (
-            contextlib.suppress(OSError, msgspec.MsgspecError, PushFailed),
+            contextlib.suppress(OSError, msgspec.MsgspecError, PushError),
             connection,
             connection.makefile("rwb") as lines,
         ):
@@ -103,7 +103,7 @@ class HostedBoard:
 
 
 class RemoteBoard:
-    """The board as seen from another process. Raises PushFailed if there is none at the address."""
+    """The board as seen from another process. Raises PushError if there is none at the address."""
 
     def __init__(self, host: str, port: int, answer_timeout_s: float) -> None:
         self._address, self._answer_timeout_s = f"{host}:{port}", answer_timeout_s
@@ -134,14 +134,14 @@ class RemoteBoard:
             self._lines.close()
         self._socket.close()
 
-    def _lost(self, why: object) -> PushFailed:
+    def _lost(self, why: object) -> PushError:
         if isinstance(why, TimeoutError):
             why = f"no answer within {self._answer_timeout_s:g} s; the learner is stopped or its host cannot be reached"
-        return PushFailed(f"cannot reach the learner's rendezvous {self._address}: {why}")
+        return PushError(f"cannot reach the learner's rendezvous {self._address}: {why}")
 
 
 class EpochStore(Store):
-    """The notes of one epoch, in the form in which torch asks for them. Whatever waits raises PushFailed."""
+    """The notes of one epoch, in the form in which torch asks for them. Whatever waits raises PushError."""
 
     def __init__(self, epoch: str, board: Board, timeout_s: float) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class EpochStore(Store):
         missing = list(keys)
         while missing := [key for key in missing if self._ask(key) is None]:
             if time.monotonic() > deadline:
-                raise PushFailed(
+                raise PushError(
                     f"of epoch {self._epoch} these did not come within {self._timeout_s:g} s (learner.push.timeout_s): "
                     f"{', '.join(missing)}"
                 )
@@ -175,7 +175,7 @@ class EpochStore(Store):
 
     def check_not_called_off(self) -> None:
         if (reason := self._ask(_CALLED_OFF)) is not None:
-            raise PushFailed(f"epoch {self._epoch} was called off: {reason.decode()}")
+            raise PushError(f"epoch {self._epoch} was called off: {reason.decode()}")
 
     def _ask(self, key: str, value: bytes | None = None) -> bytes | None:
         return self._board.ask(Question(self._epoch, key, value))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed import BroadcastOptions, ProcessGroupGloo, Store
 
-from protocol.errors import PushFailed
+from protocol.errors import PushError
 
 NUM_THREADS = 4
 """As many broadcasts are under way at a time, so that the connection is busy while the ranks agree on the next ones."""
@@ -21,7 +21,7 @@ _NEVER_SENT = 1
 
 
 class GlooCollective:
-    """A gloo process group beside the process's own default group. Raises PushFailed if it cannot be formed."""
+    """A gloo process group beside the process's own default group. Raises PushError if it cannot be formed."""
 
     device = torch.device("cpu")
 
@@ -40,8 +40,8 @@ class GlooCollective:
         self._is_aborted = False
         try:
             self._group = ProcessGroupGloo(store, rank, world_size, options)
-        except (RuntimeError, PushFailed) as error:  # gloo's own, and that of the store it asks
-            raise PushFailed(
+        except (RuntimeError, PushError) as error:  # gloo's own, and that of the store it asks
+            raise PushError(
                 f"rank {rank} of {world_size} could not connect to the others of epoch {epoch}: {error} "
                 f"(deadline {timeout_s:g} s, learner.push.timeout_s)"
             ) from error
@@ -79,18 +79,18 @@ class GlooCollective:
 
         return wait
 
-    def _failed(self, tensor: torch.Tensor, error: RuntimeError) -> PushFailed:
-        return PushFailed(
+    def _failed(self, tensor: torch.Tensor, error: RuntimeError) -> PushError:
+        return PushError(
             f"broadcast of {tensor.nbytes} bytes in epoch {self._epoch} failed: {error} "
             f"(deadline {self._timeout_s:g} s, learner.push.timeout_s)"
         )
 
     def barrier(self) -> None:
-        """Return once every rank has come here. Raises PushFailed as `broadcast` does."""
+        """Return once every rank has come here. Raises PushError as `broadcast` does."""
         try:
             self._open_group().barrier().wait()  # type: ignore[attr-defined]
         except RuntimeError as error:
-            raise PushFailed(
+            raise PushError(
                 f"waiting for the other ranks of epoch {self._epoch} failed: {error} "
                 f"(deadline {self._timeout_s:g} s, learner.push.timeout_s)"
             ) from error
@@ -101,7 +101,7 @@ class GlooCollective:
         # group and so ends every other one at once, here and at the peers. This one has a millisecond. It is tried with
         # each peer, for it must wait to run out of time, and with one that has left it does not wait.
         for peer in self._peers:
-            with contextlib.suppress(RuntimeError, PushFailed):
+            with contextlib.suppress(RuntimeError, PushError):
                 nothing = [torch.empty(1, dtype=torch.uint8)]
                 work = self._open_group().recv(nothing, peer, _NEVER_SENT)  # type: ignore[attr-defined]
                 work.wait(timedelta(milliseconds=1))
@@ -118,11 +118,11 @@ class GlooCollective:
 
     def _work(self, number: int) -> Any:
         if number not in self._under_way:
-            raise PushFailed(f"the collective of epoch {self._epoch} is closed")
+            raise PushError(f"the collective of epoch {self._epoch} is closed")
         return self._under_way[number]
 
     def _open_group(self) -> ProcessGroupGloo:
         """Not kept in a local of the callers: the traceback of a failure would keep the sockets open with it."""
         if self._group is None:
-            raise PushFailed(f"the collective of epoch {self._epoch} is closed")
+            raise PushError(f"the collective of epoch {self._epoch} is closed")
         return self._group

@@ -24,7 +24,7 @@ from protocol.collective.board import Board, EpochStore, HostedBoard, RemoteBoar
 from protocol.collective.gloo import GlooCollective
 from protocol.collective.ipc import IpcCollective
 from protocol.collective.nccl import NcclCollective, new_unique_id
-from protocol.errors import PushFailed
+from protocol.errors import PushError
 from protocol.messages import Rendezvous, Transport
 
 ANSWER_TIMEOUT_S = 3.0
@@ -44,12 +44,12 @@ class Collective(Protocol):
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Copy rank 0's flat uint8 tensor into every other rank's; blocks.
 
-        Raises PushFailed at the deadline, when a peer is gone and after `abort`.
+        Raises PushError at the deadline, when a peer is gone and after `abort`.
         """
         ...
 
     def abort(self) -> None:
-        """From any thread: a broadcast that waits in another one raises PushFailed at once, as does every later one."""
+        """From any thread: a broadcast that waits in another one raises PushError at once, as does every later one."""
         ...
 
     def close(self) -> None:
@@ -76,18 +76,18 @@ class Meeting:
         self._board = HostedBoard(host)
 
     def rendezvous(self, num_workers: int, transport: Transport) -> Rendezvous:
-        """Say where and how the ranks of one new epoch meet. Raises PushFailed if the transport is not installed."""
+        """Say where and how the ranks of one new epoch meet. Raises PushError if the transport is not installed."""
         return Rendezvous(
             transport=transport, host=self._host, port=self._board.port, world_size=1 + num_workers,
             timeout_s=self._timeout_s, nccl_unique_id=new_unique_id() if transport == "nccl" else None,
         )  # fmt: skip
 
     def host_collective(self, epoch: str, rendezvous: Rendezvous, device: torch.device) -> Collective:
-        """Join as rank 0; blocks until every worker has joined. Raises PushFailed at the deadline or after `call_off`."""
+        """Join as rank 0; blocks until every worker has joined. Raises PushError at the deadline or after `call_off`."""
         return _join(epoch, rendezvous, 0, device, self._board)
 
     def call_off(self, epoch: str, reason: str) -> None:
-        """From any thread: every rank, here and at the server, that is joining raises PushFailed at once."""
+        """From any thread: every rank, here and at the server, that is joining raises PushError at once."""
         EpochStore(epoch, self._board, self._timeout_s).call_off(reason)
 
     def close(self) -> None:
@@ -98,7 +98,7 @@ class Meeting:
 def join_collective(epoch: str, rendezvous: Rendezvous, rank: int, device: torch.device) -> Collective:
     """Join the learner's epoch from a worker of the server.
 
-    Raises PushFailed at the deadline, when a rank has given up, and soon after the learner is gone or stopped.
+    Raises PushError at the deadline, when a rank has given up, and soon after the learner is gone or stopped.
     """
     answer_timeout_s = min(ANSWER_TIMEOUT_S, rendezvous.timeout_s)
     with closing(RemoteBoard(rendezvous.host, rendezvous.port, answer_timeout_s)) as board:
@@ -112,7 +112,7 @@ def _join(epoch: str, rendezvous: Rendezvous, rank: int, device: torch.device, b
     def check() -> None:
         store.check_not_called_off()
         if time.monotonic() > deadline:
-            raise PushFailed(
+            raise PushError(
                 f"rank {rank} of {rendezvous.world_size} could not form epoch {epoch} within {rendezvous.timeout_s:g} s "
                 "(learner.push.timeout_s): a process of another rank is stopped or cannot be reached"
             )
@@ -124,8 +124,8 @@ def _join(epoch: str, rendezvous: Rendezvous, rank: int, device: torch.device, b
 
     try:
         return _form_while(check, meet_and_form)
-    except PushFailed as error:
-        with suppress(PushFailed):
+    except PushError as error:
+        with suppress(PushError):
             store.call_off(f"rank {rank} gave up: {error}")
         raise
 
@@ -161,7 +161,7 @@ def _form_while(check: Callable[[], None], form: Callable[[], Collective]) -> Co
     try:
         while not wait([formed], CHECK_INTERVAL_S).done:
             check()
-    except PushFailed:
+    except PushError:
         if formed.cancel():
             raise
     return formed.result()

@@ -13,7 +13,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from protocol.collective.gloo import GlooCollective
-from protocol.errors import PushFailed
+from protocol.errors import PushError
 
 HEADER_BYTES = 1024
 """What one handle travels in: its length in two bytes, the handle, zeros."""
@@ -49,19 +49,19 @@ def encode_handle(handle: TensorHandle) -> torch.Tensor:
     """Return the handle as a CPU tensor of HEADER_BYTES."""
     encoded = msgspec.msgpack.encode(handle)
     if len(encoded) > HEADER_BYTES - 2:
-        raise PushFailed(f"a CUDA handle of {len(encoded)} bytes does not fit in {HEADER_BYTES - 2}")
+        raise PushError(f"a CUDA handle of {len(encoded)} bytes does not fit in {HEADER_BYTES - 2}")
     header = len(encoded).to_bytes(2, "little") + encoded
     return torch.frombuffer(bytearray(header.ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8)
 
 
 def decode_handle(header: torch.Tensor) -> TensorHandle:
-    """Read what `encode_handle` wrote. Raises PushFailed on anything else."""
+    """Read what `encode_handle` wrote. Raises PushError on anything else."""
     data = header.numpy().tobytes()
     length = int.from_bytes(data[:2], "little")
     try:
         return msgspec.msgpack.decode(data[2 : 2 + length], type=TensorHandle)
     except msgspec.DecodeError as error:
-        raise PushFailed(f"rank 0 sent {length} bytes that are no CUDA handle: {error}") from error
+        raise PushError(f"rank 0 sent {length} bytes that are no CUDA handle: {error}") from error
 
 
 def has_expandable_segments(environment: Mapping[str, str]) -> bool:
@@ -125,12 +125,12 @@ class IpcCollective:
                 self._group.broadcast(header)
                 self._copy(decode_handle(header), tensor)
             self._group.barrier()
-        except PushFailed:
+        except PushError:
             self.abort()
             raise
         except RuntimeError as error:
             self.abort()
-            raise PushFailed(
+            raise PushError(
                 f"broadcast of {tensor.nbytes} bytes by CUDA IPC on {self.device} failed: {error}"
             ) from error
 
@@ -156,7 +156,7 @@ class IpcCollective:
 
     def _copy(self, handle: TensorHandle, tensor: torch.Tensor) -> None:
         if handle.num_bytes != tensor.nbytes:
-            raise PushFailed(f"rank 0 broadcasts {handle.num_bytes} bytes, rank {self._rank} expects {tensor.nbytes}")
+            raise PushError(f"rank 0 broadcasts {handle.num_bytes} bytes, rank {self._rank} expects {tensor.nbytes}")
         key = (handle.allocation, handle.storage_offset_bytes, handle.storage_bytes)
         storage = self._opened.pop(key, None)
         if storage is None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from protocol.errors import PushFailed
+from protocol.errors import PushError
 
 POLL_S = 0.0005
 SHARED_GPU_SINCE = (2, 30, 3)
@@ -21,7 +21,7 @@ SHARED_GPU_SWITCH = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
 def new_unique_id() -> bytes:
-    """Return the 128 bytes by which the ranks of one epoch find each other. Raises PushFailed without NCCL."""
+    """Return the 128 bytes by which the ranks of one epoch find each other. Raises PushError without NCCL."""
     return _bindings().get_unique_id()
 
 
@@ -37,14 +37,12 @@ def _bindings() -> Any:
     try:
         from cupy.cuda import nccl
     except ImportError as error:
-        raise PushFailed(
+        raise PushError(
             f'the transport nccl needs cupy ({error}): pip install "slipstream-rl[nccl]" on both sides, '
             'or set learner.push.transport = "gloo"'
         ) from error
     if not nccl.available:
-        raise PushFailed(
-            'cupy is here but finds no libnccl; install nvidia-nccl or set learner.push.transport = "gloo"'
-        )
+        raise PushError('cupy is here but finds no libnccl; install nvidia-nccl or set learner.push.transport = "gloo"')
     return nccl
 
 
@@ -71,7 +69,7 @@ class SideStream:
 
 
 class NcclCollective:
-    """An NCCL communicator of its own. Blocks until all ranks have it. Raises PushFailed if it cannot be formed."""
+    """An NCCL communicator of its own. Blocks until all ranks have it. Raises PushError if it cannot be formed."""
 
     def __init__(
         self, unique_id: bytes, epoch: str, rank: int, world_size: int, device: torch.device, timeout_s: float
@@ -87,7 +85,7 @@ class NcclCollective:
             with self._stream.selected():
                 self._communicator = self._nccl.NcclCommunicator(world_size, unique_id, rank)
         except RuntimeError as error:
-            raise PushFailed(
+            raise PushError(
                 f"rank {rank} of {world_size} on {device} could not form epoch {epoch} over nccl: {error}"
             ) from error
         # The first broadcast connects the GPUs and blocks in C meanwhile; the later ones only queue a kernel.
@@ -101,15 +99,15 @@ class NcclCollective:
             while not done.query():
                 self._check()
                 if time.monotonic() > deadline:
-                    raise PushFailed(
+                    raise PushError(
                         f"{what} did not end within {self._timeout_s:g} s (learner.push.timeout_s): a rank is stopped, "
                         "gone or behind a slow network"
                     )
                 time.sleep(POLL_S)
         except RuntimeError as error:
             self.abort()
-            raise PushFailed(f"{what} failed: {error}") from error
-        except PushFailed:
+            raise PushError(f"{what} failed: {error}") from error
+        except PushError:
             self.abort()
             raise
 
@@ -137,5 +135,5 @@ class NcclCollective:
 
     def _open_communicator(self) -> Any:
         if self._communicator is None:
-            raise PushFailed(f"the collective of epoch {self._epoch} was aborted or closed")
+            raise PushError(f"the collective of epoch {self._epoch} was aborted or closed")
         return self._communicator

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from protocol.collective.group import Collective
-from protocol.errors import PushFailed
+from protocol.errors import PushError
 from protocol.messages import Rendezvous
 
 INTERVAL_S = 1.0
@@ -26,14 +26,14 @@ KEEPALIVE = {socket.TCP_KEEPIDLE: 1, socket.TCP_KEEPINTVL: 1, socket.TCP_KEEPCNT
 
 @contextmanager
 def watched(collective: Collective, rendezvous: Rendezvous) -> Iterator[None]:
-    """End the broadcasts within soon after the learner or its host is gone. Raises PushFailed that says so."""
+    """End the broadcasts within soon after the learner or its host is gone. Raises PushError that says so."""
     watch = _Watch(collective, (rendezvous.host, rendezvous.port))
     watch.start()
     try:
         yield
-    except PushFailed as effect:
+    except PushError as effect:
         if watch.reason is not None:
-            raise PushFailed(f"{watch.reason}; the transfer ended in {effect}") from effect
+            raise PushError(f"{watch.reason}; the transfer ended in {effect}") from effect
         raise
     finally:
         watch.end()

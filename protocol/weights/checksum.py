@@ -41,6 +41,6 @@ def device_sums(bytes_N: torch.Tensor) -> torch.Tensor:
     return torch.stack([words_W.sum(), (words_W * weights_W).sum(), weighted_rest.sum()])
 
 
-def fingerprint(checksums: list[int]) -> str:
+def checksum_of(checksums: list[int]) -> str:
     """Return one name for all bytes of a version, from the checksums of its buckets in order."""
     return xxhash.xxh3_64_hexdigest(b"".join(checksum.to_bytes(8, "little") for checksum in checksums))

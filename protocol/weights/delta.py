@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from protocol.errors import PushFailed
+from protocol.errors import PushError
 
 CHUNK_BYTES = 2 << 20
 """A bucket is encoded in pieces of this size, because the temporary arrays of a piece that changed everywhere take 20
@@ -66,7 +66,7 @@ def encode(new: torch.Tensor, base: torch.Tensor, element_bytes: int) -> np.ndar
 def decode(encoded: np.ndarray, base: torch.Tensor, element_bytes: int) -> None:
     """Turn `base` into the bucket that was encoded against it, in place.
 
-    Raises PushFailed if the message is malformed. A chunk is changed whole or not at all, but those before it have been
+    Raises PushError if the message is malformed. A chunk is changed whole or not at all, but those before it have been
     changed by then, so that only a dense push repairs the base.
     """
     chunks = _chunks(base, element_bytes)
@@ -96,7 +96,7 @@ def _encode_chunk(new: np.ndarray, base: np.ndarray) -> _Frame:
 
 
 def _parse(message: memoryview, chunks: list[np.ndarray]) -> list[_Frame]:
-    """Cut a message into one frame per chunk of the base. Raises PushFailed where they do not fit together."""
+    """Cut a message into one frame per chunk of the base. Raises PushError where they do not fit together."""
     frames: list[_Frame] = []
     offset = 0
     for chunk in chunks:
@@ -147,7 +147,7 @@ def _pack_gaps(changed: np.ndarray) -> np.ndarray:
 
 
 def _unpack_gaps(packed: np.ndarray, num_changed: int, num_words: int) -> np.ndarray:
-    """Return the indices of the changed words, strictly increasing. Raises PushFailed unless all are in the chunk."""
+    """Return the indices of the changed words, strictly increasing. Raises PushError unless all are in the chunk."""
     ends = np.flatnonzero(packed != 255)
     if len(ends) != num_changed or (len(packed) and packed[-1] == 255):
         raise _malformed(f"its gaps lead to {len(ends)} changed words, announced were {num_changed}")
@@ -193,8 +193,8 @@ def _inflate(deflated: bytes | memoryview, num_bytes: int) -> bytes:
     return inflated
 
 
-def _malformed(what: str) -> PushFailed:
-    return PushFailed(f"a malformed delta came: {what}; the next push must be dense")
+def _malformed(what: str) -> PushError:
+    return PushError(f"a malformed delta came: {what}; the next push must be dense")
 
 
 def max_encoded_bytes(num_bytes: int) -> int:

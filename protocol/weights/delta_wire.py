@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import torch
 
 from protocol.collective.group import Collective
-from protocol.errors import PushFailed
+from protocol.errors import PushError
 from protocol.messages import Manifest
 from protocol.weights.buckets import ALIGNMENT_BYTES, Bucket, NamedTensors, cut, spec_dtype
-from protocol.weights.checksum import Checksum, fingerprint
+from protocol.weights.checksum import Checksum, checksum_of
 from protocol.weights.delta import decode, encode, max_encoded_bytes
 from protocol.weights.dense import (
     Arrived,
@@ -52,7 +52,7 @@ def send_changes(
     baseline: Baseline,
     progress: Progress = no_progress,
 ) -> Sent:
-    """Send what differs from the baseline, which then holds these tensors. Raises PushFailed, ValueError as send_weights."""
+    """Send what differs from the baseline, which then holds these tensors. Raises PushError, ValueError as send_weights."""
     checksums: list[int] = []
 
     def frames() -> Frames:
@@ -69,11 +69,11 @@ def send_changes(
             progress(bucket.num_bytes)
 
     num_bytes = broadcast_frames(collective, frames())
-    return Sent(fingerprint=fingerprint(checksums), num_bytes=num_bytes)
+    return Sent(checksum=checksum_of(checksums), num_bytes=num_bytes)
 
 
 def receive_changes(collective: Collective, manifest: Manifest, baseline: Baseline) -> Iterator[Arrived]:
-    """Yield every bucket in order while the next one is on its way; the buffers are the baseline's. Raises PushFailed."""
+    """Yield every bucket in order while the next one is on its way; the buffers are the baseline's. Raises PushError."""
     buckets = cut(manifest)
     with transfer_thread(collective) as thread:
         coming = deque(thread.submit(_receive_frames, collective, bucket) for bucket in buckets[:1])
@@ -85,7 +85,7 @@ def receive_changes(collective: Collective, manifest: Manifest, baseline: Baseli
                 decode(changes.cpu().numpy(), base, word_bytes(bucket))
                 checksum = _checksum(base)
                 check_trailer(bucket, trailer, checksum)
-            except PushFailed as error:
+            except PushError as error:
                 raise in_bucket(bucket, len(buckets), error) from error
             yield Arrived(bucket, base, checksum)
 
@@ -103,7 +103,7 @@ def _receive_frames(collective: Collective, bucket: Bucket) -> tuple[torch.Tenso
     num_changes, num_bytes = receive_bytes(collective, ALIGNMENT_BYTES).cpu().view(torch.int64).tolist()
     most = max_encoded_bytes(bucket.num_bytes)
     if num_bytes != bucket.num_bytes or not 0 <= num_changes <= most:
-        raise PushFailed(
+        raise PushError(
             f"{num_changes} bytes of changes to a bucket of {num_bytes} were announced; expected at most {most} to "
             f"{bucket.num_bytes}"
         )

@@ -17,19 +17,19 @@ import torch
 
 from protocol.collective.gloo import GlooCollective
 from protocol.collective.group import Collective
-from protocol.errors import PushFailed
+from protocol.errors import PushError
 from protocol.messages import Manifest
 from protocol.weights.bucket_memory import BucketMemory
 from protocol.weights.buckets import ALIGNMENT_BYTES, SPAN_BYTES, Bucket, NamedTensors, Run, Slot, cut, spec_dtype, view
-from protocol.weights.checksum import Checksum, fingerprint
+from protocol.weights.checksum import Checksum, checksum_of
 
-NUM_FRAMES_AHEAD = 3
+NUM_BROADCASTS_AHEAD = 3
 """Of the sender: under way while another is made. One would leave the connection idle between two."""
 
 Frames = Iterable[tuple[int, torch.Tensor]]
 """What is broadcast, with the index of its bucket."""
 Wait = Callable[[], object]
-"""Returns when one broadcast has ended. Raises PushFailed."""
+"""Returns when one broadcast has ended. Raises PushError."""
 Start = Callable[[torch.Tensor], Wait]
 """Begins a broadcast, while others are under way."""
 Progress = Callable[[int], object]
@@ -43,7 +43,7 @@ def no_progress(num_bytes: int) -> None:
 class Sent(msgspec.Struct, frozen=True, kw_only=True):
     """What left the sender."""
 
-    fingerprint: str
+    checksum: str
     """Of all buckets' checksums."""
     num_bytes: int
 
@@ -54,7 +54,7 @@ def send_weights(
     tensors: NamedTensors,
     progress: Progress = no_progress,
 ) -> Sent:
-    """Send all tensors. Raises PushFailed.
+    """Send all tensors. Raises PushError.
 
     Raises ValueError if the tensors are not those that the buckets were cut for.
     """
@@ -63,7 +63,7 @@ def send_weights(
     def frames() -> Frames:
         source = iter(tensors)
         scratch = deque(
-            torch.empty(0, dtype=torch.uint8, device=collective.device) for _ in range(NUM_FRAMES_AHEAD + 2)
+            torch.empty(0, dtype=torch.uint8, device=collective.device) for _ in range(NUM_BROADCASTS_AHEAD + 2)
         )
         for bucket in buckets:
             checksum = Checksum()
@@ -76,11 +76,11 @@ def send_weights(
             yield bucket.index, make_trailer(bucket, checksums[-1]).to(collective.device)
 
     num_bytes = broadcast_frames(collective, frames())
-    return Sent(fingerprint=fingerprint(checksums), num_bytes=num_bytes)
+    return Sent(checksum=checksum_of(checksums), num_bytes=num_bytes)
 
 
 def broadcast_frames(collective: Collective, frames: Frames) -> int:
-    """Broadcast in order while the next frames are made; return the sum of their bytes. Raises PushFailed."""
+    """Broadcast in order while the next frames are made; return the sum of their bytes. Raises PushError."""
     num_sent = 0
     under_way: deque[tuple[Wait, int, int]] = deque()
 
@@ -89,14 +89,14 @@ def broadcast_frames(collective: Collective, frames: Frames) -> int:
         wait, index, num_bytes = under_way.popleft()
         try:
             wait()
-        except PushFailed as error:
-            raise PushFailed(f"bucket {index + 1}, after {num_sent} bytes in all: {error}") from error
+        except PushError as error:
+            raise PushError(f"bucket {index + 1}, after {num_sent} bytes in all: {error}") from error
         num_sent += num_bytes
 
     with transfers(collective) as start:
         for index, frame in frames:
             under_way.append((start(frame), index, len(frame)))
-            if len(under_way) > NUM_FRAMES_AHEAD:
+            if len(under_way) > NUM_BROADCASTS_AHEAD:
                 wait_for_oldest()
         while under_way:
             wait_for_oldest()
@@ -115,7 +115,7 @@ class Arrived(msgspec.Struct, frozen=True, eq=False):
 def receive_weights(
     collective: Collective, manifest: Manifest, memory: BucketMemory | None = None
 ) -> Iterator[Arrived]:
-    """Yield every bucket in order, while the next one is on its way if there is memory for both. Raises PushFailed.
+    """Yield every bucket in order, while the next one is on its way if there is memory for both. Raises PushError.
 
     The memory of a bucket is used again once nothing refers to it; `memory` keeps it from one push of a manifest to the next.
     """
@@ -129,7 +129,7 @@ def receive_weights(
                     coming.append(_Coming(start, near, memory))
             try:
                 arrived = coming.popleft().wait()
-            except PushFailed as error:
+            except PushError as error:
                 raise in_bucket(bucket, len(buckets), error) from error
             yield arrived
             del arrived  # or its memory would not be free for the next bucket
@@ -145,7 +145,7 @@ class _Coming:
         self._wait_for_trailer = start(self._trailer)
 
     def wait(self) -> Arrived:
-        """Check each span as it comes. Raises PushFailed."""
+        """Check each span as it comes. Raises PushError."""
         checksum = Checksum()
         for span, wait in self._spans:
             wait()
@@ -161,8 +161,8 @@ def receive_bytes(collective: Collective, num_bytes: int) -> torch.Tensor:
     return buffer
 
 
-def in_bucket(bucket: Bucket, num_buckets: int, error: PushFailed) -> PushFailed:
-    return PushFailed(f"bucket {bucket.index + 1} of {num_buckets} ({bucket.num_bytes} bytes): {error}")
+def in_bucket(bucket: Bucket, num_buckets: int, error: PushError) -> PushError:
+    return PushError(f"bucket {bucket.index + 1} of {num_buckets} ({bucket.num_bytes} bytes): {error}")
 
 
 def fill(bucket: Bucket, buffer: torch.Tensor, source: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -172,10 +172,10 @@ def fill(bucket: Bucket, buffer: torch.Tensor, source: Iterator[tuple[str, torch
 
 
 def check_trailer(bucket: Bucket, trailer: torch.Tensor, checksum: int) -> None:
-    """Raise PushFailed unless the trailer is the one the sender makes for these bytes of this bucket."""
+    """Raise PushError unless the trailer is the one the sender makes for these bytes of this bucket."""
     index, expected = trailer.cpu().view(torch.int64).tolist()
     if (index, expected) != (bucket.index, _signed(checksum)):
-        raise PushFailed(
+        raise PushError(
             f"the sender named it bucket {index + 1} with checksum {_unsigned(expected):016x}, "
             f"what arrived has checksum {checksum:016x}"
         )

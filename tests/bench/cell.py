@@ -84,9 +84,10 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         """Return the config. Raises msgspec.ValidationError where the learner refuses it."""
         algorithm = ALGORITHMS[self.algorithm]
         if self.algorithm == "decoupled" and self.max_staleness == 0:
-            # The learner refuses log_linear here: without stale tokens there is nothing to interpolate.
+            # log_linear would do nothing here: without stale tokens there is nothing to interpolate.
             algorithm = {"correction": {"anchor": "proximal", "weight": "truncate"}}
-        learner = {"groups_per_step": 16, "max_staleness": self.max_staleness, "dashboard_port": 0, "trackers": []}
+        report = {"dashboard_port": 0, "trackers": []}
+        learner = {"groups_per_step": 16, "max_staleness": self.max_staleness, "report": report}
         learner |= TASKS[self.task] | algorithm
         if self.reference != "none":
             learner |= {"reference": REFERENCES[self.reference], "kl": {"coef": KL_COEF}}

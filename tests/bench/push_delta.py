@@ -78,5 +78,5 @@ class Versions:
                 sent = send_weights(self._peer.collective, self._buckets, self._tensors)
             arrived = self._peer.answer()
             numbers |= {f"{wire}_seconds": time.perf_counter() - started, f"{wire}_bytes": sent.num_bytes}
-            assert arrived == sent.fingerprint, f"{wire}: sent {sent.fingerprint}, arrived {arrived}"
+            assert arrived == sent.checksum, f"{wire}: sent {sent.checksum}, arrived {arrived}"
         return numbers

@@ -42,6 +42,8 @@ def save_gpt2_small(directory: Path) -> str:
 class Trainee:
     """A model that takes real optimizer steps on random tokens."""
 
+    wire_dtype, device, copy_device = torch.float32, CPU, None
+
     def __init__(self, model: PreTrainedModel, num_tokens: int) -> None:
         self.model, self._num_tokens = model, num_tokens
         self._optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
@@ -64,9 +66,7 @@ def measure(model: str, directory: Path, num_pushes: int, num_groups: int, sampl
         try:
             link = BusyLink(server, num_groups, sampling)
             trainee = Trainee(load_policy(resolve_model(model), gradient_checkpointing=False), num_tokens=64)
-            pusher = Pusher(
-                link, trainee.tensors, torch.float32, PushConfig(bucket_mib=BUCKET_MIB), 60.0, CPU,  # type: ignore[arg-type]
-            )  # fmt: skip
+            pusher = Pusher(link.connection, trainee, PushConfig(bucket_mib=BUCKET_MIB))
             side = "server_overlap" if receive_overlap else "no_overlap"
             memory = first_pushes(server, pusher, trainee)
             result |= {f"memory_{side}": memory}
@@ -133,7 +133,7 @@ def cost(report: PushReport, link: BusyLink, blocked_s: float, before_s: float =
     total_s = before_s + report.total_s
     return {
         "push_seconds": total_s, "transfer_seconds": report.transfer_s, "apply_seconds": report.load_s,
-        "pause_seconds": link.link.last_done.pause_s, "stall_seconds": report.stall_s,
+        "pause_seconds": link.connection.link.last_done.pause_s, "stall_seconds": report.stall_s,
         "stall_over_push": report.stall_s / total_s,
         "learner_blocked_seconds": blocked_s, "learner_blocked_over_push": blocked_s / total_s,
     }  # fmt: skip

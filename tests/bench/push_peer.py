@@ -1,6 +1,6 @@
 """The other process of the transport benchmark: it receives whatever it is ordered to, and says when it has it.
 
-    benchmark ── Order (pipe) ──▶ peer: "ready" ─▶ receives over the collective ─▶ its fingerprint (pipe)
+    benchmark ── Order (pipe) ──▶ peer: "ready" ─▶ receives over the collective ─▶ its checksum (pipe)
 
 Both ends of a measurement are told of a variant by the same order, so that both run the same code.
 """
@@ -17,7 +17,7 @@ from protocol.collective.group import Collective, Meeting, join_collective
 from protocol.messages import Manifest, Rendezvous
 from protocol.weights import dense as weights
 from protocol.weights.bucket_memory import BucketMemory
-from protocol.weights.checksum import Checksum, fingerprint
+from protocol.weights.checksum import Checksum, checksum_of
 from protocol.weights.delta_wire import Baseline, receive_changes
 from protocol.weights.dense import receive_weights
 
@@ -115,7 +115,7 @@ def serve(pipe: Connection, rendezvous: Rendezvous, device: str) -> None:
 
 
 def receive(collective: Collective, order: Order, raw: torch.Tensor, kept: dict[str, Kept]) -> str:
-    """Receive one transfer; return its fingerprint, empty if it is raw."""
+    """Receive one transfer; return its checksum, empty if it is raw."""
     if order.manifest is None:
         collective.broadcast(torch.empty_like(raw) if order.variant == "raw into fresh memory" else raw)
         return ""
@@ -123,4 +123,4 @@ def receive(collective: Collective, order: Order, raw: torch.Tensor, kept: dict[
         arriving = receive_changes(collective, order.manifest, kept["delta"].baseline)
     else:
         arriving = receive_weights(collective, order.manifest, kept["dense"].memory)
-    return fingerprint([arrived.checksum for arrived in arriving])
+    return checksum_of([arrived.checksum for arrived in arriving])

@@ -2,7 +2,7 @@
 
     ServedModel: `python -m inference_server` ◀── groups asked for all the time, PushBegin … PushDone ──▶ BusyLink
 
-BusyLink is what a Pusher needs of learner/rollouts/rollouts.py, with neither ledger nor rewards behind it.
+BusyLink is the way to the server with neither ledger nor rewards behind it.
 """
 
 import os
@@ -16,13 +16,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import psutil
 
+from learner.config import LearnerRun
+from learner.servers.connection import Connection
 from learner.servers.link import ServerLink
 from learner.servers.loop_thread import LoopThread
-from protocol.errors import DeadlineExceeded, SlipstreamError
-from protocol.messages import PROTOCOL_VERSION, Generate, Group, GroupFailed, Hello, PushDone, Sampling, Welcome
+from protocol.errors import SlipstreamError
+from protocol.messages import PROTOCOL_VERSION, Generate, Group, GroupFailed, Hello, PushDone, Sampling
 from protocol.model_files import fingerprint, resolve_model
 
 ROOT = Path(__file__).parent.parent.parent
@@ -83,30 +86,16 @@ class BusyLink:
             run=f"bench-{time.monotonic_ns()}", protocol_version=PROTOCOL_VERSION,
             model=fingerprint(resolve_model(server.model)),
         )  # fmt: skip
-        self.thread = LoopThread("bench-link")
-        self.link = self.thread.call(self._open(server.endpoint, hello), DEADLINE_S)
-        self._running = self.thread.submit(self.link.run())
-
-    def wait_for_server(self, timeout_s: float, closing: threading.Event | None = None) -> Welcome:
-        deadline = time.monotonic() + timeout_s
-        while not self.link.connected or self.link.welcome is None:
-            if self._running.done():
-                self._running.result()
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded(f"no server answered at {self.link.endpoint} within {timeout_s:g} s")
-            time.sleep(0.01)
-        return self.link.welcome
+        self.connection = _RecordingConnection(bench_run(server), hello, LoopThread("bench-link"))
+        self.connection.start(self._on_group, lambda welcome: None)
 
     def keep_busy(self) -> None:
         for _ in range(self.num_groups):
-            self.thread.submit(self._ask())
+            self.connection.loop.spawn(self._ask())
 
     def close(self) -> None:
-        self.thread.stop()
-        self.link.close()
-
-    async def _open(self, endpoint: str, hello: Hello) -> "_RecordingLink":
-        return _RecordingLink(endpoint, hello, on_group=self._on_group, on_welcome=lambda welcome: None)
+        self.connection.loop.stop()
+        self.connection.close()
 
     async def _ask(self) -> None:
         self._num_asked += 1
@@ -114,13 +103,25 @@ class BusyLink:
         request = Generate(
             group_id=str(self._num_asked), prompt_token_ids=prompt, sampling=self._sampling, deadline_s=DEADLINE_S
         )
-        await self.link.generate(request)
+        await self.connection.link.generate(request)
 
     def _on_group(self, group: Group | GroupFailed) -> None:
         assert isinstance(group, Group), group
         self.num_tokens += sum(len(completion.token_ids) for completion in group.completions)
-        self.thread.submit(self.link.acknowledge([group.group_id]))
-        self.thread.submit(self._ask())
+        self.connection.loop.spawn(self.connection.link.acknowledge([group.group_id]))
+        self.connection.loop.spawn(self._ask())
+
+
+def bench_run(server: ServedModel) -> LearnerRun:
+    """What a connection reads of a run."""
+    learner = {
+        "steps": 1,
+        "connect_timeout_s": 60.0,
+        "data": {"task": "reverse"},
+        "reward": {"functions": ["exact_match"]},
+    }
+    shared = {"model": server.model, "run_dir": "unused", "endpoint": server.endpoint, "dtype": "float32"}
+    return msgspec.convert(shared | {"learner": learner}, LearnerRun)
 
 
 class _RecordingLink(ServerLink):
@@ -129,6 +130,13 @@ class _RecordingLink(ServerLink):
     async def finish_push(self, epoch: str) -> PushDone:
         self.last_done = await super().finish_push(epoch)
         return self.last_done
+
+
+class _RecordingConnection(Connection):
+    link: _RecordingLink
+
+    async def _open_link(self) -> _RecordingLink:
+        return _RecordingLink(self._run.endpoint, self.hello)
 
 
 class PeakMemory:

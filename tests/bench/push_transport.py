@@ -77,7 +77,7 @@ class Transfers:
         started = time.perf_counter()
         with as_ordered(order):
             if is_push:
-                sent = send_weights(self._peer.collective, self._buckets, self._tensors).fingerprint
+                sent = send_weights(self._peer.collective, self._buckets, self._tensors).checksum
             else:
                 self._peer.collective.broadcast(self._raw)
                 sent = ""

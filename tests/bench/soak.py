@@ -58,7 +58,7 @@ def soak(directory: Path, duration_s: float) -> dict[str, Any]:
     command = [
         sys.executable, "-m", "deploy.colocate", RECIPE, "--run-dir", str(run_dir),
         "--endpoint", f"tcp://127.0.0.1:{_free_port()}", "--server.http-port", str(_free_port()),
-        "--learner.dashboard-port", str(_free_port()), "--learner.steps", "10000000",
+        "--learner.report.dashboard-port", str(_free_port()), "--learner.steps", "10000000",
     ]  # fmt: skip
     with (directory / "console.log").open("w") as console:
         demo = subprocess.Popen(command, cwd=ROOT, stdout=console, stderr=console)

@@ -14,8 +14,9 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from learner.config import LearnerRun
+from learner.material import Material
 from learner.policy.model import load_tokenizer
-from learner.prompts.prompts import Prompt, Prompts
+from learner.prompts.prompts import Prompt
 from learner.prompts.tasks import make_rows
 from learner.training.metrics import StepTimer, group_metrics
 from learner.training.step import train_on
@@ -29,7 +30,7 @@ NUM_HELD_OUT = 512
 WATCHED = {
     "reward/exact_match": "sampled_exact_match",
     "policy/entropy": "entropy",
-    "policy/mismatch_kl": "mismatch_kl",
+    "policy/behaviour_kl": "behaviour_kl",
     "loss/clipped_frac": "clipped_frac",
     "optim/grad_norm": "grad_norm",
     "reference/kl": "reference_kl",
@@ -46,7 +47,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sampled_exact_match: float | None = None
     """Of the completions trained on since the point before."""
     entropy: float | None = None
-    mismatch_kl: float | None = None
+    behaviour_kl: float | None = None
     clipped_frac: float | None = None
     grad_norm: float | None = None
     reference_kl: float | None = None
@@ -76,19 +77,19 @@ def run_trial(cell: Cell, *, last_step: int | None = None) -> Trial:
     config = run.learner
     accelerator = cpu_accelerator()
     set_seed(run.seed)
-    trainee = make_trainee(run, accelerator, is_new=True)
-    policy = accelerator.unwrap_model(trainee.policy)
-    tokenizer = load_tokenizer(resolve_model(run.model))
+    material = Material(run)
+    trainee = make_trainee(material, accelerator, is_new=True)
+    policy, tokenizer = accelerator.unwrap_model(trainee.policy), material.tokenizer
     held_out = held_out_prompts(run)
-    sampler = StaleSampler(policy, Prompts(config.data, tokenizer, run.seed), tokenizer, config, run.seed)
+    sampler = StaleSampler(policy, material.prompts, tokenizer, config, run.seed)
     curve = [Point(step=0, exact_match=exact_match(policy, held_out, tokenizer, config.sampling.max_tokens))]
     window: dict[str, list[float]] = defaultdict(list)
     num_steps = last_step or config.steps
     for step in range(1, num_steps + 1):
         groups = sampler.groups()
-        metrics = train_on(accelerator, trainee, groups, step - 1, config, StepTimer())
+        metrics = train_on(trainee, groups, step - 1, StepTimer())
         metrics |= group_metrics(groups, step - 1)
-        metrics |= trainee.after_step(step, metrics, config)
+        metrics |= trainee.after_step(step, metrics)
         sampler.publish(policy)
         for metric, name in WATCHED.items():
             window[name] += [metrics[metric]] if metric in metrics else []

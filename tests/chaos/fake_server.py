@@ -14,7 +14,7 @@ import torch
 from inference_server.config import ServerRun
 from inference_server.engine.interface import PushOrder, WorkerReport
 from protocol.config import load_config
-from protocol.errors import PushFailed
+from protocol.errors import PushError
 from protocol.messages import Completion, Sampling
 from protocol.model_files import fingerprint, resolve_model
 from tests.chaos.server_process import set_traps
@@ -59,10 +59,10 @@ class InPlaceModelEngine(ModelEngine):
                 with torch.no_grad():
                     for name, tensor in arrived.bucket.views(arrived.buffer):
                         self._parameters[name].copy_(tensor)
-        except PushFailed as error:
+        except PushError as error:
             receiver.leave()
             return report(ok=False, state="receiving", weights_intact=is_intact, error=str(error))
-        return report(fingerprint=receiver.fingerprint)
+        return report(checksum=receiver.checksum)
 
     async def set_version(self, version: int) -> None:
         await ScriptedEngine.set_version(self, version)

@@ -20,9 +20,9 @@ from safetensors.torch import save
 import learner.servers.epoch
 import learner.storage.checkpoint
 import learner.storage.retention
-import learner.train
 import protocol.collective.group
 from learner.__main__ import main
+from learner.leader import Leader
 from learner.rollouts.ledger import Ledger
 from learner.servers.link import ServerLink
 from learner.servers.push import Pusher
@@ -50,7 +50,7 @@ def run(chaos_dir: Path, arguments: list[str]) -> None:
 
 def _set_traps(traps: Traps) -> None:
     traps.wrap(Ledger, "rewind", "starting")
-    traps.wrap(learner.train, "connect", "resuming")
+    traps.wrap(Leader, "connect", "resuming")
     traps.wrap(RunDir, "begin", "beginning")
     traps.wrap(Ledger, "admit", "admitting")
     traps.wrap(Ledger, "receive", "before receive is committed")
@@ -104,7 +104,7 @@ def _keep_books(traps: Traps) -> None:
 
     Pusher._push_until_done = keep_weights  # type: ignore[method-assign]
     Ledger.receive, Ledger.consume = keep_received, tell_consumed  # type: ignore[method-assign]
-    learner.train.connect = _told_before(learner.train.connect, traps)
+    Leader.connect = _told_before(Leader.connect, traps)  # type: ignore[method-assign]
     ServerLink._connected = _Connected(traps)  # type: ignore[assignment]
 
 

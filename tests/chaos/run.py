@@ -119,9 +119,9 @@ class Run:
 def make_config(leg: Leg, engine: Engine, directory: Path) -> LearnerRun:
     """The config of both processes; each is told its port by a flag."""
     learner = (REAL if engine == "real" else FAKE) | {
-        "steps": leg.steps, "checkpoint_every": CHECKPOINT_EVERY, "active_sampling": leg.active_sampling,
+        "steps": leg.steps, "checkpoint": {"every_steps": CHECKPOINT_EVERY}, "active_sampling": leg.active_sampling,
         "push": {"timeout_s": PUSH_TIMEOUT_S, "overlap": leg.push_overlap},
-        "trackers": [], "dashboard_port": 0, "connect_timeout_s": 240.0, "group_deadline_s": 60.0,
+        "report": {"trackers": [], "dashboard_port": 0}, "connect_timeout_s": 240.0, "group_deadline_s": 60.0,
     }  # fmt: skip
     server = (REAL_SERVER if engine == "real" else {}) | {
         "http_port": 0, "receive_overlap": leg.receive_overlap, "tensor_parallel_size": leg.num_workers,

@@ -71,9 +71,7 @@ def make_ledger(path: Path) -> Path:
     for slot in range(NUM_STEPS * GROUPS_PER_STEP):
         epoch, place = divmod(slot, NUM_PROMPTS)
         group_id = f"{slot}.0"
-        ledger.admit(
-            group_id, slot=slot, attempt=0, position=slot, epoch=epoch, prompt_id=orders[epoch][place], version=0
-        )
+        ledger.admit(slot=slot, attempt=0, position=slot, epoch=epoch, prompt_id=orders[epoch][place], version=0)
         ledger.receive(group_id, b"group", 0, 5)
         ledger.score(group_id, "[]", 0.5)
     for step in range(1, NUM_STEPS + 1):
@@ -153,7 +151,7 @@ def sampled(tmp_path: Path) -> tuple[Path, list[Completion]]:
     prompt = Data(config.learner.data, load_tokenizer(resolve_model(config.model)), config.seed).prompt_at(0)
     (tmp_path / "run").mkdir()
     ledger = Ledger(tmp_path / "run" / "ledger.db")
-    ledger.admit("0.0", slot=0, attempt=0, position=0, epoch=0, prompt_id=prompt.prompt_id, version=0)
+    ledger.admit(slot=0, attempt=0, position=0, epoch=0, prompt_id=prompt.prompt_id, version=0)
     ledger.close()
     completions = []
     for seed in range(2):

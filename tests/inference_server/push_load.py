@@ -50,13 +50,13 @@ async def push_under_load(
     load, done = Load(learner, prompt), []
     for version in range(num_pushes + 1):
         if version == 0:
-            outcome, fingerprint = await learner.push(version, policy.tensors(version), BUCKET_BYTES)
+            outcome, checksum = await learner.push(version, policy.tensors(version), BUCKET_BYTES)
             for _ in range(num_groups):
                 await load.ask()
         else:
-            outcome, fingerprint = await learner.push_again(version, policy.tensors(version))
+            outcome, checksum = await learner.push_again(version, policy.tensors(version))
         assert isinstance(outcome, PushDone), outcome.message
-        assert (outcome.version, outcome.fingerprint) == (version, fingerprint)
+        assert (outcome.version, outcome.checksum) == (version, checksum)
         done.append(outcome)
         # One more group each time, and whatever has ended during the push.
         num_ended = 1 + sum(isinstance(message, Group) for message in learner.unread)

@@ -112,7 +112,7 @@ class ScriptedLearner:
         await self.receive(PushReady)
 
     async def transfer(self, tensors: Iterable[tuple[str, Any]]) -> Any:
-        """Send the bytes of the push that was begun; return what left. Raises PushFailed."""
+        """Send the bytes of the push that was begun; return what left. Raises PushError."""
         from protocol.weights.buckets import cut
         from protocol.weights.delta_wire import send_changes
         from protocol.weights.dense import send_weights
@@ -124,25 +124,25 @@ class ScriptedLearner:
 
     async def transfer_in_vain(self, tensors: Iterable[tuple[str, Any]]) -> PushFailed:
         """Send the bytes of a push that must fail; return what the server says."""
-        from protocol.errors import PushFailed as TransferFailed
+        from protocol.errors import PushError
 
-        with contextlib.suppress(TransferFailed):  # small ones may all have left before a receiver is gone
+        with contextlib.suppress(PushError):  # small ones may all have left before a receiver is gone
             await self.transfer(tensors)
         failed = await self.receive((PushDone, PushFailed))
         assert isinstance(failed, PushFailed)
         return failed
 
     async def push(self, version: int, tensors: list, bucket_bytes: int = 1 << 20) -> tuple[PushDone | PushFailed, str]:
-        """Push in a new epoch; return what the server said and the fingerprint of what was sent."""
+        """Push in a new epoch; return what the server said and the checksum of what was sent."""
         await self.begin_push(version, tensors, bucket_bytes)
         sent = await self.transfer(tensors)
-        return await self.receive((PushDone, PushFailed)), sent.fingerprint
+        return await self.receive((PushDone, PushFailed)), sent.checksum
 
     async def push_again(self, version: int, tensors: list) -> tuple[PushDone | PushFailed, str]:
         """Push in the epoch there is."""
         await self.begin_push_again(version)
         sent = await self.transfer(tensors)
-        return await self.receive((PushDone, PushFailed)), sent.fingerprint
+        return await self.receive((PushDone, PushFailed)), sent.checksum
 
     async def break_push(self, manifest: Any, tensors: list) -> PushFailed:
         """Send the first bucket of a push and vanish from the collective."""

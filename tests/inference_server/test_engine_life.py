@@ -16,7 +16,7 @@ from inference_server.engine.interface import EngineDead
 from inference_server.engine.life import EngineLife
 from inference_server.engine.processes import EngineProcesses
 from learner.servers.link import ServerLink
-from protocol.errors import PushFailed, ServerLost
+from protocol.errors import PushError, ServerLost
 from protocol.messages import (
     PROTOCOL_VERSION,
     Ack,
@@ -27,6 +27,7 @@ from protocol.messages import (
     Pulse,
     PushBegin,
     PushDone,
+    PushFailed,
     Rendezvous,
     Scores,
     Welcome,
@@ -191,10 +192,10 @@ def test_an_engine_that_had_pushed_weights_is_unavailable_without_them_and_one_t
             engine.fail_with = DEAD
             await until(lambda num=num_restarts: running.server.status()["engine_restarts"] == num)  # type: ignore[misc]
             if num_restarts == 1:
-                assert running.server.status()["unavailable"] is None
+                await until(lambda: running.server.status()["unavailable"] is None)
                 await learner.join()
                 await push(engine, learner)
-        assert "neither old nor new weights" in running.server.status()["unavailable"]
+        await until(lambda: "neither old nor new weights" in (running.server.status()["unavailable"] or ""))
         await learner.join()
         await push(engine, learner, version=1, epoch="e2")
         status = running.server.status()
@@ -265,7 +266,7 @@ def test_the_link_learns_at_once_that_weights_scores_and_pushes_are_gone_and_is_
         engine = ScriptedEngine()
         async with serving(engine) as running:
             hello = Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL)
-            link = ServerLink(running.endpoint, hello, on_group=lambda _: None, on_welcome=lambda _: None)
+            link = ServerLink(running.endpoint, hello)
             task = asyncio.create_task(link.run())
             await until(lambda: link.connected)
             engine.scripted_reports.append([report()])
@@ -283,7 +284,7 @@ def test_the_link_learns_at_once_that_weights_scores_and_pushes_are_gone_and_is_
             async with asyncio.timeout(2):  # long before a silent server is given up
                 with pytest.raises(ServerLost, match="went away before it scored"):
                     await scoring
-                with pytest.raises(PushFailed, match="went away before PushReady"):
+                with pytest.raises(PushError, match="went away before PushReady"):
                     await pushing
             assert not link.connected and link.welcome.server_id == first_id
             engine.release_restart.set()

@@ -218,7 +218,7 @@ def test_a_welcomed_learner_may_send_more_than_a_stranger(monkeypatch: pytest.Mo
 
 def make_link(endpoint: str, keys: LearnerKeys | None, **options: Any) -> ServerLink:
     hello = Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL)
-    return ServerLink(endpoint, hello, on_group=lambda _: None, on_welcome=lambda _: None, keys=keys, **options)
+    return ServerLink(endpoint, hello, keys=keys, **options)
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -57,10 +57,10 @@ def test_scores_and_sampled_tokens_are_of_the_pushed_version_push_after_push(ser
         for version in range(NUM_PUSHES):
             tensors = policy.tensors(version)
             if version == 0:
-                outcome, fingerprint = await learner.push(version, tensors, BUCKET_BYTES)
+                outcome, checksum = await learner.push(version, tensors, BUCKET_BYTES)
             else:
-                outcome, fingerprint = await learner.push_again(version, tensors)
-            assert isinstance(outcome, PushDone) and outcome.fingerprint == fingerprint
+                outcome, checksum = await learner.push_again(version, tensors)
+            assert isinstance(outcome, PushDone) and outcome.checksum == checksum
             await assert_serves(learner, policy, version)
         completions, _ = await push_under_load(learner, policy, PROMPT, num_pushes=5, num_groups=8)
         assert num_pushes_that_cut(completions) > 0

@@ -102,9 +102,9 @@ def test_kept_keys_and_values_are_the_only_mismatch_and_it_grows_with_their_age(
 async def push(
     learner: ScriptedLearner, policy: DriftingPolicy, version: int, bucket_bytes: int = 32 << 10
 ) -> PushDone:
-    outcome, fingerprint = await learner.push(version, policy.tensors(version), bucket_bytes)
+    outcome, checksum = await learner.push(version, policy.tensors(version), bucket_bytes)
     assert isinstance(outcome, PushDone), outcome.message
-    assert (outcome.version, outcome.fingerprint) == (version, fingerprint)
+    assert (outcome.version, outcome.checksum) == (version, checksum)
     return outcome
 
 
@@ -159,7 +159,7 @@ def test_pushes_of_what_has_changed_serve_the_whole_version(served: Served) -> N
                 await learner.begin_push_again(version)
             sent = await learner.transfer(tensors)
             done = await learner.receive((PushDone, PushFailed))
-            assert isinstance(done, PushDone) and done.fingerprint == sent.fingerprint
+            assert isinstance(done, PushDone) and done.checksum == sent.checksum
             num_bytes.append(sent.num_bytes)
             expected += batch_logprobs(with_weights(policy.skeleton, tensors), [SCORED])
             np.testing.assert_allclose((await score(learner, SCORED)).logprobs, expected[-1], atol=TOLERANCE)
@@ -214,14 +214,14 @@ def test_a_corrupted_push_that_came_beside_generation_never_touches_the_weights(
         failed = await corrupted_push(learner, policy, 4, bucket)
         assert failed.weights_intact
         now = await status(server)
-        assert (now["policy_version"], now["weights_fingerprint"], now["push_state"]) == (3, served.fingerprint, "idle")
+        assert (now["policy_version"], now["weights_checksum"], now["push_state"]) == (3, served.checksum, "idle")
         in_flight = await take_group(learner)
         assert versions_of(in_flight) == {3}
         assert judge(policy, SHORT_PROMPT, in_flight).error_N.max() <= TOLERANCE
         await assert_serves(learner, policy, 3, weights=3)
         done = await push(learner, policy, 5)
         await assert_serves(learner, policy, 5, weights=5)
-        assert (await status(server))["weights_fingerprint"] == done.fingerprint
+        assert (await status(server))["weights_checksum"] == done.checksum
 
     with_learner(server, test)
 
@@ -251,7 +251,7 @@ def test_a_push_corrupted_in_its_first_bucket_leaves_the_old_weights_serving(rec
         served = await push(learner, policy, 3)
         failed = await corrupted_push(learner, policy, 4, bucket=1)
         assert failed.weights_intact
-        assert (await status(server))["weights_fingerprint"] == served.fingerprint
+        assert (await status(server))["weights_checksum"] == served.checksum
         in_flight = await take_group(learner)
         assert versions_of(in_flight) == {3}
         assert judge(policy, SHORT_PROMPT, in_flight).error_N.max() <= TOLERANCE

@@ -10,7 +10,7 @@ import protocol.collective.watch
 from inference_server.engine.interface import PushOrder
 from inference_server.engine.receiver import Receiver
 from protocol.collective.group import Meeting
-from protocol.errors import PushFailed
+from protocol.errors import PushError
 from protocol.weights.buckets import make_manifest
 
 CPU = torch.device("cpu")
@@ -30,6 +30,6 @@ def test_a_worker_gives_up_a_push_when_the_learner_is_gone_although_its_connecti
         receiver.join(order)
         with closing(joining.result()):
             meeting.close()
-            with pytest.raises(PushFailed, match=r"the learner at .* is gone .*; the transfer ended in bucket 1 of 1"):
+            with pytest.raises(PushError, match=r"the learner at .* is gone .*; the transfer ended in bucket 1 of 1"):
                 list(receiver.receive())
             receiver.leave()

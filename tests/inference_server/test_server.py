@@ -387,7 +387,7 @@ def test_a_push_pauses_receives_labels_and_resumes_in_this_order() -> None:
         ready = await learner.receive(PushReady)
         done = await learner.receive(PushDone)
         assert (ready.epoch, ready.version) == (done.epoch, done.version) == ("e1", 5)
-        assert (done.fingerprint, done.receive_s, done.load_s) == ("c0ffee", 2.0, 0.5)
+        assert (done.checksum, done.receive_s, done.load_s) == ("c0ffee", 2.0, 0.5)
         assert engine.calls == ["pause", "load_push", "set_version 5", "resume"]
         status = running.server.status()
         assert (status["policy_version"], status["push_state"], status["pushes_done"]) == (5, "idle", 1)
@@ -402,8 +402,8 @@ def test_a_real_push_over_gloo_arrives_in_the_scripted_engine() -> None:
         await learner.join()
         for version in (1, 2):
             tensors = [("a", torch.full((3, 4), float(version))), ("b", torch.arange(5.0))]
-            outcome, fingerprint = await (learner.push if version == 1 else learner.push_again)(version, tensors)
-            assert isinstance(outcome, PushDone) and outcome.fingerprint == fingerprint
+            outcome, checksum = await (learner.push if version == 1 else learner.push_again)(version, tensors)
+            assert isinstance(outcome, PushDone) and outcome.checksum == checksum
             assert engine.weights["a"].tolist() == tensors[0][1].tolist()
 
     run_with_server(test)
@@ -428,7 +428,7 @@ def test_generation_goes_on_with_the_old_weights_when_a_push_fails_before_loadin
     [
         [report(ok=False, state="loading", weights_intact=False, error="boom")],
         [report(rank=0), report(rank=1, ok=False, state="receiving", error="late")],
-        [report(rank=0, fingerprint="aa"), report(rank=1, fingerprint="bb")],
+        [report(rank=0, checksum="aa"), report(rank=1, checksum="bb")],
     ],
     ids=["failed while loading", "one of two workers failed", "different bytes"],
 )

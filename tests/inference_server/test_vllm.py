@@ -219,10 +219,10 @@ def test_torn_weights_are_a_503_with_the_reason_for_openai_clients_until_a_whole
 def test_the_epoch_is_kept_from_push_to_push(server: RealServer) -> None:
     async def test(learner: ScriptedLearner) -> None:
         await push(learner, 0, OLD)
-        outcome, fingerprint = await learner.push(1, tiny_gpt2.named_tensors(OLD))
+        outcome, checksum = await learner.push(1, tiny_gpt2.named_tensors(OLD))
         for version in (2, 3):
-            outcome, fingerprint = await learner.push_again(version, tiny_gpt2.named_tensors(NEW))
-            assert isinstance(outcome, PushDone) and (outcome.version, outcome.fingerprint) == (version, fingerprint)
+            outcome, checksum = await learner.push_again(version, tiny_gpt2.named_tensors(NEW))
+            assert isinstance(outcome, PushDone) and (outcome.version, outcome.checksum) == (version, checksum)
         assert_sampled_by(NEW, await sample(learner, "g"))
 
     with_learner(server, test)

@@ -14,7 +14,7 @@ from vllm.v1.engine.core_client import _process_utility_output
 
 from inference_server.config import ServerConfig, ServerRun
 from inference_server.engine.interface import EngineDead, EngineFailed
-from inference_server.engine.vllm_engine import VllmEngine, call_engine, survivors
+from inference_server.engine.vllm_engine import VllmEngine, call_engine, finished_completions
 from protocol.errors import ConfigError
 
 
@@ -33,7 +33,7 @@ def output(index: int, finish_reason: str) -> CompletionOutput:
 
 def test_completions_that_vllm_aborted_are_left_out_and_the_others_keep_their_order() -> None:
     outputs = [output(3, "length"), output(0, "stop"), output(1, "abort"), output(2, "error")]
-    first, second = survivors(outputs, 4)
+    first, second = finished_completions(outputs, 4)
     assert (first.token_ids.tolist(), first.finish_reason, first.versions) == ([7, 3], "stop", [(4, 2)])
     assert (second.token_ids.tolist(), second.finish_reason) == ([7, 6], "length")
     assert second.behaviour_logprobs.tolist() == [-0.5, -4.0]
@@ -43,13 +43,13 @@ def test_completions_that_vllm_aborted_are_left_out_and_the_others_keep_their_or
 def test_a_group_of_which_fewer_than_two_are_left_fails_as_a_whole(reasons: list[str]) -> None:
     outputs = [output(index, reason) for index, reason in enumerate(reasons)]
     with pytest.raises(EngineFailed, match="vLLM finished"):
-        survivors(outputs, max(2, len(reasons)))
+        finished_completions(outputs, max(2, len(reasons)))
 
 
 def test_one_completion_alone_is_a_group_when_only_one_was_asked_for() -> None:
-    assert len(survivors([output(0, "stop")], 1)) == 1
+    assert len(finished_completions([output(0, "stop")], 1)) == 1
     with pytest.raises(EngineFailed, match=r"0 of 1 completions \(finish_reason: {'abort': 1}\)"):
-        survivors([output(0, "abort")], 1)
+        finished_completions([output(0, "abort")], 1)
 
 
 def test_a_call_that_failed_inside_the_engine_is_its_death_and_an_error_of_our_own_is_not() -> None:

@@ -1,28 +1,21 @@
-"""`learner train` as a process of its own that meets its end at a named point, for tests of what a resume makes of it.
-
-Forked from a process that has imported everything, so that a life costs about as much as what happens in it.
-"""
+"""`learner train` as a process of its own that meets its end at a named point, for tests of what a resume makes of it."""
 
 import contextlib
 import os
 import pkgutil
 import signal
-import socket
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
-import learner.train  # noqa: F401  (for the fork server)
-from learner.__main__ import main
 from learner.config import LearnerRun
 from learner.storage.disk import replace_file
 from protocol.config import to_toml
-from tests.learner.training.sharding import FSDP2, shard_on_cpu
-from tests.peer import PROCESSES
+from tests.learner.forked_learner import end_of, start_learner
+from tests.learner.ranks import ALONE, Place
 
 LIFE_TIMEOUT_S = 120.0
 BALLAST = "ballast"
@@ -63,32 +56,6 @@ class FullDisk(msgspec.Struct, frozen=True):
                 pass
 
 
-class Place(msgspec.Struct, frozen=True):
-    """A rank among others, as torchrun tells it."""
-
-    rank: int
-    num_ranks: int
-    port: int
-    is_sharded: bool = False
-
-    def enter(self) -> None:
-        os.environ |= {"RANK": str(self.rank), "LOCAL_RANK": str(self.rank), "WORLD_SIZE": str(self.num_ranks)}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port), "ACCELERATE_USE_CPU": "true"}
-        if self.is_sharded:
-            os.environ |= FSDP2
-            shard_on_cpu()
-
-
-ALONE = Place(rank=0, num_ranks=1, port=0)
-
-
-def two_places(*, is_sharded: bool) -> list[Place]:
-    """Of two ranks that will find each other."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    return [Place(rank=rank, num_ranks=2, port=port, is_sharded=is_sharded) for rank in range(2)]
-
-
 class Life:
     """One process of a run, from its start or resume to its end."""
 
@@ -100,17 +67,12 @@ class Life:
         if place.rank == 0:
             replace_file(config, to_toml(run).encode())
         self._log = run_dir.with_name(f"{run_dir.name}-{place.rank}.log")
-        command = ["learner", "train", str(config), *(["--resume"] if resume else [])]
-        self.process = PROCESSES.Process(target=_live, args=(command, run_dir, blow, place, self._log))
-        self.process.start()
+        arguments = ("train", str(config), *(["--resume"] if resume else []))
+        self.process = start_learner(arguments, self._log, self._log, partial(_prepare, run_dir, blow, place))
 
     def end(self) -> int:
         """Wait for it; return its exit code."""
-        self.process.join(LIFE_TIMEOUT_S)
-        if self.process.exitcode is None:
-            self.process.kill()
-            raise AssertionError(f"it lived on after {LIFE_TIMEOUT_S} s:\n{self.log}")
-        return self.process.exitcode
+        return end_of(self.process, self._log, LIFE_TIMEOUT_S)
 
     @property
     def log(self) -> str:
@@ -125,17 +87,10 @@ def live(run: LearnerRun, *deaths: Death) -> None:
         assert life.end() == (0 if death is None else -signal.SIGKILL), f"{death}:\n{life.log}"
 
 
-def _live(command: list[str], run_dir: Path, blow: Death | FullDisk | None, place: Place, log: Path) -> None:
-    with log.open("a") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    torch.set_num_threads(1)
-    if place.num_ranks > 1:
-        place.enter()
+def _prepare(run_dir: Path, blow: Death | FullDisk | None, place: Place) -> None:
+    place.enter()
     if blow is not None:
         _await(blow, run_dir)
-    sys.argv = command
-    main()
 
 
 def _await(blow: Death | FullDisk, run_dir: Path) -> None:

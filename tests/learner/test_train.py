@@ -30,7 +30,7 @@ from protocol.errors import (
     DeadlineExceeded,
     HandshakeRefused,
     ParityError,
-    PushFailed,
+    PushError,
     RewardError,
 )
 from protocol.model_files import resolve_model
@@ -49,8 +49,7 @@ def make_run(tmp_path: Path, endpoint: str, **learner: Any) -> LearnerRun:
         "reward": {"functions": ["share_right", "exact_match"], "weights": [1.0, 0.0]},
         "sampling": {"num_completions": NUM_COMPLETIONS, "max_tokens": MAX_TOKENS},
         "optimizer": {"learning_rate": 2e-3},
-        "trackers": [],
-        "dashboard_port": 0,
+        "report": {"trackers": [], "dashboard_port": 0},
         "connect_timeout_s": 20,
         "push": {"timeout_s": 20},
     }
@@ -135,7 +134,11 @@ def test_staleness_zero_gives_the_losses_of_a_plain_loop_step_for_step(tmp_path:
 
 
 def test_a_run_in_two_parts_ends_with_the_weights_of_one_run(tmp_path: Path) -> None:
-    reference = {"reference": {"kind": "every", "every_steps": 2}, "kl": {"coef": 0.1}, "checkpoint_every": 2}
+    reference = {
+        "reference": {"kind": "every", "every_steps": 2},
+        "kl": {"coef": 0.1},
+        "checkpoint": {"every_steps": 2},
+    }
     weights = []
     for name, parts in (("whole", [6]), ("parts", [3, 6])):
         with tiny_server() as server:
@@ -201,7 +204,7 @@ def test_a_run_with_active_sampling_and_a_curriculum_that_crashes_asks_and_consu
             rows = [{"prompt": f"{i}{i + 1}>", "answer": f"{i + 1}{i}", "count_in": str(calls)} for i in range(6)]
             data.write_text("".join(json.dumps(row) + "\n" for row in rows))
             run = make_run(
-                tmp_path / name, server.endpoint, steps=6, max_staleness=0, checkpoint_every=2, active_sampling=True,
+                tmp_path / name, server.endpoint, steps=6, max_staleness=0, checkpoint={"every_steps": 2}, active_sampling=True,
                 sampling={"num_completions": 3, "max_tokens": 3, "seeded": True}, data={"path": str(data)},
                 reward={"functions": ["share_right", "tests/learner/rewards/broken_rewards.py:raises_once"], "weights": [1, 0],
                         "max_failed_share": 0},
@@ -266,13 +269,13 @@ def test_a_conversation_goes_through_the_chat_template_and_its_rewards_see_messa
 
 def test_metrics_have_the_names_of_the_design(tmp_path: Path) -> None:
     with tiny_server() as server:
-        run = make_run(tmp_path, server.endpoint, steps=2, parity={"every_steps": 1}, trackers=["tensorboard"])
+        run = make_run(tmp_path, server.endpoint, steps=2, parity={"every_steps": 1}, report={"dashboard_port": 0})
         train(run, resume=False)
     expected = {
         "reward/mean", "reward/std", "reward/share_right", "reward/exact_match", "loss/policy", "loss/clipped_frac",
-        "policy/entropy", "policy/mismatch_kl", "staleness/mean", "staleness/max", "rollout/completion_length_mean",
+        "policy/entropy", "policy/behaviour_kl", "staleness/mean", "staleness/max", "rollout/completion_length_mean",
         "rollout/truncated_frac", "push/seconds", "push/stall_seconds", "time/wait_for_batch", "time/step",
-        "perf/tokens_per_s", "perf/learner_idle_frac", "optim/lr", "optim/grad_norm", "parity/abs_logprob",
+        "perf/completion_tokens_per_s", "perf/learner_idle_frac", "optim/lr", "optim/grad_norm", "parity/abs_logprob",
     }  # fmt: skip
     metrics = metrics_of(run)
     assert expected <= metrics[0].keys()
@@ -319,7 +322,7 @@ def test_a_push_beside_the_next_step_sends_the_weights_as_they_were_and_keeps_st
     begin = Pusher.begin
 
     def remember_and_begin(self: Pusher, version: int, when_done: Callable[[], object]) -> None:
-        trained[version] = dict(self._tensors())["transformer.wte.weight"].detach().clone()
+        trained[version] = dict(self._weights.tensors())["transformer.wte.weight"].detach().clone()
         begin(self, version, when_done)
 
     monkeypatch.setattr(Pusher, "begin", remember_and_begin)
@@ -357,7 +360,7 @@ def test_a_push_beside_the_next_step_that_never_succeeds_stops_the_run(tmp_path:
         run = make_run(tmp_path, server.endpoint, push={"timeout_s": 2, "overlap": True, "max_attempts": 2})
         bad = report(ok=False, state="receiving", error="scripted failure")
         engine.reports_from_version = {1: [bad]}
-        with pytest.raises(PushFailed, match=r"version 1 could not be pushed in 2 attempts .*scripted failure"):
+        with pytest.raises(PushError, match=r"version 1 could not be pushed in 2 attempts .*scripted failure"):
             train(run, resume=False)
 
 
@@ -587,8 +590,8 @@ def test_a_run_directory_is_refused_or_resumed_but_never_overwritten(tmp_path: P
         train(run, resume=False)
         with pytest.raises(ConfigError, match=r"already holds a run.*--resume"):
             train(run, resume=False)
-        other = make_run(tmp_path, server.endpoint, steps=1, max_staleness=5)
-        with pytest.raises(ConfigError, match=r"another config: learner\.max_staleness was 2, is 5"):
+        other = make_run(tmp_path, server.endpoint, steps=1, updates_per_batch=5)
+        with pytest.raises(ConfigError, match=r"another config: learner\.updates_per_batch was 1, is 5"):
             train(other, resume=True)
         with pytest.raises(ConfigError, match="holds no run to resume"):
             train(make_run(tmp_path / "new", server.endpoint), resume=True)

@@ -10,7 +10,7 @@ import pytest
 
 from protocol.collective import board
 from protocol.collective.board import MAX_LINE_BYTES, EpochStore, HostedBoard, Question, RemoteBoard
-from protocol.errors import PushFailed
+from protocol.errors import PushError
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 10.0
@@ -33,7 +33,7 @@ def test_what_one_rank_pins_the_others_read_and_only_in_its_epoch() -> None:
         EpochStore("e1", remote, TIMEOUT_S).set("0/1", address)
         assert EpochStore("e1", hosted, TIMEOUT_S).get("0/1") == address
         assert EpochStore("e1", remote, TIMEOUT_S).get("0/1") == address
-        with pytest.raises(PushFailed, match=r"of epoch e2 these did not come within 0.1 s .*: 0/1$"):
+        with pytest.raises(PushError, match=r"of epoch e2 these did not come within 0.1 s .*: 0/1$"):
             EpochStore("e2", remote, 0.1).get("0/1")
 
 
@@ -55,7 +55,7 @@ def test_the_first_reason_for_calling_off_is_the_one_that_all_are_told() -> None
         for number, store in enumerate(stores):
             store.call_off(f"reason {number}")
         for store in stores:
-            with pytest.raises(PushFailed, match="epoch e1 was called off: reason 0"):
+            with pytest.raises(PushError, match="epoch e1 was called off: reason 0"):
                 store.wait([])
 
 
@@ -63,7 +63,7 @@ def test_a_board_that_is_closed_is_an_error_for_all() -> None:
     with two_ranks() as (hosted, remote):
         hosted.close()
         for each in (hosted, remote):
-            with pytest.raises(PushFailed, match="rendezvous"):
+            with pytest.raises(PushError, match="rendezvous"):
                 each.ask(Question("e1", "key"))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import zmq
+import zmq.asyncio
 
 from protocol.channel.sockets import LearnerChannel, ServerChannel
 from protocol.errors import ConfigError, DeadlineExceeded, ProtocolError
@@ -40,6 +41,20 @@ def test_messages_arrive_both_ways() -> None:
         assert await server.send(peer, Refused(reason="no"))
         answer = await learner.receive()
         assert isinstance(answer, Refused) and answer.reason == "no"
+
+    with_channels(test)
+
+
+def test_a_send_that_ends_in_the_moment_in_which_it_is_cancelled_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(server: ServerChannel, learner: LearnerChannel) -> None:
+        sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        monkeypatch.setattr(zmq.asyncio.Socket, "send_multipart", lambda *args: sent)
+        sending = asyncio.create_task(learner.send(Ack(group_ids=[]), TIMEOUT_S))
+        await asyncio.sleep(0)
+        sent.set_result(None)
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
 
     with_channels(test)
 

@@ -17,7 +17,7 @@ import torch
 
 import protocol.collective.group
 from protocol.collective.group import Collective, Meeting, join_collective
-from protocol.errors import PushFailed
+from protocol.errors import PushError
 from protocol.messages import Rendezvous
 
 HOST = "127.0.0.1"
@@ -58,7 +58,7 @@ class Waiting:
     def _run(self) -> None:
         try:
             self._call()
-        except PushFailed as error:
+        except PushError as error:
             self.error = str(error)
 
     def is_waiting(self) -> bool:
@@ -88,7 +88,7 @@ def test_workers_that_never_come_are_named_at_the_deadline() -> None:
         rendezvous = hosted.rendezvous(num_workers=3, transport="gloo")
         waiting = Waiting(lambda: join_collective("e1", rendezvous, 2, CPU))
         with pytest.raises(
-            PushFailed, match=r"epoch e1 .* did not come within 0.5 s \(learner.push.timeout_s\): rank 1, rank 3$"
+            PushError, match=r"epoch e1 .* did not come within 0.5 s \(learner.push.timeout_s\): rank 1, rank 3$"
         ):
             hosted.host_collective("e1", rendezvous, CPU)
         assert waiting.ends_promptly()
@@ -97,16 +97,16 @@ def test_workers_that_never_come_are_named_at_the_deadline() -> None:
 def test_a_worker_that_comes_when_the_learner_has_given_up_is_told_so() -> None:
     with meeting(timeout_s=0.2) as hosted:
         rendezvous = hosted.rendezvous(num_workers=1, transport="gloo")
-        with pytest.raises(PushFailed):
+        with pytest.raises(PushError):
             hosted.host_collective("e1", rendezvous, CPU)
-        with pytest.raises(PushFailed, match="epoch e1 was called off: rank 0 gave up"):
+        with pytest.raises(PushError, match="epoch e1 was called off: rank 0 gave up"):
             join_collective("e1", rendezvous, 1, CPU)
 
 
 def test_a_learner_that_never_comes_ends_the_join_of_the_worker_at_the_deadline() -> None:
     with meeting(timeout_s=0.5) as hosted:
         rendezvous = hosted.rendezvous(num_workers=1, transport="gloo")
-        with pytest.raises(PushFailed, match=r"did not come within 0.5 s .*: rank 0$"):
+        with pytest.raises(PushError, match=r"did not come within 0.5 s .*: rank 0$"):
             join_collective("e1", rendezvous, 1, CPU)
 
 
@@ -114,7 +114,7 @@ def test_a_learner_that_is_not_there_is_an_error_for_the_worker() -> None:
     with socket.create_server((HOST, 0)) as listener:
         port = listener.getsockname()[1]
     rendezvous = Rendezvous(transport="gloo", host=HOST, port=port, world_size=2, timeout_s=0.5)
-    with pytest.raises(PushFailed, match=f"cannot reach the learner's rendezvous {HOST}:{port}"):
+    with pytest.raises(PushError, match=f"cannot reach the learner's rendezvous {HOST}:{port}"):
         join_collective("e1", rendezvous, 1, CPU)
 
 
@@ -166,7 +166,7 @@ class StuckForming(threading.Event):
     def form(self, *_: object) -> None:
         self._num_forming.release()
         self.wait(60)
-        raise PushFailed("the other ranks are gone")
+        raise PushError("the other ranks are gone")
 
     def wait_for_ranks(self, num_ranks: int) -> None:
         for _ in range(num_ranks):
@@ -255,11 +255,11 @@ def test_abort_wakes_a_broadcast_that_waits_for_a_stopped_process(own_rank: int)
         collective.abort()
         assert waiting.ends_promptly() and "broadcast of 33554432 bytes in epoch e1 failed" in waiting.error
         collective.abort()
-        with pytest.raises(PushFailed):
+        with pytest.raises(PushError):
             collective.broadcast(zeros(16))
         collective.close()
         collective.close()
-        with pytest.raises(PushFailed, match="the collective of epoch e1 is closed"):
+        with pytest.raises(PushError, match="the collective of epoch e1 is closed"):
             collective.broadcast(zeros(16))
     process.kill()
     process.join()
@@ -283,7 +283,7 @@ def test_a_rank_that_leaves_ends_its_own_broadcast_and_those_that_wait_for_it(le
 def test_a_broadcast_that_a_peer_does_not_join_ends_at_the_deadline() -> None:
     with meeting(timeout_s=0.5) as hosted:
         learner, worker = join_all(hosted, "e1")
-        with pytest.raises(PushFailed, match=r"deadline 0.5 s, learner.push.timeout_s"):
+        with pytest.raises(PushError, match=r"deadline 0.5 s, learner.push.timeout_s"):
             worker.broadcast(zeros(16))
         learner.close()
         worker.close()

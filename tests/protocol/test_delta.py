@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.errors import PushFailed
+from protocol.errors import PushError
 from protocol.weights.delta import CHUNK_BYTES, DENSE, DIFFERENCE, OVERWRITE, decode, encode, max_encoded_bytes
 
 HEADER = struct.Struct("<BIIII")
@@ -188,7 +188,7 @@ def decode_between_guards(message: bytes | np.ndarray, base: torch.Tensor, eleme
     arrived = memory[len(GUARD) : len(GUARD) + len(base)]
     try:
         decode(np.frombuffer(message, np.uint8), arrived, element_bytes)
-    except PushFailed as refusal:
+    except PushError as refusal:
         assert "the next push must be dense" in str(refusal)
         return None
     finally:
@@ -227,7 +227,7 @@ def test_a_message_cut_short_or_drawn_out_leaves_the_base_as_it_was(element_byte
     message = encode(base + 1, base, element_bytes)
     for malformed in (message[:0], message[:1], message[:40], message[:-1], np.append(message, np.uint8(0))):
         arrived = base.clone()
-        with pytest.raises(PushFailed, match="the next push must be dense"):
+        with pytest.raises(PushError, match="the next push must be dense"):
             decode(malformed, arrived, element_bytes)
         assert torch.equal(arrived, base)
 
@@ -255,7 +255,7 @@ def test_a_chunk_with_a_fault_leaves_its_words_as_they_were(
     base = random_bucket(128)
     arrived = base.clone()
     message = HEADER.pack(kind, num_changed, 1, len(gaps), len(values)) + gaps + values
-    with pytest.raises(PushFailed):
+    with pytest.raises(PushError):
         decode(np.frombuffer(message, np.uint8), arrived, 1)
     assert torch.equal(arrived, base)
 
@@ -309,7 +309,7 @@ def test_a_bomb_is_refused_before_it_fills_the_memory(
     message = one_chunk(DIFFERENCE, num_changed, gaps, values, num_gap_bytes)
     tracemalloc.start()
     try:
-        with pytest.raises(PushFailed):
+        with pytest.raises(PushError):
             decode(message, arrived, 1)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:

@@ -14,7 +14,7 @@ import torch
 from protocol.collective.group import Collective, Meeting, join_collective
 from protocol.collective.nccl import SHARED_GPU_SWITCH, ranks_may_share_a_gpu
 from protocol.collective.transport import offered_transports, own_device_name
-from protocol.errors import PushFailed
+from protocol.errors import PushError
 from tests.protocol.test_collective import HOST, Waiting
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
@@ -96,7 +96,7 @@ def test_a_stopped_worker_ends_the_broadcast_at_the_deadline_and_the_gpu_goes_on
     tensor = torch.ones(NUM_BYTES, dtype=torch.uint8, device=learner.device)
     learner.broadcast(tensor)
     worker.recv()
-    with pytest.raises(PushFailed, match=r"learner\.push\.timeout_s"):
+    with pytest.raises(PushError, match=r"learner\.push\.timeout_s"):
         learner.broadcast(tensor)
     learner.close()
     torch.cuda.synchronize()

@@ -17,7 +17,7 @@ from protocol.collective.ipc import (
     encode_handle,
     has_expandable_segments,
 )
-from protocol.errors import PushFailed
+from protocol.errors import PushError
 from tests.protocol.test_collective import CPU, HOST, Waiting, zeros
 
 HANDLE = TensorHandle(
@@ -133,7 +133,7 @@ def test_rank_0_returns_only_when_every_rank_has_copied(memory: ScriptedMemory) 
 def test_a_rank_that_expects_another_size_ends_the_broadcast_of_all(memory: ScriptedMemory) -> None:
     learner, worker = join_all()
     waiting = Waiting(lambda: learner.broadcast(bucket(64, seed=0)))
-    with pytest.raises(PushFailed, match="rank 0 broadcasts 64 bytes, rank 1 expects 65"):
+    with pytest.raises(PushError, match="rank 0 broadcasts 64 bytes, rank 1 expects 65"):
         worker.broadcast(zeros(65))
     assert waiting.ends_promptly() and waiting.error
     learner.close()
@@ -180,13 +180,13 @@ def header_of(data: bytes) -> torch.Tensor:
 )
 def test_a_malformed_handle_is_refused(changes, reason) -> None:
     data = msgspec.msgpack.encode(msgspec.structs.asdict(HANDLE) | changes)
-    with pytest.raises(PushFailed, match=f"no CUDA handle: .*({reason})"):
+    with pytest.raises(PushError, match=f"no CUDA handle: .*({reason})"):
         decode_handle(header_of(data))
 
 
 @pytest.mark.parametrize("header", [zeros(HEADER_BYTES), torch.full((HEADER_BYTES,), 255, dtype=torch.uint8)])
 def test_bytes_that_are_no_handle_are_refused(header: torch.Tensor) -> None:
-    with pytest.raises(PushFailed, match="no CUDA handle"):
+    with pytest.raises(PushError, match="no CUDA handle"):
         decode_handle(header)
 
 

@@ -12,7 +12,7 @@ import torch
 from protocol.collective import nccl as nccl_collective
 from protocol.collective.group import Meeting, join_collective
 from protocol.collective.nccl import NcclCollective, ranks_may_share_a_gpu
-from protocol.errors import PushFailed
+from protocol.errors import PushError
 from protocol.messages import Rendezvous
 from tests.protocol.test_collective import CPU, HOST, Waiting, zeros
 
@@ -138,9 +138,7 @@ def test_an_init_that_never_returns_ends_at_the_deadline_and_is_aborted_should_i
     meeting = Meeting(HOST, timeout_s=0.3)
     rendezvous = meeting.rendezvous(num_workers=1, transport="nccl")
     worker = Waiting(lambda: join_collective("e1", rendezvous, 1, CPU))
-    with pytest.raises(
-        PushFailed, match=r"rank 0 of 2 could not form epoch e1 within 0.3 s \(learner.push.timeout_s\)"
-    ):
+    with pytest.raises(PushError, match=r"rank 0 of 2 could not form epoch e1 within 0.3 s \(learner.push.timeout_s\)"):
         meeting.host_collective("e1", rendezvous, CPU)
     assert worker.ends_promptly() and "of 2 could not form epoch e1 within 0.3 s" in worker.error
     assert not nccl.released.is_set()
@@ -156,14 +154,14 @@ def test_an_init_that_fails_names_the_rank_its_device_and_the_reason(
         raise RuntimeError("Duplicate GPU detected")
 
     monkeypatch.setattr(nccl, "NcclCommunicator", refuse)
-    with pytest.raises(PushFailed, match="rank 1 of 2 on cpu could not form epoch e1 over nccl: Duplicate GPU"):
+    with pytest.raises(PushError, match="rank 1 of 2 on cpu could not form epoch e1 over nccl: Duplicate GPU"):
         formed()
 
 
 def test_a_broadcast_that_never_ends_is_aborted_at_the_deadline(nccl: ScriptedNccl) -> None:
     collective = formed(timeout_s=0.2)
     nccl.may_finish.clear()
-    with pytest.raises(PushFailed, match=r"48 bytes over nccl in epoch e1 did not end within 0.2 s \(learner.push.tim"):
+    with pytest.raises(PushError, match=r"48 bytes over nccl in epoch e1 did not end within 0.2 s \(learner.push.tim"):
         collective.broadcast(zeros(48))
     assert nccl.calls[-1] == ("abort",)
 
@@ -172,7 +170,7 @@ def test_an_error_that_nccl_notices_ends_the_broadcast_at_once(nccl: ScriptedNcc
     collective = formed()
     nccl.may_finish.clear()
     nccl.async_error = "remote process exited"
-    with pytest.raises(PushFailed, match="48 bytes over nccl in epoch e1 failed: remote process exited"):
+    with pytest.raises(PushError, match="48 bytes over nccl in epoch e1 failed: remote process exited"):
         collective.broadcast(zeros(48))
     assert nccl.calls[-1] == ("abort",)
 
@@ -188,7 +186,7 @@ def test_abort_from_another_thread_wakes_a_broadcast(nccl: ScriptedNccl, leave: 
     assert waiting.ends_promptly() and "epoch e1 was aborted or closed" in waiting.error
     collective.close()
     assert nccl.calls.count(("abort",)) == 1
-    with pytest.raises(PushFailed, match="aborted or closed"):
+    with pytest.raises(PushError, match="aborted or closed"):
         collective.broadcast(zeros(1))
 
 
@@ -208,12 +206,12 @@ def test_without_cupy_the_error_says_what_to_install(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setitem(sys.modules, "cupy.cuda", None)
     meeting = Meeting(HOST, timeout_s=1)
-    with pytest.raises(PushFailed, match=r'pip install "slipstream-rl\[nccl\]"'):
+    with pytest.raises(PushError, match=r'pip install "slipstream-rl\[nccl\]"'):
         meeting.rendezvous(num_workers=1, transport="nccl")
     meeting.close()
 
 
 def test_a_cupy_without_libnccl_is_refused(nccl: ScriptedNccl) -> None:
     nccl.available = False
-    with pytest.raises(PushFailed, match="finds no libnccl"):
+    with pytest.raises(PushError, match="finds no libnccl"):
         formed()

@@ -10,7 +10,7 @@ import protocol.collective.board
 import protocol.collective.watch
 from protocol.collective.group import Meeting
 from protocol.collective.watch import watched
-from protocol.errors import PushFailed
+from protocol.errors import PushError
 from protocol.messages import Rendezvous
 from tests.watching import WaitingCollective, transfer
 
@@ -32,9 +32,7 @@ def meeting() -> Iterator[Meeting]:
 def test_a_transfer_ends_when_the_learner_is_gone(meeting: Meeting) -> None:
     rendezvous = meeting.rendezvous(1, "gloo")
     meeting.close()
-    with pytest.raises(
-        PushFailed, match=r"the learner at .* is gone or .*refused.*; the transfer ended in a broadcast"
-    ):
+    with pytest.raises(PushError, match=r"the learner at .* is gone or .*refused.*; the transfer ended in a broadcast"):
         transfer(rendezvous)
 
 
@@ -66,7 +64,7 @@ def test_what_comes_after_a_transfer_is_not_ended_with_its_learner(meeting: Meet
 
 def test_another_failure_of_a_transfer_stays_as_it_is(meeting: Meeting) -> None:
     with (
-        pytest.raises(PushFailed, match=r"^another$"),
+        pytest.raises(PushError, match=r"^another$"),
         watched(WaitingCollective(), meeting.rendezvous(1, "gloo")),
     ):
-        raise PushFailed("another")
+        raise PushError("another")

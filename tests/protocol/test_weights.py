@@ -1,4 +1,4 @@
-"""A push over a real gloo collective: every byte arrives, both sides agree on the fingerprint, failures end in time."""
+"""A push over a real gloo collective: every byte arrives, both sides agree on the checksum, failures end in time."""
 
 import multiprocessing
 import os
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from protocol.collective.group import Collective, Meeting, join_collective
-from protocol.errors import PushFailed
+from protocol.errors import PushError
 from protocol.messages import Manifest, Rendezvous
 from protocol.weights.bucket_memory import BucketMemory
 from protocol.weights.buckets import NamedTensors, cut, make_manifest
@@ -89,12 +89,12 @@ def test_floats_travel_in_the_wire_dtype_and_others_as_they_are() -> None:
     assert tensors_of(arrived)["positions"].dtype == torch.int64
 
 
-def test_another_value_gives_another_fingerprint_and_another_bucket_size_the_same_bytes_another_too() -> None:
+def test_another_value_gives_another_checksum_and_another_bucket_size_the_same_bytes_another_too() -> None:
     changed = some_tensors()
     changed[0][1][0, 0] += 1
     one, other = transfer(some_tensors(), torch.float32, 1 << 20)[0], transfer(changed, torch.float32, 1 << 20)[0]
-    assert one.fingerprint != other.fingerprint
-    assert one.fingerprint == transfer(some_tensors(), torch.float32, 1 << 20)[0].fingerprint
+    assert one.checksum != other.checksum
+    assert one.checksum == transfer(some_tensors(), torch.float32, 1 << 20)[0].checksum
 
 
 class Recorded:
@@ -180,7 +180,7 @@ def test_a_flipped_bit_is_found_before_its_bucket_is_handed_on(broadcast_index: 
     loaded = []
     with pair() as (host, worker), ThreadPoolExecutor(1) as thread:
         sending = thread.submit(send_weights, host, cut(manifest), tensors)
-        with pytest.raises(PushFailed, match=r"bucket . of 2 .*checksum"):
+        with pytest.raises(PushError, match=r"bucket . of 2 .*checksum"):
             for arrived in receive_weights(Flipping(worker, broadcast_index), manifest):
                 loaded.append(arrived.bucket.index)
         assert loaded == ([] if broadcast_index < 2 else [0])
@@ -209,7 +209,7 @@ def test_changes_alone_give_every_version_bit_for_bit_and_far_fewer_bytes() -> N
             expected = tensor.bfloat16() if tensor.is_floating_point() else tensor
             assert torch.equal(got[name], expected), name
     assert sent[0].num_bytes > 900_000 and sent[1].num_bytes < sent[0].num_bytes / 30
-    assert sent[2].num_bytes < 1000 and sent[2].fingerprint == sent[1].fingerprint
+    assert sent[2].num_bytes < 1000 and sent[2].checksum == sent[1].checksum
 
 
 def test_changes_to_another_baseline_are_refused() -> None:
@@ -219,7 +219,7 @@ def test_changes_to_another_baseline_are_refused() -> None:
     theirs.of(cut(manifest)[0])[0] = 1
     with pair() as (host, worker), ThreadPoolExecutor(1) as thread:
         sending = thread.submit(send_changes, host, cut(manifest), [("weight", torch.zeros(700, 1000))], mine)
-        with pytest.raises(PushFailed, match="checksum"):
+        with pytest.raises(PushError, match="checksum"):
             list(receive_changes(worker, manifest, theirs))
         sending.result(10)
 
@@ -233,7 +233,7 @@ def one_tensor(num_floats: int) -> list[tuple[str, torch.Tensor]]:
 
 def test_a_worker_that_never_comes_ends_the_join_at_the_deadline() -> None:
     meeting = Meeting(HOST, timeout_s=0.5)
-    with pytest.raises(PushFailed, match=r"did not come within 0\.5 s"):
+    with pytest.raises(PushError, match=r"did not come within 0\.5 s"):
         meeting.host_collective("e1", meeting.rendezvous(1, "gloo"), CPU)
 
 
@@ -242,7 +242,7 @@ def test_a_learner_that_is_not_there_is_an_error_for_the_worker() -> None:
         probe.bind((HOST, 0))
         port = probe.getsockname()[1]
     rendezvous = Rendezvous(transport="gloo", host=HOST, port=port, world_size=2, timeout_s=0.5)
-    with pytest.raises(PushFailed, match=f"{HOST}:{port}"):
+    with pytest.raises(PushError, match=f"{HOST}:{port}"):
         join_collective("e1", rendezvous, 1, CPU)
 
 
@@ -269,7 +269,7 @@ def test_a_sender_that_stops_in_the_middle_ends_the_receive(stop_by: signal.Sign
         worker = join_collective("e1", mine.recv(), 1, CPU)
         arriving = receive_weights(worker, manifest)
         assert next(arriving).bucket.index == 0
-        with pytest.raises(PushFailed, match="bucket 2 of 2"):
+        with pytest.raises(PushError, match="bucket 2 of 2"):
             next(arriving)
         worker.close()
     finally:
@@ -282,7 +282,7 @@ def test_an_abort_from_another_thread_ends_a_receive_that_waits() -> None:
     with pair() as (_, worker), ThreadPoolExecutor(1) as thread:
         receiving = thread.submit(lambda: list(receive_weights(worker, manifest)))
         threading.Timer(0.2, worker.abort).start()
-        assert isinstance(receiving.exception(5), PushFailed)
+        assert isinstance(receiving.exception(5), PushError)
 
 
 def test_the_rendezvous_listens_on_the_named_address_only() -> None:

@@ -62,7 +62,7 @@ OTHERS = [{}, {"entropy_coef": 0.125}, {"top_entropy_frac": 0.5}, {"entropy_coef
 
 def is_accepted(rule: Rule) -> bool:
     try:
-        LearnerConfig(
+        config = LearnerConfig(
             data=DataConfig(task="reverse"),
             reward=RewardConfig(functions=("exact_match",)),
             steps=1,
@@ -76,7 +76,7 @@ def is_accepted(rule: Rule) -> bool:
         )
     except ValueError:
         return False
-    return True
+    return not config.idle_keys()
 
 
 def rules() -> dict[str, tuple[Rule, bool]]:

@@ -266,7 +266,7 @@ def sums(rule: Rule, completions: Sequence[Completion]) -> dict[str, float]:
         "tokens": total(lambda c: [1] * len(c.finite)),
         "loss": total(policy_part),
         "clipped": total(clips),
-        "mismatch_kl": total(lambda c: [mpmath.exp(x) - x - 1 for x in drifts(c)]),
+        "behaviour_kl": total(lambda c: [mpmath.exp(x) - x - 1 for x in drifts(c)]),
         "ratio": total(lambda c: [mpmath.exp(x) for x in drifts(c)]),
         "ratio_squared": total(lambda c: [mpmath.exp(2 * x) for x in drifts(c)]),
         "kept": total(lambda c: [multiplier != 0 for multiplier in multipliers(rule, c)]),

@@ -170,7 +170,7 @@ def test_the_health_sums_of_a_hand_made_completion() -> None:
         "tokens": 3,
         "ratio": 6.0,
         "ratio_squared": 18.5,
-        "mismatch_kl": 6.0 - math.log(3.0) - 3,
+        "behaviour_kl": 6.0 - math.log(3.0) - 3,
         "bounded": 2,
         "kept": 1,
         "clipped": 0,

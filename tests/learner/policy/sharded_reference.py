@@ -1,10 +1,5 @@
-"""A reference of a policy that FSDP2 shards over two ranks, driven step by step; `test_sharded_reference.py` compares it.
+"""A reference of a policy that FSDP2 shards over two ranks, driven step by step; `test_sharded_reference.py` compares it."""
 
-Run as: python -m torch.distributed.run --standalone --nproc_per_node 2 -m tests.learner.policy.sharded_reference DIRECTORY
-"""
-
-import sys
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -20,7 +15,6 @@ from learner.config import ReferenceConfig
 from learner.policy.model import token_logprobs
 from learner.policy.reference import Reference, ReferenceState
 from tests.learner.policy.test_reference import BATCHES, KINDS, METRICS, TEMPERATURE
-from tests.learner.training.sharding import run_rank
 
 NUM_STEPS = 6
 
@@ -107,8 +101,8 @@ def sharded(policy: nn.Module, mesh: torch.distributed.DeviceMesh) -> nn.Module:
     return fully_shard(policy, mesh=mesh)
 
 
-def main(directory: Path) -> None:
-    accelerator = Accelerator(cpu=True)
+def follow_sharded(accelerator: Accelerator, directory: Path) -> None:
+    """What each of two ranks does."""
     mesh = torch.distributed.init_device_mesh("cpu", (accelerator.num_processes,))
     found: dict[str, torch.Tensor] = {}
     for kind in KINDS:
@@ -123,8 +117,3 @@ def main(directory: Path) -> None:
             note(f"{kind}-of-{ranks}", load(kind, policy, accelerator, directory / ranks / kind), policy, found)
     if accelerator.is_main_process:
         save_file(found, directory / "found.safetensors")
-    torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    run_rank(partial(main, Path(sys.argv[1])))

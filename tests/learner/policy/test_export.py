@@ -20,6 +20,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from learner.config import LearnerRun
+from learner.material import Material
 from learner.storage.checkpoint import save_checkpoint
 from learner.training.trainee import make_trainee
 from protocol.model_files import fingerprint, resolve_model
@@ -42,13 +43,13 @@ def a_run(tmp_path: Path, dtype: str = "float32", **learner: Any) -> LearnerRun:
 
 def trained_and_saved(accelerator: Accelerator, run: LearnerRun, tmp_path: Path) -> tuple[Any, Path]:
     """Return a policy whose trained weights have moved, and its checkpoint."""
-    trainee = make_trainee(run, accelerator, is_new=True)
+    trainee = make_trainee(Material(run), accelerator, is_new=True)
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in trainee.policy.parameters():
             if parameter.requires_grad:
                 parameter.add_(0.05 * torch.randn(parameter.shape))
-    save_checkpoint(accelerator, tmp_path, 7, trainee, run, reward_mean=None)
+    save_checkpoint(trainee, tmp_path, 7, reward_mean=None)
     return trainee.policy, tmp_path / "step-000007"
 
 
@@ -109,7 +110,9 @@ def test_an_adapter_is_merged_into_the_model_and_lies_beside_it_as_peft_has_it(
 
 
 def test_a_checkpoint_without_an_export_holds_no_model(accelerator: Accelerator, tmp_path: Path) -> None:
-    _, checkpoint = trained_and_saved(accelerator, a_run(tmp_path, export_model=False, **LORA), tmp_path)
+    _, checkpoint = trained_and_saved(
+        accelerator, a_run(tmp_path, checkpoint={"export_model": False}, **LORA), tmp_path
+    )
     assert {path.name for path in checkpoint.iterdir()} >= {"state.json", "adapter.safetensors"}
     assert not (checkpoint / "model").exists() and not (checkpoint / "adapter").exists()
 

@@ -93,18 +93,6 @@ MIXTURE = {"kind": "mixture", "every_steps": 3, "num_snapshots": 2}
         ({"kind": "ema", "every_steps": 3}, 'kind = "ema" needs alpha'),
         ({"kind": "adaptive"}, 'kind = "adaptive" needs kl_threshold'),
         ({"kind": "mixture", "every_steps": 3}, 'kind = "mixture" needs num_snapshots'),
-        ({"kind": "fixed", "every_steps": 3}, 'every_steps = 3 does nothing with kind = "fixed", which uses: device'),
-        ({"kind": "fixed", "reset_optimizer": True}, 'reset_optimizer = True does nothing with kind = "fixed"'),
-        ({"kind": "fixed", "only": "wte"}, "only = 'wte' does nothing with kind = \"fixed\""),
-        ({"reset_optimizer": True}, 'reset_optimizer = True does nothing with kind = "none", which uses: nothing'),
-        ({"device": "cpu"}, "device = 'cpu' does nothing with kind = \"none\""),
-        (EVERY | {"alpha": 0.5}, r'alpha = 0\.5 does nothing with kind = "every"'),
-        (EVERY | {"patience": 5}, 'patience = 5 does nothing with kind = "every"'),
-        (EVERY | {"reward_guard": False}, 'reward_guard = False does nothing with kind = "every"'),
-        (EVERY | {"num_snapshots": 2}, 'num_snapshots = 2 does nothing with kind = "every"'),
-        (EMA | {"growth": 2.0}, r'growth = 2\.0 does nothing with kind = "ema"'),
-        (MIXTURE | {"growth": 2.0}, r'growth = 2\.0 does nothing with kind = "mixture"'),
-        (ADAPTIVE | {"every_steps": 3}, 'every_steps = 3 does nothing with kind = "adaptive".*min_every_steps'),
         (EVERY | {"every_steps": 0}, "every_steps = 0 must be at least 1"),
         (EMA | {"alpha": 1.0}, r'alpha = 1\.0 must lie between 0 and 1.*"every"'),
         (MIXTURE | {"num_snapshots": 1}, "num_snapshots = 1 must be at least 2"),
@@ -113,17 +101,14 @@ MIXTURE = {"kind": "mixture", "every_steps": 3, "num_snapshots": 2}
         (ADAPTIVE | {"kl_threshold": float("inf")}, 'kl_threshold = inf .*kind = "fixed"'),
         (EVERY | {"growth": 1.0}, r"growth = 1\.0 must be above 1"),
         (EVERY | {"growth": float("inf")}, "growth = inf must be .* finite"),
-        (EVERY | {"max_every_steps": 9}, "max_every_steps = 9 does nothing without growth"),
-        (EVERY | {"growth": 2.0, "max_every_steps": 3}, "max_every_steps = 3 must be above every_steps = 3"),
+        (EVERY | {"growth": 2.0, "max_every_steps": 2}, "max_every_steps = 2 must not be below every_steps = 3"),
         (ADAPTIVE | {"growth": 2.0}, r"growth = 2\.0 needs min_every_steps"),
-        (ADAPTIVE | {"min_every_steps": 3}, "min_every_steps never rises above 3 .* patience = 3"),
-        (ADAPTIVE | {"min_every_steps": 1, "growth": 2.0, "max_every_steps": 2}, "never rises above 2"),
         (EVERY | {"every_steps": 1, "reset_optimizer": True}, "the moments would never outlive a step"),
         (EVERY | {"only": "h.(0"}, r"only = 'h\.\(0' is no regular expression: .*position"),
         (EVERY | {"device": "gpu"}, "device = 'gpu' must be"),
     ],
 )
-def test_what_does_nothing_or_contradicts_itself_is_refused(settings: dict, expected: str) -> None:
+def test_what_contradicts_itself_is_refused(settings: dict, expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
         ReferenceConfig(**settings)
 

@@ -1,8 +1,5 @@
 """The reference of a policy that two ranks share is the reference of the whole policy, and so is its checkpoint."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,9 +8,9 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
-from tests.learner.policy.sharded_reference import follow, load, move, note, odd_policy, save
+from tests.learner.policy.sharded_reference import follow, follow_sharded, load, move, note, odd_policy, save
 from tests.learner.policy.test_reference import KINDS
-from tests.learner.training.test_ranks import LAUNCH, ROOT
+from tests.learner.ranks import on_two_ranks
 
 
 @pytest.fixture
@@ -35,11 +32,7 @@ def test_two_ranks_have_the_reference_of_one_and_read_each_others_checkpoints(
         note(f"{kind}-of-one", reference, policy, expected)
         note(f"{kind}-of-two", reference, policy, expected)
 
-    command = [sys.executable, "-m", *LAUNCH, "-m", "tests.learner.policy.sharded_reference", str(tmp_path)]
-    on_cpu = os.environ | {"ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=on_cpu)
-    assert done.returncode == 0, done.stdout + done.stderr
-
+    on_two_ranks(follow_sharded, tmp_path)
     found = load_file(tmp_path / "found.safetensors")
     assert found.keys() == expected.keys() and len(found) == 2 * 8 * len(KINDS)
     for name, logprobs_BT in expected.items():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from learner.config import DataConfig
 from learner.prompts.prompts import Prompts
-from protocol.errors import ConfigError, DataError
+from protocol.errors import DataError
 from protocol.model_files import resolve_model
 
 CHAT_TEMPLATE = (
@@ -180,14 +180,14 @@ def test_a_template_that_refuses_a_conversation_names_its_row(tokenizer, tmp_pat
 
 
 def test_exactly_one_source_must_be_named():
-    with pytest.raises(ConfigError, match=r"none of learner.data.task"):
+    with pytest.raises(ValueError, match="task, path or dataset must be given"):
         DataConfig()
-    with pytest.raises(ConfigError, match=r"learner.data.task = 'reverse', learner.data.path = 'a.jsonl' came"):
+    with pytest.raises(ValueError, match=r"task = 'reverse', path = 'a.jsonl' came; expected exactly one"):
         DataConfig(task="reverse", path="a.jsonl")
 
 
 def test_a_number_below_one_names_its_key():
-    with pytest.raises(ConfigError, match=r"learner.data.num_prompts = 0 must be at least 1"):
+    with pytest.raises(ValueError, match=r"num_prompts = 0 must be at least 1"):
         DataConfig(task="reverse", num_prompts=0)
 
 

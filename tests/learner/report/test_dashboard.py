@@ -129,7 +129,7 @@ def test_a_port_in_use_is_replaced_with_a_warning_that_names_port_and_knob(tmp_p
             second = await Dashboard.start(tmp_path, port)
         try:
             assert second.address not in ("", dashboard.address)
-            assert str(port) in caplog.text and "learner.dashboard_port" in caplog.text
+            assert str(port) in caplog.text and "learner.report.dashboard_port" in caplog.text
             async with session.get(f"{second.address}/health") as response:
                 assert response.status == 200
         finally:

@@ -26,7 +26,7 @@ FIELDS = [
     "groups_lost",
     "push_stall_median_s",
     "mismatch_mean_abs_logprob",
-    "tokens_per_s",
+    "completion_tokens_per_s",
     "wait_shares",
 ]
 
@@ -49,7 +49,7 @@ def test_every_number_agrees_with_an_independent_computation(tmp_path):
     assert summary.push_stall_median_s == pytest.approx(np.median(column("push/stall_seconds")))
     means = [np.nanmean(column("policy/mismatch_abs_logprob")), np.nanmean(column("parity/abs_logprob"))]
     assert summary.mismatch_mean_abs_logprob == pytest.approx(max(means))
-    assert summary.tokens_per_s == pytest.approx(column("rollout/tokens").sum() / summary.seconds)
+    assert summary.completion_tokens_per_s == pytest.approx(column("rollout/tokens").sum() / summary.seconds)
     waits = {part: column(f"wait/{part}").sum() for part in ("server", "reward", "link", "push", "learner")}
     expected = {part: pytest.approx(seconds / column("time/step").sum()) for part, seconds in waits.items()}
     assert summary.wait_shares == expected
@@ -93,7 +93,7 @@ def test_one_bare_step_is_enough_and_absent_numbers_are_none(tmp_path):
     absent = [name for name in FIELDS if getattr(summary, name) is None]
     assert absent == [
         "reward_first", "reward_last", "exact_last", "staleness_mean", "staleness_max",
-        "push_stall_median_s", "mismatch_mean_abs_logprob", "tokens_per_s",
+        "push_stall_median_s", "mismatch_mean_abs_logprob", "completion_tokens_per_s",
     ]  # fmt: skip
     assert "–" in as_text(summary)
 

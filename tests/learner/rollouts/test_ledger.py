@@ -21,10 +21,9 @@ def ledger(tmp_path):
 
 
 def admit(ledger: Ledger, slot: int, attempt: int = 0, position: int | None = None) -> str:
-    group_id, position = f"{slot}.{attempt}", slot if position is None else position
+    position = slot if position is None else position
     epoch, prompt_id = divmod(position, 10)
-    ledger.admit(group_id, slot=slot, attempt=attempt, position=position, epoch=epoch, prompt_id=prompt_id, version=3)
-    return group_id
+    return ledger.admit(slot=slot, attempt=attempt, position=position, epoch=epoch, prompt_id=prompt_id, version=3)
 
 
 def scored(ledger: Ledger, slot: int, attempt: int = 0) -> str:
@@ -246,10 +245,10 @@ from pathlib import Path
 from learner.rollouts.ledger import Ledger
 ledger = Ledger(Path({str(tmp_path / "ledger.db")!r}))
 for slot in range(20):
-    ledger.admit(f"{{slot}}.0", slot=slot, attempt=0, position=slot, epoch=0, prompt_id=slot, version=0)
+    ledger.admit(slot=slot, attempt=0, position=slot, epoch=0, prompt_id=slot, version=0)
     ledger.receive(f"{{slot}}.0", b"x" * 1000, 0, 1)
     print(slot, flush=True)
-ledger.admit("20.0", slot=20, attempt=0, position=20, epoch=0, prompt_id=20, version=0)
+ledger.admit(slot=20, attempt=0, position=20, epoch=0, prompt_id=20, version=0)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     done = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, timeout=60)

@@ -11,13 +11,17 @@ import msgspec
 import numpy as np
 import pytest
 
-from learner.policy.model import load_tokenizer
-from learner.prompts.prompts import Prompts
+from learner.config import LearnerRun
+from learner.material import Material
+from learner.rewards.scoring import Scorer
 from learner.rewards.workers import RewardWorkers
 from learner.rollouts.ledger import Ledger
+from learner.rollouts.outstanding import Outstanding
+from learner.rollouts.queue import GroupQueue
 from learner.rollouts.rollouts import Rollouts
 from learner.rollouts.scored_group import ScoredGroup
-from learner.rollouts.scoring import Scorer
+from learner.servers.connection import Connection
+from learner.servers.loop_thread import LoopThread
 from protocol.channel.sockets import ServerChannel
 from protocol.codec import pack
 from protocol.messages import (
@@ -34,7 +38,6 @@ from protocol.messages import (
     Sampling,
     Welcome,
 )
-from protocol.model_files import resolve_model
 from tests.learner.test_train import make_run
 
 TIMEOUT_S = 20.0
@@ -143,22 +146,32 @@ class HandServer:
 
 
 @contextmanager
-def rollouts_on(server: HandServer, tmp_path: Path, version: int = 0, **learner: object) -> Iterator[Rollouts]:
-    run = make_run(tmp_path, server.endpoint, **({"steps": 10, "max_staleness": 1} | learner))
-    tokenizer = load_tokenizer(resolve_model("tiny:digits"))
-    prompts = Prompts(run.learner.data, tokenizer, run.seed)
-    ledger = Ledger(tmp_path / "ledger.db")
+def rollouts_of(run: LearnerRun) -> Iterator[tuple[Connection, Rollouts]]:
+    """The rollouts of a run, not started."""
+    material, directory = Material(run), Path(run.run_dir).parent
+    ledger = Ledger(directory / "ledger.db")
+    connection = Connection(run, Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL), LoopThread("test"))
     with RewardWorkers(run.learner.reward) as workers:
-        scorer = Scorer(run.learner, tokenizer, workers, ledger)
-        rollouts = Rollouts(
-            run, Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL), prompts, ledger, scorer, version
-        )
+        queue = GroupQueue(run, material.prompts, ledger)
+        outstanding = Outstanding(ledger, material.prompts, run.learner.max_group_attempts)
+        scorer = Scorer(run.learner, material.tokenizer, workers)
+        rollouts = Rollouts(run, connection, queue, outstanding, scorer, ledger)
         try:
-            rollouts.wait_for_server(TIMEOUT_S)
-            yield rollouts
+            yield connection, rollouts
         finally:
             rollouts.close()
+            connection.loop.stop()
+            connection.close()
             ledger.close()
+
+
+@contextmanager
+def rollouts_on(server: HandServer, tmp_path: Path, version: int = 0, **learner: object) -> Iterator[Rollouts]:
+    run = make_run(tmp_path, server.endpoint, **({"steps": 10, "max_staleness": 1} | learner))
+    with rollouts_of(run) as (connection, rollouts):
+        rollouts.start(version)
+        connection.wait()
+        yield rollouts
 
 
 def slots(groups: list[ScoredGroup] | None) -> list[int]:
@@ -180,8 +193,8 @@ def test_a_group_that_comes_twice_is_taken_once_and_acknowledged_twice(tmp_path:
 
     with HandServer(twice) as server, rollouts_on(server, tmp_path) as rollouts:
         rollouts.publish(0, server.server_id)
-        assert slots(rollouts.take(3, TIMEOUT_S, 0)) == [0, 1, 2]
-        assert slots(rollouts.take(3, TIMEOUT_S, 0)) == [3, 4, 5]
+        assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 1, 2]
+        assert slots(rollouts.take(0, TIMEOUT_S)) == [3, 4, 5]
     assert sorted(server.acked) == sorted(2 * [f"{slot}.0" for slot in range(6)])
     assert counts(tmp_path).admitted == 6
 
@@ -195,7 +208,7 @@ def test_groups_are_taken_in_slot_order_whatever_order_they_come_in(tmp_path: Pa
 
     with HandServer(backwards) as server, rollouts_on(server, tmp_path) as rollouts:
         rollouts.publish(0, server.server_id)
-        assert slots(rollouts.take(3, TIMEOUT_S, 0)) == [0, 1, 2]
+        assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 1, 2]
 
 
 def test_nothing_is_sent_before_the_server_has_weights_and_then_only_what_the_rule_allows(tmp_path: Path) -> None:
@@ -203,14 +216,14 @@ def test_nothing_is_sent_before_the_server_has_weights_and_then_only_what_the_ru
         return [group_of(request, server.version)]
 
     with HandServer(answer) as server, rollouts_on(server, tmp_path) as rollouts:
-        assert rollouts.take(1, 0.3, 0) is None and server.generated == []
+        assert rollouts.take(0, 0.3) is None and server.generated == []
         rollouts.publish(0, server.server_id)
-        assert slots(rollouts.take(3, TIMEOUT_S, 0)) == [0, 1, 2]
+        assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 1, 2]
         assert rollouts.batch_metrics["wait/push"] >= 0.3
-        assert slots(rollouts.take(3, TIMEOUT_S, 0)) == [3, 4, 5]
-        assert rollouts.take(1, 0.3, 0) is None and len(server.generated) == 6
+        assert slots(rollouts.take(0, TIMEOUT_S)) == [3, 4, 5]
+        assert rollouts.take(0, 0.3) is None and len(server.generated) == 6
         rollouts.publish(1, server.server_id)
-        assert slots(rollouts.take(3, TIMEOUT_S, 1)) == [6, 7, 8]
+        assert slots(rollouts.take(1, TIMEOUT_S)) == [6, 7, 8]
 
 
 def test_a_group_older_than_allowed_is_dropped_counted_and_asked_for_again(tmp_path: Path) -> None:
@@ -219,7 +232,7 @@ def test_a_group_older_than_allowed_is_dropped_counted_and_asked_for_again(tmp_p
 
     with HandServer(old_at_first) as server, rollouts_on(server, tmp_path, version=5) as rollouts:
         rollouts.publish(5, server.server_id)
-        groups = rollouts.take(3, TIMEOUT_S, 5)
+        groups = rollouts.take(5, TIMEOUT_S)
         assert slots(groups) == [0, 1, 2] and groups is not None and groups[1].group_id == "1.1"
     assert counts(tmp_path).dropped == 1
 
@@ -230,14 +243,15 @@ def test_a_new_server_is_asked_again_for_everything_that_has_not_come(tmp_path: 
 
     with HandServer(nothing_at_first) as server, rollouts_on(server, tmp_path) as rollouts:
         rollouts.publish(0, server.server_id)
-        assert rollouts.take(3, 0.5, 0) is None
+        assert rollouts.take(0, 0.5) is None
         before = list(server.generated)
         server.server_id = "server-2"
-        rollouts.thread.call(rollouts.link._channel.send(rollouts.link._hello, TIMEOUT_S), TIMEOUT_S)
-        while rollouts.wait_for_server(TIMEOUT_S).server_id != "server-2":
-            rollouts.take(3, 0.1, 0)
+        connection = rollouts._connection
+        connection.loop.call(connection.link._channel.send(connection.hello, TIMEOUT_S), TIMEOUT_S)
+        while connection.wait().server_id != "server-2":
+            rollouts.take(0, 0.1)
         rollouts.publish(0, server.server_id)
-        assert slots(rollouts.take(3, TIMEOUT_S, 0)) == [0, 1, 2]
+        assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 1, 2]
     assert sorted(server.generated) == sorted(before * 2)
 
 
@@ -247,13 +261,13 @@ def test_a_resume_takes_every_group_up_where_the_ledger_has_it(tmp_path: Path) -
 
     with HandServer(answer) as server, rollouts_on(server, tmp_path) as rollouts:
         rollouts.publish(0, server.server_id)
-        assert slots(rollouts.take(3, TIMEOUT_S, 0)) == [0, 1, 2]
+        assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 1, 2]
         rollouts._ledger.consume([(f"{slot}.0", 0) for slot in range(3)], step=1)
         while len(server.acked) < 4:
-            rollouts.take(3, 0.1, 0)
+            rollouts.take(0, 0.1)
         rollouts.publish(1, server.server_id)  # the rule now allows slots 0 to 8
         while len(server.generated) < 9:
-            rollouts.take(3, 0.1, 1)
+            rollouts.take(1, 0.1)
     assert sorted(server.cancelled) == ["3.0", "5.0", "6.0", "7.0", "8.0"]
 
     everything = HandServer(lambda server, request: [group_of(request, server.version)])
@@ -262,12 +276,12 @@ def test_a_resume_takes_every_group_up_where_the_ledger_has_it(tmp_path: Path) -
     ledger.close()
     with everything as server, rollouts_on(server, tmp_path, version=0) as rollouts:
         rollouts.publish(0, server.server_id)
-        assert slots(rollouts.take(3, TIMEOUT_S, 0)) == [0, 1, 2]
-        assert slots(rollouts.take(3, TIMEOUT_S, 0)) == [3, 4, 5]
+        assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 1, 2]
+        assert slots(rollouts.take(0, TIMEOUT_S)) == [3, 4, 5]
         # Slots 6 to 8 were sent before the restart; at version 0 they would be too old when their turn comes.
         assert sorted(server.generated) == ["3.0", "5.0"]
         rollouts.publish(1, server.server_id)
-        assert slots(rollouts.take(3, TIMEOUT_S, 1)) == [6, 7, 8]
+        assert slots(rollouts.take(1, TIMEOUT_S)) == [6, 7, 8]
     assert sorted(server.generated) == ["3.0", "5.0", "6.0", "7.0", "8.0"]
     assert counts(tmp_path).lost == 0
 
@@ -278,18 +292,13 @@ def test_a_server_that_never_answers_ends_the_wait_with_the_remedy(tmp_path: Pat
     with HandServer(lambda server, request: []) as server:
         endpoint = server.endpoint
     server.endpoint = endpoint
-    with pytest.raises(DeadlineExceeded, match=f"no inference server answers at {endpoint} after 1 s"):
-        run = make_run(tmp_path, endpoint)
-        tokenizer = load_tokenizer(resolve_model("tiny:digits"))
-        prompts, ledger = Prompts(run.learner.data, tokenizer, 0), Ledger(tmp_path / "ledger.db")
-        with RewardWorkers(run.learner.reward) as workers:
-            scorer = Scorer(run.learner, tokenizer, workers, ledger)
-            rollouts = Rollouts(run, Hello(run="r", protocol_version=1, model=MODEL), prompts, ledger, scorer, 0)
-            try:
-                rollouts.wait_for_server(1.0)
-            finally:
-                rollouts.close()
-                ledger.close()
+    run = make_run(tmp_path, endpoint, connect_timeout_s=1.0)
+    with (
+        pytest.raises(DeadlineExceeded, match=f"no inference server answers at {endpoint} after 1 s"),
+        rollouts_of(run) as (connection, rollouts),
+    ):
+        rollouts.start(0)
+        connection.wait()
 
 
 def dropped(tmp_path: Path) -> list[tuple[str, str]]:
@@ -315,7 +324,7 @@ def test_a_group_goes_on_with_two_survivors_and_is_asked_again_with_one(tmp_path
 
     with HandServer(lossy) as server, rollouts_on(server, tmp_path) as rollouts:
         rollouts.publish(0, server.server_id)
-        groups = rollouts.take(3, TIMEOUT_S, 0)
+        groups = rollouts.take(0, TIMEOUT_S)
         assert groups is not None
         assert [(group.group_id, len(group.completions), len(group.rewards_G)) for group in groups] == [
             ("0.0", 2, 2), ("1.2", 4, 4), ("2.0", 3, 3),
@@ -332,7 +341,7 @@ def test_a_prompt_whose_groups_never_survive_is_given_up(tmp_path: Path) -> None
 
     with HandServer(lossy) as server, rollouts_on(server, tmp_path) as rollouts:
         rollouts.publish(0, server.server_id)
-        assert slots(rollouts.take(3, TIMEOUT_S, 0)) == [0, 2, 3]
+        assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 2, 3]
     assert [reason for _, reason in dropped(tmp_path)] == ["too_few_survivors", "too_few_survivors", "failed"]
 
 
@@ -347,7 +356,7 @@ def test_a_group_that_could_not_be_scored_is_asked_again_and_its_prompt_then_rec
 
     with HandServer(unlucky) as server, rollouts_on(server, tmp_path, reward=reward) as rollouts:
         rollouts.publish(0, server.server_id)
-        groups = rollouts.take(3, TIMEOUT_S, 0)
+        groups = rollouts.take(0, TIMEOUT_S)
         assert groups is not None and [group.group_id for group in groups] == ["0.0", "1.1", "3.0"]
         assert (
             rollouts.batch_metrics["rollout/rewards_failed"],
@@ -374,7 +383,7 @@ def test_a_resume_remembers_how_often_a_prompt_has_failed(tmp_path: Path) -> Non
             assert asked_again.wait(TIMEOUT_S)
         with rollouts_on(server, tmp_path) as rollouts:
             rollouts.publish(0, server.server_id)
-            assert slots(rollouts.take(3, TIMEOUT_S, 0)) == [0, 2, 3]
+            assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 2, 3]
     assert dropped(tmp_path) == [("1.0", "too_few_survivors"), ("1.1", "too_few_survivors"), ("1.2", "failed")]
 
 
@@ -405,9 +414,9 @@ def test_a_group_that_is_not_what_was_asked_for_is_refused_counted_and_asked_for
 
     with HandServer(spoils_first_attempts) as server, rollouts_on(server, tmp_path) as rollouts:
         rollouts.publish(0, server.server_id)
-        taken = rollouts.take(3, TIMEOUT_S, 0)
+        taken = rollouts.take(0, TIMEOUT_S)
         assert [group.group_id for group in taken or []] == ["0.1", "1.1", "2.1"]
-        assert rollouts.link.num_refused >= 3
+        assert rollouts._connection.link.num_refused >= 3
     assert {reason for _, reason in dropped(tmp_path)} == {"malformed"}
     assert {"0.0", "1.0", "2.0"} <= set(server.acked)
 
@@ -420,7 +429,7 @@ def test_how_to_sample_reaches_the_server(tmp_path: Path) -> None:
         rollouts_on(server, tmp_path, sampling=sampling) as rollouts,
     ):
         rollouts.publish(0, server.server_id)
-        rollouts.take(3, TIMEOUT_S, 0)
+        rollouts.take(0, TIMEOUT_S)
     assert {request.sampling for request in server.requests} == {
         Sampling(num_completions=3, max_tokens=7, temperature=0.5, top_p=0.9, top_k=5)
     }
@@ -436,9 +445,9 @@ def test_groups_without_signal_are_replaced_also_over_a_resume(tmp_path: Path) -
     with HandServer(some_alike) as server, rollouts_on(server, tmp_path, **active) as rollouts:
         server.silent = {4}  # type: ignore[attr-defined]
         rollouts.publish(0, server.server_id)
-        assert rollouts.take(3, 1.0, 0) is None
+        assert rollouts.take(0, 1.0) is None
         while len(server.acked) < 4:
-            rollouts.take(3, 0.1, 0)
+            rollouts.take(0, 0.1)
     # Slot 1 made room for slot 3, and that for slot 4; no more than three places were ever taken.
     assert sorted(server.generated) == ["0.0", "1.0", "2.0", "3.0", "4.0"] and server.cancelled == ["4.0"]
     assert dropped(tmp_path) == [("1.0", "no_signal"), ("3.0", "no_signal")]
@@ -446,12 +455,12 @@ def test_groups_without_signal_are_replaced_also_over_a_resume(tmp_path: Path) -
     with HandServer(some_alike) as server, rollouts_on(server, tmp_path, **active) as rollouts:
         server.silent = set()  # type: ignore[attr-defined]
         rollouts.publish(0, server.server_id)
-        assert slots(rollouts.take(3, TIMEOUT_S, 0)) == [0, 2, 5]
+        assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 2, 5]
         assert rollouts.batch_metrics["batch/replaced_groups"] == 3
-        assert rollouts.take(3, 0.3, 0) is None, "nothing of the next step before its version"
+        assert rollouts.take(0, 0.3) is None, "nothing of the next step before its version"
         server.version = 1
         rollouts.publish(1, server.server_id)
-        assert slots(rollouts.take(3, TIMEOUT_S, 1)) == [6, 7, 8]
+        assert slots(rollouts.take(1, TIMEOUT_S)) == [6, 7, 8]
         assert rollouts.batch_metrics["batch/replaced_groups"] == 0
     assert sorted(server.generated) == ["4.0", "5.0", "6.0", "7.0", "8.0"], "what was dropped is not asked again"
     assert counts(tmp_path).lost == 0
@@ -467,7 +476,7 @@ def test_a_step_that_has_replaced_too_many_takes_what_comes_and_says_why(
         for version in range(2):
             server.version = version
             rollouts.publish(version, server.server_id)
-            groups = rollouts.take(3, TIMEOUT_S, 0)
+            groups = rollouts.take(0, TIMEOUT_S)
             assert groups is not None and rollouts.batch_metrics["batch/replaced_groups"] == 6
     assert len(server.generated) == 2 * (6 + 3)
     assert "3 of 3 groups go into the batch without signal: this step has replaced 6 already" in caplog.text
@@ -481,14 +490,14 @@ def test_what_was_received_and_not_scored_before_a_resume_waits_for_the_server_b
     with HandServer(lambda server, request: []) as server, rollouts_on(server, tmp_path, **active) as rollouts:
         rollouts.publish(0, server.server_id)
         while len(server.requests) < 3:
-            rollouts.take(3, 0.1, 0)
+            rollouts.take(0, 0.1)
     ledger = Ledger(tmp_path / "ledger.db")
     group = alike(server.requests[0], 0)
     ledger.receive(group.group_id, pack(group), 0, 8)
     ledger.close()
     answer_all = HandServer(lambda server, request: [group_of(request, server.version)])
     with answer_all as server, rollouts_on(server, tmp_path, **active) as rollouts:
-        assert rollouts.take(3, 1.0, 0) is None and server.generated == []
+        assert rollouts.take(0, 1.0) is None and server.generated == []
         assert dropped(tmp_path) == [("0.0", "no_signal")]
         rollouts.publish(0, server.server_id)
-        assert slots(rollouts.take(3, TIMEOUT_S, 0)) == [1, 2, 3]
+        assert slots(rollouts.take(0, TIMEOUT_S)) == [1, 2, 3]

@@ -9,7 +9,7 @@ import pytest
 from inference_server.engine.interface import EngineFailed
 from learner.servers import link as link_module
 from learner.servers.link import ServerLink
-from protocol.errors import DeadlineExceeded, HandshakeRefused, PushFailed, ServerLost, SlipstreamError
+from protocol.errors import DeadlineExceeded, HandshakeRefused, PushError, ServerLost, SlipstreamError
 from protocol.messages import PROTOCOL_VERSION, Hello, Manifest, PushBegin, PushReady, Rendezvous
 from tests.fakes import MODEL, ScriptedEngine, Serving, report, serving
 from tests.link import Link
@@ -35,7 +35,7 @@ def with_link(
         engine = ScriptedEngine()
         async with serving(engine) as server:
             hello = Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL)
-            link = ServerLink(server.endpoint, hello, on_group=lambda group: None, on_welcome=lambda welcome: None)
+            link = ServerLink(server.endpoint, hello)
             task = asyncio.create_task(link.run())
             try:
                 await until(lambda: link.connected)
@@ -58,7 +58,7 @@ async def linked(wire: Link) -> AsyncIterator[ServerLink]:
     """A link over a wire that may be cut; closes both."""
     hello = Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL)
     endpoint = f"tcp://127.0.0.1:{wire.port}"
-    link = ServerLink(endpoint, hello, on_group=lambda group: None, on_welcome=lambda welcome: None)
+    link = ServerLink(endpoint, hello)
     task = asyncio.create_task(link.run())
     try:
         yield link
@@ -106,7 +106,7 @@ def test_a_server_that_dies_during_a_request_is_noticed_long_before_the_deadline
         server.task.cancel()
         with pytest.raises(ServerLost, match="went away before it scored"):
             await score
-        with pytest.raises(PushFailed, match="went away before PushReady"):
+        with pytest.raises(PushError, match="went away before PushReady"):
             await push
         assert not link.connected
 
@@ -169,7 +169,7 @@ def test_a_push_that_the_server_cannot_do_fails_with_the_servers_words() -> None
     async def test(link: ServerLink, engine: ScriptedEngine, server: Serving) -> None:
         engine.scripted_reports = [[report(ok=False, state="receiving", error="scripted failure")]]
         await link.begin_push(PushBegin(epoch="e", version=1), TIMEOUT_S)
-        with pytest.raises(PushFailed, match="scripted failure"):
+        with pytest.raises(PushError, match="scripted failure"):
             await link.finish_push("e")
 
     with_link(test)
@@ -215,11 +215,13 @@ def test_a_refusal_ends_the_link_with_the_servers_reason(monkeypatch: pytest.Mon
     async def run() -> None:
         async with serving(ScriptedEngine()) as server:
             hello = Hello(run="r", protocol_version=PROTOCOL_VERSION + 1, model=MODEL)
-            link = ServerLink(server.endpoint, hello, on_group=lambda group: None, on_welcome=lambda welcome: None)
+            link = ServerLink(server.endpoint, hello)
             try:
                 with pytest.raises(ExceptionGroup) as caught:
                     await asyncio.wait_for(link.run(), TIMEOUT_S)
-                assert caught.group_contains(HandshakeRefused, match="protocol version 2.*install the same")
+                assert caught.group_contains(
+                    HandshakeRefused, match=f"protocol version {PROTOCOL_VERSION + 1}.*install the same"
+                )
             finally:
                 link.close()
 

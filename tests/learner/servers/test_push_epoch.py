@@ -12,7 +12,7 @@ from inference_server.engine.interface import PushOrder
 from inference_server.engine.receiver import Receiver
 from learner.servers.epoch import Epoch
 from protocol.collective.group import Meeting, join_collective
-from protocol.errors import PushFailed
+from protocol.errors import PushError
 from protocol.weights.buckets import make_manifest
 
 TIMEOUT_S = 60.0
@@ -34,7 +34,7 @@ def test_a_worker_that_waits_for_an_epoch_that_was_given_up_is_told_so_at_once()
     said: list[str] = []
 
     def join() -> None:
-        with pytest.raises(PushFailed) as failed:
+        with pytest.raises(PushError) as failed:
             join_collective(epoch.name, epoch.rendezvous, 1, CPU)
         said.append(str(failed.value))
 
@@ -59,6 +59,6 @@ def test_a_receiver_whose_staging_fails_has_left_the_epoch() -> None:
     epoch.collective.close()
     epoch.collective = None
     until(lambda: not receiver.is_staging)
-    assert isinstance(receiver.failure, PushFailed)
+    assert isinstance(receiver.failure, PushError)
     until(lambda: (process.num_threads(), process.num_fds()) == before)
     meeting.close()

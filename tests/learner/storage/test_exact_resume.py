@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from learner.config import LearnerRun
 from learner.storage.checkpoint import find_checkpoint
 from tests.learner.model_engine import tiny_server
-from tests.learner.mortal_learner import Death, Life, live, two_places
+from tests.learner.mortal_learner import Death, Life, live
+from tests.learner.ranks import two_places
 from tests.learner.test_train import batches_of, make_run, metrics_of, seeded
 
 LOSSES = ("loss/policy", "optim/lr", "optim/grad_norm", "reference/kl", "reference/kl_coef", "reference/version",
@@ -23,7 +24,7 @@ LOSSES = ("loss/policy", "optim/lr", "optim/grad_norm", "reference/kl", "referen
 
 def a_run(path: Path, endpoint: str, **learner: Any) -> LearnerRun:
     path.mkdir()
-    return make_run(path, endpoint, **({"checkpoint_every": 2, "steps": 5} | seeded() | learner))
+    return make_run(path, endpoint, **({"checkpoint": {"every_steps": 2}, "steps": 5} | seeded() | learner))
 
 
 def newest_checkpoint(run: LearnerRun) -> Path:
@@ -75,7 +76,7 @@ CASES = {
     ),
     "ema, controlled KL": (
         {"reference": {"kind": "ema", "every_steps": 1, "alpha": 0.3},
-         "kl": {"coef": 0.1, "schedule": "target", "target": 1e-4, "horizon_steps": 3}, "keep_last": 1, "keep_best": 0},
+         "kl": {"coef": 0.1, "schedule": "target", "target": 1e-4, "horizon_steps": 3}, "checkpoint": {"every_steps": 2, "keep_last": 1, "keep_best": 0}},
         [Death("state saved"), Death("model exported"), Death("checkpoint named"), Death("old one removed"),
          Death("old one unnamed", 2)],
     ),

@@ -72,7 +72,7 @@ def test_a_ledger_that_finds_no_room_keeps_what_it_committed(tmp_path: Path, mou
     ledger = Ledger(disk / "ledger.db")
 
     def receive(slot: int) -> None:
-        ledger.admit(f"{slot}.0", slot=slot, attempt=0, position=slot, epoch=0, prompt_id=slot, version=0)
+        ledger.admit(slot=slot, attempt=0, position=slot, epoch=0, prompt_id=slot, version=0)
         assert ledger.receive(f"{slot}.0", b"x" * 5000, 0, 1)
 
     receive(0)
@@ -129,8 +129,8 @@ def error_of(life: Life) -> str:
 SETTINGS: dict[str, Any] = {
     "reference": {"kind": "every", "every_steps": 2},
     "kl": {"coef": 0.1},
-    "keep_best": 0,
-    "trackers": ["tensorboard"],
+    "checkpoint": {"every_steps": 2, "keep_best": 0},
+    "report": {"dashboard_port": 0},
 }
 
 

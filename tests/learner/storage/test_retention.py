@@ -58,8 +58,11 @@ def test_a_checkpoint_after_a_million_steps_is_newer_than_those_before(tmp_path:
     assert steps_in(tmp_path) == [1_000_000, 1_000_001]
 
 
-def a_run(path: Path, endpoint: str, **learner: Any) -> LearnerRun:
-    return make_run(path, endpoint, **(seeded() | {"checkpoint_every": 2, "steps": 7} | learner))
+def a_run(
+    path: Path, endpoint: str, *, steps: int = 7, learner: dict[str, Any] | None = None, **checkpoint: int
+) -> LearnerRun:
+    settings = seeded() | {"steps": steps, "checkpoint": {"every_steps": 2} | checkpoint} | (learner or {})
+    return make_run(path, endpoint, **settings)
 
 
 def checkpoints_of(run: LearnerRun) -> Path:
@@ -108,17 +111,17 @@ def test_a_damaged_checkpoint_is_named_and_without_it_the_run_goes_on_from_the_o
 ) -> None:
     kl = {"reference": {"kind": "every", "every_steps": 2}, "kl": {"coef": 0.1}}
     with tiny_server() as server:
-        run = a_run(tmp_path, server.endpoint, steps=3, **kl)
+        run = a_run(tmp_path, server.endpoint, steps=3, learner=kl)
         train(run, resume=False)
         newest = checkpoints_of(run) / "step-000003"
         shutil.copytree(run.run_dir, tmp_path / "whole" / "run")
         (newest / file).write_bytes((newest / file).read_bytes()[:1000])
-        longer = a_run(tmp_path, server.endpoint, steps=3, **kl)
+        longer = a_run(tmp_path, server.endpoint, steps=3, learner=kl)
         with pytest.raises(ConfigError, match=r"step-000003 cannot be read \(.*\); remove it"):
             train(longer, resume=True)
         shutil.rmtree(newest)
         train(longer, resume=True)
-    assert_ends_alike(run, a_run(tmp_path / "whole", server.endpoint, steps=3, **kl))
+    assert_ends_alike(run, a_run(tmp_path / "whole", server.endpoint, steps=3, learner=kl))
 
 
 @pytest.mark.parametrize("key", ["keep_last", "keep_best"])

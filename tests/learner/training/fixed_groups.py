@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 
 from learner.config import LearnerRun
+from learner.material import Material
 from learner.policy.model import sequence_logprobs
 from learner.policy.snapshot import shared_out
 from learner.rollouts.scored_group import ScoredGroup
@@ -36,7 +37,7 @@ def make_run(**learner: Any) -> LearnerRun:
 def make_moved_trainee(run: LearnerRun, accelerator: Accelerator) -> Trainee:
     """A trainee whose policy has moved away from its reference, with plain gradient descent for an optimizer."""
     torch.manual_seed(0)
-    trainee = make_trainee(run, accelerator, is_new=True)
+    trainee = make_trainee(Material(run), accelerator, is_new=True)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in trainee.policy.parameters():

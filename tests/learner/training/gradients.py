@@ -1,15 +1,16 @@
-"""The gradient of a step under many configs, for the tests that split the step. As a script: on every rank, into a file."""
+"""The gradient of a step under many configs, for the tests that split the step."""
 
-import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from safetensors.torch import save_file
 
-from learner.config import LearnerConfig
 from learner.policy.snapshot import whole
 from learner.rollouts.scored_group import ScoredGroup
 from learner.training.batch import trained_rows
+from learner.training.metrics import StepTimer
 from learner.training.ranks import my_batches
 from learner.training.step import advantages, forward_backward, less_kl
 from learner.training.survey import survey
@@ -46,16 +47,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def gradient_of(
-    accelerator: Accelerator, trainee: Trainee, groups: list[ScoredGroup], config: LearnerConfig
-) -> torch.Tensor:
+def gradient_of(trainee: Trainee, groups: list[ScoredGroup]) -> torch.Tensor:
     """The gradient of the first update, as one vector."""
+    config = trainee.config
     if config.kl.place == "reward":
-        groups, _ = less_kl(accelerator, trainee, groups, config)
+        groups, _ = less_kl(trainee, groups, StepTimer())
     rows = trained_rows(groups, advantages(groups, config), config)
-    batches = my_batches(accelerator, rows, config.micro_batch_tokens)
-    batches = survey(accelerator, trainee, batches, config)
-    forward_backward(accelerator, trainee, batches, VERSION, config, is_first_update=True)
+    batches = my_batches(trainee.accelerator, rows, config.micro_batch_tokens)
+    batches = survey(trainee, batches, StepTimer())
+    forward_backward(trainee, batches, VERSION, is_first_update=True)
     gradient = torch.cat([whole(parameter.grad).flatten() for parameter in trainee.policy.parameters()])
     trainee.optimizer.zero_grad()
     return gradient
@@ -67,14 +67,10 @@ def all_gradients(accelerator: Accelerator, *, micro_batch_tokens: int) -> dict[
         run = make_run(**settings, micro_batch_tokens=micro_batch_tokens)
         trainee = make_moved_trainee(run, accelerator)
         groups = make_groups(accelerator.unwrap_model(trainee.policy))
-        gradients[name] = gradient_of(accelerator, trainee, groups, run.learner)
+        gradients[name] = gradient_of(trainee, groups)
     return gradients
 
 
-if __name__ == "__main__":
-    accelerator = Accelerator(cpu=True)
-    gradients = all_gradients(accelerator, micro_batch_tokens=int(sys.argv[2]))
-    torch.save(
-        {"ranks": accelerator.num_processes, "gradients": gradients}, f"{sys.argv[1]}-{accelerator.process_index}"
-    )
-    accelerator.end_training()
+def write_gradients(accelerator: Accelerator, stem: Path, micro_batch_tokens: int) -> None:
+    """Each rank into a file of its own."""
+    save_file(all_gradients(accelerator, micro_batch_tokens=micro_batch_tokens), f"{stem}-{accelerator.process_index}")

@@ -4,9 +4,7 @@ The same functions do it with a whole policy, where the test compares the two.
 """
 
 import weakref
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -15,9 +13,10 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import save_file
 from torch import nn
 
-import learner.policy.lockstep
-from learner.policy.lockstep import Lockstep
+import learner.policy.published
+from learner.material import Material
 from learner.policy.model import token_logprobs
+from learner.policy.published import PublishedPolicy
 from learner.policy.snapshot import whole
 from learner.storage.checkpoint import load_checkpoint, save_checkpoint
 from learner.training.batch import trained_rows
@@ -27,38 +26,13 @@ from learner.training.step import advantages, train_on
 from learner.training.survey import survey
 from learner.training.trainee import Trainee, make_trainee
 from protocol.errors import ParityError, RankFailed
-from tests.learner.mortal_learner import Place, two_places
 from tests.learner.training.fixed_groups import VERSION, make_groups, make_moved_trainee, make_run
 from tests.learner.training.gradients import CONFIGS, gradient_of
 from tests.learner.training.sharding import shard_on_cpu
-from tests.peer import PROCESSES
 
-TIMEOUT_S = 120.0
-Work = Callable[..., Any]
 OBJECTIVES = ("grpo", "decoupled", "top entropy and bonus", "kl in the loss", "kl in the reward")
 STEPS = range(VERSION, VERSION + 4)
 SAVED_AFTER = STEPS[2]
-
-
-def on_two_ranks(work: Work, *args: Any) -> None:
-    """Call `work(accelerator, *args)` on both."""
-    ranks = [PROCESSES.Process(target=_be, args=(place, work, args)) for place in two_places(is_sharded=True)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(TIMEOUT_S)
-        if rank.exitcode is None:
-            rank.kill()
-    assert [rank.exitcode for rank in ranks] == [0, 0], "their tracebacks are in the captured output"
-
-
-def _be(place: Place, work: Work, args: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    place.enter()
-    accelerator = Accelerator()
-    assert accelerator.is_fsdp2 and accelerator.num_processes == 2
-    work(accelerator, *args)
-    accelerator.end_training()
 
 
 def gradients(accelerator: Accelerator, *, micro_batch_tokens: int) -> dict[str, torch.Tensor]:
@@ -68,7 +42,7 @@ def gradients(accelerator: Accelerator, *, micro_batch_tokens: int) -> dict[str,
         run = make_run(**CONFIGS[name], micro_batch_tokens=micro_batch_tokens)
         trainee = make_moved_trainee(run, accelerator)
         groups = make_groups(trainee.policy, num_completions=3)
-        found[name] = gradient_of(accelerator, trainee, groups, run.learner)
+        found[name] = gradient_of(trainee, groups)
     return found
 
 
@@ -78,34 +52,34 @@ def write_gradients(accelerator: Accelerator, path: Path) -> None:
         save_file(found, path)
 
 
-def a_trainee(accelerator: Accelerator) -> tuple[Any, Trainee]:
+def a_trainee(accelerator: Accelerator) -> Trainee:
     reference = {"reference": {"kind": "ema", "alpha": 0.5, "every_steps": 1}, "kl": {"coef": 0.3}}
     optimizer = {"optimizer": {"learning_rate": 1e-3, "max_grad_norm": 0.1}}
-    run = make_run(**reference, **optimizer, micro_batch_tokens=20, export_model=True)
+    run = make_run(**reference, **optimizer, micro_batch_tokens=20, checkpoint={"export_model": True})
     torch.manual_seed(0)
-    return run, make_trainee(run, accelerator, is_new=True)
+    return make_trainee(Material(run), accelerator, is_new=True)
 
 
 def weights_of(accelerator: Accelerator, trainee: Trainee) -> dict[str, torch.Tensor]:
     """As they are pushed; on rank 0."""
-    lockstep, found = Lockstep(accelerator, trainee.policy, torch.float32), {}
-    with lockstep.led():
+    published, found = trainee.published, {}
+    with published.led():
         if accelerator.is_main_process:
-            found = {name: tensor.detach().clone() for name, tensor in lockstep.tensors()}
+            found = {name: tensor.detach().clone() for name, tensor in published.tensors()}
     return found
 
 
 def train_and_save(accelerator: Accelerator, directory: Path) -> None:
     """Four steps, a checkpoint before the last, and what was found in files."""
-    run, trainee = a_trainee(accelerator)
+    trainee = a_trainee(accelerator)
     groups = make_groups(trainee.policy, num_completions=3)
     found, metrics = weights_of(accelerator, trainee), []
     tensors = {f"first/{name}": tensor for name, tensor in found.items()}
     for version in STEPS:
-        metrics.append(train_on(accelerator, trainee, groups, version, run.learner, StepTimer()))
-        metrics[-1] |= trainee.after_step(version + 1, metrics[-1], run.learner)
+        metrics.append(train_on(trainee, groups, version, StepTimer()))
+        metrics[-1] |= trainee.after_step(version + 1, metrics[-1])
         if version == SAVED_AFTER:
-            save_checkpoint(accelerator, directory, version, trainee, run, reward_mean=None)
+            save_checkpoint(trainee, directory, version, reward_mean=None)
     tensors |= {f"last/{name}": tensor for name, tensor in weights_of(accelerator, trainee).items()}
     if accelerator.is_main_process:
         save_file(tensors, directory / "found.safetensors")
@@ -114,10 +88,10 @@ def train_and_save(accelerator: Accelerator, directory: Path) -> None:
 
 def resume(accelerator: Accelerator, directory: Path, into: Path) -> None:
     """Take the last step again, from the checkpoint of this or the other kind."""
-    run, trainee = a_trainee(accelerator)
+    trainee = a_trainee(accelerator)
     groups = make_groups(trainee.policy, num_completions=3)
-    load_checkpoint(accelerator, directory / f"step-{SAVED_AFTER:06d}", trainee)
-    train_on(accelerator, trainee, groups, STEPS[-1], run.learner, StepTimer())
+    load_checkpoint(trainee, directory / f"step-{SAVED_AFTER:06d}")
+    train_on(trainee, groups, STEPS[-1], StepTimer())
     found = weights_of(accelerator, trainee)
     if accelerator.is_main_process:
         save_file(found, into)
@@ -125,20 +99,19 @@ def resume(accelerator: Accelerator, directory: Path, into: Path) -> None:
 
 def lead_and_follow(accelerator: Accelerator) -> None:
     """A push that breaks off, a pass, a push; then an error of rank 0's, at which no rank may hang."""
-    _, trainee = a_trainee(accelerator)
-    policy = trainee.policy
+    policy = a_trainee(accelerator).policy
     expected = {name: whole(parameter.detach()) for name, parameter in policy.named_parameters()}
-    lockstep = Lockstep(accelerator, policy, torch.bfloat16)
-    with lockstep.led():
+    published = PublishedPolicy(accelerator, policy, torch.bfloat16)
+    with published.led():
         if accelerator.is_main_process:
-            broken_off = iter(lockstep.tensors())
+            broken_off = iter(published.tensors())
             next(broken_off), next(broken_off)
-            assert lockstep.logprobs([1, 2, 3]).shape == (2,)
-            pushed = dict(lockstep.tensors())
+            assert published.logprobs([1, 2, 3]).shape == (2,)
+            pushed = dict(published.tensors())
             assert list(pushed) == list(expected)
             assert all(torch.equal(pushed[name], tensor.bfloat16()) for name, tensor in expected.items())
     try:
-        with lockstep.led():
+        with published.led():
             if accelerator.is_main_process:
                 raise ParityError("apart")
     except (ParityError, RankFailed) as error:
@@ -165,11 +138,11 @@ def count_bytes(accelerator: Accelerator) -> None:
         nonlocal held
         held -= num_bytes
 
-    learner.policy.lockstep.whole = counted
-    lockstep = Lockstep(accelerator, model, torch.float32)
-    with lockstep.led():
+    learner.policy.published.whole = counted
+    published = PublishedPolicy(accelerator, model, torch.float32)
+    with published.led():
         if accelerator.is_main_process:
-            assert sum(1 for _ in lockstep.tensors()) == 8
+            assert sum(1 for _ in published.tensors()) == 8
     # Rank 0 holds one tensor while it asks for the next.
     assert (held, most) == (0, (2 if accelerator.is_main_process else 1) * 64 * 64 * 4)
 
@@ -184,7 +157,7 @@ def compare_passes_in_bfloat16(accelerator: Accelerator) -> None:
     trainee = make_moved_trainee(run, accelerator)
     groups = make_groups(trainee.policy, num_completions=3)
     rows = trained_rows(groups, advantages(groups, run.learner), run.learner)
-    batches = survey(accelerator, trainee, my_batches(accelerator, rows, 20), run.learner)
+    batches = survey(trainee, my_batches(accelerator, rows, 20), StepTimer())
     for batch in batches:
         logprobs_BT, _ = token_logprobs(trainee.policy, batch, run.learner.sampling.temperature)
         assert torch.equal(logprobs_BT, batch.proximal_logprobs_BT)

@@ -10,41 +10,53 @@ import torch
 from safetensors.torch import load_file
 
 from protocol.config import to_toml
+from tests.learner.forked_learner import end_of, start_learner
 from tests.learner.model_engine import tiny_server
+from tests.learner.ranks import ALONE, two_places
 from tests.learner.test_train import make_run, metrics_of, seeded
-from tests.learner.training.sharding import FSDP2
 
 ROOT = Path(__file__).parent.parent.parent.parent
-# What `accelerate launch` does on GPUs; on a CPU alone it would start a single process.
 LAUNCH = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-
-
 SHARDED = pytest.param(True, id="sharded", marks=pytest.mark.slow)
 
 
-def run_ranks(tmp_path: Path, launch: list[str], *, is_sharded: bool = False, **learner: object):
-    """Run the command, return what it wrote and the weights that reached the server."""
+def run_ranks(tmp_path: Path, num_ranks: int, *, is_sharded: bool = False, launched: bool = False, **learner: object):
+    """Train on so many ranks, return what they wrote and the weights that reached the server."""
     with tiny_server() as server:
         reference = {"reference": {"kind": "every", "every_steps": 2}, "kl": {"coef": 0.1}}
         run = make_run(tmp_path, server.endpoint, **seeded() | reference | learner)
         tmp_path.mkdir()
         config = tmp_path / "run.toml"
         config.write_text(to_toml(run))
-        program = "tests.learner.training.sharding" if is_sharded else "learner"
-        command = [sys.executable, *launch, program, "train", str(config)]
-        on_cpu = os.environ | {"ACCELERATE_USE_CPU": "true"} | (FSDP2 if is_sharded else {})
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=on_cpu)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert ("rank 1 of 2" in done.stderr) == (len(launch) > 1)
+        logs = launch(config) if launched else fork(config, num_ranks, is_sharded=is_sharded)
+        assert ("rank 1 of 2" in logs) == (num_ranks > 1)
         return metrics_of(run), server.engine.weights
+
+
+def launch(config: Path) -> str:
+    """As `accelerate launch` does on GPUs; on a CPU alone it would start a single process."""
+    command = [sys.executable, "-m", *LAUNCH, "-m", "learner", "train", str(config)]
+    on_cpu = os.environ | {"ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=on_cpu)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stderr
+
+
+def fork(config: Path, num_ranks: int, *, is_sharded: bool) -> str:
+    log = config.with_suffix(".log")
+    places = [ALONE] if num_ranks == 1 else two_places(is_sharded=is_sharded)
+    ranks = [start_learner(("train", str(config)), log, log, place.enter) for place in places]
+    assert [end_of(rank, log) for rank in ranks] == [0] * num_ranks, log.read_text()
+    return log.read_text()
 
 
 @pytest.mark.parametrize("is_sharded", [False, SHARDED])
 def test_two_ranks_and_small_micro_batches_give_the_losses_and_weights_of_one(tmp_path: Path, is_sharded: bool) -> None:
-    one, weights_of_one = run_ranks(tmp_path / "one", ["-m"])
+    one, weights_of_one = run_ranks(tmp_path / "one", 1)
     two, weights_of_two = run_ranks(
-        tmp_path / "two", ["-m", *LAUNCH, "-m"], is_sharded=is_sharded, micro_batch_tokens=20, parity={"every_steps": 1}
-    )
+        tmp_path / "two", 2, is_sharded=is_sharded, launched=not is_sharded, micro_batch_tokens=20,
+        parity={"every_steps": 1},
+    )  # fmt: skip
     for name in ("loss/policy", "loss/clipped_frac", "policy/entropy", "reference/kl", "optim/grad_norm", "optim/lr"):
         # a step without tokens to train on measures no KL
         of_one, of_two = ([line[name] for line in lines if name in line] for lines in (one, two))
@@ -57,9 +69,8 @@ def test_two_ranks_and_small_micro_batches_give_the_losses_and_weights_of_one(tm
 @pytest.mark.slow
 def test_a_sharded_policy_is_pushed_beside_the_next_step_as_it_was_saved(tmp_path: Path) -> None:
     push = {"overlap": True, "timeout_s": 20}
-    _, pushed = run_ranks(
-        tmp_path / "two", ["-m", *LAUNCH, "-m"], is_sharded=True, max_staleness=2, push=push, checkpoint_every=4
-    )
+    checkpoint = {"every_steps": 4}
+    _, pushed = run_ranks(tmp_path / "two", 2, is_sharded=True, max_staleness=2, push=push, checkpoint=checkpoint)
     (weights,) = (tmp_path / "two").rglob("step-000004/model.safetensors")
     for name, tensor in load_file(weights).items():
         assert torch.equal(pushed[name], tensor), name

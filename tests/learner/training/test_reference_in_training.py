@@ -8,6 +8,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
+from learner.material import Material
 from learner.storage.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from learner.train import train
 from learner.training.trainee import make_trainee
@@ -71,25 +72,41 @@ def run_with(tmp_path: Path, reference: dict | None):
 
 
 def trainee_with(accelerator: Accelerator, tmp_path: Path, reference: dict | None):
-    return make_trainee(run_with(tmp_path, reference), accelerator, is_new=True)
+    return make_trainee(Material(run_with(tmp_path, reference)), accelerator, is_new=True)
 
 
 @pytest.mark.parametrize(("before", "now"), [(MIXTURE, ADAPTIVE), (MIXTURE, None), (None, ADAPTIVE)])
 def test_a_checkpoint_of_another_kind_of_reference_is_refused(
     accelerator: Accelerator, tmp_path: Path, before: dict | None, now: dict | None
 ) -> None:
-    trainee, run = trainee_with(accelerator, tmp_path, before), run_with(tmp_path, before)
-    save_checkpoint(accelerator, tmp_path, 3, trainee, run, reward_mean=None)
+    save_checkpoint(trainee_with(accelerator, tmp_path, before), tmp_path, 3, reward_mean=None)
     kinds = ["none" if settings is None else settings["kind"] for settings in (before, now)]
     with pytest.raises(ConfigError, match=f'a reference of kind "{kinds[0]}", learner.reference.kind is "{kinds[1]}"'):
-        load_checkpoint(accelerator, tmp_path / "step-000003", trainee_with(accelerator, tmp_path, now))
+        load_checkpoint(trainee_with(accelerator, tmp_path, now), tmp_path / "step-000003")
+
+
+def test_with_a_coefficient_of_0_a_run_is_one_without_reference_and_says_so_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    swept = {"reference": ADAPTIVE, "kl": {"coef": 0.0, "estimator": "k1", "place": "reward"}}
+    runs = []
+    for name, settings in (("swept", swept), ("plain", {})):
+        with tiny_server() as server:
+            runs.append(make_run(tmp_path / name, server.endpoint, **seeded(), **settings, steps=2))
+            train(runs[-1], resume=False)
+    (line,) = (message for message in caplog.messages if "do nothing" in message)
+    assert "learner.reference.kind = 'adaptive' (needs kl.coef above 0)" in line
+    at_zero, plain = map(metrics_of, runs)
+    assert [step["loss/policy"] for step in at_zero] == [step["loss/policy"] for step in plain]
+    assert not any(name.startswith("reference/") for step in at_zero for name in step)
+    assert 'kind = "adaptive"' in (tmp_path / "swept/run/config.toml").read_text()
 
 
 def test_a_checkpoint_whose_state_cannot_be_read_is_named(accelerator: Accelerator, tmp_path: Path) -> None:
     (tmp_path / "step-000003").mkdir()
     (tmp_path / "step-000003" / "state.json").write_text('{"step": 3, "version": 3}')
     with pytest.raises(ConfigError, match=r"step-000003/state\.json is damaged or of another version .*`reference`"):
-        load_checkpoint(accelerator, tmp_path / "step-000003", trainee_with(accelerator, tmp_path, None))
+        load_checkpoint(trainee_with(accelerator, tmp_path, None), tmp_path / "step-000003")
 
 
 def test_a_reference_that_is_always_the_policy_itself_is_refused(tmp_path: Path) -> None:

@@ -10,13 +10,13 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
+from tests.learner.ranks import on_two_ranks
 from tests.learner.training.sharded_training import (
     SAVED_AFTER,
     compare_passes_in_bfloat16,
     count_bytes,
     gradients,
     lead_and_follow,
-    on_two_ranks,
     resume,
     train_and_save,
     write_gradients,
@@ -41,7 +41,7 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 def test_ranks_with_different_numbers_of_micro_batches_have_the_gradient_of_one(
     accelerator: Accelerator, tmp_path: Path
 ) -> None:
-    on_two_ranks(write_gradients, tmp_path / "found.safetensors")
+    on_two_ranks(write_gradients, tmp_path / "found.safetensors", is_sharded=True)
     assert_close(load_file(tmp_path / "found.safetensors"), gradients(accelerator, micro_batch_tokens=1000))
 
 
@@ -50,7 +50,7 @@ def test_steps_pushes_and_checkpoints_are_those_of_a_whole_policy(accelerator: A
     for directory in (one, two):
         directory.mkdir()
     train_and_save(accelerator, one)
-    on_two_ranks(train_and_save, two)
+    on_two_ranks(train_and_save, two, is_sharded=True)
     for of_one, of_two in zip(*(json.loads((path / "metrics.json").read_text()) for path in (one, two)), strict=True):
         assert of_two == pytest.approx(of_one, abs=1e-5)
     expected, found = load_file(one / "found.safetensors"), load_file(two / "found.safetensors")
@@ -63,7 +63,7 @@ def test_steps_pushes_and_checkpoints_are_those_of_a_whole_policy(accelerator: A
     weights, exported = load_file(saved / "model.safetensors"), load_file(saved / "model" / "model.safetensors")
     assert weights.keys() == exported.keys()
     assert all(torch.equal(exported[name], tensor) for name, tensor in weights.items())
-    on_two_ranks(resume, one, tmp_path / "one-by-two")
+    on_two_ranks(resume, one, tmp_path / "one-by-two", is_sharded=True)
     accelerator.free_memory()  # forgets the first run's policy
     resume(accelerator, two, tmp_path / "two-by-one")
     for resumed in ("one-by-two", "two-by-one"):
@@ -71,12 +71,12 @@ def test_steps_pushes_and_checkpoints_are_those_of_a_whole_policy(accelerator: A
 
 
 def test_rank_0_leads_and_the_others_follow_until_it_stops() -> None:
-    on_two_ranks(lead_and_follow)
+    on_two_ranks(lead_and_follow, is_sharded=True)
 
 
 def test_a_push_gathers_one_tensor_at_a_time() -> None:
-    on_two_ranks(count_bytes)
+    on_two_ranks(count_bytes, is_sharded=True)
 
 
 def test_every_pass_in_bfloat16_is_alike_and_weights_and_gradients_stay_float32() -> None:
-    on_two_ranks(compare_passes_in_bfloat16)
+    on_two_ranks(compare_passes_in_bfloat16, is_sharded=True)

@@ -2,10 +2,7 @@
 
 import copy
 import math
-import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,16 +12,17 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
 
+from learner.material import Material
 from learner.rollouts.scored_group import ScoredGroup
 from learner.training.metrics import StepTimer, group_metrics
 from learner.training.step import train_on
 from learner.training.trainee import make_trainee
 from protocol.messages import Completion
+from tests.learner.ranks import on_two_ranks
 from tests.learner.training.fixed_groups import MAX_TOKENS, VERSION, make_groups, make_moved_trainee, make_run
-from tests.learner.training.gradients import CONFIGS, all_gradients, gradient_of
-
-ROOT = Path(__file__).parent.parent.parent.parent
+from tests.learner.training.gradients import CONFIGS, all_gradients, gradient_of, write_gradients
 
 LEARNING_RATE = 0.1
 
@@ -92,7 +90,7 @@ def compare(
     groups = change(make_groups(trainee.policy))
     model = copy.deepcopy(trainee.policy).double()
     reference = copy.deepcopy(make_start(accelerator)).double().requires_grad_(False)
-    metrics = train_on(accelerator, trainee, groups, VERSION, run.learner, StepTimer())
+    metrics = train_on(trainee, groups, VERSION, StepTimer())
     before = copy.deepcopy(model)
     plain(model, reference, groups)
     moved = 0.0
@@ -107,7 +105,7 @@ def compare(
 def make_start(accelerator: Accelerator) -> torch.nn.Module:
     """The policy as it was when the reference was taken."""
     torch.manual_seed(0)
-    return accelerator.unwrap_model(make_trainee(make_run(), accelerator, is_new=True).policy)
+    return accelerator.unwrap_model(make_trainee(Material(make_run()), accelerator, is_new=True).policy)
 
 
 def test_several_updates_on_a_batch_clip_against_the_stored_logprobs(accelerator: Accelerator) -> None:
@@ -242,7 +240,7 @@ def test_a_logprob_that_is_no_number_takes_its_token_out_of_loss_and_metrics(acc
         for completion in group.completions:
             completion.behaviour_logprobs[0] = -math.inf
             completion.versions[:] = [(VERSION, len(completion.token_ids))]
-    metrics = train_on(accelerator, trainee, groups, VERSION, run.learner, StepTimer())
+    metrics = train_on(trainee, groups, VERSION, StepTimer())
     assert all(map(math.isfinite, metrics.values())) and "policy/mismatch_abs_logprob" in metrics
     assert group_metrics(groups, VERSION)["rollout/nonfinite_logprobs"] == 12
 
@@ -279,29 +277,20 @@ def test_micro_batches_padding_and_order_do_not_change_the_gradient(accelerator:
     run = make_run(**settings)
     trainee = make_moved_trainee(run, accelerator)
     groups = make_groups(trainee.policy)
-    whole = gradient_of(accelerator, trainee, groups, run.learner)
+    whole = gradient_of(trainee, groups)
     assert whole.abs().max() > 1e-3
     for budget in (1, 30):
-        parts = gradient_of(accelerator, trainee, groups, make_run(**settings, micro_batch_tokens=budget).learner)
-        torch.testing.assert_close(parts, whole, atol=1e-5, rtol=0)
-    turned = gradient_of(accelerator, trainee, groups[::-1], run.learner)
+        trainee.run = make_run(**settings, micro_batch_tokens=budget)
+        torch.testing.assert_close(gradient_of(trainee, groups), whole, atol=1e-5, rtol=0)
+    trainee.run = run
+    turned = gradient_of(trainee, groups[::-1])
     torch.testing.assert_close(turned, whole, atol=1e-5, rtol=0)
 
 
 def test_two_ranks_have_the_gradient_of_one(accelerator: Accelerator, tmp_path: Path) -> None:
     one = all_gradients(accelerator, micro_batch_tokens=1000)
-    launch = [
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-        "-m",
-        "tests.learner.training.gradients",
-    ]
-    command = [sys.executable, "-m", *launch, str(tmp_path / "rank"), "40"]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=180, env=os.environ | {"ACCELERATE_USE_CPU": "true"})
+    on_two_ranks(write_gradients, tmp_path / "rank", 40)
     for rank in range(2):
-        two = torch.load(f"{tmp_path / 'rank'}-{rank}", weights_only=True)
-        assert two["ranks"] == 2
+        two = load_file(f"{tmp_path / 'rank'}-{rank}")
         for name, gradient in one.items():
-            torch.testing.assert_close(two["gradients"][name], gradient, atol=1e-5, rtol=0, msg=name)
+            torch.testing.assert_close(two[name], gradient, atol=1e-5, rtol=0, msg=name)

@@ -9,6 +9,7 @@ from accelerate.utils import DistributedType
 
 from learner.algorithm.schedules import next_coef
 from learner.config import LearnerConfig
+from learner.material import Material
 from learner.training.trainee import make_trainee
 from protocol.errors import ConfigError
 from tests.learner.training.fixed_groups import make_run
@@ -18,7 +19,7 @@ from tests.learner.training.fixed_groups import make_run
 def test_a_policy_sharded_otherwise_than_by_fsdp2_is_refused(kind: DistributedType) -> None:
     """None runs on a CPU under accelerate, so only what the refusal looks at stands in for it."""
     with pytest.raises(ConfigError, match=rf"shards the policy by {kind.value}.*fsdp_version: 2"):
-        make_trainee(make_run(), SimpleNamespace(distributed_type=kind, is_fsdp2=False), is_new=True)
+        make_trainee(Material(make_run()), SimpleNamespace(distributed_type=kind, is_fsdp2=False), is_new=True)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +31,7 @@ def test_what_fsdp2_cannot_push_is_refused(activation_checkpointing: bool, learn
     state = SimpleNamespace(fsdp_plugin=plugin)
     accelerator = SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=True, state=state)
     with pytest.raises(ConfigError, match=remedy):
-        make_trainee(make_run(**learner), accelerator, is_new=True)
+        make_trainee(Material(make_run(**learner)), accelerator, is_new=True)
 
 
 def coefs(config: LearnerConfig, measured: list[float | None]) -> list[float]:
@@ -59,8 +60,8 @@ def test_a_resume_with_more_steps_goes_on_with_the_weight_of_the_longer_run() ->
     AcceleratorState._reset_state(reset_partial_state=True)
     kl = {"coef": 0.4, "schedule": "linear", "final_coef": 0.0}
     longer = make_run(steps=9, kl=kl, reference={"kind": "fixed"})
-    trainee = make_trainee(longer, Accelerator(cpu=True), is_new=False)
+    trainee = make_trainee(Material(longer), Accelerator(cpu=True), is_new=False)
     trainee.kl_coef = 0.0  # as the checkpoint of a run of 5 steps has it
-    trainee.set_kl_coef(4, None, longer.learner)
+    trainee.set_kl_coef(4, None)
     assert trainee.kl_coef == pytest.approx(0.2)
     AcceleratorState._reset_state(reset_partial_state=True)

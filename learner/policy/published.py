@@ -1,11 +1,12 @@
-"""What rank 0 does with the policy alone: a push reads its weights, parity asks it for logprobs.
+"""The policy as others see it: which weights leave the house, under which names, and the logprobs it gives.
 
-If the policy is sharded, every rank has a part in both, so the others follow:
+A push and an export read `tensors`, parity asks for `logprobs`; both are rank 0's alone. An adapter is merged into the weights
+it belongs to. If the policy is sharded, every rank has a part in both, so the others follow:
 
     rank 0       led: waits, pushes, measures ── order ─▶ one tensor gathered, or one pass ─▶ … ── release ─▶
     the others   led: ◀─ order ── the same collective, its result dropped ─▶ … ─▶ released
 
-Between the trained policy and the push. Invariant: an order and the collective it is for are one on every rank's main thread.
+Between the trained policy and the server. Invariant: an order and the collective it is for are one on every rank's main thread.
 So a push may fail between two tensors and begin again at the first, and no collective of the training comes between.
 Memory: on every rank one gathered tensor at a time, beside what rank 0 has under way to the server.
 """
@@ -18,6 +19,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast
 from torch import nn
 
+from learner.policy.lora import has_adapter, merged_tensors
 from learner.policy.model import sequence_logprobs
 from learner.policy.snapshot import reshard, whole
 from protocol.errors import RankFailed, SlipstreamError
@@ -27,16 +29,18 @@ PASS, RELEASE, STOP = -1, -2, -3
 """Orders; any other is the index of the parameter to gather."""
 
 
-class Lockstep:
-    """The policy as rank 0 uses it. Every rank has one; of a policy that is whole on every rank the others do nothing."""
+class PublishedPolicy:
+    """Every rank has one; of a policy that is whole on every rank the others do nothing."""
 
     def __init__(self, accelerator: Accelerator, policy: nn.Module, wire_dtype: torch.dtype) -> None:
         """`policy` as prepared by accelerate."""
-        self._accelerator, self._wire_dtype = accelerator, wire_dtype
-        self._policy = accelerator.unwrap_model(policy)
-        self._is_sharded = accelerator.is_fsdp2
-        reshard(self._policy)
-        self._parameters = list(self._policy.named_parameters())
+        self.model = accelerator.unwrap_model(policy)
+        self.wire_dtype, self.device = wire_dtype, accelerator.device
+        # The device of a rank may be too small for all the weights that several share.
+        self.copy_device = torch.device("cpu") if accelerator.is_fsdp2 else None
+        self._accelerator, self._is_sharded = accelerator, accelerator.is_fsdp2
+        reshard(self.model)
+        self._parameters = list(self.model.named_parameters())
 
     @contextmanager
     def led(self) -> Iterator[None]:
@@ -55,35 +59,35 @@ class Lockstep:
             self._broadcast(RELEASE)
 
     def tensors(self) -> NamedTensors:
-        """Yield the weights by name, those of a sharded policy in the wire's dtype, each gathered when it is asked for."""
+        """Yield the weights by name, each made when it is asked for: merged with its adapter, or gathered in the wire's dtype."""
+        if not self._is_sharded:
+            yield from merged_tensors(self.model) if has_adapter(self.model) else self._parameters
+            return
         for index, (name, parameter) in enumerate(self._parameters):
-            if self._is_sharded:
-                self._broadcast(index)
-                yield name, self._gathered(parameter)
-            else:
-                yield name, parameter
+            self._broadcast(index)
+            yield name, self._gathered(parameter)
 
     def logprobs(self, token_ids: list[int]) -> torch.Tensor:
         """The policy's of token_ids[1:], on the CPU."""
         if self._is_sharded:
             self._broadcast(PASS)
-        return sequence_logprobs(self._policy, token_ids, self._accelerator.device)
+        return sequence_logprobs(self.model, token_ids, self.device)
 
     def _follow(self) -> None:
         while (order := self._broadcast(RELEASE)) != RELEASE:
             if order == STOP:
                 raise RankFailed("rank 0 of this learner has stopped with an error; its log says which")
             if order == PASS:
-                sequence_logprobs(self._policy, [0, 0], self._accelerator.device)
+                sequence_logprobs(self.model, [0, 0], self.device)
             else:
                 _, parameter = self._parameters[order]
                 self._gathered(parameter)
 
     def _broadcast(self, order: int) -> int:
         """Return rank 0's order. The other ranks wait for it as long as for the next batch."""
-        return int(broadcast(torch.tensor([order], device=self._accelerator.device)))
+        return int(broadcast(torch.tensor([order], device=self.device)))
 
     @torch.no_grad()
     def _gathered(self, parameter: nn.Parameter) -> torch.Tensor:
         """Cast before it is gathered: half the bytes in bfloat16, and the same bits."""
-        return whole(parameter.to(dtype_on_wire(parameter, self._wire_dtype)))
+        return whole(parameter.to(dtype_on_wire(parameter, self.wire_dtype)))

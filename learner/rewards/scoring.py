@@ -1,8 +1,9 @@
-"""From a group as the server sent it to one that can be trained on: text, rewards, and back again from the ledger."""
+"""Scoring: a group as the server sent it becomes text, the reward functions say what it is worth, and the overlong penalty is
+added. Between the rollouts and the reward workers.
+"""
 
 import asyncio
 
-import msgspec
 from transformers import PreTrainedTokenizerBase
 
 from learner.config import LearnerConfig
@@ -10,20 +11,14 @@ from learner.prompts.prompts import Prompt
 from learner.rewards.failures import RewardFailures
 from learner.rewards.overlong import overlong_rewards, with_overlong
 from learner.rewards.workers import GroupRewards, RewardWorkers
-from learner.rollouts.ledger import Ledger
-from learner.rollouts.ledger_row import Row
-from learner.rollouts.scored_group import UNKNOWN_VERSION, ScoredGroup, rewards_of, scored_group
-from protocol.codec import unpack
 from protocol.messages import Group
 
 
 class Scorer:
-    """Scores groups and recalls from the ledger what was scored before a restart."""
+    """Scores groups, as many at a time as there are workers."""
 
-    def __init__(
-        self, config: LearnerConfig, tokenizer: PreTrainedTokenizerBase, workers: RewardWorkers, ledger: Ledger
-    ) -> None:
-        self._config, self._tokenizer, self._workers, self._ledger = config, tokenizer, workers, ledger
+    def __init__(self, config: LearnerConfig, tokenizer: PreTrainedTokenizerBase, workers: RewardWorkers) -> None:
+        self._config, self._tokenizer, self._workers = config, tokenizer, workers
         self._failures = RewardFailures(config.reward)
 
     async def score(self, prompt: Prompt, group: Group) -> GroupRewards:
@@ -42,12 +37,3 @@ class Scorer:
             config.overlong_penalty,
         )
         return with_overlong(rewards, overlong_G)
-
-    def received(self, row: Row) -> Group:
-        """Return a group that was received before a restart."""
-        group = unpack(self._ledger.payload(row.group_id), Group)
-        return msgspec.structs.replace(group, entered_version=UNKNOWN_VERSION)
-
-    def scored(self, row: Row, prompt: Prompt) -> ScoredGroup:
-        """Return a group that was scored before a restart."""
-        return scored_group(row.slot, prompt, self.received(row), rewards_of(row))

@@ -1,0 +1,24 @@
+"""When a checkpoint is written, what is in it, and which of them stay."""
+
+from learner.config.section import Section, require
+from protocol.config import MayChange
+
+
+class CheckpointConfig(Section):
+    """Checkpoints."""
+
+    every_steps: MayChange[int] = 50
+    """Steps between checkpoints; one is always written at the end."""
+    keep_last: MayChange[int] = 2
+    """How many of the newest checkpoints stay, 0: all; a resume goes on from the newest, or, when newer ones are removed by
+    hand, from any of these. While one is written there is one more."""
+    keep_best: MayChange[int] = 1
+    """So many with the highest mean reward over the steps that led to them stay too, however old."""
+    export_model: MayChange[bool] = True
+    """Also write the policy into each checkpoint as `model/`, in the run's dtype and with the adapter merged, for `vllm serve`
+    and `from_pretrained`."""
+
+    def check(self) -> None:
+        require(self.every_steps >= 1, f"every_steps = {self.every_steps} must be at least 1")
+        for key in ("keep_last", "keep_best"):
+            require(getattr(self, key) >= 0, f"{key} = {getattr(self, key)} must not be negative")

@@ -1,0 +1,34 @@
+"""What a run is made of before it begins: the model's files, the tokenizer, the prompts.
+
+Between the config and everything that is made from it. Each is read once per rank, when it is first asked for: a rank that asks
+no prompts reads no data.
+"""
+
+from functools import cached_property
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from learner.config import LearnerRun
+from learner.policy.model import load_tokenizer
+from learner.prompts.prompts import Prompts
+from protocol.model_files import resolve_model
+
+
+class Material:
+    """Of one run."""
+
+    def __init__(self, run: LearnerRun) -> None:
+        self.run = run
+
+    @cached_property
+    def model_path(self) -> Path:
+        return resolve_model(self.run.model)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return load_tokenizer(self.model_path)
+
+    @cached_property
+    def prompts(self) -> Prompts:
+        return Prompts(self.run.learner.data, self.tokenizer, self.run.seed)

@@ -1,0 +1,156 @@
+"""The queue: every group on its way from admission to its batch, behind one lock.
+
+    loop thread      admit ─▶ arrived ─▶ scoring ─▶ scored: ready, or replaced          fail: passed over
+    main thread      take: the next groups in slot order, or what the batch waits for
+
+Slots, curriculum, selection and waits are used here alone and know no threads. Invariant: what changes them changes the ledger
+in the same commit, while the lock is held, so that a group that is handed out is in the ledger as scored.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from learner.config import LearnerRun
+from learner.prompts.curriculum import Curriculum
+from learner.prompts.prompts import Prompts
+from learner.rewards.workers import GroupRewards
+from learner.rollouts.ledger import Ledger
+from learner.rollouts.outstanding import Outstanding
+from learner.rollouts.request import Request
+from learner.rollouts.scored_group import ScoredGroup, rewards_of
+from learner.rollouts.selection import Selection
+from learner.rollouts.slots import Slots, num_places_allowed
+from learner.rollouts.waits import Part, Waits
+
+
+class GroupQueue:
+    """Of one run, taken up where its ledger is. Thread-safe."""
+
+    def __init__(self, run: LearnerRun, prompts: Prompts, ledger: Ledger) -> None:
+        config = self._config = run.learner
+        self._ledger = ledger
+        self._changed = threading.Condition()
+        """Held around every use of what follows; notified when a group moves on."""
+        self._slots = Slots(ledger.next_slot(), ledger.next_slot_to_consume(), ledger.passed_over())
+        reward = config.curriculum.reward or config.reward.names[0]
+        self._curriculum = Curriculum(config.curriculum, reward, prompts, run.seed, ledger.next_position())
+        for row in ledger.scored_rows() if self._curriculum.is_on else ():
+            self._curriculum.note(row.slot, row.prompt_id, rewards_of(row).by_function)
+        self._curriculum.count(self._slots.next_to_take)
+        self._selection = Selection(config, self._slots, self._curriculum)
+        self._waits = Waits()
+        self._scoring: set[int] = set()
+        self.batch_metrics: dict[str, float] = {}
+        """What happened on the way to the batch that was taken last, and what it waited for."""
+
+    # --- the loop thread's side ----------------------------------------------------------------------------------
+
+    def put_back(self, group: ScoredGroup) -> None:
+        """Make a group ready that was scored before a resume."""
+        with self._changed:
+            self._slots.ready[group.slot] = group
+
+    def admit(self, outstanding: Outstanding, version: int) -> list[Request]:
+        """Ask for all that the rule allows under `version`: what a resume held back, then new slots."""
+        num_places = num_places_allowed(
+            version=version,
+            max_staleness=self._config.max_staleness,
+            groups_per_step=self._config.groups_per_step,
+            total_groups=self._config.steps * self._config.groups_per_step,
+        )
+        new: list[Request] = []
+        with self._changed, self._ledger.batch():
+            for slot in range(self._slots.next_to_admit, self._slots.next_to_admit + self._slots.num_new(num_places)):
+                new.append(outstanding.ask(slot, 0, self._curriculum.ask(), version))
+                self._slots.next_to_admit = slot + 1
+            due = outstanding.due(num_places, self._slots.place)
+            self._changed.notify_all()
+        return due + new
+
+    def note_arrival(self, round_trip_s: float, server_s: float) -> None:
+        """A group came so long after it was asked for; for so long of that it was the server's."""
+        with self._changed:
+            self._waits.note_arrival(round_trip_s, server_s)
+
+    def scoring(self, slot: int) -> None:
+        with self._changed:
+            self._scoring.add(slot)
+            self._changed.notify_all()
+
+    def unscorable(self, slot: int, rewards: GroupRewards) -> None:
+        """A slot's group could not be scored; it waits for the next attempt."""
+        with self._changed:
+            self._selection.count(rewards)
+            self._scoring.discard(slot)
+
+    def scored(self, group: ScoredGroup, prompt_id: int, rewards: GroupRewards) -> None:
+        """Make a group ready, or pass its slot over for want of signal.
+
+        Replaced here and not when its turn comes, so that the replacement starts at once. Score and drop are one commit: a
+        resume never decides again, and so consumes the same groups.
+        """
+        with self._changed:
+            with self._ledger.batch():
+                self._ledger.score(group.group_id, msgspec.json.encode(rewards).decode(), rewards.mean)
+                self._curriculum.note(group.slot, prompt_id, rewards.by_function)
+                self._selection.count(rewards)
+                if not self._selection.admits(group):
+                    self._ledger.drop(group.group_id, "no_signal")
+            self._scoring.discard(group.slot)
+            self._changed.notify_all()
+
+    def fail(self, slot: int) -> None:
+        """Pass a slot over whose prompt was given up."""
+        with self._changed:
+            self._slots.passed_over[slot] = "failed"
+            self._changed.notify_all()
+
+    # --- the main thread's side ----------------------------------------------------------------------------------
+
+    def take(
+        self, version: int, timeout_s: float, *, is_connected: bool, on_stale: Callable[[ScoredGroup], Any]
+    ) -> list[ScoredGroup] | None:
+        """Return the groups of the next step in slot order, or None if they are not there within `timeout_s`.
+
+        The exception to the staleness bound (a failed push, a resume): those too old for `version` go to `on_stale`, to be asked
+        for again, and their slots wait.
+        """
+        num_groups, deadline = self._config.groups_per_step, time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                slots = self._slots.head(num_groups)
+                stale = self._pop_stale(slots or (), version)
+                if slots is not None and not stale:
+                    groups = self._selection.take(slots)
+                    self.batch_metrics = self._selection.batch_metrics | self._waits.metrics()
+                    self._waits = Waits()
+                    return groups
+                for group in stale:
+                    on_stale(group)
+                part, now = self._lacks(is_connected), time.monotonic()
+                has_changed = self._changed.wait(max(0.0, deadline - now))
+                self._waits.add(part, time.monotonic() - now)
+                if not has_changed:
+                    return None
+
+    def lacks(self, *, is_connected: bool) -> tuple[Part, int]:
+        """Return what the next batch waits for, and how many groups are being scored."""
+        with self._changed:
+            return self._lacks(is_connected), len(self._scoring)
+
+    def _lacks(self, is_connected: bool) -> Part:
+        if not is_connected:
+            return "link"
+        missing = [slot for slot in self._slots.next(self._config.groups_per_step) if slot not in self._slots.ready]
+        if any(slot < self._slots.next_to_admit and slot not in self._scoring for slot in missing):
+            return "server"
+        return "reward" if any(slot in self._scoring for slot in missing) else "push"
+
+    def _pop_stale(self, slots: Iterable[int], version: int) -> list[ScoredGroup]:
+        oldest_allowed = version - self._config.max_staleness
+        stale = [slot for slot in slots if self._slots.ready[slot].oldest_version < oldest_allowed]
+        return [self._slots.ready.pop(slot) for slot in stale]

@@ -1,0 +1,28 @@
+"""Which keys a resume may change is said at the key. Who adds one decides: MayChange[...] there, or a name here."""
+
+from learner.config import LearnerRun
+from protocol.config import keys_of, may_change
+
+FIXED = {
+    "": "model dtype seed",
+    "learner": "groups_per_step updates_per_batch active_sampling",
+    "learner.data": "task path dataset dataset_config split num_prompts num_digits prompt_column system_prompt shuffle",
+    "learner.reward": "functions weights overlong_buffer_tokens overlong_penalty",
+    "learner.lora": "rank alpha target_modules",
+    "learner.warm_start": "steps learning_rate rows_per_step answer_column",
+    "learner.curriculum": "kind easy_above hard_below decay",
+    "learner.sampling": "num_completions max_tokens temperature top_p top_k allow_partial_support seeded",
+    "learner.advantage": "baseline scale combine",
+    "learner.loss": "objective normalization clip_low clip_high dual_clip tau_positive tau_negative tv_low tv_high "
+    "log_ratio_penalty mask_truncated entropy_coef top_entropy_frac",
+    "learner.kl": "coef estimator place schedule final_coef target horizon_steps importance_weighted",
+    "learner.reference": "kind every_steps growth max_every_steps alpha kl_threshold patience reward_guard min_every_steps "
+    "num_snapshots only reset_optimizer",
+    "learner.optimizer": "schedule warmup_steps beta1 beta2 weight_decay max_grad_norm",
+}
+"""By section. With another value a resumed run would be another experiment."""
+
+
+def test_every_key_is_fixed_for_a_run_or_says_that_a_resume_may_change_it() -> None:
+    fixed = {f"{section}.{key}".lstrip(".") for section, keys in FIXED.items() for key in keys.split()}
+    assert {key for key, field in keys_of(LearnerRun).items() if not may_change(field)} == fixed

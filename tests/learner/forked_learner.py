@@ -1,0 +1,62 @@
+"""`learner …` in a process of its own that costs what happens in it: forked from one that has imported everything.
+
+Exit code, output and signals are a process's own. What an interpreter does that starts from nothing is for the tests that say
+`python -m learner`.
+"""
+
+import multiprocessing.process
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import learner.evaluation.self_test
+import learner.report.page
+import learner.train  # noqa: F401  (these are for the fork server)
+from learner.__main__ import main
+from tests.peer import PROCESSES
+
+ROOT = Path(__file__).parent.parent.parent
+TIMEOUT_S = 100.0
+
+Process = multiprocessing.process.BaseProcess
+
+
+def run_learner(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end."""
+    with tempfile.TemporaryDirectory() as directory:
+        out, err = Path(directory, "out"), Path(directory, "err")
+        process = start_learner(arguments, out, err)
+        code = end_of(process, err)
+        return subprocess.CompletedProcess(["learner", *arguments], code, out.read_text(), err.read_text())
+
+
+def start_learner(
+    arguments: tuple[str, ...], out: Path, err: Path, prepare: Callable[[], None] | None = None
+) -> Process:
+    """Start a command that adds to these files, which may be one; `prepare` is called in the process before."""
+    process = PROCESSES.Process(target=_live, args=(arguments, out, err, prepare))
+    process.start()
+    return process
+
+
+def end_of(process: Process, log: Path, timeout_s: float = TIMEOUT_S) -> int:
+    """Wait for it; return its exit code."""
+    process.join(timeout_s)
+    if process.exitcode is None:
+        process.kill()
+        raise AssertionError(f"it lived on after {timeout_s:g} s:\n{log.read_text()}")
+    return process.exitcode
+
+
+def _live(arguments: tuple[str, ...], out: Path, err: Path, prepare: Callable[[], None] | None) -> None:
+    for descriptor, path in ((1, out), (2, err)):
+        with path.open("a") as file:
+            os.dup2(file.fileno(), descriptor)
+    os.chdir(ROOT)
+    if prepare is not None:
+        prepare()
+    sys.argv = ["learner", *arguments]
+    main()

@@ -1,0 +1,63 @@
+"""Ranks of a learner as torchrun would start them, forked from a process that has imported everything."""
+
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from accelerate import Accelerator
+
+from tests.learner.training.sharding import FSDP2, shard_on_cpu
+from tests.peer import PROCESSES
+
+TIMEOUT_S = 120.0
+Work = Callable[..., Any]
+
+
+class Place(msgspec.Struct, frozen=True):
+    """A rank among others, as torchrun tells it."""
+
+    rank: int
+    num_ranks: int
+    port: int
+    is_sharded: bool = False
+
+    def enter(self) -> None:
+        if self.num_ranks == 1:
+            return
+        os.environ |= {"RANK": str(self.rank), "LOCAL_RANK": str(self.rank), "WORLD_SIZE": str(self.num_ranks)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port), "ACCELERATE_USE_CPU": "true"}
+        if self.is_sharded:
+            os.environ |= FSDP2
+            shard_on_cpu()
+
+
+ALONE = Place(rank=0, num_ranks=1, port=0)
+
+
+def two_places(*, is_sharded: bool = False) -> list[Place]:
+    """Of two ranks that will find each other."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    return [Place(rank=rank, num_ranks=2, port=port, is_sharded=is_sharded) for rank in range(2)]
+
+
+def on_two_ranks(work: Work, *args: Any, is_sharded: bool = False) -> None:
+    """Call `work(accelerator, *args)` on both."""
+    ranks = [PROCESSES.Process(target=_be, args=(place, work, args)) for place in two_places(is_sharded=is_sharded)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(TIMEOUT_S)
+        if rank.exitcode is None:
+            rank.kill()
+    assert [rank.exitcode for rank in ranks] == [0, 0], "their tracebacks are in the captured output"
+
+
+def _be(place: Place, work: Work, args: tuple[Any, ...]) -> None:
+    place.enter()
+    accelerator = Accelerator()
+    assert accelerator.is_fsdp2 == place.is_sharded and accelerator.num_processes == place.num_ranks
+    work(accelerator, *args)
+    accelerator.end_training()

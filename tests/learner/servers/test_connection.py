@@ -1,0 +1,105 @@
+"""The way to one server and the loop it lives in: what is waited for, and what becomes of what fails in the background."""
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from learner.servers.connection import Connection
+from learner.servers.loop_thread import LoopThread
+from protocol.errors import DeadlineExceeded, HandshakeRefused, RewardError, ServerLost
+from protocol.messages import PROTOCOL_VERSION, Hello
+from tests.fakes import MODEL
+from tests.learner.model_engine import tiny_server
+from tests.learner.test_train import make_run
+
+NOWHERE = "tcp://127.0.0.1:1"
+TIMEOUT_S = 20.0
+
+
+@pytest.fixture
+def loop() -> Iterator[LoopThread]:
+    loop = LoopThread("test")
+    yield loop
+    loop.stop()
+
+
+@contextmanager
+def a_connection(tmp_path: Path, endpoint: str) -> Iterator[Connection]:
+    """Started, and closed as the leader closes it."""
+    run = make_run(tmp_path, endpoint, connect_timeout_s=1.0)
+    connection = Connection(run, Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL), LoopThread("test"))
+    connection.start(lambda group: None, lambda welcome: None)
+    yield connection
+    connection.loop.stop()
+    connection.close()
+
+
+def ended(loop: LoopThread) -> None:
+    """Return when all that was spawned has begun, and what does not wait has ended."""
+    for _ in range(3):
+        loop.call(asyncio.sleep(0), TIMEOUT_S)
+
+
+def test_the_first_failure_in_the_background_is_raised_by_whoever_asks_next(loop: LoopThread) -> None:
+    async def fail(reason: str) -> None:
+        async with asyncio.TaskGroup() as tasks:  # which packs what its tasks fail with
+            tasks.create_task(fail_alone(reason))
+
+    async def fail_alone(reason: str) -> None:
+        raise RewardError(reason)
+
+    loop.raise_failure()
+    loop.spawn(fail("first"))
+    ended(loop)
+    loop.spawn(fail("second"))
+    ended(loop)
+    for _ in range(2):
+        with pytest.raises(RewardError, match="first"):
+            loop.raise_failure()
+
+
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_what_is_spawned_as_the_loop_stops_is_cancelled_too(is_busy: bool) -> None:
+    loop, cancelled = LoopThread("test"), []
+
+    async def work(name: str) -> None:
+        try:
+            await asyncio.sleep(TIMEOUT_S)
+        except asyncio.CancelledError:
+            cancelled.append(name)
+            raise
+
+    if is_busy:
+        loop.spawn(work("in the middle"))
+        ended(loop)
+    late = work("late")
+    loop.loop.call_soon_threadsafe(loop.spawn, late)  # is still to begin when the loop stops
+    loop.stop()
+    loop.raise_failure()
+    assert inspect.getcoroutinestate(late) == inspect.CORO_CLOSED
+    assert "in the middle" in cancelled or not is_busy
+
+
+def test_a_wait_for_no_server_ends_with_the_remedy_and_one_that_is_called_off_at_once(tmp_path: Path) -> None:
+    closing = threading.Event()
+    with a_connection(tmp_path, NOWHERE) as connection:
+        assert connection.welcome is None
+        with pytest.raises(DeadlineExceeded, match=rf"at {NOWHERE} after 1 s.*raise learner\.connect_timeout_s"):
+            connection.wait(closing)
+        closing.set()
+        with pytest.raises(ServerLost, match="no longer waited for"):
+            connection.wait(closing)
+
+
+def test_a_wait_ends_when_anything_in_the_background_fails(tmp_path: Path) -> None:
+    with (
+        tiny_server() as server,
+        a_connection(tmp_path, server.endpoint) as connection,  # with another model
+        pytest.raises(HandshakeRefused, match="start both with the same `model`"),
+    ):
+        connection.wait()

@@ -1,0 +1,110 @@
+"""Whose directory it is: a resume goes on with the same config, whatever version of this code began the run."""
+
+import logging
+import shutil
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import tomli_w
+
+from learner.config import LearnerRun
+from learner.storage.run_dir import open_run_dir
+from learner.train import train
+from protocol.config import to_toml
+from protocol.errors import ConfigError
+from tests.learner.model_engine import tiny_server
+from tests.learner.test_train import make_run, metrics_of
+
+BEFORE_SECTIONS = Path(__file__).parent / "config_before_sections.toml"
+"""Written by the code that had no [learner.checkpoint] and no [learner.report]."""
+
+
+def old_config() -> dict[str, Any]:
+    return tomllib.loads(BEFORE_SECTIONS.read_text())
+
+
+def now(run_dir: Path, **learner: Any) -> LearnerRun:
+    """The same config with the keys where they are now."""
+    table = old_config()
+    old: dict[str, Any] = table["learner"]
+    checkpoint = {"every_steps": old.pop("checkpoint_every")}
+    checkpoint |= {key: old.pop(key) for key in ("keep_last", "keep_best", "export_model")}
+    report = {key: old.pop(key) for key in ("trackers", "dashboard_port")}
+    table["learner"] = old | {"checkpoint": checkpoint, "report": report} | learner
+    return msgspec.convert(table | {"run_dir": str(run_dir)}, LearnerRun)
+
+
+def test_a_run_that_was_begun_before_keys_moved_is_resumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "config.toml").write_bytes(BEFORE_SECTIONS.read_bytes())
+    with caplog.at_level(logging.INFO):
+        run_dir = open_run_dir(now(tmp_path), resume=True)
+        run_dir.begin()
+        run_dir.close()
+        assert (tmp_path / "config.toml").read_text() == to_toml(now(tmp_path))
+        open_run_dir(now(tmp_path), resume=True).close()
+    assert caplog.messages == [f"resumed with run_dir = {tmp_path}, was runs/old"]
+
+
+def test_it_is_still_refused_with_another_value_of_a_key_that_changes_what_is_learned(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_bytes(BEFORE_SECTIONS.read_bytes())
+    with pytest.raises(ConfigError, match=r"another config: learner\.groups_per_step was 16, is 8\. Restore"):
+        open_run_dir(now(tmp_path, groups_per_step=8), resume=True)
+
+
+def test_a_run_with_a_key_that_changed_what_is_learned_and_is_gone_is_refused(tmp_path: Path) -> None:
+    old = old_config()
+    old["learner"]["loss"]["z_loss_coef"] = 0.1
+    (tmp_path / "config.toml").write_text(tomli_w.dumps(old))
+    with pytest.raises(ConfigError, match=r"another config: learner\.loss\.z_loss_coef was 0\.1, is no key any more"):
+        open_run_dir(now(tmp_path), resume=True)
+
+
+def test_what_an_error_advises_may_be_done_at_a_resume_and_every_difference_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun = open_run_dir(now(tmp_path), resume=False)
+    begun.begin()
+    begun.close()
+    table = tomllib.loads(to_toml(now(tmp_path)))
+    table["learner"] |= {"gradient_checkpointing": True, "max_group_attempts": 9, "max_staleness": 1}
+    table["learner"]["optimizer"]["learning_rate"] = 1e-3
+    table["learner"]["reward"] |= {"max_failed_share": 0.5, "max_memory_mib": 4096}
+    del table["learner"]["cpu_cores"], table["server"]["cpu_cores"]
+    with caplog.at_level(logging.INFO):
+        open_run_dir(msgspec.convert(table, LearnerRun), resume=True).close()
+    assert caplog.messages == [
+        "resumed with learner.cpu_cores = None, was [1]",
+        "resumed with learner.gradient_checkpointing = True, was False",
+        "resumed with learner.max_group_attempts = 9, was 3",
+        "resumed with learner.max_staleness = 1, was 2",
+        "resumed with learner.optimizer.learning_rate = 0.001, was 0.002",
+        "resumed with learner.reward.max_failed_share = 0.5, was 0.2",
+        "resumed with learner.reward.max_memory_mib = 4096, was None",
+        "resumed with server.cpu_cores = None, was [0]",
+    ]
+
+
+def test_a_key_that_is_newer_than_the_run_is_as_if_it_had_had_its_default(tmp_path: Path) -> None:
+    before = tomllib.loads(to_toml(now(tmp_path)))
+    del before["learner"]["loss"]["normalization"], before["learner"]["lora"]
+    (tmp_path / "config.toml").write_text(tomli_w.dumps(before))
+    open_run_dir(now(tmp_path), resume=True).close()
+    with pytest.raises(ConfigError, match=r"learner\.loss\.normalization was 'token', is 'sequence'"):
+        open_run_dir(now(tmp_path, loss={"normalization": "sequence"}), resume=True)
+
+
+def test_a_run_that_goes_off_policy_goes_on_with_what_its_warning_advises(tmp_path: Path) -> None:
+    with tiny_server() as server:
+        begun = make_run(tmp_path, server.endpoint, max_staleness=2, steps=5, checkpoint={"every_steps": 2})
+        train(begun, resume=False)
+        shutil.rmtree(tmp_path / "run/checkpoints/step-000005")  # what it had sampled for step 5 is too old now
+        advised = {"max_staleness": 0, "correction": {"weight": "mask"}, "optimizer": {"learning_rate": 1e-4}}
+        run = make_run(tmp_path, server.endpoint, steps=6, **advised)
+        train(run, resume=True)
+    *_, fifth, sixth = metrics_of(run)
+    assert (fifth["step"], sixth["step"]) == (5, 6)
+    assert [step["optim/lr"] for step in (fifth, sixth)] == [1e-4, 1e-4]
+    assert [step["staleness/max"] for step in (fifth, sixth)] == [0, 0]

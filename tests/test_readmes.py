@@ -1,0 +1,159 @@
+"""The pages for people are true about the tree: their links and anchors lead somewhere, the paths and config keys they name
+exist, every page is reached from README.md, and the maps of the packages leave no room out.
+"""
+
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from inference_server.config import ServerConfig
+from learner.config import LearnerConfig
+from protocol.config import SharedConfig
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("protocol", "inference_server", "learner", "deploy", "tests")
+FOLDERS = (".ci", *PACKAGES)
+PAGES = sorted([*ROOT.glob("*.md"), *(page for package in PACKAGES for page in (ROOT / package).rglob("*.md"))])
+OF_TODAY = [page for page in PAGES if page.name != "CHANGELOG.md"]
+"""Without what tells of files and keys that are gone."""
+FILES = {
+    str(path.relative_to(ROOT))
+    for path in [*ROOT.iterdir(), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*"))]
+    if "__pycache__" not in path.parts
+}
+MAX_README_LINES = 200
+
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+TOML = re.compile(r"^```toml\n(.*?)^```", re.DOTALL | re.MULTILINE)
+FILE = re.compile(r"(?<![\w./:<>-])[\w./-]+\.(?:py|toml|md|lock|jinja|json|png)\b")
+FOLDER = re.compile(r"`([\w./-]+/)`")
+KEY = re.compile(r"`(?:--|\[)?((?:learner|server)\.[a-z_.-]+)[^`]*`")
+MADE_BY_USERS = {"run.toml", "my_rewards.py", "prompts.jsonl"}
+MADE_BY_RUNS = ("runs/", "checkpoints/", "model/", "adapter/", "logs/", "keys/", "DIR/", "allowed/")
+
+
+def names_of(pages: list[Path]) -> list[str]:
+    return [str(page.relative_to(ROOT)) for page in pages]
+
+
+def links(text: str) -> list[str]:
+    """The relative ones."""
+    return [link for link in LINK.findall(FENCED.sub("", text)) if "://" not in link]
+
+
+def anchors(text: str) -> set[str]:
+    """What GitHub makes of the headings."""
+    titles = re.findall(r"^#+ (.+)$", FENCED.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def problem_of(page: Path, link: str) -> str | None:
+    name, _, anchor = link.partition("#")
+    target = (page.parent / name).resolve() if name else page
+    if not target.exists():
+        return "leads nowhere"
+    return f"has no heading #{anchor}" if anchor and anchor not in anchors(target.read_text()) else None
+
+
+def named_paths(text: str) -> set[str]:
+    """Files named anywhere, in the maps too, and folders in backticks; nothing that users or runs make."""
+    paths = set(FILE.findall(LINK.sub("", text))) - MADE_BY_USERS
+    paths |= set(FOLDER.findall(FENCED.sub("", text)))
+    return {path.rstrip("/") for path in paths if not path.startswith(MADE_BY_RUNS)}
+
+
+def exists(page: Path, name: str) -> bool:
+    """In the page's folder or one above it, or by its last parts anywhere below the page's folder."""
+    folder = page.parent.relative_to(ROOT)
+    above = {str(parent / name) for parent in (folder, *folder.parents)}
+    below = (path for path in FILES if path.endswith(f"/{name}"))
+    return bool(above & FILES) or any((ROOT / path).is_relative_to(page.parent) for path in below)
+
+
+def named_keys(text: str) -> set[str]:
+    """Keys and sections of [learner] and [server] in backticks, as flags too, and all keys of configs that are shown."""
+    keys = {key.replace("-", "_") for key in KEY.findall(FENCED.sub("", text))}
+    for config in TOML.findall(text):
+        keys |= set(flat(tomllib.loads(config)))
+    return {key for key in keys if not key.endswith((".py", ".key", ".pub"))}
+
+
+def flat(section: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in section.items():
+        yield from flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [f"{prefix}{key}"]
+
+
+def is_key(name: str) -> bool:
+    """Whether a config may have it."""
+    first, *rest = name.split(".")
+    struct: Any = {"learner": LearnerConfig, "server": ServerConfig}.get(first, SharedConfig)
+    for part in rest if struct is not SharedConfig else [first]:
+        types = {field.name: field.type for field in msgspec.structs.fields(struct)} if is_section(struct) else {}
+        if part not in types:
+            return False
+        struct = types[part]
+    return True
+
+
+def is_section(struct: Any) -> bool:
+    return isinstance(struct, type) and issubclass(struct, msgspec.Struct)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names_of(PAGES))
+def test_every_link_and_anchor_of_a_page_leads_somewhere(page: Path) -> None:
+    assert not {link: problem for link in links(page.read_text()) if (problem := problem_of(page, link))}
+
+
+@pytest.mark.parametrize("page", OF_TODAY, ids=names_of(OF_TODAY))
+def test_every_path_that_a_page_names_exists(page: Path) -> None:
+    assert sorted(name for name in named_paths(page.read_text()) if not exists(page, name)) == []
+
+
+@pytest.mark.parametrize("page", OF_TODAY, ids=names_of(OF_TODAY))
+def test_every_key_that_a_page_names_is_one_of_the_config(page: Path) -> None:
+    assert sorted(key for key in named_keys(page.read_text()) if not is_key(key)) == []
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    reached, new = set[Path](), {ROOT / "README.md"}
+    while new:
+        reached |= new
+        targets = {(page.parent / link.partition("#")[0]).resolve() for page in new for link in links(page.read_text())}
+        new = (targets & set(PAGES)) - reached
+    assert names_of([page for page in PAGES if page not in reached]) == []
+
+
+def test_every_package_has_a_page() -> None:
+    assert {ROOT / package / "README.md" for package in PACKAGES} <= set(PAGES)
+
+
+def test_the_readme_stays_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) < MAX_README_LINES
+
+
+@pytest.mark.parametrize("package", ["protocol", "inference_server", "learner"])
+def test_the_map_of_a_package_has_every_room_and_every_file_beside_them(package: str) -> None:
+    modules = [path.relative_to(ROOT / package) for path in (ROOT / package).rglob("*.py")]
+    rooms = {f"{module.parts[0]}/" for module in modules if len(module.parts) > 1}
+    files = {module.name for module in modules if len(module.parts) == 1} - {"__init__.py"}
+    named = {word for shown in FENCED.findall((ROOT / package / "README.md").read_text()) for word in shown.split()}
+    assert sorted((rooms | files) - named) == []
+
+
+def test_the_checks_find_what_is_not_there() -> None:
+    page = ROOT / "README.md"
+    text = "[a](nowhere.md) [b](SECURITY.md#no-such-heading) [c](SECURITY.md#limits) [d](https://example.org/x.md)"
+    found = [problem_of(page, link) for link in links(text)]
+    assert found == ["leads nowhere", "has no heading #no-such-heading", None]
+    text = "`learner/nowhere.py` or nowhere.py\n```\ntrain.py  lost.py\n```\n`learner/attic/` `runs/demo/` run.toml"
+    missing = sorted(name for name in named_paths(text) if not exists(page, name))
+    assert missing == ["learner/attic", "learner/nowhere.py", "lost.py", "nowhere.py"]
+    text = '`learner.push.wire = "delta"` `[learner.attic]` `--server.http-prt 1`\n```toml\nmdel = "x"\n[learner.push]\na = 1\n```\n'
+    unknown = sorted(key for key in named_keys(text) if not is_key(key))
+    assert unknown == ["learner.attic", "learner.push.a", "mdel", "server.http_prt"]
