@@ -18,6 +18,8 @@ import pytest
 
 from tests.learner.forked_learner import end_of, run_learner, start_learner
 
+pytestmark = pytest.mark.vllm
+
 ROOT = Path(__file__).parent.parent
 RECIPE = "deploy/recipes/reverse.toml"
 TIMEOUT_S = 120

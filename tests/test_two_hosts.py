@@ -111,6 +111,7 @@ def test_a_worker_gives_up_a_transfer_whose_learner_has_vanished(hosts: TwoHosts
 
 
 @pytest.mark.slow
+@pytest.mark.vllm
 def test_real_vllm_outlasts_a_link_that_is_cut_for_seconds(hosts: TwoHosts, tmp_path: Path) -> None:
     server = ["-m", "inference_server", RECIPE, "--server.http-port", "0"]
     cut(Run(hosts, tmp_path, num_steps=8, server=server), 5)

@@ -32,6 +32,7 @@ def test_cores_are_halved_unless_the_config_names_any() -> None:
     assert _split_cores((0,), None) == ([], [])
 
 
+@pytest.mark.vllm
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
 def test_a_closed_terminal_and_a_killed_colocate_leave_no_process_behind(tmp_path: Path, number: int) -> None:

@@ -24,7 +24,7 @@ from tests.inference_server.scripted_learner import ScriptedLearner
 
 ROOT = Path(__file__).parent.parent.parent
 START_TIMEOUT_S = 180
-TEST_TIMEOUT_S = 60
+TEST_TIMEOUT_S = 180
 TOLERANCE = 1e-4
 
 
@@ -134,7 +134,7 @@ async def push(learner: ScriptedLearner, version: int, model: PreTrainedModel) -
 
 
 async def score(learner: ScriptedLearner, token_ids: list[int]) -> Scores:
-    request = Score(request_id="s", token_ids=np.array(token_ids, dtype=np.int32), deadline_s=10)
+    request = Score(request_id="s", token_ids=np.array(token_ids, dtype=np.int32), deadline_s=60)
     await learner.send(request)
     scores = await learner.receive(Scores)
     assert scores.error is None

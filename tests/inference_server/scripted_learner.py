@@ -27,8 +27,8 @@ from protocol.messages import (
 )
 from tests.fakes import MODEL
 
-TIMEOUT_S = 20.0
-PUSH_TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
+PUSH_TIMEOUT_S = 60.0
 M = TypeVar("M")
 
 

@@ -36,6 +36,8 @@ from tests.inference_server.real_server import (
     with_learner,
 )
 
+pytestmark = pytest.mark.vllm
+
 PROMPT = [5, 6, 7, 8, 9]
 API_KEY = "sk-of-this-test"
 
