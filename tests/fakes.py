@@ -30,10 +30,8 @@ from protocol.channel.keys import ServerKeys
 from protocol.channel.sockets import ServerChannel
 from protocol.errors import ConfigError
 from protocol.messages import Completion, ModelFingerprint, Sampling
+from tests.fingerprint import MODEL
 
-MODEL = ModelFingerprint(
-    architecture="GPT2LMHeadModel", size="2 layers of width 64", vocab_size=32, tokenizer_hash="0123456789abcdef"
-)
 LIMITS = EngineLimits(max_model_len=64, vocab_size=32, dtype="float32", num_workers=1, max_concurrent_sequences=256)
 
 Complete = Callable[[list[int], int], list[int]]

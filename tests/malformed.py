@@ -36,7 +36,7 @@ from protocol.messages import (
     TensorSpec,
     Welcome,
 )
-from tests.fakes import MODEL
+from tests.fingerprint import MODEL
 
 Frames = list[bytes]
 

@@ -38,7 +38,8 @@ from learner.servers.push import Pusher
 from protocol.errors import PushError, SlipstreamError
 from protocol.messages import PROTOCOL_VERSION, Hello, ModelFingerprint, Sampling
 from protocol.weights.buckets import make_manifest
-from tests.fakes import MODEL, ScriptedEngine, report, serving
+from tests.fakes import ScriptedEngine, report, serving
+from tests.fingerprint import MODEL
 from tests.push_traps import PUSH_TIMEOUT_S, TRAPS, Trap, TrappedCollective
 
 ANSWER_TIMEOUT_S = 120.0

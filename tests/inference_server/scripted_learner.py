@@ -25,7 +25,7 @@ from protocol.messages import (
     Sampling,
     Welcome,
 )
-from tests.fakes import MODEL
+from tests.fingerprint import MODEL
 
 TIMEOUT_S = 60.0
 PUSH_TIMEOUT_S = 60.0

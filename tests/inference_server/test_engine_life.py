@@ -32,7 +32,8 @@ from protocol.messages import (
     Scores,
     Welcome,
 )
-from tests.fakes import MODEL, ScriptedEngine, Serving, report, serving
+from tests.fakes import ScriptedEngine, Serving, report, serving
+from tests.fingerprint import MODEL
 from tests.inference_server.scripted_learner import ScriptedLearner
 
 TIMEOUT_S = 30.0

@@ -18,7 +18,8 @@ from learner.servers.link import ServerLink
 from protocol.channel.keys import LearnerKeys, ServerKeys, learner_keys, make_keys, server_keys
 from protocol.errors import ConfigError, DeadlineExceeded, HandshakeRefused
 from protocol.messages import PROTOCOL_VERSION, Ack, Group, Hello, Manifest, Pulse, PushBegin, PushDone, Rendezvous
-from tests.fakes import MODEL, ScriptedEngine, Serving, report, serving
+from tests.fakes import ScriptedEngine, Serving, report, serving
+from tests.fingerprint import MODEL
 from tests.inference_server.scripted_learner import ScriptedLearner
 
 ROOT = Path(__file__).parent.parent.parent

@@ -19,7 +19,7 @@ import zmq
 from protocol.channel.keys import LearnerKeys, learner_keys
 from protocol.codec import encode
 from protocol.messages import PROTOCOL_VERSION, Hello
-from tests.fakes import MODEL
+from tests.fingerprint import MODEL
 from tests.malformed import TO_SERVER, without_end
 
 NUM_CONNECTIONS = 50

@@ -13,7 +13,7 @@ from learner.servers.connection import Connection
 from learner.servers.loop_thread import LoopThread
 from protocol.errors import DeadlineExceeded, HandshakeRefused, RewardError, ServerLost
 from protocol.messages import PROTOCOL_VERSION, Hello
-from tests.fakes import MODEL
+from tests.fingerprint import MODEL
 from tests.learner.model_engine import tiny_server
 from tests.learner.test_train import make_run
 

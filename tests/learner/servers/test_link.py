@@ -11,7 +11,8 @@ from learner.servers import link as link_module
 from learner.servers.link import ServerLink
 from protocol.errors import DeadlineExceeded, HandshakeRefused, PushError, ServerLost, SlipstreamError
 from protocol.messages import PROTOCOL_VERSION, Hello, Manifest, PushBegin, PushReady, Rendezvous
-from tests.fakes import MODEL, ScriptedEngine, Serving, report, serving
+from tests.fakes import ScriptedEngine, Serving, report, serving
+from tests.fingerprint import MODEL
 from tests.link import Link
 
 TIMEOUT_S = 20.0
