@@ -250,9 +250,9 @@ class ServerThread:
 
     def __enter__(self) -> "ServerThread":
         self._thread.start()
-        assert self._ready.wait(timeout=10), "the scripted server did not start within 10 s"
+        assert self._ready.wait(timeout=60), "the scripted server did not start within 60 s"
         return self
 
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(timeout=10)
+        self._thread.join(timeout=60)

@@ -6,7 +6,7 @@ import socket
 
 from learner.servers.loop_thread import LoopThread
 
-CALL_TIMEOUT_S = 10.0
+CALL_TIMEOUT_S = 60.0
 CHUNK_BYTES = 1 << 16
 SLOW_CHUNK_BYTES = 256
 """Of a slow link, which delivers a chunk after the time that it takes."""

@@ -73,7 +73,7 @@ def test_a_signal_while_the_engine_is_started_again_ends_everything(tmp_path: Pa
             time.sleep(0.1)
         family = server.family()
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(timeout=30) == 0
-        _, alive = psutil.wait_procs(family, timeout=10)
+        assert server.process.wait(timeout=60) == 0
+        _, alive = psutil.wait_procs(family, timeout=60)
         assert not alive
         assert not any(line.startswith("error:") for line in server.log.splitlines())

@@ -61,7 +61,7 @@ def name_of(value: State | dict[str, Any]) -> str:
     return "-".join(value[:2]) if isinstance(value, tuple) else "+".join(value) or "plain"  # type: ignore[arg-type]
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     give_up_at = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < give_up_at

@@ -59,7 +59,7 @@ class Server:
         assert children
         self._process.kill()
         self._process.wait()
-        _, alive = psutil.wait_procs(children, timeout=10)
+        _, alive = psutil.wait_procs(children, timeout=60)
         assert not alive
 
     def stop(self) -> int:

@@ -64,5 +64,5 @@ def test_a_closed_terminal_and_a_killed_colocate_leave_no_process_behind(tmp_pat
     assert len(children) >= 2
     colocate.send_signal(number)
     colocate.wait(2 * 2 * GRACE_S + 60)  # each of the two may take it to end, and again for the last of its output
-    _, alive = psutil.wait_procs(children, timeout=30)
+    _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive

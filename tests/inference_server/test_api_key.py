@@ -21,7 +21,7 @@ from inference_server.config import ServerConfig
 from protocol.errors import ConfigError
 from protocol.secret_file import write_secret
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 KEY = "sk-of-this-test"
 
 
@@ -50,7 +50,7 @@ def url() -> Iterator[str]:
 def status_of(url: str, method: str = "GET", authorization: str | None = None) -> int:
     headers = {} if authorization is None else {"Authorization": authorization}
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, method=method, headers=headers), timeout=10) as got:
+        with urllib.request.urlopen(urllib.request.Request(url, method=method, headers=headers), timeout=60) as got:
             return got.status
     except urllib.error.HTTPError as error:
         return error.code

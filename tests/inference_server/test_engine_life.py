@@ -36,7 +36,7 @@ from tests.fakes import ScriptedEngine, Serving, report, serving
 from tests.fingerprint import MODEL
 from tests.inference_server.scripted_learner import ScriptedLearner
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 DEAD = EngineDead("it is gone")
 
 Test = Callable[[ScriptedEngine, Serving, ScriptedLearner], Awaitable[None]]

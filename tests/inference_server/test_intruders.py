@@ -77,7 +77,7 @@ async def work_until(done: Callable[[], bool], learner: ScriptedLearner, pause_s
     num_groups = 0
     while not done():
         await learner.generate(f"g{num_groups}", [1, 2])
-        group = await learner.receive(Group, timeout_s=5)
+        group = await learner.receive(Group, timeout_s=TIMEOUT_S)
         assert group.group_id == f"g{num_groups}"
         await learner.send(Ack(group_ids=[group.group_id]))
         num_groups += 1

@@ -15,7 +15,7 @@ from protocol.messages import Group, Manifest, Pulse, PushBegin, PushDone, Rende
 from tests.fakes import ScriptedEngine, report, serving
 from tests.inference_server.scripted_learner import ScriptedLearner
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 DEAD_PEER_TIMEOUT_MS = 600
 SILENCE_S = 0.5
 PROCESSES = multiprocessing.get_context("spawn")

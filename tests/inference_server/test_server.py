@@ -38,7 +38,7 @@ from protocol.messages import (
 from tests.fakes import ScriptedEngine, Serving, report, serving
 from tests.inference_server.scripted_learner import ScriptedLearner
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 RENDEZVOUS = Rendezvous(transport="gloo", host="127.0.0.1", port=1, world_size=2, timeout_s=5)
 
 Test = Callable[[ScriptedEngine, Serving, ScriptedLearner], Awaitable[None]]

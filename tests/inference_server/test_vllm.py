@@ -355,7 +355,7 @@ def test_a_killed_engine_is_started_again_and_one_death_too_many_ends_the_server
 
     with_learner(server, test, timeout_s=START_TIMEOUT_S)
     server.kill_process("EngineCore")
-    assert server.process.wait(timeout=30) == 2
+    assert server.process.wait(timeout=60) == 2
     # vLLM logs its own account of the death, with a traceback, before ours.
     last_line = server.log.splitlines()[-1]
     assert last_line.startswith("error: the vLLM engine has died") and "server.max_engine_restarts" in last_line
@@ -365,8 +365,8 @@ def test_a_signal_ends_the_server_and_its_children(server: RealServer) -> None:
     family = server.family()
     assert len(family) > 1
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(timeout=30) == 0
-    _, alive = psutil.wait_procs(family, timeout=10)
+    assert server.process.wait(timeout=60) == 0
+    _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive
     assert "Traceback" not in server.log
 
@@ -381,8 +381,8 @@ def test_an_interrupt_while_the_engine_starts_ends_everything(tmp_path: Path) ->
         family = server.family()
         # As a terminal does: to the whole process group.
         os.killpg(server.process.pid, signal.SIGINT)
-        assert server.process.wait(timeout=30) == 0
-        _, alive = psutil.wait_procs(family, timeout=10)
+        assert server.process.wait(timeout=60) == 0
+        _, alive = psutil.wait_procs(family, timeout=60)
         assert not alive
     finally:
         server.kill()

@@ -13,7 +13,7 @@ from protocol.collective.board import MAX_LINE_BYTES, EpochStore, HostedBoard, Q
 from protocol.errors import PushError
 
 HOST = "127.0.0.1"
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from protocol.errors import ConfigError, DeadlineExceeded, ProtocolError
 from protocol.messages import Ack, Refused
 
 ROOT = Path(__file__).parent.parent.parent
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 
 def with_channels(

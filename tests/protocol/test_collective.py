@@ -22,7 +22,7 @@ from protocol.messages import Rendezvous
 
 HOST = "127.0.0.1"
 CPU = torch.device("cpu")
-PROMPTLY_S = 10.0
+PROMPTLY_S = 30.0
 """Far below the deadline of a minute that the waits would otherwise have, far above what they take."""
 
 

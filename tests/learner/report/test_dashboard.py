@@ -24,10 +24,10 @@ def observed(run_dir, look):
     async def scene():
         dashboard = await Dashboard.start(run_dir, 0)
         try:
-            async with aiohttp.ClientSession(dashboard.address, timeout=aiohttp.ClientTimeout(total=20)) as session:
+            async with aiohttp.ClientSession(dashboard.address, timeout=aiohttp.ClientTimeout(total=60)) as session:
                 return await look(dashboard, session)
         finally:
-            await asyncio.wait_for(dashboard.close(), 5)
+            await asyncio.wait_for(dashboard.close(), 60)
 
     return asyncio.run(scene())
 
@@ -80,8 +80,8 @@ def test_a_step_published_from_another_thread_arrives(tmp_path):
                 dashboard.publish(1, LINE)
                 assert (await next_event(response))[1]["step"] == 1
 
-        asyncio.run(asyncio.wait_for(look(), 10))
-        thread.call(dashboard.close(), 5)
+        asyncio.run(asyncio.wait_for(look(), 60))
+        thread.call(dashboard.close(), 60)
         dashboard.publish(2, LINE)
     finally:
         thread.stop()
@@ -91,7 +91,7 @@ def test_closing_ends_the_streams_at_once(tmp_path):
     async def look(dashboard, session):
         async with session.get("/events") as response:
             await next_event(response)
-            await asyncio.wait_for(dashboard.close(), 2)
+            await asyncio.wait_for(dashboard.close(), 20)
             assert await next_event(response) == ("", None)
 
     observed(tmp_path, look)

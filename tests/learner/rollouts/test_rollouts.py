@@ -40,7 +40,7 @@ from protocol.messages import (
 )
 from tests.learner.test_train import make_run
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 MODEL = ModelFingerprint(architecture="x", size="", vocab_size=16, tokenizer_hash="0")
 
 

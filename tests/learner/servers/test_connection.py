@@ -18,7 +18,7 @@ from tests.learner.model_engine import tiny_server
 from tests.learner.test_train import make_run
 
 NOWHERE = "tcp://127.0.0.1:1"
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 @pytest.fixture

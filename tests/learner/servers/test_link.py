@@ -15,7 +15,7 @@ from tests.fakes import ScriptedEngine, Serving, report, serving
 from tests.fingerprint import MODEL
 from tests.link import Link
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 # The scripted engine reports on a push without joining anything.
 NOWHERE = Rendezvous(transport="gloo", host="127.0.0.1", port=1, world_size=2, timeout_s=1.0)
 NOTHING = Manifest(tensors=(), bucket_bytes=1)
