@@ -1,0 +1,7 @@
+"""The model that scripted servers and learners agree on. In a file of its own, so that an intruder starts without torch."""
+
+from protocol.messages import ModelFingerprint
+
+MODEL = ModelFingerprint(
+    architecture="GPT2LMHeadModel", size="2 layers of width 64", vocab_size=32, tokenizer_hash="0123456789abcdef"
+)
