@@ -19,7 +19,7 @@ from typing import IO
 
 from inference_server.config import ServerRun
 from learner.config import LearnerRun
-from protocol.config import load_config, to_toml
+from protocol.config import load_config, to_toml, until_its_reader_leaves
 from protocol.errors import ConfigError, SlipstreamError
 
 GRACE_S = 20.0
@@ -94,7 +94,8 @@ def colocate(arguments: list[str]) -> int:
     server_run = load_config(ServerRun, config_file + server_flags, "python -m deploy.colocate")
     learner_run = load_config(LearnerRun, config_file + learner_flags, "python -m deploy.colocate")
     if "--dry-run" in switches:
-        print(to_toml(server_run))  # each side reads the other's section as it stands in the file
+        with until_its_reader_leaves():
+            print(to_toml(server_run))  # each side reads the other's section as it stands in the file
         if note := learner_run.note_on_idle_keys():
             print(note, file=sys.stderr)
         return 0

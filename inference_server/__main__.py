@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from inference_server.config import ServerConfig, ServerRun
 from inference_server.engine.interface import EngineDead
-from protocol.config import load_config, to_toml
+from protocol.config import load_config, to_toml, until_its_reader_leaves
 from protocol.cores import bind_cores
 from protocol.endpoint import exposure
 from protocol.errors import ConfigError, SlipstreamError
@@ -32,7 +32,8 @@ def main() -> None:
         arguments = [argument for argument in sys.argv[1:] if argument != "--dry-run"]
         run = load_config(ServerRun, arguments, program="inference-server", switches="[--dry-run]")
         if "--dry-run" in sys.argv:
-            print(to_toml(run))
+            with until_its_reader_leaves():
+                print(to_toml(run))
             return
         _start_logging()
         bind_cores(run.server.cpu_cores)

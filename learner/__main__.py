@@ -34,7 +34,7 @@ def main() -> None:
                 self_test_command(arguments)
             case ["report", run_dir, *flags] if set(flags) <= {"--json"} and not run_dir.startswith("-"):
                 report_command(Path(run_dir), as_json="--json" in flags)
-            case ["-h" | "--help"] | []:
+            case ["-h" | "--help"] | [] | ["report", "-h" | "--help"]:
                 print(USAGE)
             case arguments:
                 raise ConfigError(f"unknown command {' '.join(arguments)!r}\n{USAGE}")
@@ -50,14 +50,15 @@ def main() -> None:
 
 def train_command(arguments: list[str]) -> None:
     from learner.config import LearnerRun
-    from protocol.config import load_config, to_toml
+    from protocol.config import load_config, to_toml, until_its_reader_leaves
     from protocol.cores import bind_cores
 
     switches = {"--resume", "--dry-run"} & set(arguments)
     arguments = [argument for argument in arguments if argument not in switches]
     run = load_config(LearnerRun, arguments, "learner train", switches="[--resume] [--dry-run]")
     if "--dry-run" in switches:
-        print(to_toml(run))
+        with until_its_reader_leaves():
+            print(to_toml(run))
         if note := run.note_on_idle_keys():
             log.warning(note)
         return

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -67,6 +67,17 @@ def load_config(config_type: type[C], argv: Sequence[str], program: str, switche
 def to_toml(config: msgspec.Struct) -> str:
     """Return the resolved config as TOML; keys that are None are left out, for TOML has no null."""
     return msgspec.toml.encode(_without_none(msgspec.to_builtins(config))).decode()
+
+
+@contextlib.contextmanager
+def until_its_reader_leaves() -> Iterator[None]:
+    """Print into a pipe that may close, as in `--help | head`: the program then ends, content."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the flush at exit complains once more
+        raise SystemExit(0) from None
 
 
 def keys_of(struct: type[msgspec.Struct], prefix: str = "") -> dict[str, msgspec.structs.FieldInfo]:
@@ -140,12 +151,9 @@ def _with_flags(config_type: type[C], base: C | None, flags: list[str], program:
     _refuse_unknown_flags(config_type, flags)
     complaint = io.StringIO()
     try:
-        with contextlib.redirect_stderr(complaint):
+        with contextlib.redirect_stderr(complaint), until_its_reader_leaves():
             default = tyro.MISSING_NONPROP if base is None else base
             config = tyro.cli(config_type, args=flags, prog=program, default=default)
-    except BrokenPipeError:  # `--help | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the flush at exit complains once more
-        raise SystemExit(0) from None
     except SystemExit as exit_:
         if exit_.code in (0, None):
             raise
