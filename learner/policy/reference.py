@@ -135,9 +135,7 @@ def _refreshed_names(only: str | None, names: list[str]) -> list[str]:
     if not matching:
         raise ConfigError(f"learner.reference.only = {only!r} matches none of {some}; correct it")
     if len(matching) == len(names):
-        raise ConfigError(
-            f"learner.reference.only = {only!r} does nothing, because it matches all of {some}; remove it"
-        )
+        log.warning("learner.reference.only = %r does nothing, because it matches all of %s", only, some)
     return matching
 
 
