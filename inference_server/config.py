@@ -46,7 +46,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_engine_restarts: Annotated[int, msgspec.Meta(ge=0)] = 3
     """How often within an hour an engine that has died is started again; one death more ends the server."""
     pause_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0
-    """Longest time in which the engine must have paused, taken a version label or resumed around a push."""
+    """Longest time in which the engine must have paused, taken a version label or resumed around a push; one that has not
+    answered by then is started again."""
 
 
 class ServerRun(SharedConfig):

@@ -3,7 +3,8 @@
     learner: PushBegin ─▶ pausing ─▶ PushReady ─▶ receiving (workers load what comes) ─▶ resuming ─▶ idle ─▶ PushDone
                              │                          │
                              └──── weights intact ──────┤ PushFailed, generation goes on with the old weights
-                                                        └ weights torn: PushFailed, paused until a whole push succeeds
+                                                        ├ weights torn: PushFailed, paused until a whole push succeeds
+                                                        └ no answer in time: PushFailed, the engine is started again
 
 With server.receive_overlap: PushReady ─▶ receiving, beside generation ─▶ pausing ─▶ loading ─▶ resuming ─▶ idle.
 
@@ -17,7 +18,8 @@ import time
 from collections.abc import Awaitable, Sequence
 from typing import Literal, TypeVar
 
-from inference_server.engine.interface import Engine, PushOrder, WorkerReport
+from inference_server.engine.interface import Engine, EngineDead, PushOrder, WorkerReport
+from inference_server.engine.life import in_time
 from inference_server.groups import Deliver
 from protocol.messages import PushAbort, PushBegin, PushDone, PushFailed, PushReady
 from protocol.weights.buckets import cut
@@ -75,30 +77,40 @@ class Pushes:
         self._epoch = self._paused_at = None
         self.forget_version()
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether a push that the learner has given up still goes on here: another would only wait for it."""
+        return self._given_up.is_set() and self._lock.locked()
+
     async def push(self, begin: PushBegin) -> None:
-        """Run one push to its PushDone or PushFailed."""
+        """Run one push to its PushDone or PushFailed. Raises EngineDead, which the learner is told as a PushFailed."""
+        if begin.epoch != self._epoch:
+            self._given_up.set()  # whoever begins another epoch has given up the one there is
         async with self._lock:
             try:
-                outcome: PushDone | PushFailed = await self._run(begin)
-                self.num_done += 1
-            except _Failed as failure:
-                outcome = await self._give_up(begin, str(failure))
+                outcome = await self._outcome(begin)
+            except EngineDead as dead:
+                await self._deliver(self._failed(begin, f"{dead}; it is started again", weights_intact=False))
+                raise
             await self._deliver(outcome)
 
     async def abort(self, abort: PushAbort) -> None:
-        """Leave an epoch. A push that is receiving ends by itself: the learner has closed its side."""
+        """Leave an epoch. A push that is receiving ends by itself: the learner has closed its side. Raises EngineDead."""
         self._aborted_epochs.add(abort.epoch)
         if abort.epoch == self._epoch:
             self._given_up.set()
         async with self._lock:
             if abort.epoch == self._epoch:
                 self._epoch = None
-                try:
-                    await self._within(
-                        self._engine.leave_epoch(abort.epoch), self._pause_timeout_s, "server.pause_timeout_s"
-                    )
-                except _Failed as failure:
-                    log.warning("epoch %s was not left: %s", abort.epoch, failure)
+                await self._quickly(self._engine.leave_epoch(abort.epoch), f"leaving epoch {abort.epoch}")
+
+    async def _outcome(self, begin: PushBegin) -> PushDone | PushFailed:
+        try:
+            done = await self._run(begin)
+        except _Failed as failure:
+            return await self._give_up(begin, str(failure))
+        self.num_done += 1
+        return done
 
     async def _run(self, begin: PushBegin) -> PushDone:
         self._enter_epoch(begin)
@@ -119,7 +131,7 @@ class Pushes:
         reports = await self._load(order)
         checksum = self._agreed_checksum(reports)
         self.state = "resuming"
-        await self._within(self._engine.set_version(begin.version), self._pause_timeout_s, "server.pause_timeout_s")
+        await self._quickly(self._engine.set_version(begin.version), "labelling")
         self._weights_intact = True
         if run == self._num_runs:
             self.version, self.checksum = begin.version, checksum
@@ -156,7 +168,7 @@ class Pushes:
             await asyncio.wait([receiving, given_up], timeout=longest_s, return_when="FIRST_COMPLETED")
             # A worker has its deadline for the broadcast it is in; past that it is stuck.
             knob = f"learner.push.timeout_s + {SLACK_S:g}"
-            return await self._within(receiving, self._epoch_timeout_s + SLACK_S, knob)
+            return await in_time(receiving, self._epoch_timeout_s + SLACK_S, self.state, knob)
         finally:
             given_up.cancel()
             receiving.cancel()
@@ -181,24 +193,25 @@ class Pushes:
 
     async def _give_up(self, begin: PushBegin, reason: str) -> PushFailed:
         """Forget the epoch and let generation go on if it can."""
-        failed_in = self.state
-        self.num_failed += 1
+        failed = self._failed(begin, reason, weights_intact=self._weights_intact)
         self._epoch = None
-        log.warning("push of version %d in epoch %s failed while %s: %s", begin.version, begin.epoch, failed_in, reason)
+        log.warning(
+            "push of version %d in epoch %s failed while %s: %s", begin.version, begin.epoch, failed.state, reason
+        )
         if not self._weights_intact:
             self.state = "torn"
             log.warning("the weights are neither old nor new; generation waits for a whole push")
         elif self._paused_at is not None:
-            try:
-                await self._resume()
-            except _Failed as failure:
-                reason = f"{reason}; and generation could not be resumed: {failure}"
+            await self._resume()
         else:
             self.state = "idle"
+        self.num_failed += 1  # where the engine dies instead, forget_engine counts
+        return failed
+
+    def _failed(self, begin: PushBegin, reason: str, *, weights_intact: bool) -> PushFailed:
         return PushFailed(
-            epoch=begin.epoch, version=begin.version, state=failed_in, message=reason,
-            weights_intact=self._weights_intact,
-        )  # fmt: skip
+            epoch=begin.epoch, version=begin.version, state=self.state, message=reason, weights_intact=weights_intact
+        )
 
     async def _pause(self) -> float:
         """Pause, and return how long that took."""
@@ -206,12 +219,13 @@ class Pushes:
         self.state = "pausing"
         # From the call on, for a pause that does not end in time may still come.
         self._paused_at = self._paused_at or started
-        await self._within(self._engine.pause(), self._pause_timeout_s, "server.pause_timeout_s")
+        await self._quickly(self._engine.pause(), "pausing")
         return time.monotonic() - started
 
     async def _resume(self) -> float:
         """Resume, and return how long nothing was generated."""
-        await self._within(self._engine.resume(), self._pause_timeout_s, "server.pause_timeout_s")
+        self.state = "resuming"
+        await self._quickly(self._engine.resume(), "resuming")
         self.state = "idle"
         assert self._paused_at is not None
         stall_s = time.monotonic() - self._paused_at
@@ -219,9 +233,5 @@ class Pushes:
         self.stall_s += stall_s
         return stall_s
 
-    async def _within(self, call: Awaitable[T], timeout_s: float, knob: str) -> T:
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await call
-        except TimeoutError as error:
-            raise _Failed(f"the engine did not answer within {timeout_s:g} s while {self.state} ({knob})") from error
+    async def _quickly(self, call: Awaitable[T], doing: str) -> T:
+        return await in_time(call, self._pause_timeout_s, doing, "server.pause_timeout_s")

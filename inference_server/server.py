@@ -115,8 +115,8 @@ class Server:
         }
 
     def _why_unavailable(self) -> str | None:
-        if not self._life.is_alive:
-            return "the engine has died and is being started again"
+        if reason := self._life.why_not_alive:
+            return reason
         if self._pushes.state == "torn":
             return (
                 "a push of weights broke off while it was loaded, or the engine that had them has died, so there are neither "
@@ -181,7 +181,7 @@ class Server:
             self._refusals.message("Hello", f"run {hello.run}: {reason}")
             await self._channel.send(peer, Refused(reason=reason))
             return
-        if not self._life.is_alive:
+        if not self._life.is_alive or self._pushes.is_ending:
             return  # said again until it is answered
         if self._learner is None or self._learner.run != hello.run:
             self._groups.forget_all()

@@ -88,7 +88,8 @@ class ScriptedEngine:
             self.cancelled += 1
             raise
         self._maybe_fail()
-        assert self.version is not None
+        if self.version is None:
+            raise EngineDead("the engine that this was begun on is gone")
         indices = range(sampling.num_completions)
         return [self._completion(prompt_token_ids.tolist(), index, sampling) for index in indices], self.version
 

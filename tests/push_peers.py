@@ -22,7 +22,7 @@ import learner.servers.epoch
 import learner.servers.link
 import protocol.collective.group
 from inference_server.config import ServerConfig
-from inference_server.engine.interface import PushOrder, WorkerReport
+from inference_server.engine.interface import EngineDead, PushOrder, WorkerReport
 from learner.config import LearnerRun
 from learner.prompts.prompts import Prompt, Prompts
 from learner.rewards.scoring import Scorer
@@ -45,6 +45,8 @@ from tests.push_traps import PUSH_TIMEOUT_S, TRAPS, Trap, TrappedCollective
 ANSWER_TIMEOUT_S = 120.0
 DEAD_AFTER_S = 1.0
 """In place of the link's 3 s, with pulses ten times as often."""
+PAUSE_TIMEOUT_S = 4.0
+"""More than a call may hang by a trap after which its engine goes on."""
 NUM_TENSORS = 6
 TENSOR_BYTES = 2 << 20
 """More in all than the kernel buffers between two processes, so that a sender cannot be done before its receiver."""
@@ -91,7 +93,10 @@ class InPlaceEngine(ScriptedEngine):
             if self.version is None:
                 continue
             sampling = Sampling(num_completions=1, max_tokens=NUM_TENSORS)
-            (completion,), _ = await self.generate(np.array([1], np.int32), sampling)
+            try:
+                (completion,), _ = await self.generate(np.array([1], np.int32), sampling)
+            except EngineDead:
+                continue
             self.num_seen += 1
             label = completion.versions[0][0] % self.limits.vocab_size
             self.num_torn += completion.token_ids.tolist() != [label] * NUM_TENSORS
@@ -128,7 +133,8 @@ def run_server(pipe: Connection, log: Path, endpoint: str, receive_overlap: bool
     """The server's process: answers `status`, sets traps."""
     _begin(log)
     inference_server.server.PULSE_INTERVAL_S = DEAD_AFTER_S / 10
-    asyncio.run(_serve(pipe, endpoint, ServerConfig(receive_overlap=receive_overlap)))
+    config = ServerConfig(receive_overlap=receive_overlap, pause_timeout_s=PAUSE_TIMEOUT_S)
+    asyncio.run(_serve(pipe, endpoint, config))
 
 
 async def _serve(pipe: Connection, endpoint: str, config: ServerConfig) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.peer import Pair, Peer
 from tests.push_peers import DEAD_AFTER_S, NUM_TENSORS
-from tests.push_traps import HANG, PUSH_TIMEOUT_S, Trap
+from tests.push_traps import FOREVER_S, HANG, PUSH_TIMEOUT_S, Trap
 
 NOTICE_S = 2 * PUSH_TIMEOUT_S + DEAD_AFTER_S + 4.0
 """The join and a broadcast may each take their deadline; the rest is for a machine that has other work."""
@@ -196,6 +196,24 @@ def test_a_server_that_hangs_is_given_up_with_words_that_help(start_pair: Callab
         assert_whole(pair, 1, pair.learner.receive())
 
     at_once(check, [(state,) for state in HANGS])
+
+
+def test_a_learner_goes_on_with_the_next_engine_when_a_call_into_the_first_never_ends(
+    start_pair: Callable[..., Pair],
+) -> None:
+    def check(state: State, mode: dict[str, Any]) -> None:
+        pair = start_at_version_0(start_pair, mode, state)
+        _, point, nth = state
+        pair.server.send(Trap(point, pair.server.pid, HANG, nth, FOREVER_S))
+        pair.learner.send(1)
+        digest = pair.learner.receive()
+        assert isinstance(digest, str), digest
+        assert pair.server.ask("status")["engine_restarts"] == 1
+        assert "(attempt 2)" not in pair.learner.own_log, "an attempt was made on an engine that could only hang"
+        assert_whole(pair, 1, digest)
+        assert_whole(pair, 2, pair.learner.ask(2))
+
+    at_once(check, list(itertools.product([BEFORE_READY, BEFORE_JOIN, BEFORE_DONE], [PLAIN, OVERLAP])))
 
 
 NUM_FAILURES = 50

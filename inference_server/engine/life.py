@@ -4,7 +4,8 @@
                                                     one death too many: EngineDead, which ends the server
 
 consumes  coroutines that need the engine (spawn)      waits for  a death; the restart, whose deadline is start_timeout_s
-Invariant: nothing that was begun in one life goes on in the next.
+Invariant: nothing that was begun in one life goes on in the next. A call into the engine that does not end in time (`in_time`)
+is its death: whatever it waits for there would keep every later call waiting.
 """
 
 import asyncio
@@ -12,16 +13,28 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import TypeVar
 
 from inference_server.engine.interface import Engine, EngineDead, WorkerPlace
 from protocol.errors import SlipstreamError
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 LOOK_INTERVAL_S = 1.0
 PLACES_TIMEOUT_S = 60.0
 RESTARTS_WINDOW_S = 3600.0
 """Deaths further apart are not counted together."""
+
+
+async def in_time(call: Awaitable[T], timeout_s: float, doing: str, knob: str) -> T:
+    """Await a call into the engine. Raises EngineDead past the deadline, which the error says can be raised by `knob`."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await call
+    except TimeoutError as error:
+        raise EngineDead(f"the engine did not answer within {timeout_s:g} s while {doing} ({knob})") from error
 
 
 class EngineLife:
@@ -34,6 +47,7 @@ class EngineLife:
         self._work: set[asyncio.Task[None]] = set()
         self._death = asyncio.Event()
         self._reason = ""
+        """Why it died, as whoever noticed has said."""
         self._died_at: list[float] = []
         self.alive = asyncio.Event()
         self.num_restarts = 0
@@ -42,6 +56,13 @@ class EngineLife:
     @property
     def is_alive(self) -> bool:
         return self.alive.is_set()
+
+    @property
+    def why_not_alive(self) -> str | None:
+        """In words; None while it is."""
+        if self.is_alive:
+            return None
+        return f"the engine is being started again: {self._reason}" if self._reason else "the engine is being started"
 
     @property
     def transports(self) -> list[str]:
@@ -83,7 +104,8 @@ class EngineLife:
             log.info("the engine is back after %.1f s, without weights", time.monotonic() - self._died_at[-1])
         try:
             await self._wait_for_death()
-        except EngineDead:
+        except EngineDead as death:
+            self._reason = str(death)
             self.alive.clear()
             for task in self._work:
                 task.cancel()

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from inference_server.config import ServerConfig
@@ -25,11 +26,14 @@ from protocol.messages import (
     Hello,
     Manifest,
     Pulse,
+    PushAbort,
     PushBegin,
     PushDone,
     PushFailed,
+    PushReady,
     Rendezvous,
     Scores,
+    TensorSpec,
     Welcome,
 )
 from tests.fakes import ScriptedEngine, Serving, report, serving
@@ -145,7 +149,78 @@ def test_a_death_is_noticed_wherever_it_shows(monkeypatch: pytest.MonkeyPatch, d
                 await learner.send(PushBegin(epoch="e", version=1))
         await new_server_id(learner, first_id)
         await until(lambda: running.server.status()["engine_restarts"] == 1)
-        assert not any(isinstance(message, (Scores, GroupFailed, PushFailed)) for message in learner.unread)
+        assert not any(isinstance(message, (Scores, GroupFailed)) for message in learner.unread)
+        told = [message for message in learner.unread if isinstance(message, PushFailed)]
+        assert [DEAD.args[0] in failed.message for failed in told] == ([True] if dies_in == "pause" else [])
+
+    run_with_server(test)
+
+
+@pytest.mark.parametrize("call", ["pause", "load_push", "set_version", "resume", "leave_epoch"])
+def test_a_call_that_does_not_end_in_time_is_the_engines_death_and_the_next_push_goes_to_the_next_engine(
+    monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    monkeypatch.setattr("inference_server.push.SLACK_S", 0.1)
+
+    async def hang(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        first_id = (await learner.join()).server_id
+        await push(engine, learner, version=3)
+        engine.release_restart.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, call, hang)
+            if call == "load_push":
+                spec = TensorSpec(name="weight", shape=(1,), dtype="float32")
+                manifest = Manifest(tensors=(spec,) * 10_000, bucket_bytes=1)  # as many deadlines, had it not given up
+                quick = msgspec.structs.replace(begin(4, "f").rendezvous, timeout_s=0.1)
+                await learner.send(PushBegin(epoch="f", version=4, rendezvous=quick, manifest=manifest))
+                await learner.receive(PushReady)
+                await learner.send(PushAbort(epoch="f"))
+                await learner.send(PushBegin(epoch="g", version=4))
+                await learner.hello()
+            elif call == "leave_epoch":
+                await learner.send(PushAbort(epoch="e"))
+            else:
+                engine.scripted_reports.append([report()])
+                await learner.send(PushBegin(epoch="e", version=4))
+            await until(lambda: running.server.status()["unavailable"] is not None)
+        knob = "learner.push.timeout_s" if call == "load_push" else "server.pause_timeout_s"
+        reason = running.server.status()["unavailable"]
+        assert "is being started again: the engine did not answer within 0.2 s while" in reason and knob in reason
+        if call != "leave_epoch":
+            failed = await learner.receive(PushFailed)
+            assert knob in failed.message and not failed.weights_intact
+            assert failed.state in ("pausing", "receiving", "resuming")
+        assert not any(isinstance(message, Welcome) for message in learner.unread), "there was nobody to push to"
+        engine.release_restart.set()
+        await new_server_id(learner, first_id)
+        await until(lambda: running.server.status()["engine_restarts"] == 1)
+        await learner.join()
+        await push(engine, learner, version=4, epoch="h")
+        await learner.generate("g", [1])
+        assert (await learner.receive(Group)).completions[0].versions == [(4, 1)]
+        status = running.server.status()
+        assert (status["pushes_done"], status["pushes_failed"]) == (2, int(call != "leave_epoch"))
+
+    run_with_server(test, pause_timeout_s=0.2)
+
+
+def test_a_learner_that_gave_a_push_up_is_welcomed_again_once_it_has_ended_here() -> None:
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        first_id = (await learner.join()).server_id
+        engine.release_pause.clear()
+        engine.scripted_reports.append([report()])
+        await learner.send(begin(0, "a"))
+        await until(lambda: engine.calls == ["pause"])
+        await learner.send(PushAbort(epoch="a"))
+        await learner.hello()
+        with pytest.raises(TimeoutError):
+            await learner.receive(Welcome, timeout_s=0.3)
+        engine.release_pause.set()
+        await until(lambda: engine.calls[-1] == "leave_epoch a")
+        assert (await learner.join()).server_id == first_id
 
     run_with_server(test)
 

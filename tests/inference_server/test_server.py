@@ -1,15 +1,13 @@
 """The server over real sockets, in front of a scripted engine: handshakes, groups, pushes, faults."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 
-import msgspec
 import numpy as np
 import pytest
 
-from inference_server import push
 from inference_server.config import ServerConfig
-from inference_server.engine.interface import EngineFailed, PushOrder, WorkerReport
+from inference_server.engine.interface import EngineFailed
 from protocol.channel.sockets import ServerChannel
 from protocol.messages import (
     PROTOCOL_VERSION,
@@ -32,7 +30,6 @@ from protocol.messages import (
     Rendezvous,
     Score,
     Scores,
-    TensorSpec,
     Welcome,
 )
 from tests.fakes import ScriptedEngine, Serving, report, serving
@@ -472,46 +469,6 @@ def test_a_failed_push_ends_its_epoch() -> None:
         await learner.receive(PushFailed)
         await learner.send(PushBegin(epoch="e1", version=2))
         assert "begin a new epoch" in (await learner.receive(PushFailed)).message
-
-    run_with_server(test)
-
-
-def test_a_pause_that_does_not_come_names_its_knob() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await learner.join()
-        engine.release_pause.clear()
-        await learner.send(begin(1))
-        failed = await learner.receive(PushFailed)
-        assert failed.state == "pausing" and "server.pause_timeout_s" in failed.message and failed.weights_intact
-        assert engine.calls[-1] == "resume"
-
-    run_with_server(test, ServerConfig(pause_timeout_s=0.05))
-
-
-@pytest.mark.parametrize("gives_up", [True, False])
-def test_a_worker_that_is_stuck_is_waited_for_no_longer_than_its_deadlines(
-    monkeypatch: pytest.MonkeyPatch, gives_up: bool
-) -> None:
-    monkeypatch.setattr(push, "SLACK_S", 0.1)
-    quick = msgspec.structs.replace(RENDEZVOUS, timeout_s=0.1)
-    spec = TensorSpec(name="weight", shape=(1,), dtype="float32")
-    # One that gives up need not wait for as many deadlines as there are buckets.
-    manifest = Manifest(tensors=(spec,) * (10_000 if gives_up else 2), bucket_bytes=1)
-
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        async def hang(order: PushOrder) -> Sequence[WorkerReport]:
-            await asyncio.Event().wait()
-            return []
-
-        await learner.join()
-        monkeypatch.setattr(engine, "load_push", hang)
-        await learner.send(PushBegin(epoch="e1", version=1, rendezvous=quick, manifest=manifest))
-        await learner.receive(PushReady)
-        if gives_up:
-            await learner.send(PushAbort(epoch="e1"))
-        failed = await learner.receive(PushFailed, timeout_s=5)
-        assert "within 0.2 s while receiving (learner.push.timeout_s + 0.1)" in failed.message
-        assert not failed.weights_intact
 
     run_with_server(test)
 
