@@ -45,6 +45,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Longest time for loading the model and warming up, also after the engine has died."""
     max_engine_restarts: Annotated[int, msgspec.Meta(ge=0)] = 3
     """How often within an hour an engine that has died is started again; one death more ends the server."""
+    stall_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0
+    """An engine that has groups to work on and gives no token for so long is started again. Pushes do not count, and a piece of a
+    long prompt counts as a token."""
     pause_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0
     """Longest time in which the engine must have paused, taken a version label or resumed around a push; one that has not
     answered by then is started again."""

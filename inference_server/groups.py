@@ -3,6 +3,9 @@
 Generate ──▶ running ──▶ finished ──▶ Ack ▸ forgotten
                 │           └── sent again on a new connection, never twice on one: what waits on a slow link would only grow
                 └── GroupFailed: said once, the learner asks again
+
+A group that loses completions, to an error or to its deadline, goes on with those that had ended if they are two or more: one
+alone has no baseline. The deadline is for no token at all since the last one: neither waiting for a place nor a push counts.
 """
 
 import asyncio
@@ -10,15 +13,18 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 
+import msgspec
 import numpy as np
 
-from inference_server.engine.interface import Engine, EngineFailed, EngineLimits
-from protocol.messages import Generate, Group, GroupFailed, Message, Sampling
+from inference_server.engine.interface import Engine, EngineFailed, EngineLimits, Sampled
+from protocol.messages import Completion, Generate, Group, GroupFailed, Message, Sampling
 
 log = logging.getLogger(__name__)
 
 MAX_COMPLETIONS = 16_384
 """vLLM's own bound on the completions of one request."""
+MIN_COMPLETIONS = 2
+"""Of a group that was to have as many or more."""
 
 Deliver = Callable[[Message], Awaitable[bool]]
 """Sends a message to the learner; False if it cannot be reached now."""
@@ -27,12 +33,30 @@ Spawn = Callable[[Coroutine[None, None, None], str], asyncio.Task[None]]
 """Runs what needs the engine, under a name."""
 
 
+class _Running(msgspec.Struct, kw_only=True, eq=False):
+    """A group that the engine has been asked for."""
+
+    request: Generate
+    timeout: asyncio.Timeout
+    task: asyncio.Task[None] | None = None
+    entered_version: int = -1
+    completions: dict[int, Completion] = msgspec.field(default_factory=dict)
+    """Those that have ended, by index."""
+    token_at: float | None = None
+    """When it last got tokens; None before the first and after the last."""
+
+    def note(self, sampled: Sampled, now: float) -> None:
+        self.token_at, self.entered_version = now, sampled.entered_version
+        self.completions |= sampled.completions
+
+
 class Groups:
     """Running and finished groups by id; all of them belong to the current learner."""
 
-    def __init__(self, engine: Engine, deliver: Deliver, spawn: Spawn) -> None:
-        self._engine, self._deliver, self._spawn = engine, deliver, spawn
-        self._running: dict[str, asyncio.Task[None]] = {}
+    def __init__(self, engine: Engine, deliver: Deliver, spawn: Spawn, clock: Callable[[], float]) -> None:
+        """`clock` stands still while nothing may be generated."""
+        self._engine, self._deliver, self._spawn, self._clock = engine, deliver, spawn, clock
+        self._running: dict[str, _Running] = {}
         self._finished: dict[str, Group] = {}
         self._undelivered: set[str] = set()
         """Of the finished ones: those not handed to the learner's present connection."""
@@ -60,9 +84,17 @@ class Groups:
             return
         if self._idle_since is not None:
             self._idle_s, self._idle_since = self.idle_s, None
-        task = self._spawn(self._generate(request), f"group {group_id}")
-        self._running[group_id] = task
-        task.add_done_callback(lambda task: self._ended(group_id, task))
+        running = _Running(request=request, timeout=asyncio.timeout(None))
+        running.task = self._spawn(self._generate(running), f"group {group_id}")
+        self._running[group_id] = running
+        running.task.add_done_callback(lambda _: self._ended(running))
+
+    def look(self) -> None:
+        """End the groups that have begun and got no token for as long as their deadline allows."""
+        now = self._clock()
+        for running in self._running.values():
+            if running.token_at is not None and now - running.token_at > running.request.deadline_s:
+                running.timeout.reschedule(0.0)
 
     def acknowledge(self, group_ids: Iterable[str]) -> None:
         for group_id in group_ids:
@@ -72,8 +104,8 @@ class Groups:
     def cancel(self, group_ids: Sequence[str]) -> None:
         for group_id in group_ids:
             # Gone from the table at once: a task takes a turn of the loop to end, and the same id may be asked for again.
-            if task := self._running.pop(group_id, None):
-                task.cancel()
+            if (running := self._running.pop(group_id, None)) and running.task:
+                running.task.cancel()
         self._note_idle()
         self.acknowledge(group_ids)
 
@@ -91,43 +123,50 @@ class Groups:
         for group_id in list(self._undelivered):
             await self._send(group_id)
 
-    async def _generate(self, request: Generate) -> None:
-        group_id, sampling = request.group_id, request.sampling
-        asked_at = time.monotonic()
+    async def _generate(self, running: _Running) -> None:
+        request, asked_at = running.request, time.monotonic()
+        failure = await self._sample(running)
+        completions = [completion for _, completion in sorted(running.completions.items())]
+        if failure is not None:
+            done = f"{len(completions)} of {request.sampling.num_completions} completions were done"
+            log.warning("group %s: %s when it failed: %s", request.group_id, done, failure.message)
+            if len(completions) < min(MIN_COMPLETIONS, request.sampling.num_completions):
+                await self._deliver(failure)
+                return
+        self.tokens_generated += sum(len(completion.token_ids) for completion in completions)
+        self._finished[request.group_id] = Group(
+            group_id=request.group_id,
+            entered_version=running.entered_version,
+            completions=completions,
+            server_s=time.monotonic() - asked_at,
+        )
+        self._undelivered.add(request.group_id)
+        await self._send(request.group_id)
+
+    async def _sample(self, running: _Running) -> GroupFailed | None:
+        """Collect what the engine samples; return what has kept it from sampling all."""
+        request = running.request
         try:
-            async with asyncio.timeout(request.deadline_s):
-                completions, entered_version = await self._engine.generate(request.prompt_token_ids, sampling)
+            async with running.timeout:
+                async for sampled in self._engine.generate(request.prompt_token_ids, request.sampling):
+                    running.note(sampled, self._clock())
         except TimeoutError:
-            await self._deliver(
-                GroupFailed(
-                    group_id=group_id, code="deadline", retryable=True,
-                    message=f"{sampling.num_completions} completions of at most {sampling.max_tokens} tokens were not done "
-                    f"within the group's deadline of {request.deadline_s:g} s; raise the deadline, ask for fewer groups at "
-                    "a time, or raise server.max_concurrent_sequences",
-                )
-            )  # fmt: skip
+            why = f"it had begun, and got no token for {request.deadline_s:g} s (learner.group_deadline_s)"
+            return GroupFailed(group_id=request.group_id, code="deadline", message=why, retryable=True)
         except EngineFailed as error:  # not EngineDead: the learner asks the next engine for the same groups
-            log.warning("group %s failed: %s", group_id, error)
-            await self._deliver(GroupFailed(group_id=group_id, code="engine_error", message=str(error), retryable=True))
-        else:
-            self.tokens_generated += sum(len(completion.token_ids) for completion in completions)
-            self._finished[group_id] = Group(
-                group_id=group_id,
-                entered_version=entered_version,
-                completions=completions,
-                server_s=time.monotonic() - asked_at,
-            )
-            self._undelivered.add(group_id)
-            await self._send(group_id)
+            return GroupFailed(group_id=request.group_id, code="engine_error", message=str(error), retryable=True)
+        finally:
+            running.token_at = None
+        return None
 
     async def _send(self, group_id: str) -> None:
         group = self._finished.get(group_id)  # None: acknowledged while others were sent
         if group is not None and await self._deliver(group):
             self._undelivered.discard(group_id)
 
-    def _ended(self, group_id: str, task: asyncio.Task[None]) -> None:
-        if self._running.get(group_id) is task:
-            del self._running[group_id]
+    def _ended(self, running: _Running) -> None:
+        if self._running.get(running.request.group_id) is running:
+            del self._running[running.request.group_id]
         self._note_idle()
 
     def _note_idle(self) -> None:

@@ -64,6 +64,10 @@ class Pushes:
         self.num_done = self.num_failed = 0
         self.stall_s = 0.0
 
+    def generating_s(self) -> float:
+        """A clock that stands still while nothing is generated."""
+        return (self._paused_at or time.monotonic()) - self.stall_s
+
     def forget_version(self) -> None:
         """The weights are of a run that is over: the next learner must push before it asks for groups."""
         self.version = self.checksum = None

@@ -25,6 +25,7 @@ import msgspec
 from inference_server.config import ServerConfig
 from inference_server.engine.interface import Engine, EngineDead
 from inference_server.engine.life import EngineLife
+from inference_server.engine.stall import StallWatch
 from inference_server.groups import Groups, why_invalid
 from inference_server.push import Pushes
 from inference_server.refusals import Refusals
@@ -76,9 +77,10 @@ class Server:
         self._ignored_peers: deque[bytes] = deque(maxlen=MAX_IGNORED_PEERS)
         self._refusals = Refusals()
         self._tasks = asyncio.TaskGroup()
-        self._life = EngineLife(engine, self._tasks, config.max_engine_restarts, self._forget_engine)
-        self._groups = Groups(engine, self._deliver, self._life.spawn)
+        self._life = EngineLife(engine, self._tasks, config.max_engine_restarts, self._look, self._forget_engine)
         self._pushes = Pushes(engine, self._deliver, config.pause_timeout_s, receive_overlap=config.receive_overlap)
+        self._groups = Groups(engine, self._deliver, self._life.spawn, self._pushes.generating_s)
+        self._stall = StallWatch(engine, self._pushes.generating_s, config.stall_timeout_s)
 
     async def serve(self) -> None:
         try:
@@ -241,6 +243,10 @@ class Server:
             return False
         learner.reached_at = time.monotonic()
         return True
+
+    def _look(self) -> None:
+        self._groups.look()
+        self._stall.look(self._groups.num_running)
 
     async def _forget_engine(self) -> None:
         self._server_id = _new_id()

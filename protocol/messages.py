@@ -118,6 +118,7 @@ class Generate(Message):
     prompt_token_ids: np.ndarray
     sampling: Sampling
     deadline_s: Seconds
+    """Longest time without a token once it has had its first. Time in which nothing may be generated does not count."""
 
     def __post_init__(self) -> None:
         _check_array(self.prompt_token_ids, "int32", "prompt_token_ids")

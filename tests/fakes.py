@@ -22,6 +22,7 @@ from inference_server.engine.interface import (
     EngineFailed,
     EngineLimits,
     PushOrder,
+    Sampled,
     WorkerPlace,
     WorkerReport,
 )
@@ -68,6 +69,7 @@ class ScriptedEngine:
         self.release.set()
         self.release_pause = asyncio.Event()
         self.release_pause.set()
+        self.num_steps = 0
         self.restart_fails = False
         self.release_restart = asyncio.Event()
         """Clear it to hold the next engine back."""
@@ -79,7 +81,13 @@ class ScriptedEngine:
     async def places(self) -> Sequence[WorkerPlace]:
         return [WorkerPlace(device="cpu", transports=["gloo"], pid=os.getpid())] * self.limits.num_workers
 
-    async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling) -> tuple[list[Completion], int]:
+    async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling) -> AsyncIterator[Sampled]:
+        completions, version = await self.sample(prompt_token_ids, sampling)
+        self.num_steps += 1
+        yield Sampled(entered_version=version, completions=dict(enumerate(completions)))
+
+    async def sample(self, prompt_token_ids: np.ndarray, sampling: Sampling) -> tuple[list[Completion], int]:
+        """All completions of a group at once, and the version they entered under."""
         self.prompts.append(prompt_token_ids.tolist())
         try:
             await self._open.wait()

@@ -94,7 +94,7 @@ class InPlaceEngine(ScriptedEngine):
                 continue
             sampling = Sampling(num_completions=1, max_tokens=NUM_TENSORS)
             try:
-                (completion,), _ = await self.generate(np.array([1], np.int32), sampling)
+                (completion,), _ = await self.sample(np.array([1], np.int32), sampling)
             except EngineDead:
                 continue
             self.num_seen += 1

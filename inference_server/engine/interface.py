@@ -3,7 +3,7 @@
 `vllm_engine.py` implements it on vLLM, `tests/fakes.py` as a script. Nothing here imports vllm.
 """
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Literal, Protocol
 
 import msgspec
@@ -43,6 +43,15 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_concurrent_sequences: int
 
 
+class Sampled(msgspec.Struct, frozen=True, kw_only=True):
+    """That a group has got on: tokens were sampled, and with them these of its completions have ended."""
+
+    entered_version: int
+    """The policy version when the group entered the engine."""
+    completions: dict[int, Completion]
+    """By index within the group."""
+
+
 WorkerState = Literal["receiving", "received", "loading", "done"]
 
 
@@ -78,14 +87,19 @@ class Engine(Protocol):
     @property
     def limits(self) -> EngineLimits: ...
 
+    @property
+    def num_steps(self) -> int:
+        """Changes whenever the engine gets on with anyone's request: by tokens, or by a piece of a long prompt."""
+        ...
+
     async def places(self) -> Sequence[WorkerPlace]:
         """Ask every worker where it is."""
         ...
 
-    async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling) -> tuple[list[Completion], int]:
-        """Sample the completions of one group; return them and the policy version when they entered the engine.
+    def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling) -> AsyncIterator[Sampled]:
+        """Sample the completions of one group; tell of its first tokens, of further ones now and then, and of every end.
 
-        Cancelling the call frees their places. Raises EngineFailed.
+        Cancelling whoever waits for it frees their places. Raises EngineFailed, in the end, unless all completions have come.
         """
         ...
 

@@ -41,9 +41,16 @@ class EngineLife:
     """Knows whether the engine is alive. `keep` runs until it has died more often than `max_restarts`."""
 
     def __init__(
-        self, engine: Engine, tasks: asyncio.TaskGroup, max_restarts: int, on_death: Callable[[], Awaitable[None]]
+        self,
+        engine: Engine,
+        tasks: asyncio.TaskGroup,
+        max_restarts: int,
+        look: Callable[[], None],
+        on_death: Callable[[], Awaitable[None]],
     ) -> None:
-        self._engine, self._tasks, self._max_restarts, self._on_death = engine, tasks, max_restarts, on_death
+        """`look` is called each second of a life, and raises EngineDead to end it."""
+        self._engine, self._tasks, self._max_restarts = engine, tasks, max_restarts
+        self._look, self._on_death = look, on_death
         self._work: set[asyncio.Task[None]] = set()
         self._death = asyncio.Event()
         self._reason = ""
@@ -136,6 +143,7 @@ class EngineLife:
     async def _wait_for_death(self) -> None:
         while not self._death.is_set():
             self._engine.check_alive()
+            self._look()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_INTERVAL_S):
                     await self._death.wait()

@@ -15,9 +15,26 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.metrics.loggers import StatLoggerBase
 
 from inference_server.config import ServerRun
 from protocol.errors import ConfigError
+
+FIRST_OF_CLIENTS = 1
+"""The lower a priority, the sooner a request is begun. Groups have 0."""
+
+
+class Steps(StatLoggerBase):
+    """Counts the engine's steps: it sends its numbers after each, also after one that gave no request a token."""
+
+    def __init__(self, *_: object) -> None:
+        self.count = 0
+
+    def record(self, *_: object, **__: object) -> None:
+        self.count += 1
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say."""
 
 
 class VersionedLLM(AsyncLLM):
@@ -27,11 +44,19 @@ class VersionedLLM(AsyncLLM):
     """In the salt instead of the version: two runs on one server both have a version 3."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+        self.steps = steps = Steps()
+        super().__init__(*args, **options | {"stat_loggers": [lambda *_: steps]})
         self.admitting = asyncio.Event()
         self.admitting.set()
 
-    async def generate(self, prompt: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(
+        self, prompt: Any, *args: Any, priority: int = 0, **kwargs: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """For the OpenAI application: whatever priority its clients ask for, the learner's requests are begun before theirs."""
+        async for output in self.generate_first(prompt, *args, priority=max(priority, FIRST_OF_CLIENTS), **kwargs):
+            yield output
+
+    async def generate_first(self, prompt: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
         await self.admitting.wait()
         salt = f"push {self.num_pushes}"
         if isinstance(prompt, dict):

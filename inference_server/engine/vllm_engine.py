@@ -9,8 +9,7 @@ import json
 import logging
 import multiprocessing
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,28 +18,32 @@ import numpy as np
 from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from inference_server.config import ServerRun
+from inference_server.engine.completions import Completions
 from inference_server.engine.interface import (
     EngineDead,
     EngineFailed,
     EngineLimits,
     PushOrder,
+    Sampled,
     WorkerPlace,
     WorkerReport,
 )
 from inference_server.engine.processes import EngineProcesses
 from inference_server.engine.versioned_llm import start_llm
-from protocol.messages import Completion, Sampling
+from protocol.messages import Sampling
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+TOKENS_PER_PIECE = 32
+"""Tokens of a completion come in pieces of so many: each shows that its group gets on, and costs the event loop some 30 µs."""
 STAGING_POLL_S = 0.01
 """Between two questions whether a push has come; each one is answered between two decoding steps."""
 DEATH_NOTICE_S = 5.0
@@ -76,26 +79,18 @@ class VllmEngine:
         self._processes = EngineProcesses(place.pid for place in places)
         return places
 
-    async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling) -> tuple[list[Completion], int]:
+    @property
+    def num_steps(self) -> int:
+        return self.llm.steps.count
+
+    async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling) -> AsyncIterator[Sampled]:
         await self.llm.admitting.wait()  # so that the version is the one the request enters under
         entered_version = self._version
-        params = SamplingParams(
-            # One request with n completions costs the front end half of what n requests cost; inside they are the same.
-            n=sampling.num_completions,
-            seed=sampling.seed,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=sampling.max_tokens,
-            stop_token_ids=sorted(self._eos_token_ids | set(sampling.stop_token_ids)),
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,
-        )
-        outputs = (await self._run(prompt_token_ids, params)).outputs
-        return finished_completions(outputs, sampling.num_completions), entered_version
+        params = params_of(sampling, self._eos_token_ids)
+        completions = Completions(sampling.num_completions)
+        async for output in self._run(prompt_token_ids, params):
+            yield Sampled(entered_version=entered_version, completions=completions.take(output.outputs))
+        completions.check()
 
     async def score(self, token_ids: np.ndarray) -> tuple[np.ndarray, int]:
         params = SamplingParams(
@@ -103,22 +98,23 @@ class VllmEngine:
             detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
         )  # fmt: skip
         # Before all that waits: the learner may wait for the answer.
-        output = await self._run(token_ids, params, priority=-1)
+        (output,) = [output async for output in self._run(token_ids, params, priority=-1)]
         logprobs = np.asarray(output.prompt_logprobs.logprobs, dtype=np.float32)
         return logprobs, int(output.outputs[0].weight_versions[0].version)
 
-    async def _run(self, token_ids: np.ndarray, params: SamplingParams, priority: int = 0) -> RequestOutput:
-        """Run one request to its only output; the lower its priority, the sooner it is begun."""
+    async def _run(
+        self, token_ids: np.ndarray, params: SamplingParams, priority: int = 0
+    ) -> AsyncIterator[RequestOutput]:
+        """Run one request; the lower its priority, the sooner it is begun."""
         self._num_requests += 1
         prompt, request_id = tokens_input(token_ids.tolist()), str(self._num_requests)
         try:
-            async for output in self.llm.generate(prompt, params, request_id, priority=priority):
-                return output
+            async for output in self.llm.generate_first(prompt, params, request_id, priority=priority):
+                yield output
         except EngineDeadError as error:
             raise EngineDead(_DEAD) from error
         except (VLLMClientError, EngineGenerateError, ValueError) as error:
             raise EngineFailed(f"{type(error).__name__}: {error or error.__cause__}") from error
-        raise EngineFailed("vLLM ended a request without an output")
 
     async def pause(self) -> None:
         self.llm.admitting.clear()
@@ -188,6 +184,26 @@ class VllmEngine:
         self.llm.shutdown(timeout=0.5)
 
 
+def params_of(sampling: Sampling, eos_token_ids: set[int]) -> SamplingParams:
+    """A group's sampling in vLLM's words."""
+    return SamplingParams(
+        # One request with n completions costs the front end half of what n requests cost; inside they are the same.
+        n=sampling.num_completions,
+        seed=sampling.seed,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_tokens,
+        stop_token_ids=sorted(eos_token_ids | set(sampling.stop_token_ids)),
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+        stream_interval=TOKENS_PER_PIECE,
+        skip_clone=True,
+    )
+
+
 async def call_engine(call: Awaitable[T]) -> T:
     """Await a call into vLLM's engine or its workers. Raises EngineDead, also for one that failed there: what it did is unknown."""
     try:
@@ -198,27 +214,6 @@ async def call_engine(call: Awaitable[T]) -> T:
         if type(error) is not Exception:  # vLLM has no class of its own for a failure on the other side
             raise
         raise EngineDead(f"a call into the vLLM engine failed: {error}") from error
-
-
-def finished_completions(outputs: Sequence[CompletionOutput], num_completions: int) -> list[Completion]:
-    """Return the completions that vLLM ended by itself. Raises EngineFailed if fewer than two of several are left."""
-    finished = [output for output in outputs if output.finish_reason in ("stop", "length")]
-    if len(finished) < num_completions:
-        reasons = dict(Counter(output.finish_reason for output in outputs))
-        problem = f"vLLM finished {len(finished)} of {num_completions} completions (finish_reason: {reasons})"
-        if len(finished) < min(2, num_completions):
-            raise EngineFailed(problem)
-        log.warning("%s; the group goes on with those that finished", problem)
-    return [_completion(output) for output in sorted(finished, key=lambda output: output.index)]
-
-
-def _completion(output: CompletionOutput) -> Completion:
-    return Completion(
-        token_ids=np.asarray(output.token_ids, dtype=np.int32),
-        behaviour_logprobs=np.asarray(output.logprobs.logprobs, dtype=np.float32),
-        versions=[(int(span.version), span.end - span.start) for span in output.weight_versions],
-        finish_reason=output.finish_reason,
-    )
 
 
 def _kill_engine_core() -> None:

@@ -62,7 +62,8 @@ class LearnerConfig(Section):
     connect_timeout_s: MayChange[float] = 600.0
     """How long to wait for the server, at the start and whenever it is gone."""
     group_deadline_s: MayChange[float] = 600.0
-    """How long the server may take over one group before it is asked for again."""
+    """How long a group that the server has begun may go without a token, pushes aside, before it is asked for again; if two or
+    more of its completions had ended by then, it goes on with those."""
     max_group_attempts: MayChange[int] = 3
     """A prompt whose group fails so often is recorded as failed and left out."""
     cpu_cores: MayChange[tuple[int, ...] | None] = None

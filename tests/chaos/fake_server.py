@@ -47,9 +47,9 @@ class InPlaceModelEngine(ModelEngine):
         super().__init__(model_path)
         self._parameters = dict(self.model.named_parameters())
 
-    async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling) -> tuple[list[Completion], int]:
+    async def sample(self, prompt_token_ids: np.ndarray, sampling: Sampling) -> tuple[list[Completion], int]:
         await asyncio.sleep(GENERATE_S)
-        return await super().generate(prompt_token_ids, sampling)
+        return await super().sample(prompt_token_ids, sampling)
 
     def _load(self, order: PushOrder) -> WorkerReport:
         receiver, is_intact = self._own_receiver(), True

@@ -125,7 +125,7 @@ def test_work_that_is_cancelled_before_it_begins_is_closed() -> None:
     async def run() -> None:
         coroutine = work()
         async with asyncio.TaskGroup() as tasks:
-            EngineLife(ScriptedEngine(), tasks, 0, lambda: asyncio.sleep(0)).spawn(coroutine).cancel()
+            EngineLife(ScriptedEngine(), tasks, 0, lambda: None, lambda: asyncio.sleep(0)).spawn(coroutine).cancel()
         assert inspect.getcoroutinestate(coroutine) == inspect.CORO_CLOSED
 
     asyncio.run(run())
@@ -205,6 +205,35 @@ def test_a_call_that_does_not_end_in_time_is_the_engines_death_and_the_next_push
         assert (status["pushes_done"], status["pushes_failed"]) == (2, int(call != "leave_epoch"))
 
     run_with_server(test, pause_timeout_s=0.2)
+
+
+def test_an_engine_that_has_groups_and_does_nothing_is_started_again_and_one_that_waits_or_is_busy_is_not() -> None:
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        first_id = (await learner.join()).server_id
+        await push(engine, learner, version=3)
+        await asyncio.sleep(2.0)  # nothing to do
+        engine.release.clear()
+        await learner.generate("g", [1])
+        for _ in range(100):  # it has others to work on, or a long prompt
+            await asyncio.sleep(0.02)
+            engine.num_steps += 1
+        engine.scripted_reports.append([report(ok=False, state="loading", weights_intact=False, error="torn")])
+        await learner.send(PushBegin(epoch="e", version=4))
+        await learner.receive(PushFailed)
+        await asyncio.sleep(2.0)  # nothing may be generated
+        assert running.server.status()["groups_running"] == 1
+        await push(engine, learner, version=4, epoch="f")
+        assert running.server.status()["engine_restarts"] == 0
+        engine.release_restart.clear()
+        await until(lambda: running.server.status()["unavailable"] is not None)
+        reason = running.server.status()["unavailable"]
+        assert "has 1 groups to work on and gave no token for 1.5 s (server.stall_timeout_s)" in reason
+        engine.release_restart.set()
+        await new_server_id(learner, first_id)
+        assert engine.cancelled == 1
+        await until(lambda: running.server.status()["engine_restarts"] == 1)
+
+    run_with_server(test, stall_timeout_s=1.5)
 
 
 def test_a_learner_that_gave_a_push_up_is_welcomed_again_once_it_has_ended_here() -> None:

@@ -1,13 +1,13 @@
 """The server over real sockets, in front of a scripted engine: handshakes, groups, pushes, faults."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import numpy as np
 import pytest
 
 from inference_server.config import ServerConfig
-from inference_server.engine.interface import EngineFailed
+from inference_server.engine.interface import EngineFailed, Sampled
 from protocol.channel.sockets import ServerChannel
 from protocol.messages import (
     PROTOCOL_VERSION,
@@ -28,6 +28,7 @@ from protocol.messages import (
     PushReady,
     Refused,
     Rendezvous,
+    Sampling,
     Score,
     Scores,
     Welcome,
@@ -69,6 +70,11 @@ async def join_and_push(engine: ScriptedEngine, learner: ScriptedLearner, versio
 async def until(condition: Callable[[], bool]) -> None:
     while not condition():
         await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference_server.engine.life.LOOK_INTERVAL_S", 0.02)
 
 
 # --- handshake ---------------------------------------------------------------------------------------------------
@@ -282,17 +288,103 @@ def test_a_learner_that_stays_away_loses_its_groups(monkeypatch: pytest.MonkeyPa
     run_with_server(test, ServerConfig(orphan_timeout_s=0.2))
 
 
-def test_a_group_past_its_deadline_fails_with_a_remedy_and_is_aborted() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await join_and_push(engine, learner)
-        engine.release.clear()
-        await learner.generate("g", [1], deadline_s=0.01)
-        failed = await learner.receive(GroupFailed)
-        assert (failed.code, failed.retryable) == ("deadline", True)
-        assert "0.01 s" in failed.message and "server.max_concurrent_sequences" in failed.message
-        assert engine.cancelled == 1
+NUM_IN_LINE = 8
 
-    run_with_server(test)
+
+class OneByOne(ScriptedEngine):
+    """Has a place for one group; its completions end one by one, `num_done` of them before it holds the rest back."""
+
+    def __init__(self, num_done: int) -> None:
+        super().__init__()
+        self.num_done, self._place = num_done, asyncio.Semaphore()
+
+    async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling) -> AsyncIterator[Sampled]:
+        async with self._place:
+            self.prompts.append(prompt_token_ids.tolist())
+            assert self.version is not None
+            yield Sampled(entered_version=self.version, completions={})
+            for index in reversed(range(sampling.num_completions)):
+                try:
+                    await asyncio.sleep(0.1)
+                    if index < sampling.num_completions - self.num_done:
+                        await self.release.wait()
+                        self._maybe_fail()
+                except asyncio.CancelledError:
+                    self.cancelled += 1
+                    raise
+                completion = self._completion(prompt_token_ids.tolist(), index, sampling)
+                yield Sampled(entered_version=self.version, completions={index: completion})
+
+
+def run_with_engine(engine: Callable[[], OneByOne], test: Test) -> None:
+    async def run() -> None:
+        scripted = engine()
+        scripted.release.clear()
+        async with serving(scripted) as running:
+            learner = ScriptedLearner(running.endpoint)
+            try:
+                await join_and_push(scripted, learner)
+                await asyncio.wait_for(test(scripted, running, learner), TIMEOUT_S)
+            finally:
+                learner.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("num_done", [0, 1, 2, 3])
+def test_a_group_that_gets_no_token_for_its_deadline_is_aborted_and_two_that_had_ended_are_a_group(
+    look_often: None, num_done: int
+) -> None:
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        await learner.generate("g", [1], deadline_s=0.5, num_completions=4)
+        answer = await learner.receive((Group, GroupFailed))
+        assert engine.cancelled == 1
+        if num_done < 2:
+            assert isinstance(answer, GroupFailed) and (answer.code, answer.retryable) == ("deadline", True)
+            assert "no token for 0.5 s (learner.group_deadline_s)" in answer.message
+        else:
+            assert isinstance(answer, Group) and answer.entered_version == 0
+            lengths = [len(completion.token_ids) for completion in answer.completions]
+            assert lengths == [1, 2, 3, 4][-num_done:], "in the order of their indices"
+
+    run_with_engine(lambda: OneByOne(num_done), test)
+
+
+def test_neither_the_place_that_a_group_waits_for_nor_all_of_its_tokens_nor_a_push_count_against_its_deadline(
+    look_often: None,
+) -> None:
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        for index in range(NUM_IN_LINE):  # 0.8 s each behind one place
+            await learner.generate(f"g{index}", [1], deadline_s=2.0, num_completions=8)
+        await until(lambda: running.server.status()["groups_unacked"] == 1)
+        engine.scripted_reports.append([report(ok=False, state="loading", weights_intact=False, error="x")])
+        await learner.send(begin(1, "e2"))
+        await learner.receive(PushFailed)
+        engine.num_done = 0  # type: ignore[attr-defined]
+        await asyncio.sleep(2.5)
+        engine.num_done = 8  # type: ignore[attr-defined]
+        engine.release.set()
+        engine.scripted_reports.append([report()])
+        await learner.send(begin(1, "e3"))
+        groups = [await learner.receive((Group, GroupFailed)) for _ in range(NUM_IN_LINE)]
+        assert all(isinstance(group, Group) and len(group.completions) == 8 for group in groups), groups
+
+    run_with_engine(lambda: OneByOne(8), test)
+
+
+@pytest.mark.parametrize("num_done", [1, 2])
+def test_an_error_of_the_engine_costs_a_group_only_what_had_not_ended(num_done: int) -> None:
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        engine.fail_with = EngineFailed("out of luck")
+        engine.release.set()
+        await learner.generate("g", [1], num_completions=3)
+        answer = await learner.receive((Group, GroupFailed))
+        if num_done == 1:
+            assert isinstance(answer, GroupFailed) and (answer.code, answer.message) == ("engine_error", "out of luck")
+        else:
+            assert isinstance(answer, Group) and [len(c.token_ids) for c in answer.completions] == [2, 3]
+
+    run_with_engine(lambda: OneByOne(num_done), test)
 
 
 def test_a_cancelled_group_is_aborted_and_may_be_asked_for_again() -> None:

@@ -447,8 +447,8 @@ def test_only_groups_that_entered_under_the_current_version_are_compared(tmp_pat
     """One that waited inside vLLM over a push may have its prompt's keys and values from the old weights."""
 
     class Off(ModelEngine):
-        async def generate(self, prompt_token_ids, sampling):
-            completions, version = await super().generate(prompt_token_ids, sampling)
+        async def sample(self, prompt_token_ids, sampling):
+            completions, version = await super().sample(prompt_token_ids, sampling)
             off = [msgspec.structs.replace(c, behaviour_logprobs=c.behaviour_logprobs - 0.05) for c in completions]
             return off, version - versions_late
 

@@ -39,12 +39,12 @@ class LivesThroughAPush(ModelEngine):
         if version == 2:
             self.has_version_2.set()
 
-    async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling) -> tuple[list[Completion], int]:
+    async def sample(self, prompt_token_ids: np.ndarray, sampling: Sampling) -> tuple[list[Completion], int]:
         entered = self.version
         if entered != 1:
-            return await super().generate(prompt_token_ids, sampling)
+            return await super().sample(prompt_token_ids, sampling)
         await self.has_version_2.wait()
-        completions, now = await super().generate(prompt_token_ids, sampling)
+        completions, now = await super().sample(prompt_token_ids, sampling)
         return [self._across(completion, 1, now) for completion in completions], 1
 
     def _across(self, completion: Completion, before: int, now: int) -> Completion:

@@ -32,9 +32,9 @@ class SlowEngine(ModelEngine):
         super().__init__(resolve_model("tiny:digits"))
         self.seconds = seconds
 
-    async def generate(self, prompt_token_ids: Any, sampling: Sampling) -> tuple[list[Completion], int]:
+    async def sample(self, prompt_token_ids: Any, sampling: Sampling) -> tuple[list[Completion], int]:
         await asyncio.sleep(self.seconds)
-        return await super().generate(prompt_token_ids, sampling)
+        return await super().sample(prompt_token_ids, sampling)
 
 
 @pytest.fixture
