@@ -37,6 +37,10 @@ PushState = Literal["idle", "pausing", "receiving", "loading", "resuming", "torn
 class _Failed(Exception):
     """A push that did not complete, with the reason for the learner."""
 
+    def __init__(self, reason: str, *, retryable: bool = True) -> None:
+        super().__init__(reason)
+        self.retryable = retryable
+
 
 class Pushes:
     """Runs pushes and knows which policy version the engine serves."""
@@ -112,7 +116,7 @@ class Pushes:
         try:
             done = await self._run(begin)
         except _Failed as failure:
-            return await self._give_up(begin, str(failure))
+            return await self._give_up(begin, str(failure), retryable=failure.retryable)
         self.num_done += 1
         return done
 
@@ -189,15 +193,15 @@ class Pushes:
             f"worker {report.rank} failed while {report.state}: {report.error}" for report in reports if not report.ok
         ]
         if failed:
-            raise _Failed("; ".join(failed))
+            raise _Failed("; ".join(failed), retryable=all(report.retryable for report in reports))
         checksums = {report.checksum for report in reports}
         if len(checksums) != 1:
             raise _Failed(f"the workers received different bytes, checksums {sorted(checksums)}")
         return checksums.pop()
 
-    async def _give_up(self, begin: PushBegin, reason: str) -> PushFailed:
+    async def _give_up(self, begin: PushBegin, reason: str, *, retryable: bool) -> PushFailed:
         """Forget the epoch and let generation go on if it can."""
-        failed = self._failed(begin, reason, weights_intact=self._weights_intact)
+        failed = self._failed(begin, reason, weights_intact=self._weights_intact, retryable=retryable)
         self._epoch = None
         log.warning(
             "push of version %d in epoch %s failed while %s: %s", begin.version, begin.epoch, failed.state, reason
@@ -212,10 +216,11 @@ class Pushes:
         self.num_failed += 1  # where the engine dies instead, forget_engine counts
         return failed
 
-    def _failed(self, begin: PushBegin, reason: str, *, weights_intact: bool) -> PushFailed:
+    def _failed(self, begin: PushBegin, reason: str, *, weights_intact: bool, retryable: bool = True) -> PushFailed:
         return PushFailed(
-            epoch=begin.epoch, version=begin.version, state=self.state, message=reason, weights_intact=weights_intact
-        )
+            epoch=begin.epoch, version=begin.version, state=self.state, message=reason, weights_intact=weights_intact,
+            retryable=retryable,
+        )  # fmt: skip
 
     async def _pause(self) -> float:
         """Pause, and return how long that took."""

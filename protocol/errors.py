@@ -8,6 +8,7 @@ Every message names what came, what was expected and what to do about it.
     ├── HandshakeRefused   the two sides do not fit together (model, version, run)
     ├── DeadlineExceeded   a wait ran out; the message names the knob to raise
     ├── PushError          weights did not reach the server whole
+    │   └── PushIncomplete     they did, but they are not all that the server's model has
     ├── ServerLost         the server went away in the middle of a request; it is waited for
     ├── ParityError        server and learner disagree about the same tokens
     ├── DataError          prompts cannot be read or do not fit
@@ -38,6 +39,19 @@ class DeadlineExceeded(SlipstreamError):
 
 class PushError(SlipstreamError):
     """A weight transfer did not complete."""
+
+
+class PushIncomplete(PushError):
+    """Not all weights of the server's model were among those that came, and pushed again they would not be either."""
+
+    @classmethod
+    def lacking(cls, names: list[str]) -> "PushIncomplete":
+        """With the first of the parameters that are missing."""
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        return cls(
+            f"the push did not bring all weights of the server's model: {', '.join(names[:5])}{more} did not come. Give both sides "
+            "the same `model`; learner/README.md#which-models-run says what is known to work"
+        )
 
 
 class ServerLost(SlipstreamError):

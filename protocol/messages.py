@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 import numpy as np
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 DTYPES = {"int32": np.dtype("<i4"), "float32": np.dtype("<f4")}
 """The arrays a message may carry, by the name the header gives them."""
@@ -302,6 +302,8 @@ class PushFailed(Message):
     state: str
     message: str
     weights_intact: bool
+    retryable: bool = True
+    """False if the weights that came are not all that the server's model has, so that a resend would fail too."""
 
 
 class PushAbort(Message):

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from vllm.config import ModelConfig
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, initialize_online_processing
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor, to_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
 from inference_server.engine.heap import trim
-from protocol.errors import PushError
+from protocol.errors import PushIncomplete
 from protocol.weights.dense import Arrived
 
 Layer = Any
@@ -33,14 +33,14 @@ PACKED = "cpu_linear"
 """The attribute in which vLLM keeps the product with a layer's packed matrix, and so the matrix."""
 
 
-def begin_reload(model: Layer, config: ModelConfig) -> None:
-    """Go on after vLLM's initialize_layerwise_reload: load embeddings, the largest tensors there are, where they lie.
-
-    vLLM would hold each of them twice more, as loaded and packed, beside the packed one there is.
-    """
+def begin_reload(model: Layer) -> None:
+    """Before a reload: let go of what vLLM has packed and would either hold a second time or not pack again."""
     for embedding in _embeddings(model):
-        finalize_layerwise_reload(embedding, config)
         embedding.__dict__.pop(PACKED, None)
+    for module in model.modules():
+        # Experts are packed when their kernel is made, and it is made when there is none.
+        if _method(module) is UnquantizedFusedMoEMethod:
+            module.quant_method.moe_kernel = None
 
 
 def pack_heads(model: Layer) -> None:
@@ -79,7 +79,7 @@ class NextWeights:
         self.load_s = 0.0
 
     def take(self, arriving: Iterator[Arrived]) -> None:
-        """Load every bucket as it comes; each matrix is packed once it is whole. Raises PushError if some have not come."""
+        """Load every bucket as it comes; each matrix is packed once it is whole. Raises PushIncomplete if some have not come."""
         trim()  # the weights before the last are free, but not all of it would be used again here
         for arrived in arriving:
             started = time.monotonic()
@@ -89,7 +89,7 @@ class NextWeights:
         started = time.monotonic()
         self._missing |= {name for name, matrix in self._matrices().items() if not hasattr(matrix, PACKED)}
         if self._missing:
-            raise PushError(f"the push is no whole model: {min(self._missing)} has not come with it")
+            raise PushIncomplete.lacking(sorted(self._missing))
         pack_heads(self._copy)
         self.load_s += time.monotonic() - started
 

@@ -79,6 +79,8 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     receive_s: float = 0.0
     load_s: float = 0.0
     error: str = ""
+    retryable: bool = True
+    """False if the same push would fail again."""
 
 
 class Engine(Protocol):

@@ -16,7 +16,7 @@ import torch
 from inference_server.engine.interface import PushOrder
 from protocol.collective.group import Collective, join_collective
 from protocol.collective.watch import watched
-from protocol.errors import PushError
+from protocol.errors import PushError, PushIncomplete
 from protocol.messages import Manifest, Rendezvous
 from protocol.weights.bucket_memory import BucketMemory
 from protocol.weights.checksum import checksum_of
@@ -187,7 +187,8 @@ class _Staging(threading.Thread):
         # Whatever it is, it must be in the worker's report: a thread that just ends would look like a push that has come.
         except Exception as failure:
             # Only its words: its traceback would keep the sockets of the epoch open for as long as it is remembered.
-            self.failure = PushError(f"{type(failure).__name__}: {failure}")
+            kind = PushIncomplete if isinstance(failure, PushIncomplete) else PushError
+            self.failure = kind(f"{type(failure).__name__}: {failure}")
             self.successor = None
             if not self.is_given_up:  # else whoever gave it up leaves, and may have joined another epoch since
                 self._receiver.leave_joined()

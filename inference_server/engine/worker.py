@@ -21,13 +21,14 @@ from typing import Any
 import msgspec
 import torch
 from vllm.config import set_current_vllm_config
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from inference_server.engine.cpu_weights import NextWeights, begin_reload, pack_heads
+from inference_server.engine.cpu_weights import NextWeights
 from inference_server.engine.heap import keep_trimmed
 from inference_server.engine.interface import PushOrder, WorkerPlace, WorkerReport, WorkerState
 from inference_server.engine.receiver import Receiver
+from inference_server.engine.reload import Reload, put_back
 from protocol.collective.transport import offered_transports, own_device_name
+from protocol.errors import PushIncomplete
 
 log = logging.getLogger(__name__)
 
@@ -112,36 +113,23 @@ class PushWorker:
             successor.take_over()
             self.model_runner.reset_lora_state()
             return successor.load_s
-        load_s = 0.0
+        load_s, reload = 0.0, Reload(self.model_runner.model, self.vllm_config.model_config, self.device)
         for arrived in self.receiver.buckets(order):
             started = time.monotonic()
-            if not self.is_loading:
-                self._begin_loading()
-            tensors = arrived.bucket.views(arrived.buffer)
-            self.model_runner.model.load_weights(iter((name, t.to(self.device)) for name, t in tensors))
-            del arrived, tensors  # or their memory would not be free for the next bucket
+            self.is_loading = True
+            reload.load(arrived.bucket.views(arrived.buffer))
+            del arrived  # or its memory would not be free for the next bucket
             load_s += time.monotonic() - started
         started = time.monotonic()
-        self._finish_loading()
-        return load_s + time.monotonic() - started
-
-    def _begin_loading(self) -> None:
-        self.is_loading = True
-        initialize_layerwise_reload(self.model_runner.model)
-        if self.device.type == "cpu":
-            begin_reload(self.model_runner.model, self.vllm_config.model_config)
-
-    def _finish_loading(self) -> None:
-        finalize_layerwise_reload(self.model_runner.model, self.vllm_config.model_config)
-        if self.device.type == "cpu":
-            pack_heads(self.model_runner.model)
+        reload.finish()
         self.model_runner.reset_lora_state()
+        return load_s + time.monotonic() - started
 
     def _put_back(self, failure: Exception) -> Exception:
         """Put untouched layers back from the meta device, so that a whole push can follow; return what to report."""
         try:
             with set_current_vllm_config(self.vllm_config):
-                finalize_layerwise_reload(self.model_runner.model, self.vllm_config.model_config)
+                put_back(self.model_runner.model, self.vllm_config.model_config)
         except Exception as another:
             return RuntimeError(f"{failure}; and while cleaning up {type(another).__name__}: {another}")
         return failure
@@ -151,6 +139,7 @@ class PushWorker:
             rank=self.rank, ok=error is None, state=state, weights_intact=not self.is_loading,
             checksum=self.receiver.checksum, join_s=self.receiver.join_s, receive_s=self.receiver.receive_s,
             load_s=load_s, error="" if error is None else f"{type(error).__name__}: {error}",
+            retryable=not isinstance(error, PushIncomplete),
         )  # fmt: skip
         return msgspec.msgpack.encode(report)
 

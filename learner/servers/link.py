@@ -19,7 +19,15 @@ import numpy as np
 
 from protocol.channel.keys import LearnerKeys
 from protocol.channel.sockets import LearnerChannel
-from protocol.errors import DeadlineExceeded, HandshakeRefused, ProtocolError, PushError, ServerLost, SlipstreamError
+from protocol.errors import (
+    DeadlineExceeded,
+    HandshakeRefused,
+    ProtocolError,
+    PushError,
+    PushIncomplete,
+    ServerLost,
+    SlipstreamError,
+)
 from protocol.messages import (
     Ack,
     Cancel,
@@ -278,6 +286,7 @@ class ServerLink:
                     ) from error
                 continue
             if isinstance(reply, PushFailed):
-                raise PushError(f"the server failed in state {reply.state}: {reply.message}")
+                kind = PushError if reply.retryable else PushIncomplete
+                raise kind(f"the server failed in state {reply.state}: {reply.message}")
             if isinstance(reply, wanted):
                 return reply

@@ -26,7 +26,7 @@ from learner.progress import PROGRESS_EVERY_S
 from learner.servers.connection import Connection
 from learner.servers.epoch import Epoch, Epochs
 from protocol.collective.group import Collective
-from protocol.errors import DeadlineExceeded, PushError, SlipstreamError
+from protocol.errors import DeadlineExceeded, PushError, PushIncomplete, SlipstreamError
 from protocol.messages import PushBegin, PushDone
 from protocol.weights.buckets import NamedTensors, dtype_on_wire
 from protocol.weights.dense import Sent
@@ -101,7 +101,7 @@ class Pusher:
         return self._pending is not None and not self._pending.done()
 
     def push(self, version: int) -> PushReport:
-        """Send the current weights as `version`. Raises PushError after `max_attempts` failures."""
+        """Send the current weights as `version`. Raises PushError after `max_attempts` failures, PushIncomplete."""
         self.wait()
         return self._push_until_done(version, self._weights.tensors)
 
@@ -139,6 +139,9 @@ class Pusher:
             self._connection.wait(self._closing)
             try:
                 return self._push_once(version, tensors)
+            except PushIncomplete:
+                self._abandon_epoch()
+                raise
             except (PushError, DeadlineExceeded) as error:
                 if not self._closing.is_set():
                     log.warning(
@@ -202,6 +205,8 @@ class Pusher:
                 return epoch.send(tensors, bar.update)
         except PushError as effect:
             cause = done.exception() if done.done() and not done.cancelled() else None
+            if isinstance(cause, PushIncomplete):
+                raise cause from effect
             if cause is not None:
                 raise PushError(f"{cause}; the transfer ended in {effect}") from cause
             raise

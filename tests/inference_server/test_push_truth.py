@@ -237,9 +237,36 @@ def test_a_push_beside_generation_without_one_tensor_never_touches_the_weights(
     async def test(learner: ScriptedLearner) -> None:
         await push(learner, policy, 3)
         outcome, _ = await learner.push(4, [item for item in policy.tensors(4) if item[0] != left_out])
-        assert isinstance(outcome, PushFailed) and outcome.weights_intact
+        assert isinstance(outcome, PushFailed) and outcome.weights_intact and not outcome.retryable
         assert left_out.replace("k_proj.weight", "qkv_proj") in outcome.message
         await assert_serves(learner, policy, 3, weights=3)
+        await push(learner, policy, 5)
+        await assert_serves(learner, policy, 5, weights=5)
+
+    with_learner(server, test)
+
+
+@pytest.mark.parametrize(
+    "left_out, named",
+    [
+        ("model.layers.1.self_attn", "model.layers.1.self_attn.qkv_proj"),
+        ("model.layers.0.self_attn.q_proj.bias", "model.layers.0.self_attn.qkv_proj (8256 of 8320 elements came)"),
+        ("model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.gate_up_proj"),
+        ("model.layers.1.input_layernorm.weight", "model.layers.1.input_layernorm.weight"),
+        ("model.embed_tokens.weight", "model.embed_tokens.weight"),
+    ],
+)
+def test_a_push_that_lacks_tensors_fails_by_their_names_and_is_not_to_be_repeated(
+    recomputing: Served, left_out: str, named: str
+) -> None:
+    server, policy = recomputing
+
+    async def test(learner: ScriptedLearner) -> None:
+        await push(learner, policy, 3)
+        outcome, _ = await learner.push(4, [item for item in policy.tensors(4) if not item[0].startswith(left_out)])
+        assert isinstance(outcome, PushFailed) and not outcome.weights_intact and not outcome.retryable
+        assert named in outcome.message
+        assert "norm" in left_out or "norm" not in outcome.message, "nothing else is missing"
         await push(learner, policy, 5)
         await assert_serves(learner, policy, 5, weights=5)
 

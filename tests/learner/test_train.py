@@ -31,6 +31,7 @@ from protocol.errors import (
     HandshakeRefused,
     ParityError,
     PushError,
+    PushIncomplete,
     RewardError,
 )
 from protocol.model_files import resolve_model
@@ -294,6 +295,20 @@ def test_a_push_that_fails_is_tried_again_in_a_new_epoch(tmp_path: Path) -> None
     assert first != second and engine.orders[1].rendezvous is not None
     assert [order.version for order in engine.orders] == [0, 0, 1, 2]
     assert len(metrics_of(run)) == 2
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_push_that_would_fail_again_ends_the_run_at_once(tmp_path: Path, overlap: bool) -> None:
+    engine = ModelEngine(resolve_model("tiny:digits"))
+    error = str(PushIncomplete.lacking(["model.norm.weight"]))
+    engine.reports_from_version[1] = [
+        report(ok=False, state="loading", weights_intact=False, retryable=False, error=error)
+    ]
+    with tiny_server(engine) as server:
+        run = make_run(tmp_path, server.endpoint, steps=3, push={"timeout_s": 2, "overlap": overlap})
+        with pytest.raises(PushIncomplete, match=r"model\.norm\.weight did not come.*the same `model`"):
+            train(run, resume=False)
+    assert [order.version for order in engine.orders] == [0, 1]
 
 
 @pytest.mark.parametrize("wire", ["dense", "delta"])
