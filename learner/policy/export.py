@@ -30,7 +30,7 @@ def export_policy(published: PublishedPolicy, run: LearnerRun, model_path: Path,
     """
     dtype = getattr(torch, run.dtype)
     state = {name: tensor.detach().to(dtype).cpu() for name, tensor in published.tensors()}
-    published.model.save_pretrained(directory / "model", state_dict=state)
+    published.model.save_pretrained(directory / "model", state_dict=state, save_original_format=False)  # it is that
     _restore_files(model_path, run.dtype, directory / "model")
     if has_adapter(published.model):
         _export_adapter(published.model, run.model, directory / "adapter")

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from learner.config import LoraConfig
+from learner.policy.checkpoint_names import held
 from learner.policy.snapshot import trainable
 from protocol.errors import ConfigError
 
@@ -80,18 +81,15 @@ def has_adapter(policy: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def merged_tensors(policy: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def merged_tensors(policy: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the weights under the names of the model without an adapter, W + alpha / rank · B A where there is one.
 
     One sum in float32 exists at a time: the model never does twice.
     """
-    layers = {f"{name}.base_layer.weight": m for name, m in policy.named_modules() if isinstance(m, AdaptedLinear)}
-    for name, parameter in policy.named_parameters():
-        if parameter.requires_grad:
-            continue
+    layers = {f"{name}.weight": module for name, module in policy.named_modules() if isinstance(module, AdaptedLinear)}
+    for name, tensor in held(policy).items():
         layer = layers.get(name)
-        merged = parameter if layer is None else parameter.float() + layer.get_delta_weight(ADAPTER_NAME)
-        yield name.replace(".base_layer.", "."), merged
+        yield name, tensor if layer is None else tensor.float() + layer.get_delta_weight(ADAPTER_NAME)
 
 
 def checkpoint_adapter_alone(accelerator: Accelerator) -> None:

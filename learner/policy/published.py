@@ -8,7 +8,7 @@ it belongs to. If the policy is sharded, every rank has a part in both, so the o
 
 Between the trained policy and the server. Invariant: an order and the collective it is for are one on every rank's main thread.
 So a push may fail between two tensors and begin again at the first, and no collective of the training comes between.
-Memory: on every rank one gathered tensor at a time, beside what rank 0 has under way to the server.
+Memory: on every rank one gathered tensor at a time (checkpoint_names.py: now and then those of a layer), beside what rank 0 has under way to the server.
 """
 
 from collections.abc import Iterator
@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast
 from torch import nn
 
+from learner.policy.checkpoint_names import CheckpointNames, held
 from learner.policy.lora import has_adapter, merged_tensors
 from learner.policy.model import sequence_logprobs
 from learner.policy.snapshot import reshard, whole
@@ -26,7 +27,7 @@ from protocol.errors import RankFailed, SlipstreamError
 from protocol.weights.buckets import NamedTensors, dtype_on_wire
 
 PASS, RELEASE, STOP = -1, -2, -3
-"""Orders; any other is the index of the parameter to gather."""
+"""Orders; any other is the index of the tensor to gather."""
 
 
 class PublishedPolicy:
@@ -40,7 +41,8 @@ class PublishedPolicy:
         self.copy_device = torch.device("cpu") if accelerator.is_fsdp2 else None
         self._accelerator, self._is_sharded = accelerator, accelerator.is_fsdp2
         reshard(self.model)
-        self._parameters = list(self.model.named_parameters())
+        self._tensors = list(held(self.model).items())
+        self._names = CheckpointNames(self.model, dict(self._tensors))
 
     @contextmanager
     def led(self) -> Iterator[None]:
@@ -59,13 +61,18 @@ class PublishedPolicy:
             self._broadcast(RELEASE)
 
     def tensors(self) -> NamedTensors:
-        """Yield the weights by name, each made when it is asked for: merged with its adapter, or gathered in the wire's dtype."""
+        """Yield the weights by their checkpoint names, each made when it is asked for: merged with its adapter, or gathered in
+        the wire's dtype.
+        """
+        return self._names.convert(self._tensors_in_memory())
+
+    def _tensors_in_memory(self) -> NamedTensors:
         if not self._is_sharded:
-            yield from merged_tensors(self.model) if has_adapter(self.model) else self._parameters
+            yield from merged_tensors(self.model) if has_adapter(self.model) else self._tensors
             return
-        for index, (name, parameter) in enumerate(self._parameters):
+        for index, (name, tensor) in enumerate(self._tensors):
             self._broadcast(index)
-            yield name, self._gathered(parameter)
+            yield name, self._gathered(tensor)
 
     def logprobs(self, token_ids: list[int]) -> torch.Tensor:
         """The policy's of token_ids[1:], on the CPU."""
@@ -80,14 +87,14 @@ class PublishedPolicy:
             if order == PASS:
                 sequence_logprobs(self.model, [0, 0], self.device)
             else:
-                _, parameter = self._parameters[order]
-                self._gathered(parameter)
+                _, tensor = self._tensors[order]
+                self._gathered(tensor)
 
     def _broadcast(self, order: int) -> int:
         """Return rank 0's order. The other ranks wait for it as long as for the next batch."""
         return int(broadcast(torch.tensor([order], device=self.device)))
 
     @torch.no_grad()
-    def _gathered(self, parameter: nn.Parameter) -> torch.Tensor:
+    def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
         """Cast before it is gathered: half the bytes in bfloat16, and the same bits."""
-        return whole(parameter.to(dtype_on_wire(parameter, self.wire_dtype)))
+        return whole(tensor.to(dtype_on_wire(tensor, self.wire_dtype)))

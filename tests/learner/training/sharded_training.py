@@ -10,12 +10,14 @@ import msgspec
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedConfig, PreTrainedModel
 
 import learner.policy.published
 from learner.material import Material
-from learner.policy.model import token_logprobs
+from learner.policy.model import load_policy, token_logprobs
 from learner.policy.published import PublishedPolicy
 from learner.policy.snapshot import whole
 from learner.storage.checkpoint import load_checkpoint, save_checkpoint
@@ -120,9 +122,37 @@ def lead_and_follow(accelerator: Accelerator) -> None:
         raise AssertionError("the others went on")
 
 
+def push_experts(accelerator: Accelerator, path: Path) -> None:
+    """A checkpoint with tensors that are joined in memory goes out as it came in."""
+    policy = load_policy(path, gradient_checkpointing=False)
+    policy, _ = accelerator.prepare(policy, torch.optim.SGD(policy.parameters()))
+    assert any(isinstance(parameter, DTensor) for name, parameter in policy.named_parameters() if "experts" in name)
+    published = PublishedPolicy(accelerator, policy, torch.float32)
+    with published.led():
+        if accelerator.is_main_process:
+            pushed, expected = dict(published.tensors()), load_file(path / "model.safetensors")
+            assert pushed.keys() == expected.keys() and any(".experts.3.w2." in name for name in pushed)
+            assert all(torch.equal(pushed[name], tensor) for name, tensor in expected.items())
+
+
+class EightTensors(PreTrainedModel):
+    """Of the same size."""
+
+    config_class = PreTrainedConfig
+    _no_split_modules = ()
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config)
+        self.layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
+        self.post_init()
+
+    def get_input_embeddings(self) -> None:
+        return None
+
+
 def count_bytes(accelerator: Accelerator) -> None:
     """What is gathered at a time while rank 0 reads a model of eight equal tensors."""
-    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
+    model = EightTensors(PreTrainedConfig())
     model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
     held, most = 0, 0
 

@@ -17,10 +17,12 @@ from tests.learner.training.sharded_training import (
     count_bytes,
     gradients,
     lead_and_follow,
+    push_experts,
     resume,
     train_and_save,
     write_gradients,
 )
+from tests.zoo.families import save_model
 
 
 @pytest.fixture
@@ -72,6 +74,11 @@ def test_steps_pushes_and_checkpoints_are_those_of_a_whole_policy(accelerator: A
 
 def test_rank_0_leads_and_the_others_follow_until_it_stops() -> None:
     on_two_ranks(lead_and_follow, is_sharded=True)
+
+
+def test_experts_leave_two_ranks_under_the_names_of_their_checkpoint(tmp_path: Path) -> None:
+    save_model("mixtral", tmp_path)
+    on_two_ranks(push_experts, tmp_path, is_sharded=True)
 
 
 def test_a_push_gathers_one_tensor_at_a_time() -> None:

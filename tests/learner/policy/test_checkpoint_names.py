@@ -1,0 +1,115 @@
+"""What is pushed and exported has the names, shapes and values that `save_pretrained` writes, a group at a time."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from learner.config import LoraConfig
+from learner.policy import checkpoint_names
+from learner.policy.checkpoint_names import CheckpointNames, held
+from learner.policy.lora import add_adapter, merged_tensors
+from learner.policy.model import load_policy
+from learner.policy.published import PublishedPolicy
+from tests.zoo.families import FAMILIES, save_model
+
+Tensors = dict[str, torch.Tensor]
+RENAMED = ["qwen3_moe", "mixtral", "gpt_oss", "qwen3_5"]
+
+
+@pytest.fixture
+def accelerator():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield Accelerator(cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def a_policy(family: str, path: Path) -> PreTrainedModel:
+    save_model(family, path)
+    policy = load_policy(path, gradient_checkpointing=False)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    return policy
+
+
+def saved(policy: PreTrainedModel, path: Path, **options: Any) -> Tensors:
+    policy.save_pretrained(path, **options)
+    return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def assert_equal(sent: list[tuple[str, torch.Tensor]], expected: Tensors) -> None:
+    assert len(sent) == len(dict(sent)) and dict(sent).keys() == expected.keys()
+    for name, tensor in sent:
+        assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_pushed_is_what_save_pretrained_writes(accelerator: Accelerator, tmp_path: Path, family: str) -> None:
+    policy = a_policy(family, tmp_path / "model")
+    published = PublishedPolicy(accelerator, policy, torch.float32)
+    assert_equal(list(published.tensors()), saved(policy, tmp_path / "saved"))
+
+
+@pytest.mark.parametrize("family", ["llama", *RENAMED])
+def test_an_adapter_is_merged_before_names_are_given(accelerator: Accelerator, tmp_path: Path, family: str) -> None:
+    policy = a_policy(family, tmp_path / "model")
+    add_adapter(policy, LoraConfig(rank=4, target_modules=("q_proj", "o_proj")), seed=0)
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    expected = saved(whole, tmp_path / "saved", state_dict=dict(merged_tensors(policy)))
+    assert_equal(list(PublishedPolicy(accelerator, policy, torch.float32).tensors()), expected)
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in RENAMED])
+def test_tensors_of_a_dense_model_are_neither_copied_nor_reordered(
+    accelerator: Accelerator, tmp_path: Path, family: str
+) -> None:
+    policy = a_policy(family, tmp_path / "model")
+    published = PublishedPolicy(accelerator, policy, torch.float32).tensors()
+    assert all(one is other for (_, one), other in zip(published, policy.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("family", RENAMED)
+def test_no_more_is_asked_for_than_what_is_converted_together(tmp_path: Path, family: str) -> None:
+    """So memory stays bounded by the largest group, which is one tensor: all experts of a layer in one projection."""
+    policy = a_policy(family, tmp_path / "model")
+    tensors = held(policy)
+    names, num_asked = CheckpointNames(policy, tensors), 0
+
+    def asked() -> Any:
+        nonlocal num_asked
+        for num_asked, item in enumerate(tensors.items(), start=1):  # noqa: B007
+            yield item
+
+    asked_before_each = [num_asked for _ in names.convert(asked())]
+    # Something comes after every single tensor that was asked for.
+    assert set(asked_before_each) == set(range(1, len(tensors) + 1))
+
+
+def test_tensors_that_need_each_other_are_converted_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A made-up conversion: both norms of a layer become one tensor."""
+    policy = a_policy("llama", tmp_path / "model")
+    ends = ("input_layernorm.weight", "post_attention_layernorm.weight")
+
+    def revert(_: PreTrainedModel, tensors: Tensors) -> Tensors:
+        left = {name: tensor for name, tensor in tensors.items() if not name.endswith(ends)}
+        for layer in {name.rpartition("layers.")[2][0] for name in tensors if name.endswith(ends)}:
+            left[f"norms.{layer}"] = torch.cat([tensors[f"model.layers.{layer}.{end}"] for end in ends])
+        return left
+
+    monkeypatch.setattr(checkpoint_names, "revert_weight_conversion", revert)
+    tensors = held(policy)
+    sent = list(CheckpointNames(policy, tensors).convert(tensors.items()))
+    assert_equal([(name, tensor.detach()) for name, tensor in sent], revert(policy, tensors))
+    order = [name for name, _ in sent]
+    assert order.index("norms.0") < order.index("model.layers.1.self_attn.q_proj.weight")
