@@ -37,7 +37,7 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     run_dir: MayChange[str]
     """Directory of this run: metrics, ledger, checkpoints, report."""
     endpoint: MayChange[str] = "tcp://127.0.0.1:5757"
-    """Where the server listens and the learner connects."""
+    """Where the server listens and the learner connects; an IPv6 address stands in brackets: tcp://[::1]:5757."""
     keys: MayChange[str | None] = None
     """Directory of the CURVE keys that `make keys` made; needed where endpoint is not loopback."""
     insecure: MayChange[bool] = False

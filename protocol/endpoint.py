@@ -1,17 +1,20 @@
 """The address at which server and learner meet, and what may stand at one that leaves the machine.
 
+    tcp://HOST:PORT      HOST: a name, an IPv4 address, `*` (IPv4 only), or an IPv6 address in brackets, [::] for both kinds
+
 Loopback is open to the processes of the machine. Every other address needs keys, or `insecure = true` said aloud;
 config.py refuses the rest before anything is loaded, channel/sockets.py before anything is bound or connected.
 """
 
 import ipaddress
+import socket
 
 from protocol.errors import ConfigError
 
 
 def check_endpoint(endpoint: str, *, has_keys: bool, insecure: bool) -> None:
     """Raise ConfigError for what is not tcp://HOST:PORT, and for an address beyond loopback without keys."""
-    if not is_loopback(_host(endpoint)) and not has_keys and not insecure:
+    if not is_loopback(split_endpoint(endpoint)[0]) and not has_keys and not insecure:
         raise ConfigError(
             f"endpoint = {endpoint!r} leaves this machine, and without keys anyone there could act as the learner or the "
             'server. Make keys with `make keys` and set keys = "keys" on both sides, or say insecure = true'
@@ -20,7 +23,7 @@ def check_endpoint(endpoint: str, *, has_keys: bool, insecure: bool) -> None:
 
 def exposure(endpoint: str, *, has_keys: bool) -> str | None:
     """What is open at this endpoint, in one sentence for the log; None on loopback."""
-    if is_loopback(_host(endpoint)):
+    if is_loopback(split_endpoint(endpoint)[0]):
         return None
     weights = "The bytes of the weights travel beside it, neither encrypted nor authenticated: use a private network"
     if has_keys:
@@ -36,9 +39,51 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _host(endpoint: str) -> str:
-    host_and_port = endpoint.removeprefix("tcp://")
-    host, _, port = host_and_port.rpartition(":")
-    if host_and_port == endpoint or not host or not (port == "*" or (port.isdigit() and int(port) < 65536)):
-        raise ConfigError(f"endpoint is {endpoint!r}; expected tcp://HOST:PORT, for example tcp://127.0.0.1:5757")
-    return host
+def split_endpoint(endpoint: str) -> tuple[str, str]:
+    """Return host, without brackets, and port, a number or `*`. Raises ConfigError."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    is_port = port == "*" or (port.isdigit() and int(port) < 65536)
+    if not endpoint.startswith("tcp://") or not host or not is_port:
+        raise ConfigError(
+            f"endpoint is {endpoint!r}; expected tcp://HOST:PORT, for example tcp://127.0.0.1:5757 or tcp://[::1]:5757"
+        )
+    if ":" in host or "[" in host or "]" in host:
+        host = _ipv6(host, endpoint)
+    return host, port
+
+
+def join_address(host: str, port: int) -> str:
+    """Write an address so that host and port can be told apart: 127.0.0.1:5757, [::1]:5757."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def needs_ipv6(host: str) -> bool:
+    """Whether a host can be reached by IPv6 only. A name that has both kinds of addresses is reached by IPv4."""
+    if ":" in host:
+        return True
+    try:
+        families = {family for family, *_ in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError:  # `*`, the name of an interface, or one that is not known yet
+        return False
+    return families == {socket.AF_INET6}
+
+
+def _ipv6(host: str, endpoint: str) -> str:
+    address = host.removeprefix("[").removesuffix("]")
+    try:
+        is_link_local = ipaddress.IPv6Address(address).is_link_local
+    except ValueError as error:
+        raise ConfigError(
+            f"endpoint is {endpoint!r}, and {host!r} is no address; expected tcp://[ADDRESS]:PORT, for example "
+            "tcp://[::1]:5757"
+        ) from error
+    if host != f"[{address}]":
+        raise ConfigError(
+            f"endpoint is {endpoint!r}; an IPv6 address stands in brackets: tcp://[ADDRESS]:PORT, for example tcp://[::1]:5757"
+        )
+    if is_link_local:
+        raise ConfigError(
+            f"endpoint is {endpoint!r}, whose address means another machine on every link; expected one that is not link-local "
+            "(fe80::/10)"
+        )
+    return address

@@ -28,6 +28,22 @@ TCPI_BYTES_RECEIVED = 128
 """Where these are in Linux's struct tcp_info."""
 
 
+def address_of(name: object) -> tuple[str, int] | None:
+    """Return host and port out of what `getsockname` and `getpeername` give; None for what is no TCP connection.
+
+    An IPv4 peer of a socket that listens for both kinds has its address in IPv6's form.
+    """
+    match name:
+        case (str(host), int(port), *_):
+            return host.removeprefix("::ffff:"), port
+    return None
+
+
+def _socket_of(descriptor: int) -> socket.socket:
+    """Return a socket of our own. As IPv6, because Python makes room for no more than an address of the family it is told."""
+    return socket.fromfd(descriptor, socket.AF_INET6, socket.SOCK_STREAM)
+
+
 class _Heard(msgspec.Struct, frozen=True):
     """Of one connection, as of a look."""
 
@@ -42,8 +58,9 @@ class Connections:
     """Ends connections of one kind, by the descriptors of their sockets in this process. All our peers ping."""
 
     def __init__(
-        self, is_one: Callable[[socket.socket], bool], dead_after_ms: int, max_unfinished_bytes: float
+        self, is_one: Callable[[int, socket.socket], bool], dead_after_ms: int, max_unfinished_bytes: float
     ) -> None:
+        """`is_one` is asked with the descriptor and a socket of its own for the same connection."""
         self._is_one, self._dead_after_ms, self._max_unfinished_bytes = is_one, dead_after_ms, max_unfinished_bytes
         self._finished: set[int] = set()
         """Descriptors that have brought a whole message since the last look."""
@@ -81,8 +98,8 @@ class Connections:
     def end(self, descriptor: int, reason: str) -> None:
         """Shut the TCP socket down, if it is still one of these: its number may be another file's by now."""
         try:
-            with socket.fromfd(descriptor, socket.AF_INET, socket.SOCK_STREAM) as connection:
-                if self._is_one(connection):
+            with _socket_of(descriptor) as connection:
+                if self._is_one(descriptor, connection):
                     log.warning("a peer at %s is cut off: %s", connection.getpeername()[0], reason)
                     # Reset once ZeroMQ closes it: after a mere FIN a peer that goes on sending would hang for a minute.
                     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -96,8 +113,8 @@ class Connections:
             try:
                 if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                     continue
-                with socket.fromfd(int(name), socket.AF_INET, socket.SOCK_STREAM) as connection:
-                    if self._is_one(connection):
+                with _socket_of(int(name)) as connection:
+                    if self._is_one(int(name), connection):
                         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_SIZE)
                         (num_bytes,) = struct.unpack_from("=Q", info, TCPI_BYTES_RECEIVED)
                         (silence_ms,) = struct.unpack_from("=I", info, TCPI_LAST_DATA_RECV_MS)

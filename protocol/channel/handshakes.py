@@ -1,4 +1,4 @@
-"""Why connections fail before their first message, and when they break: what libzmq tells a socket's monitor, in words."""
+"""Why connections fail before their first message, which one is up, and when it breaks: what libzmq tells a socket's monitor."""
 
 from enum import Enum
 from typing import Any
@@ -21,27 +21,38 @@ _HANDSHAKES = (
 )
 
 
-class FailedHandshakes:
-    """Collects the failed handshakes of one socket from now on; `take` returns the new ones."""
+class Monitor:
+    """What happens to the connections of one socket from now on; `take` returns the handshakes that have newly failed."""
 
     def __init__(self, context: zmq.Context[Any], watched: zmq.Socket[Any]) -> None:
-        address = f"inproc://failed-handshakes-{id(watched)}"
-        watched.monitor(address, _HANDSHAKES | zmq.EVENT_DISCONNECTED)
+        address = f"inproc://monitor-{id(watched)}"
+        watched.monitor(address, _HANDSHAKES | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
         self._events = context.socket(zmq.PAIR, socket_class=zmq.Socket)
         # Without a limit: at one, libzmq's own thread would wait for the reader, and with it every connection.
         self._events.setsockopt(zmq.RCVHWM, 0)
         self._events.connect(address)
+        self._failures: list[Failure] = []
         self.num_broken = 0
-        """Connections that were up and have ended, as of the last `take`."""
+        """Connections that were up and have ended, as of the last `read`."""
+        self.connected: int | None = None
+        """Descriptor of the last connection that this side has made, unless it has ended. ZeroMQ may have closed it since."""
 
-    def take(self) -> list[Failure]:
-        failures = []
+    def read(self) -> None:
+        """Take note of what has happened since."""
         while self._events.poll(0):
             event = parse_monitor_message(self._events.recv_multipart())
-            if event["event"] == zmq.EVENT_DISCONNECTED:
-                self.num_broken += 1
-            else:
-                failures.append(_failure(event["event"], event["value"]))
+            match event["event"]:
+                case zmq.EVENT_CONNECTED:
+                    self.connected = event["value"]
+                case zmq.EVENT_DISCONNECTED:
+                    self.num_broken += 1
+                    self.connected = None
+                case failed:
+                    self._failures.append(_failure(failed, event["value"]))
+
+    def take(self) -> list[Failure]:
+        self.read()
+        failures, self._failures = self._failures, []
         return failures
 
     def close(self) -> None:

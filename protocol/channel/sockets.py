@@ -10,17 +10,18 @@ threads and never reach `receive`. Without keys, a peer that has not been admitt
 
 import asyncio
 import math
+import socket
 from collections import Counter
 
 import zmq.asyncio
 from zmq.auth.thread import ThreadAuthenticator
 
-from protocol.channel.connections import MAX_UNFINISHED_BYTES, Connections
-from protocol.channel.handshakes import FailedHandshakes, Failure
+from protocol.channel.connections import MAX_UNFINISHED_BYTES, Connections, address_of
+from protocol.channel.handshakes import Failure, Monitor
 from protocol.channel.keys import LearnerKeys, ServerKeys
 from protocol.channel.strangers import Strangers
 from protocol.codec import decode, encode
-from protocol.endpoint import check_endpoint
+from protocol.endpoint import check_endpoint, needs_ipv6, split_endpoint
 from protocol.errors import ConfigError, DeadlineExceeded, HandshakeRefused, ProtocolError
 from protocol.messages import LearnerMessage, Message, ServerMessage
 
@@ -39,20 +40,19 @@ MAX_PONG_BYTES = 256
 """Pongs bring less from one look to the next."""
 LINGER_MS = 1_000
 """Time for last messages (acks) to leave at close."""
+EVERY_ADDRESS = ("0.0.0.0", "::")
 
 
-def _open(context: zmq.asyncio.Context, kind: int) -> zmq.asyncio.Socket:
+def _open(context: zmq.asyncio.Context, kind: int, endpoint: str) -> zmq.asyncio.Socket:
     opened = context.socket(kind)
+    # Not for all: ZeroMQ would then look for IPv6 addresses alone, and reach IPv4 ones by another name.
+    opened.setsockopt(zmq.IPV6, needs_ipv6(split_endpoint(endpoint)[0]))
     opened.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
     opened.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     opened.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
     opened.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     opened.setsockopt(zmq.LINGER, LINGER_MS)
     return opened
-
-
-def _port(endpoint: str) -> int:
-    return int(endpoint.rpartition(":")[2])
 
 
 class ServerChannel:
@@ -64,14 +64,14 @@ class ServerChannel:
     def __init__(self, endpoint: str, keys: ServerKeys | None = None, *, insecure: bool = False) -> None:
         check_endpoint(endpoint, has_keys=keys is not None, insecure=insecure)
         self._context = zmq.asyncio.Context()
-        self._socket = _open(self._context, zmq.ROUTER)
+        self._socket = _open(self._context, zmq.ROUTER, endpoint)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.RCVHWM, SERVER_RECEIVE_HIGH_WATER_MARK)
         self._strangers = Strangers()
         self._admitted: bytes | None = None
         self.num_shut_out = 0
         """Messages beyond what strangers may send, dropped unread."""
-        self._failed_handshakes: FailedHandshakes | None = None
+        self._monitor: Monitor | None = None
         self._gate = self._lock(keys) if keys is not None else None
         try:
             self._socket.bind(endpoint)
@@ -82,10 +82,15 @@ class ServerChannel:
                 "Stop the process that holds the port, or choose another with `endpoint` in the config."
             ) from error
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-        port = _port(self.endpoint)
-        self._connections = Connections(
-            lambda socket: socket.getsockname()[1:] == (port,), DEAD_PEER_TIMEOUT_MS, MAX_UNFINISHED_BYTES
-        )
+        host, port = split_endpoint(self.endpoint)
+        self._own = (host, int(port))
+        self._connections = Connections(self._is_ours, DEAD_PEER_TIMEOUT_MS, MAX_UNFINISHED_BYTES)
+
+    def _is_ours(self, _: int, connection: socket.socket) -> bool:
+        """Whether it was made to the address this socket listens at; to its port where it listens at all addresses."""
+        address = address_of(connection.getsockname())
+        listens_everywhere = self._own[0] in EVERY_ADDRESS
+        return address == self._own or (listens_everywhere and address is not None and address[1] == self._own[1])
 
     def _lock(self, keys: ServerKeys) -> ThreadAuthenticator:
         """Let only listed keys in. Asked in a thread of its own, because the event loop stands still while vLLM starts."""
@@ -134,9 +139,9 @@ class ServerChannel:
 
     def take_failed_handshakes(self) -> Counter[Failure]:
         """Count the connections that failed before their first message, since the last call (the first call begins)."""
-        if self._failed_handshakes is None:
-            self._failed_handshakes = FailedHandshakes(self._context, self._socket)
-        return Counter(self._failed_handshakes.take())
+        if self._monitor is None:
+            self._monitor = Monitor(self._context, self._socket)
+        return Counter(self._monitor.take())
 
     async def send(self, peer: bytes, message: Message) -> bool:
         """Send without waiting; False if the peer is gone or its queue is full (the caller keeps what matters)."""
@@ -152,8 +157,8 @@ class ServerChannel:
 
     def close(self) -> None:
         self._socket.close()
-        if self._failed_handshakes is not None:
-            self._failed_handshakes.close()
+        if self._monitor is not None:
+            self._monitor.close()
         if self._gate is not None:
             self._gate.stop()
         self._context.term()
@@ -180,7 +185,7 @@ class LearnerChannel:
         self.endpoint = endpoint
         self._has_keys = keys is not None
         self._context = zmq.asyncio.Context()
-        self._socket = _open(self._context, zmq.DEALER)
+        self._socket = _open(self._context, zmq.DEALER, endpoint)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         # Only the learner pings, and the server answers. A socket that pings aborts its process when a peer fills the queue
         # and hangs up (libzmq 4.3.5: assertion !_io_error in the ping's timer), so the server never pings, and the
@@ -195,12 +200,13 @@ class LearnerChannel:
         if keys is not None:
             self._socket.curve_secretkey, self._socket.curve_publickey = keys.secret, keys.public
             self._socket.curve_serverkey = keys.server
-        self._failed_handshakes = FailedHandshakes(self._context, self._socket)
-        port = _port(endpoint)
-        self._connections = Connections(
-            lambda socket: socket.getpeername()[1:] == (port,), DEAD_PEER_TIMEOUT_MS, math.inf
-        )
+        self._monitor = Monitor(self._context, self._socket)
+        self._connections = Connections(self._is_ours, DEAD_PEER_TIMEOUT_MS, math.inf)
         self._socket.connect(endpoint)
+
+    def _is_ours(self, descriptor: int, connection: socket.socket) -> bool:
+        """ZeroMQ says which one it has made, for other links of this process may lead to the same port or the same host."""
+        return descriptor == self._monitor.connected and address_of(connection.getpeername()) is not None
 
     async def send(self, message: Message, timeout_s: float) -> None:
         """Hand a message to a live connection. Raises DeadlineExceeded when there is none for `timeout_s`."""
@@ -221,6 +227,7 @@ class LearnerChannel:
 
     def look_at_connection(self) -> bool:
         """End it, to be made anew, if the server is silent; return whether part of a long message has come since the last look."""
+        self._monitor.read()
         return self._connections.look() > MAX_PONG_BYTES
 
     def check_handshake(self) -> bool:
@@ -228,7 +235,7 @@ class LearnerChannel:
 
         Raises HandshakeRefused for the failures after which ZeroMQ does not try again.
         """
-        failures = self._failed_handshakes.take()
+        failures = self._monitor.take()
         if Failure.UNKNOWN_KEY in failures:
             raise HandshakeRefused(
                 f"the server at {self.endpoint} does not know this learner's key; copy its public key (`allowed/learner.pub` "
@@ -243,10 +250,10 @@ class LearnerChannel:
 
     @property
     def num_broken(self) -> int:
-        """How often the connection has broken, as of the last `check_handshake`."""
-        return self._failed_handshakes.num_broken
+        """How often the connection has broken, as of the last look or `check_handshake`."""
+        return self._monitor.num_broken
 
     def close(self) -> None:
         self._socket.close()
-        self._failed_handshakes.close()
+        self._monitor.close()
         self._context.term()

@@ -13,6 +13,7 @@ import pytest
 
 from protocol.channel.sockets import LearnerChannel, ServerChannel
 from protocol.codec import encode
+from protocol.endpoint import split_endpoint
 from protocol.messages import Ack, Refused
 from tests.inference_server.scripted_learner import ScriptedLearner
 from tests.link import Link
@@ -28,7 +29,7 @@ LONG_BYTES = 400_000
 
 def greet(endpoint: str) -> socket.socket:
     """Connect as a DEALER without a mechanism, up to the first message."""
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    host, port = split_endpoint(endpoint)
     connection = socket.create_connection((host, int(port)), timeout=TIMEOUT_S)
     connection.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
     connection.recv(64, socket.MSG_WAITALL)
@@ -102,16 +103,27 @@ def test_a_message_that_does_not_end_costs_its_sender_the_connection_and_others_
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(
+    ("listens_at", "silent_from"),
+    [
+        ("tcp://127.0.0.1:*", "127.0.0.1"),
+        ("tcp://*:*", "127.0.0.1"),
+        ("tcp://[::1]:*", "[::1]"),
+        ("tcp://[::]:*", "[::1]"),
+        ("tcp://[::]:*", "127.0.0.1"),
+    ],
+)
 def test_a_peer_that_falls_silent_after_a_message_is_cut_off_and_one_that_pings_is_not(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, listens_at: str, silent_from: str
 ) -> None:
     monkeypatch.setattr("protocol.channel.sockets.DEAD_PEER_TIMEOUT_MS", 1000)
     monkeypatch.setattr("protocol.channel.sockets.HEARTBEAT_INTERVAL_MS", 50)
 
     async def run() -> None:
-        server = ServerChannel("tcp://127.0.0.1:*")
-        learner = ScriptedLearner(server.endpoint)
-        silent = greet(server.endpoint)
+        server = ServerChannel(listens_at, insecure=True)
+        endpoint = f"tcp://{silent_from}:{split_endpoint(server.endpoint)[1]}"
+        learner = ScriptedLearner(endpoint)
+        silent = greet(endpoint)
         message = b"".join(bytes(part) for part in encode(Ack(group_ids=[])))
         silent.sendall(frame(message))
         async with asyncio.timeout(TIMEOUT_S):
@@ -181,6 +193,28 @@ def test_a_server_that_falls_silent_is_cut_off_and_found_again(monkeypatch: pyte
         assert await name_of_peer(server, learner) != first
 
     over_a_link(test)
+
+
+def test_servers_on_one_port_of_two_addresses_do_not_keep_each_other_alive() -> None:
+    async def run() -> None:
+        with closing(ServerChannel("tcp://127.0.0.1:*")) as silent:
+            port = split_endpoint(silent.endpoint)[1]
+            with (
+                closing(ServerChannel(f"tcp://127.0.0.2:{port}", insecure=True)) as talking,
+                closing(LearnerChannel(silent.endpoint)) as of_silent,
+                closing(LearnerChannel(talking.endpoint, insecure=True)) as of_talking,
+            ):
+                await name_of_peer(silent, of_silent)
+                peer = await name_of_peer(talking, of_talking)
+                of_silent.look_at_connection()
+                of_talking.look_at_connection()
+                for _ in range(5):
+                    assert await talking.send(peer, Refused(reason="x" * LONG_BYTES))
+                    await of_talking.receive()
+                    assert of_talking.look_at_connection()
+                    assert not of_silent.look_at_connection()
+
+    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
 
 
 def test_a_look_after_a_long_time_cuts_nobody_off_who_was_stopped_too(monkeypatch: pytest.MonkeyPatch) -> None:
