@@ -17,6 +17,7 @@ from typing import Protocol
 import msgspec
 from torch.distributed import Store
 
+from protocol.endpoint import join_address, needs_ipv6
 from protocol.errors import PushError
 
 POLL_S = 0.02
@@ -56,7 +57,7 @@ class HostedBoard:
         self._values: dict[tuple[str, str], bytes] = {}
         self._lock = threading.Lock()
         self._is_closed = False
-        self._listener = socket.create_server((host, 0))
+        self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if needs_ipv6(host) else socket.AF_INET)
         self.port: int = self._listener.getsockname()[1]
         self._thread = threading.Thread(target=self._listen, name="rendezvous", daemon=True)
         self._thread.start()
@@ -106,7 +107,7 @@ class RemoteBoard:
     """The board as seen from another process. Raises PushError if there is none at the address."""
 
     def __init__(self, host: str, port: int, answer_timeout_s: float) -> None:
-        self._address, self._answer_timeout_s = f"{host}:{port}", answer_timeout_s
+        self._address, self._answer_timeout_s = join_address(host, port), answer_timeout_s
         try:
             self._socket = socket.create_connection((host, port), answer_timeout_s)
         except OSError as error:

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import closing, suppress
 from typing import Protocol
-from urllib.parse import urlsplit
 
 import torch
 
@@ -24,6 +23,7 @@ from protocol.collective.board import Board, EpochStore, HostedBoard, RemoteBoar
 from protocol.collective.gloo import GlooCollective
 from protocol.collective.ipc import IpcCollective
 from protocol.collective.nccl import NcclCollective, new_unique_id
+from protocol.endpoint import needs_ipv6, split_endpoint
 from protocol.errors import PushError
 from protocol.messages import Rendezvous, Transport
 
@@ -59,10 +59,11 @@ class Collective(Protocol):
 
 def address_towards(endpoint: str) -> str:
     """Return the local address from which `tcp://host:port` is reached: the one the server's workers can call back."""
-    url = urlsplit(endpoint)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((url.hostname or "127.0.0.1", url.port or 9))
-        return probe.getsockname()[0]
+    host, port = split_endpoint(endpoint)
+    family = socket.AF_INET6 if needs_ipv6(host) else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))
+        return str(probe.getsockname()[0])
 
 
 class Meeting:
