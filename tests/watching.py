@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from collections.abc import Callable
 
 import torch
 
@@ -22,6 +23,12 @@ class WaitingCollective:
         self.aborted = threading.Event()
 
     def broadcast(self, tensor: torch.Tensor) -> None:
+        self.start_broadcast(tensor)()
+
+    def start_broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:
+        return self._wait
+
+    def _wait(self) -> None:
         assert self.aborted.wait(TIMEOUT_S), "nobody has ended it"
         raise PushError("a broadcast that was aborted")
 
@@ -32,9 +39,9 @@ class WaitingCollective:
         self.abort()
 
 
-def transfer(rendezvous: Rendezvous) -> None:
+def transfer(rendezvous: Rendezvous, epoch: str = "e1") -> None:
     collective = WaitingCollective()
-    with watched(collective, rendezvous):
+    with watched(collective, rendezvous, epoch):
         collective.broadcast(torch.empty(1))
 
 

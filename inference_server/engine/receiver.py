@@ -133,7 +133,7 @@ class Receiver:
             arriving = receive_weights(member.collective, member.manifest, member.memory)
         checksums = []
         asked = time.monotonic()
-        with watched(member.collective, member.rendezvous):
+        with watched(member.collective, member.rendezvous, member.epoch):
             for arrived in arriving:
                 self.receive_s += time.monotonic() - asked
                 checksums.append(arrived.checksum)

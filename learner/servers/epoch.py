@@ -56,18 +56,20 @@ class Epoch:
         return send_weights(self.collective, self._buckets, tensors, progress)
 
     def abort(self) -> None:
-        """End the join or the broadcast that is under way."""
+        """End the join or the broadcast that is under way, here and with every worker."""
+        self._call_off()
         if self.collective is not None:
             self.collective.abort()
-        else:
-            self._meeting.call_off(self.name, "the learner gave up")
 
     def close(self) -> None:
-        """Leave the group; a server that still waits for it to form need not wait any longer."""
+        """Leave the group; a worker that still waits, to join or for bytes, need not wait any longer."""
+        self._call_off()
         if self.collective is not None:
             self.collective.close()
-        else:
-            self._meeting.call_off(self.name, "the learner gave up")
+
+    def _call_off(self) -> None:
+        """Also once all have joined: a worker on this host would not notice through NCCL that the learner has left."""
+        self._meeting.call_off(self.name, "the learner gave up")
 
 
 class Epochs:

@@ -27,7 +27,8 @@ MAX_LINE_BYTES = 1 << 16
 MAX_KEYS = 1_000
 """Of all epochs; the oldest notes are thrown away first."""
 
-_CALLED_OFF = "called off"
+CALLED_OFF = "called off"
+"""The key of the reason."""
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -36,6 +37,10 @@ class Question(msgspec.Struct, frozen=True):
     epoch: str
     key: str
     value: bytes | None = None
+
+
+def was_called_off(epoch: str, reason: bytes) -> PushError:
+    return PushError(f"epoch {epoch} was called off: {reason.decode()}")
 
 
 class Board(Protocol):
@@ -170,13 +175,13 @@ class EpochStore(Store):
         self.check_not_called_off()
 
     def call_off(self, reason: str) -> None:
-        """End the joining of every rank; the first reason stays."""
-        if self._ask(_CALLED_OFF) is None:
-            self._ask(_CALLED_OFF, reason.encode())
+        """End the joining of every rank, and the transfer that it is in; the first reason stays."""
+        if self._ask(CALLED_OFF) is None:
+            self._ask(CALLED_OFF, reason.encode())
 
     def check_not_called_off(self) -> None:
-        if (reason := self._ask(_CALLED_OFF)) is not None:
-            raise PushError(f"epoch {self._epoch} was called off: {reason.decode()}")
+        if (reason := self._ask(CALLED_OFF)) is not None:
+            raise was_called_off(self._epoch, reason)
 
     def _ask(self, key: str, value: bytes | None = None) -> bytes | None:
         return self._board.ask(Question(self._epoch, key, value))

@@ -1,6 +1,7 @@
 """The watch over a transfer: what ends it, and what it leaves alone. A host that vanishes: tests/test_two_hosts.py."""
 
 import socket
+import threading
 import time
 from collections.abc import Iterator
 
@@ -12,6 +13,7 @@ from protocol.collective.group import Meeting
 from protocol.collective.watch import watched
 from protocol.errors import PushError
 from protocol.messages import Rendezvous
+from tests.protocol.test_collective import Waiting
 from tests.watching import WaitingCollective, transfer
 
 INTERVAL_S = 0.05
@@ -36,12 +38,51 @@ def test_a_transfer_ends_when_the_learner_is_gone(meeting: Meeting) -> None:
         transfer(rendezvous)
 
 
+def test_a_transfer_ends_when_the_learner_lives_and_has_called_its_epoch_off(meeting: Meeting) -> None:
+    rendezvous = meeting.rendezvous(1, "gloo")
+    meeting.call_off("e1", "it gave up")
+    with pytest.raises(PushError, match=r"^epoch e1 was called off: it gave up; the transfer ended in a broadcast"):
+        transfer(rendezvous)
+
+
+def test_a_transfer_ends_when_its_epoch_is_called_off_long_after_it_began(meeting: Meeting) -> None:
+    waiting = Waiting(lambda: transfer(meeting.rendezvous(1, "gloo")))
+    assert not waiting.ends_promptly(10 * INTERVAL_S)
+    meeting.call_off("e1", "it gave up")
+    assert waiting.ends_promptly(30.0) and "epoch e1 was called off" in waiting.error
+
+
+def test_a_transfer_goes_on_when_another_epoch_is_called_off(meeting: Meeting) -> None:
+    collective = WaitingCollective()
+    meeting.call_off("e0", "it gave up")
+    with watched(collective, meeting.rendezvous(1, "gloo"), "e1"):
+        assert not collective.aborted.wait(10 * INTERVAL_S)
+
+
+def test_a_transfer_ends_when_something_else_answers_at_the_address() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n")
+                connection.recv(1)
+
+        answering = threading.Thread(target=answer, daemon=True)
+        answering.start()
+        port = listener.getsockname()[1]
+        rendezvous = Rendezvous(transport="gloo", host="127.0.0.1", port=port, world_size=2, timeout_s=30.0)
+        with pytest.raises(PushError, match=f"what answers at 127.0.0.1:{port} is not the learner"):
+            transfer(rendezvous)
+        answering.join(30.0)
+
+
 def test_a_transfer_goes_on_while_the_learner_stands_still() -> None:
     with socket.create_server(("127.0.0.1", 0)) as never_accepts:
         port = never_accepts.getsockname()[1]
         rendezvous = Rendezvous(transport="gloo", host="127.0.0.1", port=port, world_size=2, timeout_s=30.0)
         collective = WaitingCollective()
-        with watched(collective, rendezvous):
+        with watched(collective, rendezvous, "e1"):
             assert not collective.aborted.wait(10 * INTERVAL_S)
 
 
@@ -50,13 +91,13 @@ def test_a_transfer_goes_on_when_the_board_ends_a_connection_that_says_nothing(
 ) -> None:
     monkeypatch.setattr(protocol.collective.board, "IDLE_TIMEOUT_S", INTERVAL_S)
     collective = WaitingCollective()
-    with watched(collective, meeting.rendezvous(1, "gloo")):
+    with watched(collective, meeting.rendezvous(1, "gloo"), "e1"):
         assert not collective.aborted.wait(20 * INTERVAL_S)
 
 
 def test_what_comes_after_a_transfer_is_not_ended_with_its_learner(meeting: Meeting) -> None:
     collective = WaitingCollective()
-    with watched(collective, meeting.rendezvous(1, "gloo")):
+    with watched(collective, meeting.rendezvous(1, "gloo"), "e1"):
         time.sleep(3 * INTERVAL_S)
     meeting.close()
     assert not collective.aborted.wait(10 * INTERVAL_S)
@@ -65,6 +106,6 @@ def test_what_comes_after_a_transfer_is_not_ended_with_its_learner(meeting: Meet
 def test_another_failure_of_a_transfer_stays_as_it_is(meeting: Meeting) -> None:
     with (
         pytest.raises(PushError, match=r"^another$"),
-        watched(WaitingCollective(), meeting.rendezvous(1, "gloo")),
+        watched(WaitingCollective(), meeting.rendezvous(1, "gloo"), "e1"),
     ):
         raise PushError("another")

@@ -14,6 +14,8 @@ from learner.servers.epoch import Epoch
 from protocol.collective.group import Meeting, join_collective
 from protocol.errors import PushError
 from protocol.weights.buckets import make_manifest
+from tests.protocol.test_collective import Waiting
+from tests.watching import WaitingCollective, transfer
 
 TIMEOUT_S = 60.0
 """Far more than any of these tests may take."""
@@ -43,6 +45,20 @@ def test_a_worker_that_waits_for_an_epoch_that_was_given_up_is_told_so_at_once()
     epoch.close()
     until(lambda: not waiting.is_alive())
     assert "called off" in said[0] and epoch.name in said[0]
+    meeting.close()
+
+
+@pytest.mark.parametrize("give_up", [Epoch.abort, Epoch.close])
+def test_a_worker_whose_transport_notices_nothing_is_told_that_the_learner_gave_up(give_up: Callable) -> None:
+    """NCCL within one host: the kernel of a broadcast spins until its communicator is aborted."""
+    meeting = Meeting("127.0.0.1", TIMEOUT_S)
+    epoch = Epoch("server", MANIFEST, meeting.rendezvous(1, "gloo"), meeting, CPU)
+    epoch.collective = WaitingCollective()
+    waiting = Waiting(lambda: transfer(epoch.rendezvous, epoch.name))
+    assert waiting.is_waiting()
+    give_up(epoch)
+    assert waiting.ends_promptly(TIMEOUT_S / 2)
+    assert f"epoch {epoch.name} was called off: the learner gave up; the transfer ended" in waiting.error
     meeting.close()
 
 
