@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+_DELIMITED = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")
 _THINK_FORMAT = re.compile(r"^<think>.*?</think>\s*<answer>.*?</answer>$", re.DOTALL)
 
 
@@ -40,23 +41,35 @@ def think_format(completions: Sequence[Any], **kwargs: Any) -> list[float | None
 
 
 def math_equivalence(completions: Sequence[Any], answer: Sequence[Any], **kwargs: Any) -> list[float | None]:
-    """1 if the completion's last answer is mathematically the `answer` column; None if the column holds no mathematics.
+    """1 if the completion's last answer is mathematically the `answer` column; None if the column is empty.
 
-    Of a GSM8K answer only what follows `####` counts. math-verify's own timeouts are off, for they need signals; the
-    deadline of the reward function ends what does not end by itself.
+    Of a GSM8K answer only what follows `####` counts. Ask in the prompt for answers in `\\boxed{}` or `$…$`: of LaTeX without
+    delimiters math-verify finds a number at most. What else it judges wrongly is marked in the tests' math_pairs.tsv.
+    Its own timeouts are off, for they need signals; the deadline of the reward function ends what does not end by itself.
     """
-    from math_verify import parse, verify
+    from math_verify import verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of every timeout that is off
     rewards: list[float | None] = []
     golds: dict[str, Any] = {}
     for completion, column in zip(completions, answer, strict=True):
-        text = str(column).rpartition("####")[2].strip()
-        if text not in golds:
-            golds[text] = parse(text, parsing_timeout=None) or parse(f"${text}$", parsing_timeout=None)
-        found = parse(completion_text(completion), parsing_timeout=None)
-        rewards.append(float(verify(golds[text], found, timeout_seconds=None)) if golds[text] else None)
+        text, gold = completion_text(completion).strip(), str(column).rpartition("####")[2].strip()
+        if gold not in golds:
+            golds[gold] = _parsed_gold(gold)
+        is_right = text == gold or verify(golds[gold], _parsed(text), timeout_seconds=None)
+        rewards.append(float(is_right) if golds[gold] else None)
     return rewards
+
+
+def _parsed_gold(gold: str) -> Any:
+    """A gold is LaTeX without delimiters (`2\\sqrt{3}`), of which a bare parse finds no more than a number; or it has its own."""
+    return (not _DELIMITED.search(gold) and _parsed(f"${gold}$")) or _parsed(gold)
+
+
+def _parsed(text: str) -> Any:
+    from math_verify import parse
+
+    return parse(text, parsing_timeout=None)
 
 
 def _share_right(text: str, gold: str) -> float:
