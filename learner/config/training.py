@@ -45,11 +45,14 @@ class OptimizerConfig(Section):
     """AdamW's weight decay."""
     max_grad_norm: float = 1.0
     """Gradients are clipped to this norm."""
+    max_skipped_updates: MayChange[int] = 5
+    """An update whose gradient is infinite or no number is skipped and counted; after so many in a row the run stops."""
 
     def check(self) -> None:
         for name in ("learning_rate", "max_grad_norm"):
             require(getattr(self, name) > 0, f"{name} = {getattr(self, name)} must be above 0")
         for name in ("beta1", "beta2"):
             require(0 <= getattr(self, name) < 1, f"{name} = {getattr(self, name)} must be at least 0 and below 1")
+        require(self.max_skipped_updates >= 1, f"max_skipped_updates = {self.max_skipped_updates} must be at least 1")
         for name in ("warmup_steps", "weight_decay"):
             require(getattr(self, name) >= 0, f"{name} = {getattr(self, name)} must not be negative")

@@ -17,6 +17,7 @@ from learner.storage.disk import writing
 from learner.storage.run_dir import RunDir
 
 MAX_SAMPLED_COMPLETIONS = 4
+BLOCK_BYTES = 1 << 16
 
 
 class RunLog:
@@ -87,12 +88,15 @@ def console_line(step: int, num_steps: int, metrics: dict[str, float]) -> str:
     ]
     if "reward/exact_match" in metrics:
         parts.append(f"exact {metrics['reward/exact_match']:.3f}")
-    parts += [f"loss {metrics['loss/policy']:+.4f}", f"clipped {metrics['loss/clipped_frac']:.1%}"]
+    if "loss/policy" in metrics:
+        parts.append(f"loss {metrics['loss/policy']:+.4f}")
+    if "loss/clipped_frac" in metrics:
+        parts.append(f"clipped {metrics['loss/clipped_frac']:.1%}")
     if "reference/kl" in metrics:
         parts.append(f"KL {metrics['reference/kl']:.4f}")
     parts += [
         f"staleness {metrics['staleness/mean']:.1f}",
-        f"grad {metrics['optim/grad_norm']:.2f}",
+        f"grad {metrics['optim/grad_norm']:.2f}" if "optim/grad_norm" in metrics else "update skipped",
         f"{metrics['perf/completion_tokens_per_s']:,.0f} tok/s",
         f"wait {metrics['time/wait_for_batch']:.2f}s",
         f"push {metrics['time/push']:.2f}s",
@@ -108,10 +112,8 @@ class Lines:
     def __init__(self, path: Path) -> None:
         """A last line that was cut off, by a kill or a full disk, is taken away."""
         self._path = path
-        if path.exists() and path.stat().st_size:
-            whole = path.read_bytes()
-            if not whole.endswith(b"\n"):
-                os.truncate(path, whole.rfind(b"\n") + 1)
+        if path.exists():
+            os.truncate(path, whole_lines(path))
         with writing(path):
             self._file = path.open("ab", buffering=0)
 
@@ -127,6 +129,34 @@ class Lines:
         self._file.close()
 
 
+def whole_lines(path: Path) -> int:
+    """The bytes up to the end of the last whole line, found from the end of the file."""
+    with path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - BLOCK_BYTES)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                return start + newline + 1
+            end = start
+    return 0
+
+
+def last_line(path: Path) -> bytes:
+    """Of a file of whole lines; nothing of an empty one."""
+    end = path.stat().st_size
+    num_bytes = BLOCK_BYTES
+    with path.open("rb") as file:
+        while True:
+            start = max(0, end - num_bytes)
+            file.seek(start)
+            *before, line = file.read(end - start).removesuffix(b"\n").split(b"\n")
+            if before or start == 0:
+                return line
+            num_bytes *= 2
+
+
 def _elapsed_before(run_dir: RunDir) -> float:
-    lines = run_dir.metrics.read_text().splitlines()
-    return json.loads(lines[-1])["elapsed_s"] if lines else 0.0
+    line = last_line(run_dir.metrics)
+    return json.loads(line)["elapsed_s"] if line else 0.0

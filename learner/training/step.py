@@ -6,6 +6,9 @@ Every rank does this with the same groups, each on its share of the rows; what t
 Suffixes: B rows, T predicted tokens; _P over the groups (prompts) of the step, _G over the completions of a group.
 """
 
+import logging
+import math
+
 import msgspec
 import torch
 
@@ -16,14 +19,20 @@ from learner.config import LearnerConfig
 from learner.policy.model import token_logprobs
 from learner.rollouts.scored_group import ScoredGroup
 from learner.training.batch import MicroBatch, step_rows, trained_rows
+from learner.training.finite import NotFiniteError, require_finite_weights
 from learner.training.metrics import StepTimer, loss_metrics
 from learner.training.ranks import gradient_sync, my_batches
 from learner.training.survey import completion_kls, survey
 from learner.training.trainee import Trainee
 
+log = logging.getLogger(__name__)
+
 
 def train_on(trainee: Trainee, groups: list[ScoredGroup], version: int, timer: StepTimer) -> dict[str, float]:
-    """Train the weights of `version` on one batch of groups. Returns metrics of all ranks' tokens."""
+    """Train the weights of `version` on one batch of groups. Returns metrics of all ranks' tokens, as far as they are numbers.
+
+    Raises NotFiniteError when the weights are no numbers any more, or too many updates in a row had to be skipped.
+    """
     accelerator, config = trainee.accelerator, trainee.config
     metrics: dict[str, float] = {}
     if config.kl.place == "reward":
@@ -34,16 +43,20 @@ def train_on(trainee: Trainee, groups: list[ScoredGroup], version: int, timer: S
         batches = my_batches(accelerator, rows, config.micro_batch_tokens)
     batches = survey(trainee, batches, timer)
     total: Sums = {}
+    num_skipped = 0
     for update in range(config.updates_per_batch):
         with timer("forward_backward"):
             sums = forward_backward(trainee, batches, version, is_first_update=update == 0)
             total = _added(total, sums)
         with timer("optimizer"):
             metrics |= optimizer_step(trainee, version)
+        num_skipped += trainee.num_skipped_in_a_row > 0
+    require_finite_weights(accelerator, trainee.policy, _told_of_weights(version, metrics))
     total = {name: accelerator.reduce(value, "sum") for name, value in total.items()}
     metrics = loss_metrics(total, config) | metrics
     metrics["batch/no_signal_groups"] = float(sum(not any(advantages_G) for advantages_G in advantages_P_G))
-    return metrics
+    metrics["optim/skipped_updates"] = float(num_skipped)
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def advantages(groups: list[ScoredGroup], config: LearnerConfig) -> list[list[float]]:
@@ -87,14 +100,49 @@ def forward_backward(trainee: Trainee, batches: list[MicroBatch], version: int, 
 
 
 def optimizer_step(trainee: Trainee, version: int) -> dict[str, float]:
+    """Take the step, unless the gradient is no number: then the weights stay as they are. Raises NotFiniteError."""
     config = trainee.config
     rate = learning_rate(config.optimizer, version, config.steps)
     for group in trainee.optimizer.param_groups:
         group["lr"] = rate
-    grad_norm = trainee.accelerator.clip_grad_norm_(trainee.policy.parameters(), config.optimizer.max_grad_norm)
-    trainee.optimizer.step()
+    # Of the gradients as reduced over the ranks, so it is the same on all of them.
+    grad_norm = float(
+        trainee.accelerator.clip_grad_norm_(trainee.policy.parameters(), config.optimizer.max_grad_norm) or 0.0
+    )
+    if math.isfinite(grad_norm):
+        trainee.optimizer.step()
+        trainee.num_skipped_in_a_row = 0
+    else:
+        _skip(trainee, version, grad_norm)
     trainee.optimizer.zero_grad()
-    return {"optim/grad_norm": float(grad_norm or 0.0), "optim/lr": rate}
+    return {"optim/grad_norm": grad_norm, "optim/lr": rate}
+
+
+def _skip(trainee: Trainee, version: int, grad_norm: float) -> None:
+    trainee.num_skipped_in_a_row += 1
+    limit = trainee.config.optimizer.max_skipped_updates
+    told = (
+        f"the norm of the gradient is {grad_norm}: the loss or its gradient overflowed, or the policy gives logprobs that are no "
+        "numbers"
+    )
+    if trainee.num_skipped_in_a_row >= limit:
+        raise NotFiniteError(
+            f"step {version + 1}: {told}, {limit} times in a row (learner.optimizer.max_skipped_updates). None of these updates "
+            "was made, and the checkpoints are sound. Lower learner.optimizer.learning_rate, or set learner.correction if "
+            'policy/ratio_max grew before, or try dtype = "float32", and go on with --resume'
+        )
+    if trainee.accelerator.is_main_process:
+        log.warning(
+            "step %d: %s. The update is skipped and the weights stay as they are (%d in a row, the run stops at %d)",
+            version + 1, told, trainee.num_skipped_in_a_row, limit,
+        )  # fmt: skip
+
+
+def _told_of_weights(version: int, metrics: dict[str, float]) -> str:
+    return (
+        f"step {version + 1} was too large: after it (learning rate {metrics['optim/lr']:g}, norm of the gradient "
+        f"{metrics['optim/grad_norm']:g}) the weights, which were neither pushed nor saved,"
+    )
 
 
 def _micro_batch_loss(

@@ -16,6 +16,7 @@ from learner.policy.lora import add_adapter, checkpoint_adapter_alone
 from learner.policy.model import load_policy
 from learner.policy.published import PublishedPolicy
 from learner.policy.reference import Reference, make_reference
+from learner.training.finite import require_finite_weights
 from learner.training.warm_start import warm_start
 from protocol.errors import ConfigError
 
@@ -32,6 +33,8 @@ class Trainee(msgspec.Struct, eq=False, kw_only=True):
     optimizer: torch.optim.Optimizer
     reference: Reference | None
     kl_coef: float
+    num_skipped_in_a_row: int = 0
+    """Updates whose gradient was no number, up to the newest."""
 
     @property
     def config(self) -> LearnerConfig:
@@ -81,6 +84,7 @@ def make_trainee(material: Material, accelerator: Accelerator, *, is_new: bool) 
     policy, optimizer = accelerator.prepare(policy, optimizer)
     if is_new and config.warm_start.steps > 0:
         warm_start(material, accelerator, policy)
+    require_finite_weights(accelerator, policy, f"the weights of {material.model_path}, or of its warm start,")
     reference = make_reference(config.reference, policy, accelerator, config.sampling.temperature)
     return Trainee(
         run=run,

@@ -10,6 +10,7 @@ Suffixes: B rows, T predicted tokens.
 """
 
 import logging
+import math
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from learner.progress import PROGRESS_EVERY_S
 from learner.prompts.prompts import Prompt
 from learner.rollouts.scored_group import UNKNOWN_VERSION
 from learner.training.batch import MicroBatch, Row
+from learner.training.finite import NotFiniteError
 from learner.training.ranks import gradient_sync, my_batches
 from protocol.errors import DataError
 from protocol.messages import Completion
@@ -35,7 +37,7 @@ log = logging.getLogger(__name__)
 def warm_start(material: Material, accelerator: Accelerator, policy: nn.Module) -> float:
     """Train the prepared policy for `warm_start.steps` steps; return the last step's mean loss per token.
 
-    Every rank reads the data and takes its share of the rows. Raises DataError for data without usable answers.
+    Every rank reads the data and takes its share of the rows. Raises DataError for data without usable answers, NotFiniteError.
     """
     config, settings = material.run.learner, material.run.learner.warm_start
     prompts, tokenizer = material.prompts, material.tokenizer
@@ -53,7 +55,12 @@ def warm_start(material: Material, accelerator: Accelerator, policy: nn.Module) 
         slots = range(step * settings.rows_per_step, (step + 1) * settings.rows_per_step)
         rows = answer_rows([prompts.prompt_at(slot) for slot in slots], tokenizer, config)
         loss = _train_on_answers(accelerator, policy, rows, config)
-        accelerator.clip_grad_norm_(policy.parameters(), config.optimizer.max_grad_norm)
+        grad_norm = float(accelerator.clip_grad_norm_(policy.parameters(), config.optimizer.max_grad_norm) or 0.0)
+        if not math.isfinite(grad_norm):
+            raise NotFiniteError(
+                f"step {step + 1} of the warm start: the norm of the gradient is {grad_norm}, with a loss of {loss:g}; lower "
+                "learner.warm_start.learning_rate"
+            )
         optimizer.step()
         optimizer.zero_grad()
         steps.set_postfix(loss=f"{loss:.3f}", refresh=False)
