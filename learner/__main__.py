@@ -69,8 +69,12 @@ def train_command(arguments: list[str]) -> None:
     from learner.train import train
 
     run_dir = train(run, resume="--resume" in switches)
-    if run_dir is not None:
+    if run_dir is None:
+        return
+    try:
         report_command(run_dir, as_json=False)
+    except SlipstreamError as error:  # the run itself has ended well
+        log.warning("the report of the run could not be written: %s", error)
 
 
 def self_test_command(arguments: list[str]) -> None:

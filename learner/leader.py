@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
 import msgspec
@@ -33,10 +34,11 @@ from learner.servers.connection import Connection
 from learner.servers.loop_thread import LoopThread
 from learner.servers.parity import NUM_SEQUENCES, Expected, ParityProbe, check_mismatch
 from learner.servers.push import Pusher
+from learner.storage.checkpoint import read_pass_rates, read_state
 from learner.storage.run_dir import RunDir
 from learner.training.metrics import StepTimer, staleness
 from protocol.endpoint import exposure
-from protocol.errors import ConfigError, DataError, ServerLost
+from protocol.errors import ConfigError, DataError, DeadlineExceeded, ServerLost
 from protocol.messages import PROTOCOL_VERSION, Hello, Welcome
 from protocol.model_files import fingerprint
 
@@ -55,6 +57,7 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
     material: Material
     connection: Connection
+    queue: GroupQueue
     rollouts: Rollouts
     pusher: Pusher
     parity: ParityProbe
@@ -64,9 +67,12 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
     @classmethod
     @contextmanager
-    def open(cls, material: Material, run_dir: RunDir, published: PublishedPolicy, version: int) -> Iterator["Leader"]:
-        """Open the books, start the reward workers and the rollouts of a run at `version`; close them in reverse."""
+    def open(
+        cls, material: Material, run_dir: RunDir, published: PublishedPolicy, checkpoint: Path | None
+    ) -> Iterator["Leader"]:
+        """Open the books at the checkpoint, start the reward workers and the rollouts; close them in reverse."""
         run, config = material.run, material.run.learner
+        version = read_state(checkpoint).version if checkpoint else 0
         if note := exposure(run.endpoint, has_keys=run.keys is not None):
             log.warning(note)
         with ExitStack() as cleanup:
@@ -80,7 +86,7 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             connection = Connection(run, hello, LoopThread("learner"))
             cleanup.callback(connection.close)
             cleanup.callback(connection.loop.stop)
-            queue = GroupQueue(run, material.prompts, ledger)
+            queue = GroupQueue(run, material.prompts, ledger, read_pass_rates(checkpoint) if checkpoint else None)
             outstanding = Outstanding(ledger, material.prompts, config.max_group_attempts)
             scorer = Scorer(config, material.tokenizer, workers)
             rollouts = Rollouts(run, connection, queue, outstanding, scorer, ledger)
@@ -96,6 +102,7 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             yield cls(
                 material=material,
                 connection=connection,
+                queue=queue,
                 rollouts=rollouts,
                 pusher=pusher,
                 parity=ParityProbe(run, connection, published.logprobs, prompts),
@@ -230,9 +237,21 @@ def check_fits(run: LearnerRun, prompts: Prompts, welcome: Welcome) -> None:
 
 
 def start_dashboard(loop: LoopThread, run_dir: RunDir, port: int, cleanup: ExitStack) -> Dashboard | None:
+    """None where there is to be none, or it cannot start, which costs nobody but those who wanted to look."""
     if port == 0:
         return None
-    dashboard = loop.call(Dashboard.start(run_dir.path, port), DASHBOARD_TIMEOUT_S)
-    cleanup.callback(lambda: loop.call(dashboard.close(), DASHBOARD_TIMEOUT_S))
+    try:
+        dashboard = loop.call(Dashboard.start(run_dir.path, port), DASHBOARD_TIMEOUT_S)
+    except Exception as error:
+        log.warning("the run goes on without a live dashboard: %s", error or repr(error))
+        return None
+    cleanup.callback(close_dashboard, loop, dashboard)
     log.info("live dashboard: %s", dashboard.address)
     return dashboard
+
+
+def close_dashboard(loop: LoopThread, dashboard: Dashboard) -> None:
+    try:
+        loop.call(dashboard.close(), DASHBOARD_TIMEOUT_S)
+    except DeadlineExceeded as error:
+        log.warning("the live dashboard did not end: %s", error)

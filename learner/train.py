@@ -21,7 +21,7 @@ from learner.interrupt import Interrupt
 from learner.leader import Lead, Leader
 from learner.material import Material
 from learner.storage.checkpoint import find_checkpoint, load_checkpoint
-from learner.storage.retention import Checkpoints
+from learner.storage.retention import Books, Checkpoints
 from learner.storage.run_dir import RunDir, open_run_dir
 from learner.training.metrics import StepTimer, group_metrics
 from learner.training.ranks import share_groups
@@ -57,10 +57,10 @@ def train(run: LearnerRun, *, resume: bool) -> Path | None:
             log.warning("nothing to do: the run is at step %d, learner.steps = %d", version, config.steps)
             return run_dir.path if run_dir else None
         published = trainee.published
-        leader = cleanup.enter_context(Leader.open(material, run_dir, published, version)) if run_dir else None
+        leader = cleanup.enter_context(Leader.open(material, run_dir, published, checkpoint)) if run_dir else None
         lead = Lead(leader, published)
-        ledger, newest_step = leader.ledger if leader else None, version if checkpoint else None
-        checkpoints = Checkpoints(trainee, directory, ledger, newest_step)
+        books = Books(leader.ledger, leader.queue) if leader else None
+        checkpoints = Checkpoints(trainee, directory, books, newest_step=version if checkpoint else None)
         lead(Leader.connect, version)
         if checkpoint is None and config.warm_start.steps > 0:
             checkpoints.save(version)

@@ -56,7 +56,7 @@ def self_test(run: LearnerRun) -> Measured:
         cleanup.callback(run_dir.close)
         material = Material(run)
         trainee = make_trainee(material, accelerator, is_new=False)  # a warm start would change nothing about the noise
-        leader = cleanup.enter_context(Leader.open(material, run_dir, trainee.published, 0))
+        leader = cleanup.enter_context(Leader.open(material, run_dir, trainee.published, None))
         leader.connect(0)
         batches = sample_across_pushes(leader)
         tokens = compare(trainee.policy, batches, config, config.sampling.temperature, accelerator.device)

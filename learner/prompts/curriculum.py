@@ -5,18 +5,30 @@ a prompt that is mostly solved or mostly failed is kept with a small probability
 so every position is asked once or skipped once.
 
 Invariant: a prompt's pass rate is made of the slots below the next one to be consumed, in their order, whatever the order
-in which they were scored; and the draw depends on seed and position alone. So the ledger is all that a resume needs, and at
-max_staleness = 0 the same run asks the same prompts (above it, how far admission is ahead depends on time).
+in which they were scored; and the draw depends on seed and position alone. So the pass rates of a checkpoint and the ledger's
+rows behind it are all that a resume needs, and at max_staleness = 0 the same run asks the same prompts (above it, how far
+admission is ahead depends on time).
 """
 
 import math
 from collections.abc import Mapping, Sequence
 
+import msgspec
 import numpy as np
 
 from learner.config import CurriculumConfig
 from learner.prompts.prompts import Prompts
 from protocol.errors import DataError, RewardError
+
+
+class PassRates(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint keeps of a curriculum."""
+
+    reward: str
+    """The function whose they are."""
+    next_slot: int
+    """They are made of the slots below it."""
+    by_prompt: dict[int, float]
 
 
 class Curriculum:
@@ -34,6 +46,17 @@ class Curriculum:
     @property
     def is_on(self) -> bool:
         return self._config.kind != "none"
+
+    def pass_rates(self, next_slot: int) -> PassRates | None:
+        """What to keep after `count(next_slot)`; None without a curriculum."""
+        return PassRates(reward=self._reward, next_slot=next_slot, by_prompt=self._pass_rates) if self.is_on else None
+
+    def restore(self, kept: PassRates | None) -> int:
+        """Take up what was kept; return the first slot whose group has still to be noted. 0: of another function, or nothing."""
+        if kept is None or kept.reward != self._reward:
+            return 0
+        self._pass_rates = dict(kept.by_prompt)
+        return kept.next_slot
 
     def ask(self) -> int:
         """Return the position that the next slot asks. Raises DataError if no prompt is left to ask."""

@@ -1,16 +1,17 @@
 """The live dashboard of a run: a page, its stream of server-sent events, Prometheus text and /health on 127.0.0.1.
 
 Hangs off the end of the data's way and only listens: the run log publishes each step's metrics, the learner's event
-loop thread serves them. The invariant: nobody who looks, or stops looking, can slow a run or make it grow. History is
-thinned to a bound and kept encoded, a client that falls behind is dropped, a port in use is replaced by another.
+loop thread serves them. The invariant: nobody who looks, or stops looking, can slow a run or make it grow. History (history.py) is
+read beside the run, a client that falls behind is dropped, a port in use is replaced by another.
 """
 
 import asyncio
 import logging
 import re
 import secrets
+import time
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +22,23 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from learner.report.summary import RunDirectoryError, read_steps
+from learner.report.history import History, Metrics, read_history
+from learner.report.summary import RunDirectoryError
 
 log = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
-MAX_POINTS = 500
 MAX_CLIENTS = 16
 CLIENT_BACKLOG = 64  # steps that a client may be behind, beside what its socket holds
 HEARTBEAT_S = 15.0  # a comment as often as this finds the clients that went away between two slow steps
 SHUTDOWN_TIMEOUT_S = 1.0
+HISTORY_TIMEOUT_S = 30.0
+"""After which a page does without the steps before the resume."""
 HEARTBEAT = b": still here\n\n"
 POLICY = (
     "default-src 'none'; style-src 'nonce-{nonce}'; script-src 'nonce-{nonce}'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-
-Metrics = Mapping[str, float]
 
 
 class Client(msgspec.Struct, frozen=True, eq=False):
@@ -50,14 +51,18 @@ class Client(msgspec.Struct, frozen=True, eq=False):
 class Dashboard:
     """Made by `start`, ended by `close`, both in the event loop; `publish` may be called from any thread."""
 
-    def __init__(self, run_dir: Path, history: "History") -> None:
+    def __init__(self, run_dir: Path) -> None:
         self.address = ""
         self._loop = asyncio.get_running_loop()
-        self._history = history
+        self._history = History()
+        self._meanwhile: list[tuple[int, Metrics]] = []
+        """Steps that came while the earlier ones were read."""
+        self._is_loaded = asyncio.Event()
+        self._loading: asyncio.Task[None] | None = None
         self._clients: set[Client] = set()
         self._closed = False
         self._prometheus = CollectorRegistry(auto_describe=False)
-        self._prometheus.register(NewestStep(history))
+        self._prometheus.register(NewestStep(lambda: self._history))
         self._name, self._num_steps = run_dir.resolve().name, planned_steps(run_dir)
         templates = jinja2.Environment(
             loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
@@ -73,7 +78,7 @@ class Dashboard:
     @classmethod
     async def start(cls, run_dir: Path, port: int) -> "Dashboard":
         """Serve a run that may have steps already. Another port is taken, with a warning, where `port` is in use."""
-        dashboard = cls(run_dir, await asyncio.to_thread(read_history, run_dir))
+        dashboard = cls(run_dir)
         await dashboard._runner.setup()
         try:
             await web.TCPSite(dashboard._runner, HOST, port).start()
@@ -85,10 +90,27 @@ class Dashboard:
                 port, error, dashboard._runner.addresses[0][1],
             )  # fmt: skip
         dashboard.address = f"http://{HOST}:{dashboard._runner.addresses[0][1]}"
+        dashboard._loading = asyncio.create_task(dashboard._load(run_dir / "metrics.jsonl"))
         return dashboard
+
+    async def _load(self, path: Path) -> None:
+        """Put the steps of before in front of those that come meanwhile, beside the run and for so long only."""
+        deadline = time.monotonic() + HISTORY_TIMEOUT_S
+        try:
+            history = await asyncio.to_thread(read_history, path, lambda: self._closed or time.monotonic() > deadline)
+            for step, metrics in self._meanwhile:
+                history.add(step, metrics)
+            self._history = history
+        except (RunDirectoryError, OSError, ValueError) as error:  # TimeoutError is an OSError
+            log.warning("the dashboard begins without the earlier steps: %s", error)
+        finally:
+            self._meanwhile = []
+            self._is_loaded.set()
 
     async def close(self) -> None:
         self._closed = True
+        if self._loading is not None:
+            await self._loading
         for client in list(self._clients):
             if client.queue.full():
                 self._drop(client)
@@ -102,6 +124,8 @@ class Dashboard:
             self._loop.call_soon_threadsafe(self._publish, step, dict(metrics))
 
     def _publish(self, step: int, metrics: Metrics) -> None:
+        if not self._is_loaded.is_set():
+            self._meanwhile.append((step, metrics))
         event = b"data: " + self._history.add(step, metrics) + b"\n\n"
         for client in list(self._clients):
             try:
@@ -125,7 +149,8 @@ class Dashboard:
         return web.Response(text=page, content_type="text/html", headers=headers)
 
     async def _serve_events(self, request: web.Request) -> web.StreamResponse:
-        """The history, then every step as it comes."""
+        """The history, once it is read, then every step as it comes."""
+        await self._is_loaded.wait()
         if self._closed:
             raise web.HTTPServiceUnavailable(text="the learner is ending\n")
         if len(self._clients) >= MAX_CLIENTS:
@@ -160,74 +185,21 @@ async def next_event(queue: asyncio.Queue[bytes | None]) -> bytes | None:
         return HEARTBEAT
 
 
-class History:
-    """The course of a run in at most MAX_POINTS steps at equal distances, encoded once when they came, and the newest.
-
-    A step that is not newer than the newest takes back all from it on: the run was resumed before it.
-    """
-
-    def __init__(self) -> None:
-        self.newest_step = 0
-        self.newest: Metrics = {}
-        self._newest_point = b""
-        self._stride = 1
-        self._point_of: dict[int, bytes] = {}
-
-    def add(self, step: int, metrics: Metrics) -> bytes:
-        """Returns the step as the page gets it."""
-        if step <= self.newest_step:
-            self._point_of = {kept: point for kept, point in self._point_of.items() if kept < step}
-        self.newest_step, self.newest, self._newest_point = step, metrics, encoded(step, metrics)
-        if (step - 1) % self._stride == 0:
-            self._point_of[step] = self._newest_point
-        while len(self._point_of) >= MAX_POINTS:
-            self._stride *= 2
-            self._point_of = {kept: p for kept, p in self._point_of.items() if (kept - 1) % self._stride == 0}
-        return self._newest_point
-
-    def event(self) -> bytes:
-        points = list(self._point_of.values())
-        if self.newest_step and self.newest_step not in self._point_of:
-            points.append(self._newest_point)
-        return b"event: history\ndata: [" + b",".join(points) + b"]\n\n"
-
-
-def encoded(step: int, metrics: Metrics) -> bytes:
-    """One line of JSON in six digits, enough for a page; what is not finite becomes null."""
-    digits = {
-        name: float(f"{value:.6g}")
-        for name, value in metrics.items()
-        if isinstance(value, int | float) and name != "time"  # seconds since 1970 need more digits than the page
-    }
-    return msgspec.json.encode({**digits, "step": step})
-
-
 class NewestStep(Collector):
     """The newest step as Prometheus gauges: `reward/mean` is `slipstream_reward_mean`, its own name is the help."""
 
-    def __init__(self, history: History) -> None:
+    def __init__(self, history: Callable[[], History]) -> None:
         self._history = history
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         taken: set[str] = set()
-        for metric, value in (dict(self._history.newest) | {"step": self._history.newest_step}).items():
+        history = self._history()
+        for metric, value in (dict(history.newest) | {"step": history.newest_step}).items():
             name = "slipstream_" + re.sub(r"[^a-zA-Z0-9_]", "_", metric)
             while name in taken:  # reward/a.b and reward/a-b: names of reward functions are the user's
                 name += "_"
             taken.add(name)
             yield GaugeMetricFamily(name, metric, value=float(value))
-
-
-# ---- what is there before the first step
-def read_history(run_dir: Path) -> History:
-    """The steps recorded so far; a file that cannot be read costs the history, not the run."""
-    history, path = History(), run_dir / "metrics.jsonl"
-    try:
-        for line in read_steps(path) if path.is_file() else []:
-            history.add(line["step"], line)
-    except RunDirectoryError as error:
-        log.warning("the dashboard begins without the earlier steps: %s", error)
-    return history
 
 
 def planned_steps(run_dir: Path) -> int | None:

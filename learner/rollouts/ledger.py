@@ -20,8 +20,22 @@ from typing import Any
 
 import msgspec
 
-from learner.rollouts.ledger_row import COLUMNS, FINAL_REASONS, OUTSTANDING, SCHEMA, SCHEMA_VERSION, Row, group_id_of
+from learner.rollouts.ledger_row import (
+    COLUMNS,
+    FINAL_REASONS,
+    LATER_INDEXES,
+    OUTSTANDING,
+    SCHEMA,
+    SCHEMA_VERSION,
+    Row,
+    group_id_of,
+)
 from protocol.errors import SlipstreamError
+
+FORGOTTEN_AT_ONCE = 16
+"""Payloads: megabytes each, whose pages SQLite walks one by one."""
+PAUSE_BETWEEN_S = 1e-3
+"""In which a thread that waits for the lock gets it."""
 
 
 class LedgerError(SlipstreamError):
@@ -148,12 +162,19 @@ class Ledger:
             )
 
     def forget_payloads(self, step: int) -> None:
-        """After the checkpoint of `step`: what was consumed up to it is never needed again; its row stays."""
-        with self._transaction():
-            self._db.execute(
-                "UPDATE groups SET payload = NULL WHERE state = 'consumed' AND step <= ? AND payload IS NOT NULL",
-                (step,),
-            )
+        """After the checkpoint of `step`: what was consumed up to it is never needed again; its row stays.
+
+        A few at a time, so that groups can be received meanwhile; a kill in between leaves the rest to the next call.
+        """
+        num_forgotten = FORGOTTEN_AT_ONCE
+        while num_forgotten == FORGOTTEN_AT_ONCE:
+            with self._transaction():
+                num_forgotten = self._db.execute(
+                    "UPDATE groups SET payload = NULL WHERE rowid IN (SELECT rowid FROM groups INDEXED BY payloads_kept"
+                    " WHERE state = 'consumed' AND payload IS NOT NULL AND step <= ? LIMIT ?)",
+                    (step, FORGOTTEN_AT_ONCE),
+                ).rowcount
+            time.sleep(PAUSE_BETWEEN_S)
 
     # ---- questions
 
@@ -184,7 +205,8 @@ class Ledger:
 
     def next_position(self) -> int:
         """The position of the sequence of prompts after the last that a slot asked."""
-        return self._number("SELECT coalesce(max(position) + 1, 0) FROM groups")
+        newest = "SELECT max(slot) FROM groups"  # positions rise with the slots
+        return self._number(f"SELECT coalesce(max(position) + 1, 0) FROM groups WHERE slot = ({newest})")
 
     def position_of(self, slot: int) -> int:
         """The position whose prompt an admitted slot asks."""
@@ -193,10 +215,10 @@ class Ledger:
             raise LedgerError(f"slot {slot} is unknown to the ledger; wanted one that was admitted")
         return row[0]
 
-    def scored_rows(self) -> list[Row]:
-        """The group with rewards of every slot that has one, in slot order: what the pass rates of prompts are made of."""
-        where = "(state IN ('scored', 'consumed') OR reason = 'no_signal') AND rewards IS NOT NULL"
-        return self._rows(where, ())
+    def scored_rows(self, first_slot: int) -> list[Row]:
+        """The group with rewards of every slot from the first on that has one, in order: what pass rates are made of."""
+        where = "slot >= ? AND (state IN ('scored', 'consumed') OR reason = 'no_signal') AND rewards IS NOT NULL"
+        return self._rows(where, (first_slot,))
 
     def next_slot_to_consume(self) -> int:
         return self._number("SELECT coalesce(max(slot) + 1, 0) FROM groups WHERE state = 'consumed'")
@@ -253,6 +275,8 @@ class Ledger:
                 self._db.execute("PRAGMA synchronous = FULL")
             if is_new:
                 self._db.executescript(f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
+            if not read_only:
+                self._db.executescript(LATER_INDEXES)
 
     def _move(self, group_id: str, allowed: tuple[str, ...], to: str, changes: str, values: tuple) -> None:
         """One legal step forward, inside the caller's transaction."""

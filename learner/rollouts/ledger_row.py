@@ -40,6 +40,11 @@ CREATE INDEX groups_by_slot ON groups (slot);
 CREATE UNIQUE INDEX one_live_group_per_slot ON groups (slot) WHERE state != 'dropped';
 """
 
+LATER_INDEXES = """
+CREATE INDEX IF NOT EXISTS payloads_kept ON groups (step) WHERE state = 'consumed' AND payload IS NOT NULL;
+"""
+"""What newer versions look up by; made in older files too, whose rows stay as they are."""
+
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One group as the ledger knows it, without its payload."""

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from learner.config import LearnerRun
-from learner.prompts.curriculum import Curriculum
+from learner.prompts.curriculum import Curriculum, PassRates
 from learner.prompts.prompts import Prompts
 from learner.rewards.workers import GroupRewards
 from learner.rollouts.ledger import Ledger
@@ -30,7 +30,8 @@ from learner.rollouts.waits import Part, Waits
 class GroupQueue:
     """Of one run, taken up where its ledger is. Thread-safe."""
 
-    def __init__(self, run: LearnerRun, prompts: Prompts, ledger: Ledger) -> None:
+    def __init__(self, run: LearnerRun, prompts: Prompts, ledger: Ledger, kept: PassRates | None = None) -> None:
+        """`kept`: the checkpoint's pass rates; without them they are counted anew from all rows."""
         config = self._config = run.learner
         self._ledger = ledger
         self._changed = threading.Condition()
@@ -38,8 +39,9 @@ class GroupQueue:
         self._slots = Slots(ledger.next_slot(), ledger.next_slot_to_consume(), ledger.passed_over())
         reward = config.curriculum.reward or config.reward.names[0]
         self._curriculum = Curriculum(config.curriculum, reward, prompts, run.seed, ledger.next_position())
-        for row in ledger.scored_rows() if self._curriculum.is_on else ():
-            self._curriculum.note(row.slot, row.prompt_id, rewards_of(row).by_function)
+        if self._curriculum.is_on:
+            for row in ledger.scored_rows(self._curriculum.restore(kept)):
+                self._curriculum.note(row.slot, row.prompt_id, rewards_of(row).by_function)
         self._curriculum.count(self._slots.next_to_take)
         self._selection = Selection(config, self._slots, self._curriculum)
         self._waits = Waits()
@@ -136,6 +138,11 @@ class GroupQueue:
                 self._waits.add(part, time.monotonic() - now)
                 if not has_changed:
                     return None
+
+    def pass_rates(self) -> PassRates | None:
+        """The curriculum's, after the batch that was taken last."""
+        with self._changed:
+            return self._curriculum.pass_rates(self._slots.next_to_take)
 
     def lacks(self, *, is_connected: bool) -> tuple[Part, int]:
         """Return what the next batch waits for, and how many groups are being scored."""

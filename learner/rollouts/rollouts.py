@@ -64,7 +64,7 @@ class Rollouts:
     def start(self, version: int) -> None:
         """Take up every group where the ledger has it (a new run has none) and greet the server."""
         self._version = version
-        self._loop.call(self._take_up(), CALL_TIMEOUT_S)
+        self._take_up()
         self._connection.start(self._on_group, self._on_welcome)
         self._loop.spawn(self._admit())
 
@@ -115,14 +115,7 @@ class Rollouts:
         if self._link.connected:
             self._loop.call(self._link.cancel(self._outstanding.group_ids), CALL_TIMEOUT_S)
 
-    def _too_old(self, group: ScoredGroup, version: int) -> None:
-        age = version - group.oldest_version
-        log.warning("group %s is %d versions old; asking for it again", group.group_id, age)
-        self._loop.spawn(self._ask_again(group.group_id, group.slot, "stale"))
-
-    # --- the loop thread's side ----------------------------------------------------------------------------------
-
-    async def _take_up(self) -> None:
+    def _take_up(self) -> None:
         for row in self._ledger.outstanding():
             request = self._outstanding.request(row.slot, row.attempt, row.position)
             if row.state == "admitted":
@@ -133,6 +126,13 @@ class Rollouts:
                 self._queue.put_back(recalled(self._ledger, row, request.prompt))
         for row in self._ledger.retries_due():
             self._outstanding.hold(self._outstanding.ask(row.slot, row.attempt + 1, row.position, self._version))
+
+    def _too_old(self, group: ScoredGroup, version: int) -> None:
+        age = version - group.oldest_version
+        log.warning("group %s is %d versions old; asking for it again", group.group_id, age)
+        self._loop.spawn(self._ask_again(group.group_id, group.slot, "stale"))
+
+    # --- the loop thread's side ----------------------------------------------------------------------------------
 
     def _on_welcome(self, welcome: Welcome) -> None:
         if welcome.server_id == self._served_by:

@@ -1,13 +1,14 @@
 """Checkpoints: model, optimizer, RNG, reference and versions, written so that a kill leaves the old or the new.
 
-    step-000050/  state.json, which is written last    optimizer.bin, random_states_<rank>.pkl    reference-<i>.safetensors
+    step-000050/  state.json, which is written last    curriculum.json: the prompts' pass rates, where there is one
+                  optimizer.bin, random_states_<rank>.pkl    reference-<i>.safetensors
                   model.safetensors, or with LoRA adapter.safetensors: what is trained, in float32
                   model/, adapter/: the policy for others to load (policy/export.py)
 
 A checkpoint of step n stands for the ledger's rows up to step n: a resume rewinds the ledger to it. The ledger is the
 checkpoint's other half: it holds every group that was asked for, with its place in the data, its completions while they
-may be needed and its rewards, and so the data's position, the slots passed over, the attempts and the curriculum's pass
-rates. Which checkpoints stay is decided in retention.py.
+may be needed and its rewards, and so the data's position, the slots passed over and the attempts. Which checkpoints stay is
+decided in retention.py.
 """
 
 import logging
@@ -21,6 +22,7 @@ from safetensors import SafetensorError
 from learner.policy.export import export_policy
 from learner.policy.reference import ReferenceState
 from learner.policy.sharded_checkpoint import load_sharded, save_sharded
+from learner.prompts.curriculum import PassRates
 from learner.storage.disk import DiskError, writing
 from learner.training.trainee import Trainee
 from protocol.errors import ConfigError
@@ -28,6 +30,7 @@ from protocol.errors import ConfigError
 log = logging.getLogger(__name__)
 
 STATE_FILE = "state.json"
+CURRICULUM_FILE = "curriculum.json"
 ASIDE = ".tmp"
 """Ends the name of a checkpoint that is not there yet, or no longer."""
 
@@ -43,7 +46,14 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     """Over the steps since the checkpoint before; None: nothing could be scored, or there were no steps."""
 
 
-def save_checkpoint(trainee: Trainee, directory: Path, step: int, reward_mean: float | None) -> None:
+class Course(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint keeps of the way to it, beside what is trained."""
+
+    reward_mean: float | None = None
+    pass_rates: PassRates | None = None
+
+
+def save_checkpoint(trainee: Trainee, directory: Path, step: int, course: Course) -> None:
     """Write `directory/step-N` aside, make it durable, rename it into place. Called by every rank. Raises DiskError."""
     accelerator = trainee.accelerator
     final = directory / f"step-{step:06d}"
@@ -55,7 +65,7 @@ def save_checkpoint(trainee: Trainee, directory: Path, step: int, reward_mean: f
             aside.mkdir(parents=True)
     accelerator.wait_for_everyone()
     try:
-        _write(trainee, aside, step, reward_mean)
+        _write(trainee, aside, step, course)
     except DiskError:
         shutil.rmtree(aside, ignore_errors=True)  # its space is needed for what else has to be written
         raise
@@ -66,7 +76,7 @@ def save_checkpoint(trainee: Trainee, directory: Path, step: int, reward_mean: f
             _sync(directory)
 
 
-def _write(trainee: Trainee, aside: Path, step: int, reward_mean: float | None) -> None:
+def _write(trainee: Trainee, aside: Path, step: int, course: Course) -> None:
     accelerator, run, reference = trainee.accelerator, trainee.run, trainee.reference
     policy = accelerator.unwrap_model(trainee.policy)
     with writing(aside):
@@ -89,8 +99,10 @@ def _write(trainee: Trainee, aside: Path, step: int, reward_mean: float | None) 
             version=step,
             reference=None if reference is None else reference.state,
             kl_coef=trainee.kl_coef,
-            reward_mean=reward_mean,
+            reward_mean=course.reward_mean,
         )
+        if course.pass_rates is not None:
+            (aside / CURRICULUM_FILE).write_bytes(msgspec.json.encode(course.pass_rates))
         (aside / STATE_FILE).write_bytes(msgspec.json.encode(state))
         _make_durable(aside)
 
@@ -150,6 +162,19 @@ def read_state(checkpoint: Path) -> CheckpointState:
     except msgspec.DecodeError as error:
         raise ConfigError(
             f"{path} is damaged or of another version of Slipstream ({error}); choose another run_dir"
+        ) from error
+
+
+def read_pass_rates(checkpoint: Path) -> PassRates | None:
+    """None: without a curriculum, or from before checkpoints had them. Raises ConfigError."""
+    path = checkpoint / CURRICULUM_FILE
+    if not path.exists():
+        return None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=PassRates)
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"{path} is damaged ({error}); remove it, and the pass rates are counted anew from the ledger"
         ) from error
 
 

@@ -7,21 +7,30 @@ an older checkpoint that stays because it is among the best there is no way back
 import logging
 import statistics
 from pathlib import Path
+from typing import NamedTuple
 
 from learner.rollouts.ledger import Ledger
-from learner.storage.checkpoint import complete_checkpoints, read_state, remove_checkpoint, save_checkpoint
+from learner.rollouts.queue import GroupQueue
+from learner.storage.checkpoint import Course, complete_checkpoints, read_state, remove_checkpoint, save_checkpoint
 from learner.storage.disk import writing
 from learner.training.trainee import Trainee
 
 log = logging.getLogger(__name__)
 
 
-class Checkpoints:
-    """Those of one run. Every rank has it; rank 0, which has the ledger, decides what stays."""
+class Books(NamedTuple):
+    """What rank 0 alone has, the checkpoint's other half."""
 
-    def __init__(self, trainee: Trainee, directory: Path, ledger: Ledger | None, newest_step: int | None) -> None:
+    ledger: Ledger
+    queue: GroupQueue
+
+
+class Checkpoints:
+    """Those of one run. Every rank has it; rank 0, which has the books, decides what stays."""
+
+    def __init__(self, trainee: Trainee, directory: Path, books: Books | None, newest_step: int | None) -> None:
         """`newest_step`: that of the checkpoint the run was resumed from."""
-        self._trainee, self._directory, self._ledger = trainee, directory, ledger
+        self._trainee, self._directory, self._books = trainee, directory, books
         self.newest_step = newest_step
         self._rewards: list[float] = []
         """The mean reward of every step since the newest checkpoint."""
@@ -38,14 +47,16 @@ class Checkpoints:
         if step == self.newest_step:
             return
         reward_mean = statistics.fmean(self._rewards) if self._rewards else None
-        save_checkpoint(self._trainee, self._directory, step, reward_mean)
+        pass_rates = self._books.queue.pass_rates() if self._books is not None else None
+        course = Course(reward_mean=reward_mean, pass_rates=pass_rates)
+        save_checkpoint(self._trainee, self._directory, step, course)
         self.newest_step = step
         self._rewards.clear()
-        if self._ledger is not None:
+        if self._books is not None:
             config = self._trainee.config.checkpoint
             with writing(self._directory):
                 oldest_step = prune(self._directory, config.keep_last, config.keep_best)
-            self._ledger.forget_payloads(oldest_step)
+            self._books.ledger.forget_payloads(oldest_step)
 
 
 def prune(directory: Path, keep_last: int, keep_best: int) -> int:

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from learner.config import LearnerRun
 from learner.material import Material
-from learner.storage.checkpoint import save_checkpoint
+from learner.storage.checkpoint import Course, save_checkpoint
 from learner.training.trainee import make_trainee
 from protocol.model_files import fingerprint, resolve_model
 from tests.learner.test_train import make_run
@@ -49,7 +49,7 @@ def trained_and_saved(accelerator: Accelerator, run: LearnerRun, tmp_path: Path)
         for parameter in trainee.policy.parameters():
             if parameter.requires_grad:
                 parameter.add_(0.05 * torch.randn(parameter.shape))
-    save_checkpoint(trainee, tmp_path, 7, reward_mean=None)
+    save_checkpoint(trainee, tmp_path, 7, Course())
     return trainee.policy, tmp_path / "step-000007"
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from learner.config import CurriculumConfig, DataConfig
 from learner.policy.model import load_tokenizer
-from learner.prompts.curriculum import Curriculum
+from learner.prompts.curriculum import Curriculum, PassRates
 from learner.prompts.prompts import Prompts
 from protocol.errors import DataError, RewardError
 from protocol.model_files import resolve_model
@@ -91,6 +91,25 @@ def test_pass_rates_are_moving_averages_in_slot_order_whatever_order_they_were_s
     assert made._pass_rates == {5: pytest.approx(expected)}
     made.count(10)
     assert made._pass_rates == {5: pytest.approx(0.75 * expected)}
+
+
+def test_pass_rates_that_were_kept_go_on_as_if_they_had_been_counted_from_the_first_slot(prompts: Prompts) -> None:
+    whole, first = curriculum(prompts), curriculum(prompts)
+    groups = {slot: (slot % NUM_PROMPTS, {"right": [slot % 3 / 2]}) for slot in range(3, 40)}
+    for made, slots in ((whole, range(3, 40)), (first, range(3, 20))):
+        for slot in slots:
+            made.note(slot, *groups[slot])
+    whole.count(40)
+    first.count(20)
+    kept = msgspec.json.decode(msgspec.json.encode(first.pass_rates(20)), type=PassRates)
+    resumed = Curriculum(CurriculumConfig(kind="pass_rate"), "right", prompts, 7, 0)
+    assert resumed.restore(kept) == 20
+    for slot in range(20, 40):
+        resumed.note(slot, *groups[slot])
+    resumed.count(40)
+    assert resumed.pass_rates(40) == whole.pass_rates(40)
+    assert Curriculum(CurriculumConfig(kind="pass_rate"), "another", prompts, 7, 0).restore(kept) == 0
+    assert Curriculum(CurriculumConfig(), "right", prompts, 7, 0).pass_rates(40) is None
 
 
 def test_a_function_whose_mean_is_no_pass_rate_is_named(prompts: Prompts) -> None:

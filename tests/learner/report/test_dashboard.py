@@ -11,7 +11,8 @@ from itertools import pairwise
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from learner.report.dashboard import CLIENT_BACKLOG, MAX_POINTS, Dashboard, History
+from learner.report.dashboard import CLIENT_BACKLOG, Dashboard
+from learner.report.history import MAX_POINTS, History
 from learner.servers.loop_thread import LoopThread
 from tests.learner.report.synthetic_run import write_lines, write_run
 

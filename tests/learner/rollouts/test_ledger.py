@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from learner.rollouts.ledger import SCHEMA_VERSION, Ledger, LedgerError
+from learner.rollouts.ledger import FORGOTTEN_AT_ONCE, SCHEMA_VERSION, Ledger, LedgerError
 from protocol.errors import SlipstreamError
 
 
@@ -154,6 +154,38 @@ def test_forgotten_payloads_are_gone_and_a_rewind_that_needs_them_is_refused(led
     ledger.rewind(2)
     with pytest.raises(LedgerError, match="resume from the newest checkpoint"):
         ledger.rewind(1)
+
+
+def test_while_payloads_are_forgotten_others_get_at_the_ledger(ledger):
+    num_groups = 60 * FORGOTTEN_AT_ONCE
+    with ledger.batch():
+        for slot in range(num_groups):
+            ledger.consume([(scored(ledger, slot), 1)], step=1)
+        admit(ledger, num_groups)
+    has_begun, num_kept = threading.Event(), []
+    ledger._db.set_trace_callback(lambda statement: has_begun.set() if statement == "COMMIT" else None)
+
+    def receive() -> None:
+        assert has_begun.wait(30)
+        assert ledger.receive(f"{num_groups}.0", b"bytes", 2, 100)
+        num_kept.append(ledger._number("SELECT count(*) FROM groups WHERE state = 'consumed' AND payload IS NOT NULL"))
+
+    other = threading.Thread(target=receive)
+    other.start()
+    ledger.forget_payloads(1)
+    other.join(30)
+    assert num_kept and num_kept[0] > 0, "it had to wait until all were forgotten"
+    assert ledger._number("SELECT count(*) FROM groups WHERE payload IS NOT NULL") == 1
+
+
+def test_a_ledger_of_before_gets_the_index_that_forgetting_goes_by(ledger, tmp_path):
+    ledger.consume([(scored(ledger, 0), 1)], step=1)
+    ledger._db.execute("DROP INDEX payloads_kept")
+    ledger.close()
+    again = Ledger(tmp_path / "ledger.db")
+    again.forget_payloads(1)
+    assert again._number("SELECT count(*) FROM groups WHERE payload IS NOT NULL") == 0
+    again.close()
 
 
 def test_the_audit_counts_gaps_overtaken_and_duplicated_slots(ledger, tmp_path):
@@ -379,7 +411,7 @@ def test_a_replaced_slot_keeps_its_rewards_stays_replaced_and_is_not_lost(ledger
         ledger.drop("1.0", "no_signal")
     ledger.drop("2.0", "stale")
     scored(ledger, 2, attempt=1)
-    assert [(row.group_id, row.rewards) for row in ledger.scored_rows()] == [
+    assert [(row.group_id, row.rewards) for row in ledger.scored_rows(0)] == [
         ("0.0", "[1.0, null]"), ("1.0", "[1.0, null]"), ("2.1", "[1.0, null]"),
     ]  # fmt: skip
     assert ledger.passed_over() == {1: "no_signal"}

@@ -20,7 +20,7 @@ from learner.material import Material
 from learner.policy.model import load_policy, token_logprobs
 from learner.policy.published import PublishedPolicy
 from learner.policy.snapshot import whole
-from learner.storage.checkpoint import load_checkpoint, save_checkpoint
+from learner.storage.checkpoint import Course, load_checkpoint, save_checkpoint
 from learner.training.batch import trained_rows
 from learner.training.metrics import StepTimer
 from learner.training.ranks import my_batches
@@ -81,7 +81,7 @@ def train_and_save(accelerator: Accelerator, directory: Path) -> None:
         metrics.append(train_on(trainee, groups, version, StepTimer()))
         metrics[-1] |= trainee.after_step(version + 1, metrics[-1])
         if version == SAVED_AFTER:
-            save_checkpoint(trainee, directory, version, reward_mean=None)
+            save_checkpoint(trainee, directory, version, Course())
     tensors |= {f"last/{name}": tensor for name, tensor in weights_of(accelerator, trainee).items()}
     if accelerator.is_main_process:
         save_file(tensors, directory / "found.safetensors")

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from learner.material import Material
-from learner.storage.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from learner.storage.checkpoint import Course, find_checkpoint, load_checkpoint, save_checkpoint
 from learner.train import train
 from learner.training.trainee import make_trainee
 from protocol.errors import ConfigError
@@ -79,7 +79,7 @@ def trainee_with(accelerator: Accelerator, tmp_path: Path, reference: dict | Non
 def test_a_checkpoint_of_another_kind_of_reference_is_refused(
     accelerator: Accelerator, tmp_path: Path, before: dict | None, now: dict | None
 ) -> None:
-    save_checkpoint(trainee_with(accelerator, tmp_path, before), tmp_path, 3, reward_mean=None)
+    save_checkpoint(trainee_with(accelerator, tmp_path, before), tmp_path, 3, Course())
     kinds = ["none" if settings is None else settings["kind"] for settings in (before, now)]
     with pytest.raises(ConfigError, match=f'a reference of kind "{kinds[0]}", learner.reference.kind is "{kinds[1]}"'):
         load_checkpoint(trainee_with(accelerator, tmp_path, now), tmp_path / "step-000003")

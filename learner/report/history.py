@@ -1,0 +1,108 @@
+"""The course of a run as the live dashboard keeps it: thinned to a bound, encoded, taken up from metrics.jsonl at a resume.
+
+    metrics.jsonl ─▶ read_history, beside the run ─▶ History ◀─ add: each step as it comes
+
+Between the file and the page. Invariant: its size does not grow with the run, and of a long file only the steps that are kept
+are decoded.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from learner.report.summary import RunDirectoryError
+
+MAX_POINTS = 500
+LOOK_UP_EVERY = 1000
+"""Lines between two questions whether anybody still wants them."""
+STEP = re.compile(rb'\{"step": (\d+)[,}]')
+
+Metrics = Mapping[str, float]
+
+
+class History:
+    """The course of a run in at most MAX_POINTS steps at equal distances, encoded once when they came, and the newest.
+
+    A step that is not newer than the newest takes back all from it on: the run was resumed before it.
+    """
+
+    def __init__(self, stride: int = 1) -> None:
+        self.newest_step = 0
+        self.newest: Metrics = {}
+        self._newest_point = b""
+        self._stride = stride
+        self._point_of: dict[int, bytes] = {}
+
+    def add(self, step: int, metrics: Metrics) -> bytes:
+        """Returns the step as the page gets it."""
+        if step <= self.newest_step:
+            self._point_of = {kept: point for kept, point in self._point_of.items() if kept < step}
+        self.newest_step, self.newest, self._newest_point = step, metrics, encoded(step, metrics)
+        if (step - 1) % self._stride == 0:
+            self._point_of[step] = self._newest_point
+        while len(self._point_of) >= MAX_POINTS:
+            self._stride *= 2
+            self._point_of = {kept: p for kept, p in self._point_of.items() if (kept - 1) % self._stride == 0}
+        return self._newest_point
+
+    def event(self) -> bytes:
+        points = list(self._point_of.values())
+        if self.newest_step and self.newest_step not in self._point_of:
+            points.append(self._newest_point)
+        return b"event: history\ndata: [" + b",".join(points) + b"]\n\n"
+
+
+def encoded(step: int, metrics: Metrics) -> bytes:
+    """One line of JSON in six digits, enough for a page; what is not finite becomes null."""
+    digits = {
+        name: float(f"{value:.6g}")
+        for name, value in metrics.items()
+        if isinstance(value, int | float) and name != "time"  # seconds since 1970 need more digits than the page
+    }
+    return msgspec.json.encode({**digits, "step": step})
+
+
+def read_history(path: Path, give_up: Callable[[], bool]) -> History:
+    """The steps recorded so far. Raises RunDirectoryError for a line that is none, OSError, and TimeoutError if `give_up`."""
+    if not path.is_file():
+        return History()
+    with path.open("rb") as file:
+        place_of = _places(file, path, give_up)
+        stride = 1
+        while sum((step - 1) % stride == 0 for step in place_of) >= MAX_POINTS:
+            stride *= 2
+        history, newest = History(stride), max(place_of, default=0)
+        for step, place in place_of.items():
+            if step == newest or (step - 1) % stride == 0:
+                file.seek(place)
+                history.add(step, json.loads(file.readline()))
+    return history
+
+
+def _places(file: BinaryIO, path: Path, give_up: Callable[[], bool]) -> dict[int, int]:
+    """Step → where its line begins, in order; without what a resume took back and without a torn last line."""
+    place_of: dict[int, int] = {}
+    newest, place = -1, 0
+    for number, line in enumerate(file, start=1):
+        if number % LOOK_UP_EVERY == 0 and give_up():
+            raise TimeoutError(f"{path} was not read to its end in time; it is long, or its disk slow")
+        if line.endswith(b"\n"):
+            step = _step_of(line, path, number)
+            if step <= newest:
+                place_of = {kept: at for kept, at in place_of.items() if kept < step}
+            place_of[step], newest = place, step
+        place += len(line)
+    return place_of
+
+
+def _step_of(line: bytes, path: Path, number: int) -> int:
+    found = STEP.match(line)
+    if found is None:
+        raise RunDirectoryError(
+            f"{path}, line {number}: expected a step, found {line[:60]!r}; remove or repair that line"
+        )
+    return int(found[1])

@@ -1,0 +1,20 @@
+"""The benchmark of long resumes, with a short run: what it makes is the directory of a run that goes on."""
+
+from pathlib import Path
+
+from learner.report.summary import summarize
+from tests.bench.long_resume import long_run, make_long, resume_s
+from tests.learner.model_engine import tiny_server
+from tests.learner.test_train import metrics_of, rows_of
+
+
+def test_a_directory_that_was_made_long_is_resumed_at_its_end(tmp_path: Path) -> None:
+    with tiny_server() as server:
+        run = long_run(tmp_path, server.endpoint, 50, 2)
+        make_long(run, 50)
+        assert rows_of(run, "count(*), max(slot), max(step)") == [(100, 99, 50)]
+        assert resume_s(run) > 0
+    assert [line["step"] for line in metrics_of(run)] == list(range(1, 52))
+    assert rows_of(run, "slot", "step = 51") == [(100,), (101,)]
+    assert metrics_of(run)[-1]["curriculum/skipped"] >= 0
+    assert summarize(Path(run.run_dir)).groups_lost == 0
