@@ -1,6 +1,6 @@
 """The queue: every group on its way from admission to its batch, behind one lock.
 
-    loop thread      admit ─▶ arrived ─▶ scoring ─▶ scored: ready, or replaced          fail: passed over
+    loop thread      admit ─▶ arrived ─▶ scoring ─▶ scored (in a thread): ready, or replaced     fail: passed over
     main thread      take: the next groups in slot order, or what the batch waits for
 
 Slots, curriculum, selection and waits are used here alone and know no threads. Invariant: what changes them changes the ledger
@@ -10,7 +10,7 @@ in the same commit, while the lock is held, so that a group that is handed out i
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -25,6 +25,14 @@ from learner.rollouts.scored_group import ScoredGroup, rewards_of
 from learner.rollouts.selection import Selection
 from learner.rollouts.slots import Slots, num_places_allowed
 from learner.rollouts.waits import Part, Waits
+
+
+class Scored(NamedTuple):
+    """A group with what the reward functions said of it."""
+
+    group: ScoredGroup
+    prompt_id: int
+    rewards: GroupRewards
 
 
 class GroupQueue:
@@ -89,20 +97,21 @@ class GroupQueue:
             self._selection.count(rewards)
             self._scoring.discard(slot)
 
-    def scored(self, group: ScoredGroup, prompt_id: int, rewards: GroupRewards) -> None:
-        """Make a group ready, or pass its slot over for want of signal.
+    def scored(self, scored: list[Scored]) -> None:
+        """Make groups ready, or pass the slots over of those without signal. Called in a thread, for the sake of the commit.
 
         Replaced here and not when its turn comes, so that the replacement starts at once. Score and drop are one commit: a
         resume never decides again, and so consumes the same groups.
         """
         with self._changed:
             with self._ledger.batch():
-                self._ledger.score(group.group_id, msgspec.json.encode(rewards).decode(), rewards.mean)
-                self._curriculum.note(group.slot, prompt_id, rewards.by_function)
-                self._selection.count(rewards)
-                if not self._selection.admits(group):
-                    self._ledger.drop(group.group_id, "no_signal")
-            self._scoring.discard(group.slot)
+                for group, prompt_id, rewards in scored:
+                    self._ledger.score(group.group_id, msgspec.json.encode(rewards).decode(), rewards.mean)
+                    self._curriculum.note(group.slot, prompt_id, rewards.by_function)
+                    self._selection.count(rewards)
+                    if not self._selection.admits(group):
+                        self._ledger.drop(group.group_id, "no_signal")
+            self._scoring -= {group.slot for group, *_ in scored}
             self._changed.notify_all()
 
     def fail(self, slot: int) -> None:

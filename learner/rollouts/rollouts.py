@@ -4,10 +4,12 @@
     _admit         prompts, as the       ledger: admitted, Generate      room under the admission     publish (a new version),
                    queue has them                                        rule, a server with weights  a slot passed over
     link.run       messages              groups to _on_group             the server                   the server
-    _receive       Group                 ledger: received, then Ack,     the reward workers           a reward or its timeout
-                                         then the queue: ready groups,
-                                         or dropped for want of signal
-    take (main     the queue             the batch of one step           the next groups in slot      _receive
+    _receive       Groups, as many as    ledger: received, then Ack      the disk, in a thread        its commit
+                   have come
+    _score         a Group               its rewards                     the reward workers           a reward or its timeout
+    _book          rewards, likewise     the queue: ready groups, or     the disk, in a thread        its commit
+                                         dropped for want of signal
+    take (main     the queue             the batch of one step           the next groups in slot      _book
     thread)                                                              order
 
 Groups are taken strictly in slot order: that makes the staleness bound exact, keeps long completions from being overtaken,
@@ -23,9 +25,10 @@ from learner.config import LearnerRun
 from learner.rewards.scoring import Scorer
 from learner.rollouts.ledger import Ledger
 from learner.rollouts.outstanding import Outstanding
-from learner.rollouts.queue import GroupQueue
+from learner.rollouts.queue import GroupQueue, Scored
 from learner.rollouts.request import Request, message_of, survivors
 from learner.rollouts.scored_group import ScoredGroup, recalled, received, scored_group
+from learner.rollouts.together import Together
 from learner.rollouts.waits import IN_WORDS
 from learner.servers.connection import Connection
 from protocol.codec import pack
@@ -58,6 +61,8 @@ class Rollouts:
         self._served_by: str | None = None
         """The server that has this run's weights."""
         self._wake = asyncio.Event()
+        self._arrived = Together(self._receive)
+        self._scored = Together(self._book)
 
     # --- the main thread's side ----------------------------------------------------------------------------------
 
@@ -66,7 +71,8 @@ class Rollouts:
         self._version = version
         self._take_up()
         self._connection.start(self._on_group, self._on_welcome)
-        self._loop.spawn(self._admit())
+        for work in (self._admit(), self._arrived.run(), self._scored.run()):
+            self._loop.spawn(work)
 
     def publish(self, version: int, server_id: str) -> None:
         """The server `server_id` now generates with `version`: admit what the rule allows."""
@@ -166,7 +172,7 @@ class Rollouts:
 
     def _on_group(self, message: Group | GroupFailed) -> None:
         if isinstance(message, Group):
-            self._loop.spawn(self._receive(message))
+            self._arrived.put(message)
             return
         request = self._outstanding.get(message.group_id)
         match message:
@@ -192,12 +198,21 @@ class Rollouts:
         self._queue.fail(slot)
         self._wake.set()
 
-    async def _receive(self, group: Group) -> None:
-        """Commit a group, then acknowledge it, then score it. A duplicate is only acknowledged."""
-        request = self._outstanding.pop(group.group_id)
-        if request is None:
-            await self._link.acknowledge([group.group_id])
-            return
+    async def _receive(self, groups: list[Group]) -> None:
+        """Commit groups, then acknowledge them, then score them. A duplicate is only acknowledged."""
+        usable: list[tuple[Request, Group]] = []
+        for group in groups:
+            request = self._outstanding.pop(group.group_id)
+            if request is not None and (kept := await self._usable(request, group)) is not None:
+                usable.append((request, kept))
+        if usable:
+            await asyncio.to_thread(self._commit, [group for _, group in usable])
+        await self._link.acknowledge([group.group_id for group in groups])
+        for request, group in usable:
+            self._loop.spawn(self._score(request, group))
+
+    async def _usable(self, request: Request, group: Group) -> Group | None:
+        """The group without what cannot be trained on; None, and its prompt is asked for again, if too little is left."""
         if request.sent_at is not None:
             self._queue.note_arrival(time.monotonic() - request.sent_at, group.server_s)
         usable, reason = None, "too_few_survivors"
@@ -209,12 +224,13 @@ class Rollouts:
         if usable is None:
             log.warning("group %s cannot be used: %s", group.group_id, reason)
             await self._failed(request, reason)
-            await self._link.acknowledge([group.group_id])
-            return
-        num_tokens = sum(len(completion.token_ids) for completion in usable.completions)
-        self._ledger.receive(group.group_id, pack(usable), usable.oldest_version, num_tokens)
-        await self._link.acknowledge([group.group_id])
-        await self._score(request, usable)
+        return usable
+
+    def _commit(self, groups: list[Group]) -> None:
+        with self._ledger.batch():
+            for group in groups:
+                num_tokens = sum(len(completion.token_ids) for completion in group.completions)
+                self._ledger.receive(group.group_id, pack(group), group.oldest_version, num_tokens)
 
     async def _score(self, request: Request, group: Group) -> None:
         slot, prompt = request.slot, request.prompt
@@ -224,5 +240,8 @@ class Rollouts:
             self._queue.unscorable(slot, rewards)
             await self._failed(request, "unscorable")
             return
-        self._queue.scored(scored_group(slot, prompt, group, rewards), prompt.prompt_id, rewards)
+        self._scored.put(Scored(scored_group(slot, prompt, group, rewards), prompt.prompt_id, rewards))
+
+    async def _book(self, scored: list[Scored]) -> None:
+        await asyncio.to_thread(self._queue.scored, scored)
         self._wake.set()

@@ -78,4 +78,7 @@ class LoopThread:
             for task in left:
                 task.cancel()
             self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        self.loop.run_until_complete(
+            self.loop.shutdown_default_executor()
+        )  # a commit under way ends before the ledger closes
         self.loop.close()

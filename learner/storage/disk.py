@@ -10,6 +10,10 @@ from safetensors import SafetensorError
 from protocol.errors import SlipstreamError
 
 MIB = 1 << 20
+MOUNTS = Path("/proc/self/mountinfo")
+NETWORK = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "gluster", "afs", "9p", "sshfs", "pvfs", "orangefs", "wekafs",
+           "panfs", "virtiofs", "s3fs", "gcsfuse", "gfs", "ocfs")  # fmt: skip
+"""Parts of the types of file systems that other machines may write to as well."""
 
 
 class DiskError(SlipstreamError):
@@ -41,3 +45,26 @@ def replace_file(path: Path, content: bytes) -> None:
     except DiskError:
         aside.unlink(missing_ok=True)
         raise
+
+
+def network_file_system(path: Path) -> str | None:
+    """The type of the file system that `path` lies on, if that is shared over a network."""
+    try:
+        mounts = MOUNTS.read_text()
+    except OSError:  # not Linux, or no /proc
+        return None
+    kind = file_system_of(path.resolve(), mounts)
+    return kind if kind is not None and any(name in kind for name in NETWORK) else None
+
+
+def file_system_of(path: Path, mounts: str) -> str | None:
+    """The type of the file system at a path without links, by the content of /proc/self/mountinfo."""
+    found, longest = None, -1
+    for line in mounts.splitlines():
+        mount, _, source = line.partition(" - ")
+        point = Path(
+            mount.split(" ")[4].encode("latin-1", "replace").decode("unicode_escape")
+        )  # a space is written \\040
+        if path.is_relative_to(point) and len(point.parts) >= longest:  # of two at one point the later covers the other
+            found, longest = source.split(" ")[0], len(point.parts)
+    return found

@@ -15,7 +15,7 @@ from msgspec import NODEFAULT, to_builtins
 from msgspec.structs import FieldInfo
 
 from learner.config import LearnerRun
-from learner.storage.disk import replace_file
+from learner.storage.disk import network_file_system, replace_file
 from protocol.config import keys_of, may_change, to_toml
 from protocol.errors import ConfigError
 
@@ -52,6 +52,13 @@ class RunDir:
             self._lock = (path / ".lock").open("w")
         except OSError as error:
             raise ConfigError(f"run_dir = {path} cannot be written: {error}; choose another with --run-dir") from error
+        if kind := network_file_system(path):
+            log.warning(
+                "run_dir = %s lies on a network file system (%s). The ledger is a SQLite file with a write-ahead log, which such a "
+                "file system may damage when this machine or the link fails, and every group waits for its commits: put run_dir on "
+                "a disk of this machine (--run-dir) and copy checkpoints/ away from there",
+                path, kind,
+            )  # fmt: skip
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

@@ -3,9 +3,11 @@
 import asyncio
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -253,6 +255,43 @@ def test_a_new_server_is_asked_again_for_everything_that_has_not_come(tmp_path: 
         rollouts.publish(0, server.server_id)
         assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 1, 2]
     assert sorted(server.generated) == sorted(before * 2)
+
+
+def test_groups_that_come_together_are_committed_together_beside_the_loop_and_only_then_acknowledged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receive, score, disk_writes = Ledger.receive, Ledger.score, threading.Event()
+    statements: list[str] = []
+
+    def slow(ledger: Ledger, *args: Any) -> bool:
+        assert threading.current_thread().name != "test", "in the loop's thread"
+        assert disk_writes.wait(TIMEOUT_S)
+        return receive(ledger, *args)
+
+    def beside(ledger: Ledger, *args: Any) -> None:
+        assert threading.current_thread().name != "test", "in the loop's thread"
+        score(ledger, *args)
+
+    monkeypatch.setattr(Ledger, "receive", slow)
+    monkeypatch.setattr(Ledger, "score", beside)
+    with (
+        HandServer(lambda server, request: [group_of(request, server.version)]) as server,
+        rollouts_on(server, tmp_path) as rollouts,
+    ):
+        rollouts._ledger._db.set_trace_callback(lambda statement: statements.append(statement[:40]))
+        rollouts.publish(0, server.server_id)
+        deadline = time.monotonic() + TIMEOUT_S
+        while len(rollouts._outstanding) == 6 or len(rollouts._outstanding) > len(rollouts._arrived):
+            assert time.monotonic() < deadline, "the groups did not come"
+            rollouts._loop.call(asyncio.sleep(0.01), TIMEOUT_S)
+        assert server.acked == []
+        disk_writes.set()
+        assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 1, 2]
+        assert slots(rollouts.take(0, TIMEOUT_S)) == [3, 4, 5]
+    received = [statement for statement in statements if "'received'" in statement or statement == "COMMIT"]
+    batches = [batch for batch in "".join("r" if "re" in s else "C" for s in received).split("C") if batch]
+    assert sum(map(len, batches)) == 6 and len(batches) <= 2, batches
+    assert sorted(server.acked) == [f"{slot}.0" for slot in range(6)]
 
 
 def test_a_resume_takes_every_group_up_where_the_ledger_has_it(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import tomli_w
 
 from learner.config import LearnerRun
+from learner.storage.disk import network_file_system
 from learner.storage.run_dir import open_run_dir
 from learner.train import train
 from protocol.config import to_toml
@@ -94,6 +95,42 @@ def test_a_key_that_is_newer_than_the_run_is_as_if_it_had_had_its_default(tmp_pa
     open_run_dir(now(tmp_path), resume=True).close()
     with pytest.raises(ConfigError, match=r"learner\.loss\.normalization was 'token', is 'sequence'"):
         open_run_dir(now(tmp_path, loss={"normalization": "sequence"}), resume=True)
+
+
+MOUNTINFO = r"""22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
+30 22 0:26 / /proc rw - proc proc rw
+40 22 0:45 /export /mnt/lab\040share rw,relatime shared:5 master:2 - nfs4 host:/export rw,vers=4.2
+41 40 254:1 / /mnt/lab\040share/local rw - xfs /dev/vdb rw
+42 22 0:50 / /scratch rw - lustre 10.0.0.1@tcp:/scratch rw
+43 22 0:51 / /scratch2 rw - tmpfs tmpfs rw
+44 22 0:52 / /mnt/windows rw - cifs //host/share rw
+45 22 0:53 / /home/me/far rw - fuse.sshfs me@host: rw
+46 43 0:54 / /scratch2 rw - beegfs beegfs_nodev rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/runs/mine", None), ("/mnt/lab share/runs", "nfs4"), ("/mnt/lab share/local/runs", None), ("/scratch/me", "lustre"),
+        ("/scratch2/x", "beegfs"), ("/mnt/windows/x", "cifs"), ("/home/me/far/run", "fuse.sshfs"), ("/home/me", None),
+    ],
+)  # fmt: skip
+def test_a_network_file_system_is_known_by_the_mount_that_holds_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, kind: str | None
+) -> None:
+    (tmp_path / "mountinfo").write_text(MOUNTINFO)
+    monkeypatch.setattr("learner.storage.disk.MOUNTS", tmp_path / "mountinfo")
+    assert network_file_system(Path(path)) == kind
+
+
+def test_a_run_on_a_network_file_system_is_warned_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "mountinfo").write_text("22 1 254:0 / / rw - nfs4 host:/export rw\n")
+    monkeypatch.setattr("learner.storage.disk.MOUNTS", tmp_path / "mountinfo")
+    open_run_dir(now(tmp_path / "run"), resume=False).close()
+    assert "lies on a network file system (nfs4)" in caplog.text and "--run-dir" in caplog.text
 
 
 def test_a_run_that_goes_off_policy_goes_on_with_what_its_warning_advises(tmp_path: Path) -> None:
