@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from inference_server.config import ServerConfig, ServerRun
 from inference_server.engine.interface import EngineDead
+from inference_server.engine.socket_directory import socket_directory
 from protocol.config import load_config, to_toml, until_its_reader_leaves
 from protocol.cores import bind_cores
 from protocol.endpoint import exposure
@@ -114,6 +115,7 @@ async def _serve(run: ServerRun) -> None:
 
     started_at = time.monotonic()
     with contextlib.ExitStack() as open_things:
+        open_things.enter_context(socket_directory())
         keys = server_keys(run.keys) if run.keys is not None else None
         api_key = read_api_key(run.server, insecure=run.insecure)
         channel = ServerChannel(run.endpoint, keys, insecure=run.insecure)

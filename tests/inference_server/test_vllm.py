@@ -361,14 +361,21 @@ def test_a_killed_engine_is_started_again_and_one_death_too_many_ends_the_server
     assert last_line.startswith("error: the vLLM engine has died") and "server.max_engine_restarts" in last_line
 
 
-def test_a_signal_ends_the_server_and_its_children(server: RealServer) -> None:
+def sockets_of(server: RealServer) -> Path:
+    return Path(server.family()[1].environ()["VLLM_RPC_BASE_PATH"])
+
+
+def test_a_signal_ends_the_server_its_children_and_their_sockets(server: RealServer) -> None:
     family = server.family()
     assert len(family) > 1
+    sockets = sockets_of(server)
+    assert any(path.is_socket() for path in sockets.iterdir())
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(timeout=60) == 0
     _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive
     assert "Traceback" not in server.log
+    assert not sockets.exists()
 
 
 def test_an_interrupt_while_the_engine_starts_ends_everything(tmp_path: Path) -> None:

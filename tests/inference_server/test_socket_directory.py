@@ -1,0 +1,73 @@
+"""The directory of vLLM's sockets is there while its server lives, and goes with it or after it."""
+
+import multiprocessing
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from inference_server.engine.socket_directory import VARIABLE, socket_directory
+from protocol.errors import ConfigError
+
+TIMEOUT_S = 60.0
+
+
+@pytest.fixture
+def parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Not pytest's own, whose paths are too long for a socket."""
+    with tempfile.TemporaryDirectory() as directory:
+        monkeypatch.setenv(VARIABLE, directory)
+        yield Path(directory)
+
+
+def serve(pipe: Connection) -> None:
+    with socket_directory() as directory:
+        (directory / "socket").touch()
+        pipe.send(directory)
+        pipe.recv()
+
+
+def test_it_is_private_named_to_vllm_and_gone_in_the_end(parent: Path) -> None:
+    with socket_directory() as directory:
+        assert directory.parent == parent and directory.stat().st_mode & 0o777 == 0o700
+        assert os.environ[VARIABLE] == str(directory)
+        (directory / "socket").touch()
+    assert not list(parent.iterdir()) and os.environ[VARIABLE] == str(parent)
+
+
+def test_what_a_killed_server_left_is_removed_by_the_next_and_a_living_ones_is_not(parent: Path) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    servers = []
+    for _ in range(2):
+        ours, theirs = spawn.Pipe()
+        server = spawn.Process(target=serve, args=(theirs,), daemon=True)
+        server.start()
+        assert ours.poll(TIMEOUT_S), f"a server did not start within {TIMEOUT_S:g} s"
+        servers.append((server, ours, ours.recv()))
+    (killed, _, left), (living, pipe, kept) = servers
+    assert killed.pid is not None
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.join()
+    foreign = parent / "slipstream-file"
+    foreign.touch()
+    assert left.exists()
+    with socket_directory() as mine:
+        assert sorted(parent.iterdir()) == sorted([mine, kept, foreign]) and (kept / "socket").exists()
+    pipe.send("end")
+    living.join(TIMEOUT_S)
+    assert list(parent.iterdir()) == [foreign]
+
+
+def test_a_path_that_leaves_a_socket_no_name_is_an_error_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 80)
+    long.mkdir()
+    monkeypatch.setenv(VARIABLE, str(long))
+    with pytest.raises(ConfigError, match=r"more than 107 bytes; set VLLM_RPC_BASE_PATH or TMPDIR"), socket_directory():
+        pass
+    assert not list(long.iterdir())
