@@ -9,6 +9,7 @@ import ctypes
 import threading
 import time
 
+TRIMMER = "heap-trim"
 LIBC = ctypes.CDLL(None)
 INTERVAL_S = 5.0
 """A trim takes 10 ms, and what is used again costs page faults: together 1 % of the engine's CPU time. (MALLOC_MMAP_THRESHOLD_
@@ -17,7 +18,7 @@ at 128 KiB keeps the heap as small, for 8 %; at 1 MiB it still grows.)"""
 
 def keep_trimmed() -> None:
     """Trim the heap again and again, in a thread, for as long as this process lives."""
-    threading.Thread(target=_trim_again_and_again, daemon=True).start()
+    threading.Thread(target=_trim_again_and_again, name=TRIMMER, daemon=True).start()
 
 
 def _trim_again_and_again() -> None:

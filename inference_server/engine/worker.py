@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 import torch
 from vllm.config import set_current_vllm_config
+from vllm.platforms import current_platform
 
 from inference_server.engine.cpu_weights import NextWeights
 from inference_server.engine.heap import keep_trimmed
@@ -156,4 +157,5 @@ def _end_with_server(server_pid: int) -> None:
 
 if SERVER_PID in os.environ:
     threading.Thread(target=_end_with_server, args=(int(os.environ[SERVER_PID]),), daemon=True).start()
-    keep_trimmed()
+    if current_platform.is_cpu():
+        keep_trimmed()
