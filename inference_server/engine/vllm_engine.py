@@ -34,6 +34,7 @@ from inference_server.engine.interface import (
     WorkerPlace,
     WorkerReport,
 )
+from inference_server.engine.life import in_time
 from inference_server.engine.processes import EngineProcesses
 from inference_server.engine.versioned_llm import start_llm
 from protocol.messages import Sampling
@@ -167,7 +168,8 @@ class VllmEngine:
                 await asyncio.wait([starting], timeout=0.1)
             raise
         if self.on_restart is not None:
-            await self.on_restart(self.llm)
+            timeout_s = self._config.server.pause_timeout_s
+            await in_time(self.on_restart(self.llm), timeout_s, "first asked what it can do", "server.pause_timeout_s")
 
     def _start_anew(self) -> None:
         _kill_engine_core()

@@ -9,6 +9,8 @@ from protocol.collective.group import Collective
 TIMEOUT_S = 10.0
 BREAK_FILE = "SLIPSTREAM_TEST_BREAK_FILE"
 """For breakable_server.py, in the environment: the path of a file with the index of the broadcast that goes wrong."""
+HANG_FILE = "SLIPSTREAM_TEST_HANG_FILE"
+"""The same: the path of a file that is there while a worker is to hang."""
 
 
 class OneBitFlipped:

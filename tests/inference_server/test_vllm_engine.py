@@ -38,6 +38,18 @@ def test_a_call_that_failed_inside_the_engine_is_its_death_and_an_error_of_our_o
         asyncio.run(call_engine(wrong()))
 
 
+def test_a_new_engine_that_does_not_answer_the_openai_application_is_dead_too(tmp_path: Path) -> None:
+    async def ask(llm: AsyncLLM) -> None:
+        await asyncio.Event().wait()
+
+    engine = object.__new__(VllmEngine)
+    server = ServerConfig(pause_timeout_s=0.05)
+    engine._config = ServerRun(model="tiny:digits", run_dir=str(tmp_path), server=server)
+    engine._start_anew, engine.llm, engine.on_restart = lambda: None, None, ask  # type: ignore[method-assign]
+    with pytest.raises(EngineDead, match=r"within 0.05 s while .*\(server.pause_timeout_s\)"):
+        asyncio.run(asyncio.wait_for(engine.restart(), 60))
+
+
 def test_no_client_of_the_openai_application_comes_before_the_learners_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[int] = []
 
