@@ -90,6 +90,11 @@ class Pushes:
         """Whether a push that the learner has given up still goes on here: another would only wait for it."""
         return self._given_up.is_set() and self._lock.locked()
 
+    @property
+    def engine_is_untouched(self) -> bool:
+        """Whether the engine has its model's own weights: nothing was ever pushed into it."""
+        return self.num_done == 0 and self._weights_intact
+
     async def push(self, begin: PushBegin) -> None:
         """Run one push to its PushDone or PushFailed. Raises EngineDead, which the learner is told as a PushFailed."""
         if begin.epoch != self._epoch:

@@ -199,7 +199,7 @@ class Server:
                 server_id=self._server_id, policy_version=self._pushes.version, num_workers=limits.num_workers,
                 dtype=limits.dtype, transports=self._life.transports, devices=[place.device for place in self._life.places],
                 max_model_len=limits.max_model_len,
-                max_concurrent_sequences=limits.max_concurrent_sequences,
+                max_concurrent_sequences=limits.max_concurrent_sequences, is_untouched=self._pushes.engine_is_untouched,
             )
         )  # fmt: skip
         if is_new_connection:
@@ -277,7 +277,7 @@ class Server:
             self._groups.ask(request)
 
     async def _score(self, request: Score) -> None:
-        has_weights = self._pushes.version is not None
+        has_weights = self._pushes.version is not None or self._pushes.engine_is_untouched
         await self._deliver(await scores_of(request, self._engine, has_weights=has_weights))
 
 

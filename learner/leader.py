@@ -31,6 +31,7 @@ from learner.rollouts.rollouts import Rollouts
 from learner.rollouts.scored_group import ScoredGroup
 from learner.rollouts.waits import learner_s
 from learner.servers.connection import Connection
+from learner.servers.identity import check_identity, score_untouched
 from learner.servers.loop_thread import LoopThread
 from learner.servers.parity import NUM_SEQUENCES, Expected, ParityProbe, check_mismatch
 from learner.servers.push import Pusher
@@ -118,9 +119,9 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             log.info("waiting for the inference server at %s", run.endpoint)
         mismatch = None
         while mismatch is None:
-            check_fits(run, self.material.prompts, self.connection.wait())
-            self.pusher.push(version)
-            mismatch = self._measure_parity(version)
+            welcome = self.connection.wait()
+            check_fits(run, self.material.prompts, welcome)
+            mismatch = self._push_and_measure(version, welcome)
         self.run_dir.begin()
         log.info("parity: mean |Δ logprob| = %.1e between server and learner", mismatch)
         self.publish(version)
@@ -201,13 +202,19 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         self.pusher.wait()
         self.parity.check()
 
-    def _measure_parity(self, version: int) -> float | None:
+    def _push_and_measure(self, version: int, welcome: Welcome) -> float | None:
         """Compare both sides on the fixed sequences; None if the server went away meanwhile. Raises ParityError."""
+        run = self.material.run
         try:
-            return self.parity.measure(version)
+            untouched = score_untouched(run, self.parity, welcome, version)
+            self.pusher.push(version)
+            mismatch = self.parity.measure(version)
+            if untouched is not None:
+                check_identity(run, self.parity, untouched, version)
         except ServerLost as error:
             log.warning("parity could not be measured: %s", error)
             return None
+        return mismatch
 
 
 class Lead:

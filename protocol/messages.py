@@ -75,6 +75,8 @@ class Welcome(Message):
     """Where each worker computes: "cpu" or "<host>/<id of the GPU>"."""
     max_model_len: int
     max_concurrent_sequences: int
+    is_untouched: bool
+    """Nothing was ever pushed: the server scores with the model's own weights, under no version."""
 
 
 class Refused(Message):
@@ -198,7 +200,10 @@ class Score(Message):
 
 
 class Scores(Message):
-    """`logprobs[i]` belongs to `token_ids[i + 1]`; `error` is set instead when scoring failed."""
+    """`logprobs[i]` belongs to `token_ids[i + 1]`; `error` is set instead when scoring failed.
+
+    The version is None while the server has its model's own weights.
+    """
 
     request_id: Name
     logprobs: np.ndarray

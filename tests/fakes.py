@@ -111,10 +111,9 @@ class ScriptedEngine:
             finish_reason="stop" if len(tokens) <= sampling.max_tokens else "length",
         )
 
-    async def score(self, token_ids: np.ndarray) -> tuple[np.ndarray, int]:
+    async def score(self, token_ids: np.ndarray) -> tuple[np.ndarray, int | None]:
         await self.release.wait()
         self._maybe_fail()
-        assert self.version is not None
         return np.full(len(token_ids) - 1, self.logprob, dtype=np.float32), self.version
 
     async def pause(self) -> None:

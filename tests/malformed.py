@@ -58,7 +58,7 @@ TO_SERVER = [
 TO_LEARNER = [
     Welcome(
         server_id="s", policy_version=3, num_workers=1, dtype="float32", transports=["gloo"], devices=["cpu"],
-        max_model_len=64, max_concurrent_sequences=8,
+        max_model_len=64, max_concurrent_sequences=8, is_untouched=False,
     ),
     Pulse(server_id="s", policy_version=3, groups_running=1, groups_unacked=1, tokens_generated=9, idle_s=0.5),
     Group(group_id="unasked", entered_version=3, completions=[COMPLETION, COMPLETION]),

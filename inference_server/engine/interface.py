@@ -105,8 +105,11 @@ class Engine(Protocol):
         """
         ...
 
-    async def score(self, token_ids: np.ndarray) -> tuple[np.ndarray, int]:
-        """Return the logprobs of `token_ids[1:]` and the version of the policy that gave them. Raises EngineFailed."""
+    async def score(self, token_ids: np.ndarray) -> tuple[np.ndarray, int | None]:
+        """Return the logprobs of `token_ids[1:]` and the version of the policy that gave them, None before the first push.
+
+        Raises EngineFailed.
+        """
         ...
 
     async def pause(self) -> None:

@@ -47,6 +47,8 @@ TOKENS_PER_PIECE = 32
 """Tokens of a completion come in pieces of so many: each shows that its group gets on, and costs the event loop some 30 µs."""
 STAGING_POLL_S = 0.01
 """Between two questions whether a push has come; each one is answered between two decoding steps."""
+UNTOUCHED = "default"
+"""What vLLM calls the version of the weights that it has loaded itself."""
 DEATH_NOTICE_S = 5.0
 """vLLM tells its waiting requests of the death of its process in less."""
 
@@ -93,7 +95,7 @@ class VllmEngine:
             yield Sampled(entered_version=entered_version, completions=completions.take(output.outputs))
         completions.check()
 
-    async def score(self, token_ids: np.ndarray) -> tuple[np.ndarray, int]:
+    async def score(self, token_ids: np.ndarray) -> tuple[np.ndarray, int | None]:
         params = SamplingParams(
             temperature=1.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True,
             detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
@@ -101,7 +103,8 @@ class VllmEngine:
         # Before all that waits: the learner may wait for the answer.
         (output,) = [output async for output in self._run(token_ids, params, priority=-1)]
         logprobs = np.asarray(output.prompt_logprobs.logprobs, dtype=np.float32)
-        return logprobs, int(output.outputs[0].weight_versions[0].version)
+        label = output.outputs[0].weight_versions[0].version
+        return logprobs, None if label == UNTOUCHED else int(label)
 
     async def _run(
         self, token_ids: np.ndarray, params: SamplingParams, priority: int = 0

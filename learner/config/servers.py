@@ -34,6 +34,9 @@ class ParityConfig(Section):
 
     max_mean_abs_logprob: MayChange[float | None] = None
     """Bound on the mean |Δ logprob|; the run stops above it. Unset: 1e-3 in float32, 0.15 in bfloat16."""
+    max_identity_abs_logprob: MayChange[float | None] = None
+    """Bound on what a run's first push may change, for it brings a new server the weights that it has loaded itself: the mean |Δ
+    logprob| of the server before and after. Unset: 1e-5 in float32, 1e-3 in bfloat16; the server's own noise is added."""
     every_steps: MayChange[int] = 1
     """After every how many pushes a fixed sequence is scored on both sides, before its tokens are trained on; 0: only at the start."""
 
@@ -45,6 +48,16 @@ class ParityConfig(Section):
             self.max_mean_abs_logprob is None or self.max_mean_abs_logprob > 0,
             f"max_mean_abs_logprob = {self.max_mean_abs_logprob} must be above 0",
         )
+
+        require(
+            self.max_identity_abs_logprob is None or self.max_identity_abs_logprob > 0,
+            f"max_identity_abs_logprob = {self.max_identity_abs_logprob} must be above 0",
+        )
+
+    def identity_bound(self, dtype: str) -> float:
+        if self.max_identity_abs_logprob is not None:
+            return self.max_identity_abs_logprob
+        return 1e-5 if dtype == "float32" else 1e-3
 
     def bound(self, dtype: str) -> float:
         if self.max_mean_abs_logprob is not None:

@@ -9,13 +9,14 @@ tokenizer's hash, and with it the fingerprint, stay the same.
 
 import json
 import shutil
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import torch
 from peft import PeftConfig, get_peft_model_state_dict
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from learner.config import LearnerRun
@@ -30,10 +31,21 @@ def export_policy(published: PublishedPolicy, run: LearnerRun, model_path: Path,
     """
     dtype = getattr(torch, run.dtype)
     state = {name: tensor.detach().to(dtype).cpu() for name, tensor in published.tensors()}
+    state |= _of_towers(published.model, model_path, state.keys())
     published.model.save_pretrained(directory / "model", state_dict=state, save_original_format=False)  # it is that
     _restore_files(model_path, run.dtype, directory / "model")
     if has_adapter(published.model):
         _export_adapter(published.model, run.model, directory / "adapter")
+
+
+def _of_towers(policy: PreTrainedModel, model_path: Path, names: Collection[str]) -> dict[str, torch.Tensor]:
+    """What a multimodal checkpoint has besides the text tower that is trained: as it was."""
+    if json.loads((model_path / "config.json").read_text())["model_type"] == policy.config.model_type:
+        return {}
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(model_path.glob("*.safetensors")):
+        tensors |= load_file(file)
+    return {name: tensor for name, tensor in tensors.items() if name not in names}
 
 
 def _restore_files(model_path: Path, dtype: str, directory: Path) -> None:

@@ -1,6 +1,7 @@
 """Parity: server and learner must give the same logprobs to the same tokens under the same weights.
 
     connect                    measure: all fixed sequences on both sides, before the first group is asked for
+                               (and before a run's first push: identity.py)
     push ─▶ expect ─▶ ask      one of them, scored by the server while the learner goes on
     next batch ─▶ check        before any token of the new version is trained on, at the latest before the next push
 
@@ -64,16 +65,19 @@ class ParityProbe:
 
     def measure(self, version: int) -> float:
         """Return the mean |Δ logprob| over all tokens. Raises ParityError above the bound, ServerLost, DeadlineExceeded."""
-        differences = []
-        for index in range(len(self._sequences)):
-            expected = self._expected(version, index)
-            scoring = self._link.score(expected.token_ids, self._timeout_s)
+        return self._compare((self._of_all(self._logprobs) - self.server_logprobs(version)).abs())
+
+    def server_logprobs(self, version: int | None) -> torch.Tensor:
+        """The server's of all fixed sequences; None: of the model's own weights. Raises like `measure`."""
+
+        def score(token_ids: list[int]) -> torch.Tensor:
+            scoring = self._link.score(token_ids, self._timeout_s)
             try:
-                theirs = self._loop.call(scoring, self._timeout_s + CALL_SLACK_S)
+                return _of_version(self._loop.call(scoring, self._timeout_s + CALL_SLACK_S), version)
             except DeadlineExceeded as error:
                 raise DeadlineExceeded(f"{error} (learner.push.timeout_s)") from error
-            differences.append(_difference(expected, theirs))
-        return self._compare(torch.cat(differences))
+
+        return self._of_all(score)
 
     def expect(self, version: int) -> Expected | None:
         """Return what to `ask` for when the server has `version`, which the learner has now; None if it is not its turn."""
@@ -97,17 +101,23 @@ class ParityProbe:
         except (SlipstreamError, TimeoutError) as error:
             log.warning("parity of version %d could not be checked: %s", expected.version, error or repr(error))
         else:
-            self._compare(_difference(expected, theirs))
+            self._compare((expected.logprobs_T - _of_version(theirs, expected.version)).abs())
 
     def take_metrics(self) -> dict[str, float]:
         """What was measured since the last call."""
         measured, self._measured = self._measured, None
         return {} if measured is None else {"parity/abs_logprob": measured}
 
-    def _expected(self, version: int, index: int) -> Expected:
+    def _of_all(self, logprobs: Callable[[list[int]], torch.Tensor]) -> torch.Tensor:
+        return torch.cat([logprobs(self._fitting(index)) for index in range(len(self._sequences))])
+
+    def _fitting(self, index: int) -> list[int]:
         assert self._link.welcome is not None
         longest = self._link.welcome.max_model_len - 1  # vLLM scores a prompt on the way to one more token
-        token_ids = self._sequences[index][-longest:]
+        return self._sequences[index][-longest:]
+
+    def _expected(self, version: int, index: int) -> Expected:
+        token_ids = self._fitting(index)
         return Expected(version, token_ids, self._logprobs(token_ids))
 
     def _compare(self, difference_T: torch.Tensor) -> float:
@@ -126,7 +136,7 @@ def check_mismatch(mean_abs_logprob: float, bound: float, dtype: str, tokens: st
         )
 
 
-def _difference(expected: Expected, theirs: Scores) -> torch.Tensor:
-    if theirs.policy_version != expected.version:
-        raise ParityError(f"the server scored with version {theirs.policy_version}, pushed was {expected.version}")
-    return (expected.logprobs_T - torch.from_numpy(theirs.logprobs.copy())).abs()
+def _of_version(scores: Scores, version: int | None) -> torch.Tensor:
+    if scores.policy_version != version:
+        raise ParityError(f"the server scored with version {scores.policy_version}, pushed was {version}")
+    return torch.from_numpy(scores.logprobs.copy())

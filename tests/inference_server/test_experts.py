@@ -31,9 +31,26 @@ LEFT_OUT = {
 Served = tuple[RealServer, str]
 
 
+def assert_its_own_weights_change_nothing(server: RealServer, family: str, dtype: torch.dtype, path: Path) -> None:
+    """Of a new server, whose first push it is."""
+
+    async def test(learner: ScriptedLearner) -> None:
+        before = await score(learner, TOKENS)
+        assert before.policy_version is None
+        outcome, _ = await learner.push(0, [(name, one.to(dtype)) for name, one in checkpoint(moved(family, 0), path)])
+        assert isinstance(outcome, PushDone), outcome.message
+        after = await score(learner, TOKENS)
+        assert after.policy_version == 0
+        np.testing.assert_allclose(after.logprobs, before.logprobs, atol=1e-6)
+
+    with_learner(server, test)
+
+
 @pytest.fixture(scope="module", params=["mixtral", "qwen3_moe", "gpt_oss"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    for server in running_server(tmp_path_factory.mktemp(request.param), model=make_model(request.param)):
+    directory = tmp_path_factory.mktemp(request.param)
+    for server in running_server(directory, model=make_model(request.param)):
+        assert_its_own_weights_change_nothing(server, request.param, torch.float32, directory / "saved")
         yield server, request.param
 
 
@@ -61,6 +78,11 @@ async def assert_serves(learner: ScriptedLearner, family: str, version: int) -> 
     scores = await score(learner, TOKENS)
     np.testing.assert_allclose(scores.logprobs, expected, atol=TOLERANCE)
     assert np.abs(scores.logprobs - other).max() > 100 * TOLERANCE
+
+
+def test_in_bfloat16_too_the_servers_own_weights_change_nothing(tmp_path: Path) -> None:
+    for server in running_server(tmp_path, "--dtype", "bfloat16", model=make_model("gpt_oss")):
+        assert_its_own_weights_change_nothing(server, "gpt_oss", torch.bfloat16, tmp_path / "saved")
 
 
 def test_the_same_weights_change_nothing_and_others_are_those_that_compute(served: Served, tmp_path: Path) -> None:

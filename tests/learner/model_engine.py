@@ -60,11 +60,10 @@ class ModelEngine(ScriptedEngine):
             finish_reason="stop" if tokens[-1] == self.model.config.eos_token_id else "length",
         )
 
-    async def score(self, token_ids: np.ndarray) -> tuple[np.ndarray, int]:
+    async def score(self, token_ids: np.ndarray) -> tuple[np.ndarray, int | None]:
         ids = torch.from_numpy(token_ids.astype(np.int64))
         with torch.no_grad():
             logprobs_TV = self.model(ids[None]).logits[0, :-1].log_softmax(-1)
-        assert self.version is not None
         return logprobs_TV.gather(1, ids[1:, None])[:, 0].numpy(), self.version
 
 

@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from peft import PeftModel
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from learner.config import LearnerRun
@@ -25,6 +26,7 @@ from learner.storage.checkpoint import Course, save_checkpoint
 from learner.training.trainee import make_trainee
 from protocol.model_files import fingerprint, resolve_model
 from tests.learner.test_train import make_run
+from tests.zoo.families import save_model
 
 IDS = torch.arange(3, 15)[None]
 LORA = {"lora": {"rank": 4}}
@@ -107,6 +109,21 @@ def test_an_adapter_is_merged_into_the_model_and_lies_beside_it_as_peft_has_it(
     adapted = PeftModel.from_pretrained(base, checkpoint / "adapter")
     assert torch.equal(adapted(IDS).logits, policy(IDS).logits)
     assert adapted.peft_config["default"].base_model_name_or_path == "tiny:digits"
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_5"])
+def test_an_exported_model_has_every_tensor_of_the_checkpoint_that_the_run_began_with(
+    accelerator: Accelerator, tmp_path: Path, family: str
+) -> None:
+    save_model(family, tmp_path / "base")
+    run = msgspec.structs.replace(a_run(tmp_path), model=str(tmp_path / "base"))
+    policy, checkpoint = trained_and_saved(accelerator, run, tmp_path)
+    before, after = (load_file(path / "model.safetensors") for path in (tmp_path / "base", checkpoint / "model"))
+    assert {name: one.shape for name, one in after.items()} == {name: one.shape for name, one in before.items()}
+    for name, tensor in after.items():
+        assert torch.equal(tensor, before[name]) == ("visual" in name), name
+    model = AutoModelForCausalLM.from_pretrained(checkpoint / "model")
+    assert torch.equal(model(IDS).logits, policy(IDS).logits)
 
 
 def test_a_checkpoint_without_an_export_holds_no_model(accelerator: Accelerator, tmp_path: Path) -> None:

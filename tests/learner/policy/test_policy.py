@@ -5,11 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+import transformers
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3_5Config
 
 from learner.policy.model import load_policy, token_logprobs
+from protocol.errors import ConfigError
 from protocol.model_files import resolve_model
 from tests.learner.policy.test_reference import a_batch
+from tests.zoo.families import save_model
 
 
 def test_gradient_checkpointing_runs_each_block_twice_and_changes_no_number() -> None:
@@ -52,3 +55,28 @@ def test_logprobs_and_entropy_are_those_of_the_tempered_softmax() -> None:
     targets = batch.token_ids_BS[0, 1:].numpy()
     np.testing.assert_allclose(logprobs_BT[0].detach(), np.log(probabilities[np.arange(4), targets]), atol=1e-5)
     np.testing.assert_allclose(entropy_BT[0], -(probabilities * np.log(probabilities)).sum(-1), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["Mistral3Config", "Qwen2VLConfig", "Qwen3VLConfig", "Gemma3Config"])
+def test_a_multimodal_checkpoint_without_a_text_tower_of_its_own_is_refused(tmp_path: Path, kind: str) -> None:
+    getattr(transformers, kind)().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"no language model that can be trained by itself; set model to"):
+        load_policy(tmp_path, gradient_checkpointing=False)
+
+
+@pytest.mark.parametrize("section", ["top", "text_config"])
+def test_a_quantized_checkpoint_is_refused_with_the_reason(tmp_path: Path, section: str) -> None:
+    scales = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    config = LlamaConfig(**scales) if section == "top" else Qwen3_5Config(text_config=scales)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"is quantized \(fp8\), and its scales would be missing in every push"):
+        load_policy(tmp_path, gradient_checkpointing=False)
+
+
+def test_of_a_multimodal_checkpoint_the_text_tower_is_loaded(tmp_path: Path) -> None:
+    save_model("qwen3_5", tmp_path)
+    policy = load_policy(tmp_path, gradient_checkpointing=False)
+    assert type(policy).__name__ == "Qwen3_5ForCausalLM"
+    logprobs_BT, _ = token_logprobs(policy, a_batch(), 1.0)
+    logprobs_BT.sum().backward()
+    assert all(parameter.grad is not None for parameter in policy.parameters())

@@ -125,7 +125,8 @@ class HandServer:
             case Hello():
                 return [
                     Welcome(server_id=self.server_id, policy_version=self.version, num_workers=1, dtype="float32",
-                            transports=["gloo"], devices=["cpu"], max_model_len=64, max_concurrent_sequences=8)
+                            transports=["gloo"], devices=["cpu"], max_model_len=64, max_concurrent_sequences=8,
+                            is_untouched=False)
                 ]  # fmt: skip
             case Generate():
                 self.generated.append(message.group_id)

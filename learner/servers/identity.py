@@ -1,0 +1,51 @@
+"""A run's first push brings the weights that an untouched server has loaded by itself, so it must change nothing.
+
+    score ─▶ score again: the server's own noise ─▶ push ─▶ score ─▶ check
+
+Bit-equal weights make this bound far tighter than one between two programs (parity.py), in bfloat16 above all: a reload that packs,
+shuffles or forgets something differently from the first loading shows here and nowhere else.
+"""
+
+import msgspec
+import torch
+
+from learner.config import LearnerRun
+from learner.servers.parity import ParityProbe
+from protocol.errors import ParityError
+from protocol.messages import Welcome
+
+NOISE_FACTOR = 3.0
+"""The noise is of one pair of scorings; that of another may be larger."""
+
+
+class Untouched(msgspec.Struct, frozen=True, eq=False):
+    """What the server gave to the fixed sequences before anything was pushed. T: their tokens after the first."""
+
+    logprobs_T: torch.Tensor
+    noise: float
+    """Mean |Δ logprob| between two scorings of the same weights: 0, unless it computes other requests beside."""
+
+
+def score_untouched(run: LearnerRun, probe: ParityProbe, welcome: Welcome, version: int) -> Untouched | None:
+    """Before the first push; None if the policy is not what the server has loaded. Raises ServerLost, DeadlineExceeded."""
+    if version > 0 or run.learner.warm_start.steps > 0 or not welcome.is_untouched:
+        return None
+    logprobs_T = probe.server_logprobs(None)
+    return Untouched(logprobs_T, _distance(logprobs_T, probe.server_logprobs(None)))
+
+
+def check_identity(run: LearnerRun, probe: ParityProbe, untouched: Untouched, version: int) -> None:
+    """After the first push. Raises ParityError if it has changed the logprobs, ServerLost, DeadlineExceeded."""
+    changed = _distance(untouched.logprobs_T, probe.server_logprobs(version))
+    bound = run.learner.parity.identity_bound(run.dtype) + NOISE_FACTOR * untouched.noise
+    if not changed <= bound:
+        raise ParityError(
+            f"the first push brought the weights that the server had loaded by itself, and yet its logprobs changed by {changed:.2g} "
+            f"(mean |Δ logprob| of fixed sequences); the bound is {bound:.2g} for {run.dtype} with a noise of {untouched.noise:.2g} "
+            "(learner.parity.max_identity_abs_logprob). Either vLLM does not load this model a second time as it did the first, or "
+            "the files of the model differ on both sides"
+        )
+
+
+def _distance(one_T: torch.Tensor, other_T: torch.Tensor) -> float:
+    return (one_T - other_T).abs().mean().item()
