@@ -4,6 +4,7 @@ Suffixes: B rows, S tokens of a row, T = S - 1 predicted tokens, V vocabulary.
 """
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -48,7 +49,7 @@ def _check_trainable(config: PreTrainedConfig, path: Path) -> None:
             f"model: {path} is quantized ({method}), and its scales would be missing in every push of trained weights; load it "
             "dequantized with transformers, `save_pretrained` it without quantization_config, and set model to that"
         )
-    models = AutoModelForCausalLM._model_mapping
+    models: dict[type, Any] = AutoModelForCausalLM._model_mapping
     if type(config) not in models or (text is not config and models[type(config)].config_class is type(config)):
         raise ConfigError(
             f"model: {path} is of the kind {config.model_type!r}, of which transformers has no language model that can be trained "

@@ -35,7 +35,7 @@ def free_port() -> int:
 
 
 class RealServer:
-    """`python -m inference_server` in a process group of its own, with a tiny GPT-2 unless the test has a model."""
+    """`python -m inference_server` in a process group of its own, with a tiny GPT-2 unless the test has a model, or where it is."""
 
     keys: LearnerKeys | None = None
     """What a learner needs to get in, where the server has keys."""
@@ -44,12 +44,14 @@ class RealServer:
         self,
         directory: Path,
         *flags: str,
-        model: PreTrainedModel | None = None,
+        model: PreTrainedModel | Path | None = None,
         program: Sequence[str] = ("-m", "inference_server"),
     ) -> None:
-        self.model, self.port, self.http_port = directory / "model", free_port(), free_port()
+        self.model = model if isinstance(model, Path) else directory / "model"
+        self.port, self.http_port = free_port(), free_port()
         self.endpoint, self.url = f"tcp://127.0.0.1:{self.port}", f"http://127.0.0.1:{self.http_port}"
-        tiny_gpt2.save(model or tiny_gpt2.make_model(seed=0), self.model)
+        if not isinstance(model, Path):
+            tiny_gpt2.save(model or tiny_gpt2.make_model(seed=0), self.model)
         config = directory / "run.toml"
         config.write_text(
             f'model = "{self.model}"\nrun_dir = "{directory}"\nendpoint = "{self.endpoint}"\ndtype = "float32"\n'

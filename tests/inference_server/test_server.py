@@ -127,7 +127,7 @@ def test_a_second_run_is_refused_while_the_first_is_connected_and_served_after_i
             await asyncio.sleep(0.05)
             await second.hello()
             answer = await second.receive((Welcome, Refused))
-        assert answer.policy_version is None, "weights of another run are no weights"
+        assert answer.policy_version is None and not answer.is_untouched, "weights of another run are no weights"
         await second.generate("g", [1, 2])
         assert (await second.receive(GroupFailed)).code == "not_ready"
         second.close()
@@ -461,6 +461,25 @@ def test_scores_come_with_their_version_and_errors_with_the_reason() -> None:
         assert "token id 99" in ((await score([1, 99])).error or "")
         engine.release.clear()
         assert "deadline of 0.01 s" in ((await score([1, 2], deadline_s=0.01)).error or "")
+
+    run_with_server(test)
+
+
+def test_an_untouched_engine_scores_under_no_version_and_one_that_a_push_has_torn_does_not() -> None:
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        async def score() -> Scores:
+            tokens = np.array([1, 2, 3], dtype=np.int32)
+            await learner.send(Score(request_id="s", token_ids=tokens, deadline_s=5))
+            return await learner.receive(Scores)
+
+        assert (await learner.join()).is_untouched
+        scores = await score()
+        assert (len(scores.logprobs), scores.policy_version, scores.error) == (2, None, None)
+        error = report(ok=False, state="loading", weights_intact=False, retryable=False)
+        engine.scripted_reports.append([error])
+        await learner.send(begin(0))
+        assert not (await learner.receive(PushFailed)).retryable
+        assert "push before scoring" in ((await score()).error or "")
 
     run_with_server(test)
 

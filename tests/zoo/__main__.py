@@ -1,0 +1,37 @@
+"""`python -m tests.zoo [--json] [--out DIR] [FAMILY ...]`
+
+Takes a tiny random model of each family through the whole system, an adapter through three of them, and says how far server,
+learner, transformers and a plain vLLM are apart. Exit code 0 only if every family did what `report.py` expects of it.
+"""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from tests.zoo.families import FAMILIES
+from tests.zoo.report import WITH_ADAPTER, as_expected, table
+from tests.zoo.visit import Visit, visit
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=__doc__.partition("\n\n")[2])
+    parser.add_argument("families", nargs="*", help=f"of {', '.join(FAMILIES)}; +lora behind one: with an adapter")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON instead of a table")
+    parser.add_argument("--out", type=Path, help="where models and logs go (default: a temporary directory)")
+    arguments = parser.parse_args()
+    directory = arguments.out or Path(tempfile.mkdtemp(prefix="zoo-"))
+    visits: list[Visit] = []
+    for name in arguments.families or [*FAMILIES, *(f"{family}+lora" for family in WITH_ADAPTER)]:
+        family, _, adapter = name.partition("+")
+        (directory / name).mkdir(parents=True)
+        visits.append(visit(family, directory / name, lora=bool(adapter)))
+        print(msgspec.json.encode(visits[-1]).decode(), file=sys.stderr, flush=True)
+    print(msgspec.json.format(msgspec.json.encode(visits)).decode() if arguments.json else table(visits))
+    sys.exit(0 if all(map(as_expected, visits)) else 1)
+
+
+if __name__ == "__main__":
+    main()

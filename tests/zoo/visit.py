@@ -1,0 +1,132 @@
+"""One family through the whole system: real vLLM, three trained steps, the export in a vLLM of its own.
+
+save ─▶ server ─▶ learner train: parity, 3 × (step, push, parity) ─▶ score ─▶ export: transformers, plain vLLM
+"""
+
+import json
+import re
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from transformers import AutoModelForCausalLM
+
+from tests.inference_server.drifting_policy import batch_logprobs
+from tests.inference_server.real_server import ROOT, RealServer
+from tests.learner.forked_learner import run_learner
+from tests.zoo.families import save_model
+
+NUM_STEPS = 3
+BOUND = 1e-4
+"""Of |Δ logprob| between vLLM, the learner and transformers, in float32."""
+TOKENS = [1 + index * 7 % 15 for index in range(48)]
+PLAIN_TIMEOUT_S = 200
+LEARNER = f"""
+[learner.data]
+task = "reverse"
+num_digits = 4
+num_prompts = 8
+[learner.reward]
+functions = ["share_right"]
+[learner.sampling]
+num_completions = 8
+max_tokens = 8
+[learner.parity]
+max_mean_abs_logprob = {BOUND}
+"""
+FLAGS = [
+    "--learner.steps", str(NUM_STEPS), "--learner.groups-per-step", "4", "--learner.max-staleness", "0",
+    "--learner.report.dashboard-port", "0", "--learner.connect-timeout-s", "240",
+]  # fmt: skip
+
+
+class Visit(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a family. Distances are the largest |Δ logprob| of any token, unless they are called a mean."""
+
+    family: str
+    lora: bool = False
+    refused: str = ""
+    """Why it does not run; all that follows is then unknown."""
+    parity_at_start: float | None = None
+    """Mean, between server and learner, after the first push."""
+    parity_in_training: float | None = None
+    """Mean, the worst of the pushes that were followed by a step."""
+    after_last_push: float | None = None
+    """Between the server and transformers, which has loaded the export of the same version."""
+    moved: float | None = None
+    """What the training has changed of the server's own logprobs."""
+    export_in_vllm: float | None = None
+    """Between the server and a plain vLLM that has loaded the export."""
+
+    @property
+    def is_good(self) -> bool:
+        distances = (self.parity_at_start, self.parity_in_training, self.after_last_push, self.export_in_vllm)
+        return not self.refused and all(one is not None and one <= BOUND for one in distances)
+
+
+def visit(family: str, directory: Path, *, lora: bool = False) -> Visit:
+    model = directory / "model"
+    save_model(family, model)
+    server = RealServer(directory, "--server.max-model-len", "128", model=model)
+    try:
+        server.wait_for("ready after")
+        return _through_the_system(server, family, directory, lora)
+    except AssertionError as failure:
+        return Visit(family=family, lora=lora, refused=reason(str(failure)))
+    finally:
+        server.kill()
+
+
+def _through_the_system(server: RealServer, family: str, directory: Path, lora: bool) -> Visit:
+    before = served_logprobs(server)
+    config, run_dir = directory / "run.toml", directory / "run"
+    config.write_text(config.read_text() + LEARNER)
+    kind = ["--learner.lora.rank", "4", "--learner.optimizer.learning-rate", "1e-2" if lora else "1e-3"]
+    done = run_learner("train", str(config), "--run-dir", str(run_dir), *FLAGS, *kind[0 if lora else 2 :])
+    (directory / "learner.log").write_text(done.stdout + done.stderr)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.search(r"mean \|Δ logprob\| = ([\d.e+-]+)", done.stdout + done.stderr)
+    assert found is not None, done.stdout + done.stderr
+    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    export, after = run_dir / "checkpoints" / f"step-{NUM_STEPS:06d}" / "model", served_logprobs(server)
+    (expected,) = batch_logprobs(AutoModelForCausalLM.from_pretrained(export, dtype="float32").eval(), [TOKENS])
+    return Visit(
+        family=family,
+        lora=lora,
+        parity_at_start=float(found[1]),
+        parity_in_training=max(line["parity/abs_logprob"] for line in metrics),
+        after_last_push=distance(after, expected),
+        moved=distance(after, before),
+        export_in_vllm=distance(after, plain_logprobs(export)),
+    )
+
+
+def served_logprobs(server: RealServer) -> Sequence[float]:
+    """Of the server's OpenAI API."""
+    body = {"model": str(server.model), "prompt": TOKENS, "max_tokens": 1, "echo": True, "logprobs": 0}
+    request = urllib.request.Request(
+        server.url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)["choices"][0]["logprobs"]["token_logprobs"][1 : len(TOKENS)]
+
+
+def plain_logprobs(export: Path) -> Sequence[float]:
+    command = [sys.executable, "-m", "tests.zoo.plain_vllm", str(export), json.dumps(TOKENS)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PLAIN_TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def distance(one: Sequence[float], other: Sequence[float]) -> float:
+    return float(np.abs(np.asarray(one) - np.asarray(other)).max())
+
+
+def reason(log: str) -> str:
+    """The line of a log that says why."""
+    lines = [line.strip() for line in log.splitlines() if re.search(r"\b\w*(Error|error|refused)\b", line)]
+    return lines[-1][-300:] if lines else log[-300:]
