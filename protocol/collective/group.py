@@ -22,7 +22,7 @@ import torch
 from protocol.collective.board import Board, EpochStore, HostedBoard, RemoteBoard
 from protocol.collective.gloo import GlooCollective
 from protocol.collective.ipc import IpcCollective
-from protocol.collective.nccl import NcclCollective, new_unique_id
+from protocol.collective.nccl import NcclCollective, new_unique_id, use_interface_of
 from protocol.endpoint import needs_ipv6, split_endpoint
 from protocol.errors import PushError
 from protocol.messages import Rendezvous, Transport
@@ -41,15 +41,22 @@ class Collective(Protocol):
     device: torch.device
     """Where the tensors must be: the CPU for gloo, this rank's GPU for nccl and ipc."""
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Copy rank 0's flat uint8 tensor into every other rank's; blocks.
+    def start_broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:
+        """Begin to copy rank 0's flat uint8 tensor into every other rank's; return what blocks until that is done.
 
-        Raises PushError at the deadline, when a peer is gone and after `abort`.
+        Several may be under way; every rank begins them, and waits for them, in the same order. On a GPU it comes after all
+        that the calling thread's stream has queued, so memory may be filled, read or given back on that stream before; until
+        the wait has ended it may not be touched. Raises PushError, here or from the wait, at the deadline, when a peer is
+        gone and after `abort`.
         """
         ...
 
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Begin a broadcast and wait for it."""
+        ...
+
     def abort(self) -> None:
-        """From any thread: a broadcast that waits in another one raises PushError at once, as does every later one."""
+        """From any thread: a broadcast that is waited for in another one raises PushError at once, as does every later one."""
         ...
 
     def close(self) -> None:
@@ -78,6 +85,8 @@ class Meeting:
 
     def rendezvous(self, num_workers: int, transport: Transport) -> Rendezvous:
         """Say where and how the ranks of one new epoch meet. Raises PushError if the transport is not installed."""
+        if transport == "nccl":
+            use_interface_of(self._host)
         return Rendezvous(
             transport=transport, host=self._host, port=self._board.port, world_size=1 + num_workers,
             timeout_s=self._timeout_s, nccl_unique_id=new_unique_id() if transport == "nccl" else None,
@@ -136,6 +145,7 @@ def _form(
 ) -> Collective:
     world_size, timeout_s = rendezvous.world_size, rendezvous.timeout_s
     if rendezvous.nccl_unique_id is not None:
+        use_interface_of(own_host)
         return NcclCollective(rendezvous.nccl_unique_id, epoch, rank, world_size, device, timeout_s)
     group = GlooCollective(store, epoch, rank, world_size, own_host, timeout_s)
     return IpcCollective(group, rank, device) if rendezvous.transport == "ipc" else group

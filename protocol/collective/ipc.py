@@ -2,11 +2,13 @@
 
     rank 0: handle of the tensor ─▶ gloo ─▶ others: open, copy on the GPU, synchronize ─▶ gloo barrier ─▶ rank 0 returns
 
-No byte of the weights leaves the GPU; only handles travel, and rank 0 may reuse its tensor once `broadcast` returns.
+No byte of the weights leaves the GPU; only handles travel, and rank 0 may reuse its tensor once its wait has ended. One thread
+does one broadcast after the other, each once the GPU has come to the point at which its caller has begun it.
 """
 
-from collections.abc import Mapping
-from typing import Annotated
+from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from typing import Annotated, Any
 
 import msgspec
 import torch
@@ -17,8 +19,8 @@ from protocol.errors import PushError
 
 HEADER_BYTES = 1024
 """What one handle travels in: its length in two bytes, the handle, zeros."""
-MAX_OPEN_STORAGES = 4
-"""A sender has a few buckets and uses them in turn; a storage that is open here cannot be freed there."""
+MAX_OPEN_STORAGES = 16
+"""A sender has a few buffers, which it uses in turn, and its trailers; one that is open here cannot be freed there."""
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -97,6 +99,10 @@ class GpuMemory:
         """Stop waiting for the borrower, who may be dead; else the memory would never be free again."""
         torch.UntypedStorage._release_ipc_counter(handle.ref_counter, handle.ref_counter_offset, device=self._device)
 
+    def mark(self) -> Any:
+        """Return an event whose synchronize() waits for all that this thread has queued so far."""
+        return torch.cuda.current_stream(self._device).record_event()
+
     def synchronize(self) -> None:
         """Wait until all that this thread has queued is done."""
         torch.cuda.current_stream(self._device).synchronize()
@@ -112,13 +118,32 @@ class IpcCollective:
     def __init__(self, group: GlooCollective, rank: int, device: torch.device) -> None:
         self.device = device
         self._group, self._rank, self._memory = group, rank, GpuMemory(device)
+        self._thread = ThreadPoolExecutor(1, "push-transfer")
         self._lent: dict[int, tuple[StorageWeakRef, TensorHandle]] = {}
         self._opened: dict[tuple[bytes, int, int], torch.Tensor] = {}
 
     def broadcast(self, tensor: torch.Tensor) -> None:
+        self.start_broadcast(tensor)()
+
+    def start_broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:
         try:
+            under_way = self._thread.submit(self._transfer, tensor, self._memory.mark())
+        except RuntimeError as error:
+            raise PushError(f"the collective on {self.device} is closed") from error
+
+        def wait() -> None:
+            try:
+                under_way.result()
+            except CancelledError as error:
+                raise PushError(f"the collective on {self.device} was closed") from error
+
+        return wait
+
+    def _transfer(self, tensor: torch.Tensor, begun: Any) -> None:
+        try:
+            # This thread has a stream of its own, which knows nothing of what the caller's has queued for this memory.
+            begun.synchronize()
             if self._rank == 0:
-                self._memory.synchronize()
                 self._group.broadcast(encode_handle(self._lend(tensor)))
             else:
                 header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
@@ -139,6 +164,7 @@ class IpcCollective:
 
     def close(self) -> None:
         self._group.close()
+        self._thread.shutdown(cancel_futures=True)
         for _, handle in self._lent.values():
             self._memory.take_back(handle)
         self._lent.clear()

@@ -1,21 +1,31 @@
 """The collective over NCCL between GPUs, on one node or several, by cupy's bindings.
 
+    start_broadcast: the caller's stream ─▶ (event) ─▶ side stream: broadcast, broadcast, … ─▶ (event) ─▶ wait
+
 The unique id that admits a rank travels in the Rendezvous, inside the control channel. NCCL itself knows no deadline: a
 dead peer leaves a kernel that spins for ever, so every broadcast is watched from outside and its communicator aborted.
 """
 
 import contextlib
+import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from protocol.collective.interface import interface_of
+from protocol.endpoint import is_loopback
 from protocol.errors import PushError
 
+log = logging.getLogger(__name__)
+
 POLL_S = 0.0005
+MAX_STUCK_JOINS = 4
+"""A join that hangs in C cannot be ended, and cupy's has no other kind: each keeps a thread until its process ends."""
+INTERFACE, FAMILY = "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY"
 SHARED_GPU_SINCE = (2, 30, 3)
 SHARED_GPU_SWITCH = "NCCL_MULTI_RANK_GPU_ENABLE"
 
@@ -23,6 +33,32 @@ SHARED_GPU_SWITCH = "NCCL_MULTI_RANK_GPU_ENABLE"
 def new_unique_id() -> bytes:
     """Return the 128 bytes by which the ranks of one epoch find each other. Raises PushError without NCCL."""
     return _bindings().get_unique_id()
+
+
+def is_installed() -> bool:
+    """Whether cupy finds a libnccl that answers: to find cupy alone says nothing of it."""
+    try:
+        _bindings().get_version()
+    except (PushError, RuntimeError, AttributeError) as error:  # the last where libnccl is older than cupy wants it
+        log.debug("nccl cannot be used: %s", error)
+        return False
+    return True
+
+
+def use_interface_of(host: str) -> None:
+    """Have NCCL go by the interface by which the ranks have met, unless the environment names one.
+
+    NCCL looks once in a process, so this is for before its first use. Within one host it finds its way by itself.
+    """
+    if INTERFACE in os.environ or is_loopback(host):
+        return
+    name = interface_of(host)
+    if name is None:
+        log.warning("no interface is known to have %s, so NCCL chooses one itself (%s names it)", host, INTERFACE)
+        return
+    os.environ[INTERFACE] = f"={name}"  # by its whole name: eth1 alone would be eth10 too
+    os.environ.setdefault(FAMILY, "AF_INET6" if ":" in host else "AF_INET")
+    log.info("NCCL goes by %s, which has %s (%s in the environment names another)", name, host, INTERFACE)
 
 
 def ranks_may_share_a_gpu() -> bool:
@@ -59,13 +95,16 @@ class SideStream:
             yield self._stream.cuda_stream
 
     def follow(self, tensor: torch.Tensor) -> None:
-        """What the current stream has queued for the tensor comes first; its memory is kept until this stream is done."""
+        """What the calling thread's stream has queued comes first; the tensor's memory is kept until this stream is done."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         tensor.record_stream(self._stream)
 
     def mark(self) -> torch.cuda.Event:
         """Return an event whose query() is true once everything so far is done."""
         return self._stream.record_event()
+
+
+_joins = threading.BoundedSemaphore(MAX_STUCK_JOINS)
 
 
 class NcclCollective:
@@ -81,6 +120,11 @@ class NcclCollective:
         self._lock = threading.Lock()
         """The communicator is used or aborted, never both: aborting frees it."""
         self._communicator: Any = None
+        if not _joins.acquire(blocking=False):
+            raise PushError(
+                f"{MAX_STUCK_JOINS} joins that were given up still hang in NCCL in this process, and nothing can end them: start "
+                'it again, or set learner.push.transport = "gloo"'
+            )
         try:
             with self._stream.selected():
                 self._communicator = self._nccl.NcclCommunicator(world_size, unique_id, rank)
@@ -88,28 +132,32 @@ class NcclCollective:
             raise PushError(
                 f"rank {rank} of {world_size} on {device} could not form epoch {epoch} over nccl: {error}"
             ) from error
+        finally:
+            _joins.release()
         # The first broadcast connects the GPUs and blocks in C meanwhile; the later ones only queue a kernel.
         self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device))
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        deadline = time.monotonic() + self._timeout_s
+        self.start_broadcast(tensor)()
+
+    def start_broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:
+        """Queue a broadcast behind those before it; its deadline begins when it is waited for."""
         what = f"broadcast of {tensor.nbytes} bytes over nccl in epoch {self._epoch}"
-        try:
-            done = self._start(tensor)
-            while not done.query():
-                self._check()
-                if time.monotonic() > deadline:
-                    raise PushError(
-                        f"{what} did not end within {self._timeout_s:g} s (learner.push.timeout_s): a rank is stopped, "
-                        "gone or behind a slow network"
-                    )
-                time.sleep(POLL_S)
-        except RuntimeError as error:
-            self.abort()
-            raise PushError(f"{what} failed: {error}") from error
-        except PushError:
-            self.abort()
-            raise
+        with self._ending(what):
+            done = self._queue(tensor)
+
+        def wait() -> None:
+            deadline = time.monotonic() + self._timeout_s
+            with self._ending(what):
+                while not self._is_done(done):
+                    if time.monotonic() > deadline:
+                        raise PushError(
+                            f"{what} did not end within {self._timeout_s:g} s (learner.push.timeout_s): a rank is stopped, "
+                            "gone or behind a slow network"
+                        )
+                    time.sleep(POLL_S)
+
+        return wait
 
     def abort(self) -> None:
         with self._lock:
@@ -121,7 +169,19 @@ class NcclCollective:
         # Not `destroy`, which waits for the peers.
         self.abort()
 
-    def _start(self, tensor: torch.Tensor) -> Any:
+    @contextlib.contextmanager
+    def _ending(self, what: str) -> Iterator[None]:
+        """Whatever goes wrong ends the communicator, with all that is queued on it."""
+        try:
+            yield
+        except RuntimeError as error:
+            self.abort()
+            raise PushError(f"{what} failed: {error}") from error
+        except PushError:
+            self.abort()
+            raise
+
+    def _queue(self, tensor: torch.Tensor) -> Any:
         with self._lock, self._stream.selected() as stream:
             self._stream.follow(tensor)
             address = tensor.data_ptr()
@@ -129,9 +189,11 @@ class NcclCollective:
             communicator.broadcast(address, address, tensor.nbytes, self._nccl.NCCL_UINT8, 0, stream)
             return self._stream.mark()
 
-    def _check(self) -> None:
-        with self._lock:
+    def _is_done(self, done: Any) -> bool:
+        was_done: bool = done.query()
+        with self._lock:  # an abort ends what was queued, too
             self._open_communicator().check_async_error()
+        return was_done
 
     def _open_communicator(self) -> Any:
         if self._communicator is None:

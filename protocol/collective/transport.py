@@ -1,6 +1,5 @@
 """Which transport carries a push: decided by the learner from where both sides compute and what both have installed."""
 
-import importlib.util
 import logging
 import os
 import socket
@@ -10,6 +9,7 @@ from typing import Literal
 import torch
 
 from protocol.collective.ipc import has_expandable_segments
+from protocol.collective.nccl import is_installed
 from protocol.errors import ConfigError
 from protocol.messages import Transport
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 CPU = "cpu"
 NEEDS: dict[Transport, str] = {
     "gloo": "slipstream-rl on both sides",
-    "nccl": 'an NVIDIA GPU and cupy on both sides (pip install "slipstream-rl[nccl]")',
+    "nccl": 'an NVIDIA GPU, and cupy with a libnccl, on both sides (pip install "slipstream-rl[nccl]")',
     "ipc": "an NVIDIA GPU, and expandable_segments not set in PYTORCH_ALLOC_CONF, on both sides",
 }
 
@@ -36,7 +36,7 @@ def offered_transports() -> list[Transport]:
     if torch.cuda.is_available():
         if not has_expandable_segments(os.environ):
             offered.append("ipc")
-        if importlib.util.find_spec("cupy") is not None:
+        if is_installed():
             offered.append("nccl")
     return offered
 

@@ -8,6 +8,8 @@ trailer has the checksum of the whole bucket. Any failure ends the epoch and wit
 
 from collections import Counter, deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import torch
 
@@ -29,7 +31,6 @@ from protocol.weights.dense import (
     make_trailer,
     no_progress,
     receive_bytes,
-    transfer_thread,
 )
 
 
@@ -75,7 +76,7 @@ def send_changes(
 def receive_changes(collective: Collective, manifest: Manifest, baseline: Baseline) -> Iterator[Arrived]:
     """Yield every bucket in order while the next one is on its way; the buffers are the baseline's. Raises PushError."""
     buckets = cut(manifest)
-    with transfer_thread(collective) as thread:
+    with _transfer_thread(collective) as thread:
         coming = deque(thread.submit(_receive_frames, collective, bucket) for bucket in buckets[:1])
         for bucket in buckets:
             coming += [thread.submit(_receive_frames, collective, after) for after in buckets[bucket.index + 1 :][:1]]
@@ -108,6 +109,18 @@ def _receive_frames(collective: Collective, bucket: Bucket) -> tuple[torch.Tenso
             f"{bucket.num_bytes}"
         )
     return receive_bytes(collective, num_changes), receive_bytes(collective, ALIGNMENT_BYTES)
+
+
+@contextmanager
+def _transfer_thread(collective: Collective) -> Iterator[ThreadPoolExecutor]:
+    """A thread for the broadcasts; whatever goes wrong outside it ends the one under way, so that it can be left."""
+    with ThreadPoolExecutor(1, "push-transfer") as thread:
+        try:
+            yield thread
+        except BaseException:
+            thread.shutdown(wait=False, cancel_futures=True)
+            collective.abort()
+            raise
 
 
 def _checksum(buffer: torch.Tensor) -> int:

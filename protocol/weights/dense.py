@@ -9,13 +9,11 @@ After each bucket its number and checksum travel, so no bucket is handed on that
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import msgspec
 import torch
 
-from protocol.collective.gloo import GlooCollective
 from protocol.collective.group import Collective
 from protocol.errors import PushError
 from protocol.messages import Manifest
@@ -25,6 +23,8 @@ from protocol.weights.checksum import Checksum, checksum_of
 
 NUM_BROADCASTS_AHEAD = 3
 """Of the sender: under way while another is made. One would leave the connection idle between two."""
+NUM_BUFFERS = NUM_BROADCASTS_AHEAD + 2
+"""Used in turn: none that is under way is written to."""
 
 Frames = Iterable[tuple[int, torch.Tensor]]
 """What is broadcast, with the index of its bucket."""
@@ -62,8 +62,9 @@ def send_weights(
 
     def frames() -> Frames:
         source = iter(tensors)
-        scratch = deque(
-            torch.empty(0, dtype=torch.uint8, device=collective.device) for _ in range(NUM_BROADCASTS_AHEAD + 2)
+        scratch = deque(torch.empty(0, dtype=torch.uint8, device=collective.device) for _ in range(NUM_BUFFERS))
+        trailers = itertools.cycle(
+            torch.empty(NUM_BUFFERS, ALIGNMENT_BYTES, dtype=torch.uint8, device=collective.device)
         )
         for bucket in buckets:
             checksum = Checksum()
@@ -73,7 +74,7 @@ def send_weights(
                     yield bucket.index, span
                     progress(len(span))
             checksums.append(checksum.value())
-            yield bucket.index, make_trailer(bucket, checksums[-1]).to(collective.device)
+            yield bucket.index, next(trailers).copy_(make_trailer(bucket, checksums[-1]))
 
     num_bytes = broadcast_frames(collective, frames())
     return Sent(checksum=checksum_of(checksums), num_bytes=num_bytes)
@@ -189,27 +190,11 @@ def make_trailer(bucket: Bucket, checksum: int) -> torch.Tensor:
 @contextmanager
 def transfers(collective: Collective) -> Iterator[Start]:
     """Yield what begins a broadcast; whatever goes wrong meanwhile ends those under way."""
-    if isinstance(collective, GlooCollective):
-        try:
-            yield collective.start_broadcast
-        except BaseException:
-            collective.abort()
-            raise
-    else:
-        with transfer_thread(collective) as thread:
-            yield lambda tensor: thread.submit(collective.broadcast, tensor).result
-
-
-@contextmanager
-def transfer_thread(collective: Collective) -> Iterator[ThreadPoolExecutor]:
-    """A thread for the broadcasts; whatever goes wrong outside it ends the one under way, so that it can be left."""
-    with ThreadPoolExecutor(1, "push-transfer") as thread:
-        try:
-            yield thread
-        except BaseException:
-            thread.shutdown(wait=False, cancel_futures=True)
-            collective.abort()
-            raise
+    try:
+        yield collective.start_broadcast
+    except BaseException:
+        collective.abort()
+        raise
 
 
 def _run_spans(

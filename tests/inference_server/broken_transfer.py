@@ -1,7 +1,7 @@
 """Harm to the bytes of a push."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from protocol.collective.group import Collective
@@ -21,11 +21,17 @@ class OneBitFlipped:
         self.device = collective.device
 
     def broadcast(self, tensor: Any) -> None:
-        if self._left == 0:
+        self.start_broadcast(tensor)()
+
+    def start_broadcast(self, tensor: Any) -> Callable[[], None]:
+        if self._is_next():
             tensor = tensor.clone()
             _flip(tensor)
+        return self._collective.start_broadcast(tensor)
+
+    def _is_next(self) -> bool:
         self._left -= 1
-        self._collective.broadcast(tensor)
+        return self._left == -1
 
     def abort(self) -> None:
         self._collective.abort()
@@ -37,11 +43,15 @@ class OneBitFlipped:
 class OneBitFlippedOnArrival(OneBitFlipped):
     """The same for a receiver."""
 
-    def broadcast(self, tensor: Any) -> None:
-        self._collective.broadcast(tensor)
-        if self._left == 0:
-            _flip(tensor)
-        self._left -= 1
+    def start_broadcast(self, tensor: Any) -> Callable[[], None]:
+        wait, is_next = self._collective.start_broadcast(tensor), self._is_next()
+
+        def wait_and_flip() -> None:
+            wait()
+            if is_next:
+                _flip(tensor)
+
+        return wait_and_flip
 
 
 def _flip(tensor: Any) -> None:

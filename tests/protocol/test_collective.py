@@ -50,9 +50,9 @@ def join_all(hosted: Meeting, epoch: str, num_workers: int = 1) -> list[Collecti
 class Waiting:
     """A call in another thread that is expected to fail."""
 
-    def __init__(self, call: Callable[[], object]) -> None:
+    def __init__(self, call: Callable[[], object], name: str | None = None) -> None:
         self._call, self.error = call, ""
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:

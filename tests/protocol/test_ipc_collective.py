@@ -1,6 +1,7 @@
 """Broadcasts within one GPU, with the GPU's memory scripted: handles arrive whole, and rank 0 waits for the copies."""
 
 import ctypes
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -18,6 +19,8 @@ from protocol.collective.ipc import (
     has_expandable_segments,
 )
 from protocol.errors import PushError
+from protocol.weights.buckets import ALIGNMENT_BYTES, cut, make_manifest
+from protocol.weights.dense import NUM_BUFFERS, receive_weights, send_weights
 from tests.protocol.test_collective import CPU, HOST, Waiting, zeros
 
 HANDLE = TensorHandle(
@@ -33,6 +36,7 @@ class ScriptedMemory:
         self.storages: list[torch.Tensor] = []
         self.calls: list[tuple] = []
         self.num_waits = 0
+        self._queued: dict[int, threading.Event] = {}
 
     def __call__(self, device: torch.device) -> "ScriptedMemory":
         return self
@@ -55,11 +59,35 @@ class ScriptedMemory:
     def take_back(self, handle: TensorHandle) -> None:
         self.calls.append(("take back", handle.allocation[0]))
 
+    def mark(self) -> "Queued":
+        """Each thread has a stream of its own, on which nothing is queued unless the test has said so."""
+        self.num_waits += 1
+        return Queued(self._queued.get(threading.get_ident(), DONE))
+
+    def queue(self) -> threading.Event:
+        """From now on this thread's stream has work that goes on until the event is set."""
+        self._queued[threading.get_ident()] = threading.Event()
+        return self._queued[threading.get_ident()]
+
     def synchronize(self) -> None:
         self.num_waits += 1
 
     def collect(self) -> None:
         self.calls.append(("collect",))
+
+
+DONE = threading.Event()
+DONE.set()
+
+
+class Queued:
+    """An event of CUDA: the work that one stream had when it was made."""
+
+    def __init__(self, done: threading.Event) -> None:
+        self._done = done
+
+    def synchronize(self) -> None:
+        assert self._done.wait(60)
 
 
 @pytest.fixture
@@ -99,7 +127,7 @@ def test_every_rank_gets_the_bytes_of_rank_0_and_a_storage_is_lent_and_opened_on
     first, second = bucket(1000, seed=0), bucket(500, seed=1)
     for sent in (first, second, first[100:300], second[:0], first):
         broadcast(ranks, sent)
-    assert memory.num_waits == 5 * len(ranks)  # for the tensor to be there, and for each copy
+    assert memory.num_waits == 5 * len(ranks) + 5 * 2  # for what each has queued before, and for each copy
     assert sorted(memory.calls) == sorted([("lend", 0), ("lend", 1), *[("open", 0), ("open", 1)] * 2])
     for rank in ranks:
         rank.close()
@@ -115,6 +143,71 @@ def test_new_storages_are_lent_anew_and_only_a_few_stay_open(memory: ScriptedMem
     assert [call[0] for call in memory.calls].count("lend") == 3 * MAX_OPEN_STORAGES
     for rank in ranks:
         rank.close()
+
+
+def test_the_few_buffers_and_trailers_of_a_push_are_opened_once(memory: ScriptedMemory) -> None:
+    learner, worker = join_all()
+    tensors = [(f"layer {index}", torch.randn(2048)) for index in range(32)]
+    manifest = make_manifest(tensors, torch.bfloat16, 4096)
+    with ThreadPoolExecutor(1) as thread:
+        receiving = thread.submit(lambda: list(receive_weights(worker, manifest)))
+        sent = send_weights(learner, cut(manifest), tensors)
+        arrived = receiving.result()
+    assert len(arrived) == 32 and sent.num_bytes == 32 * (4096 + ALIGNMENT_BYTES)  # in 64 broadcasts
+    opened = [call for call in memory.calls if call[0] == "open"]
+    assert len(opened) == NUM_BUFFERS + 1
+    for rank in (learner, worker):
+        rank.close()
+
+
+def test_a_buffer_is_not_written_before_what_its_callers_stream_has_queued_for_it_is_done(
+    memory: ScriptedMemory,
+) -> None:
+    """Such are the copies into vLLM's weights of the bucket that lay there before, on a stream of vLLM's own."""
+    learner, worker = join_all()
+    buffer, sent = torch.full((64,), 7, dtype=torch.uint8), bucket(64, seed=0)
+    loaded = memory.queue()
+    learners_side, workers_side = Waiting(lambda: learner.broadcast(sent)), Waiting(worker.start_broadcast(buffer))
+    assert not workers_side.ends_promptly(0.5)
+    assert set(buffer.tolist()) == {7}
+    loaded.set()
+    assert workers_side.ends_promptly() and learners_side.ends_promptly()
+    assert torch.equal(buffer, sent)
+    for rank in (learner, worker):
+        rank.close()
+
+
+def test_a_tensor_is_not_lent_before_what_its_callers_stream_has_queued_for_it_is_done(memory: ScriptedMemory) -> None:
+    learner, worker = join_all()
+    buffer, tensor, sent = zeros(64), zeros(64), bucket(64, seed=0)
+    filled = memory.queue()
+    learners_side, workers_side = Waiting(learner.start_broadcast(tensor)), Waiting(lambda: worker.broadcast(buffer))
+    assert not workers_side.ends_promptly(0.5)
+    tensor.copy_(sent)
+    filled.set()
+    assert workers_side.ends_promptly() and learners_side.ends_promptly()
+    assert torch.equal(buffer, sent)
+    for rank in (learner, worker):
+        rank.close()
+
+
+def test_several_broadcasts_may_be_under_way(memory: ScriptedMemory) -> None:
+    learner, worker = join_all()
+    sent, received = [bucket(64, seed) for seed in range(3)], [zeros(64) for _ in range(3)]
+    waits = [learner.start_broadcast(tensor) for tensor in sent] + [
+        worker.start_broadcast(buffer) for buffer in received
+    ]
+    for wait in waits:
+        wait()
+    assert all(torch.equal(*pair) for pair in zip(sent, received, strict=True))
+    under_way = [learner.start_broadcast(tensor) for tensor in sent]
+    learner.close()
+    for wait in under_way:
+        with pytest.raises(PushError):
+            wait()
+    with pytest.raises(PushError, match="is closed"):
+        learner.start_broadcast(sent[0])
+    worker.close()
 
 
 def test_rank_0_returns_only_when_every_rank_has_copied(memory: ScriptedMemory) -> None:

@@ -1,22 +1,35 @@
 """The logic around NCCL against a scripted library: what hangs in it is given up at the deadline and aborted."""
 
 import contextlib
+import os
 import sys
 import threading
 import types
-from collections.abc import Iterator
 
 import pytest
 import torch
 
+from protocol.collective import group
 from protocol.collective import nccl as nccl_collective
 from protocol.collective.group import Meeting, join_collective
-from protocol.collective.nccl import NcclCollective, ranks_may_share_a_gpu
+from protocol.collective.nccl import (
+    MAX_STUCK_JOINS,
+    NcclCollective,
+    is_installed,
+    ranks_may_share_a_gpu,
+    use_interface_of,
+)
+from protocol.collective.transport import offered_transports
 from protocol.errors import PushError
 from protocol.messages import Rendezvous
+from protocol.weights.buckets import cut, make_manifest
+from protocol.weights.dense import receive_weights, send_weights
 from tests.protocol.test_collective import CPU, HOST, Waiting, zeros
 
 UNIQUE_ID = bytes(range(128))
+CHOICES = ["NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY"]
+TENSORS = [(f"layer {index}", torch.ones(256)) for index in range(3)]
+"""One to a bucket of 1024 bytes."""
 
 
 class ScriptedNccl(types.ModuleType):
@@ -77,19 +90,29 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> ScriptedNccl:
             return library.may_finish.is_set()
 
     class Stream:
-        def __init__(self, device: torch.device) -> None: ...
+        """Work queued on it waits for what it was told to wait for; each thread has one of its own, as torch has it."""
 
-        @contextlib.contextmanager
-        def selected(self) -> Iterator[int]:
-            yield 77
+        cuda_stream = 77
 
-        def follow(self, tensor: torch.Tensor) -> None:
-            library.calls.append(("follow", tensor.data_ptr()))
+        def __init__(self, name: str) -> None:
+            self.name = name
 
-        def mark(self) -> Event:
+        def wait_stream(self, other: "Stream") -> None:
+            library.calls.append((f"{self.name} waits for", other.name))
+
+        def record_event(self) -> Event:
             return Event()
 
-    monkeypatch.setattr(nccl_collective, "SideStream", Stream)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("side stream"))
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: Stream(f"stream of {threading.current_thread().name}")
+    )
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(
+        torch.Tensor,
+        "record_stream",
+        lambda tensor, stream: library.calls.append((f"{stream.name} keeps", tensor.data_ptr())),
+    )
     return library
 
 
@@ -125,12 +148,77 @@ def test_a_broadcast_waits_for_the_current_stream_and_runs_on_the_side_stream(nc
     nccl.calls.clear()
     collective.broadcast(tensor)
     address = tensor.data_ptr()
-    assert nccl.calls == [("follow", address), ("broadcast", address, address, 48, nccl.NCCL_UINT8, 0, 77)]
+    assert nccl.calls == [
+        ("side stream waits for", "stream of MainThread"),
+        ("side stream keeps", address),
+        ("broadcast", address, address, 48, nccl.NCCL_UINT8, 0, 77),
+    ]
+
+
+def waited_for(nccl: ScriptedNccl) -> list[str]:
+    """The stream that each broadcast comes after."""
+    orders = [call for call in nccl.calls if call[0] in ("side stream waits for", "broadcast")]
+    assert [call[0] for call in orders] == ["side stream waits for", "broadcast"] * (len(orders) // 2)
+    return [call[1] for call in orders[::2]]
+
+
+def test_what_the_thread_that_loads_has_queued_comes_before_each_broadcast_into_its_memory(nccl: ScriptedNccl) -> None:
+    """A bucket's memory is used again while the copies out of it wait on vLLM's stream, which is that thread's alone."""
+    manifest = make_manifest(TENSORS, torch.float32, 1024)
+    collective = formed()
+    nccl.calls.clear()
+    loading = Waiting(lambda: list(receive_weights(collective, manifest)), name="vLLM")
+    assert loading.ends_promptly() and "checksum" in loading.error  # nothing travels here
+    assert waited_for(nccl) == ["stream of vLLM"] * 4  # the spans and trailers of two buckets
+
+
+def test_what_the_thread_that_gathers_has_queued_comes_before_each_broadcast_of_it(nccl: ScriptedNccl) -> None:
+    collective = formed()
+    nccl.calls.clear()
+    manifest = make_manifest(TENSORS, torch.float32, 1024)
+    pushing = Waiting(lambda: send_weights(collective, cut(manifest), TENSORS), name="push")
+    assert pushing.ends_promptly() and not pushing.error
+    assert waited_for(nccl) == ["stream of push"] * 6
+
+
+def test_several_broadcasts_are_queued_before_the_first_has_ended(nccl: ScriptedNccl) -> None:
+    collective = formed()
+    nccl.calls.clear()
+    nccl.may_finish.clear()
+    waits = [Waiting(collective.start_broadcast(zeros(num_bytes))) for num_bytes in (1, 2, 3)]
+    assert [call[3] for call in nccl.calls if call[0] == "broadcast"] == [1, 2, 3]
+    assert all(wait.is_waiting() for wait in waits)
+    nccl.may_finish.set()
+    assert all(wait.ends_promptly() and not wait.error for wait in waits)
+
+
+def test_a_receiver_queues_the_next_bucket_before_the_first_has_come(nccl: ScriptedNccl) -> None:
+    collective = formed()
+    nccl.calls.clear()
+    nccl.may_finish.clear()
+    receiving = Waiting(lambda: list(receive_weights(collective, make_manifest(TENSORS, torch.float32, 1024))))
+    assert not receiving.ends_promptly(0.5)
+    assert len(waited_for(nccl)) == 4
+    collective.abort()
+    assert receiving.ends_promptly() and "aborted or closed" in receiving.error
+
+
+def test_a_broadcast_that_an_abort_has_ended_is_not_taken_for_done(nccl: ScriptedNccl) -> None:
+    collective = formed()
+    wait = collective.start_broadcast(zeros(48))
+    collective.abort()
+    with pytest.raises(PushError, match="epoch e1 was aborted or closed"):
+        wait()
 
 
 def test_connecting_belongs_to_joining(nccl: ScriptedNccl) -> None:
     formed()
-    assert [call[0] for call in nccl.calls] == ["init", "follow", "broadcast"] and nccl.calls[-1][3] == 1
+    assert [call[0] for call in nccl.calls] == [
+        "init",
+        "side stream waits for",
+        "side stream keeps",
+        "broadcast",
+    ] and nccl.calls[-1][3] == 1
 
 
 def test_an_init_that_never_returns_ends_at_the_deadline_and_is_aborted_should_it_return(nccl: ScriptedNccl) -> None:
@@ -145,6 +233,20 @@ def test_an_init_that_never_returns_ends_at_the_deadline_and_is_aborted_should_i
     nccl.may_init.set()
     assert nccl.released.wait(60)
     meeting.close()
+
+
+def test_joins_that_hang_in_c_are_few_and_then_refused(nccl: ScriptedNccl) -> None:
+    nccl.may_init.clear()
+    stuck = [Waiting(formed) for _ in range(MAX_STUCK_JOINS)]
+    while [call[0] for call in nccl.calls].count("init") < MAX_STUCK_JOINS:
+        assert all(wait.is_waiting() for wait in stuck)
+    with pytest.raises(
+        PushError, match=r"4 joins that were given up still hang .*: start it again, or set .* \"gloo\""
+    ):
+        formed()
+    nccl.may_init.set()
+    assert all(wait.ends_promptly() and not wait.error for wait in stuck)
+    formed()
 
 
 def test_an_init_that_fails_names_the_rank_its_device_and_the_reason(
@@ -180,7 +282,7 @@ def test_abort_from_another_thread_wakes_a_broadcast(nccl: ScriptedNccl, leave: 
     collective = formed()
     nccl.may_finish.clear()
     waiting = Waiting(lambda: collective.broadcast(zeros(48)))
-    while len(nccl.calls) < 5:
+    while [call[0] for call in nccl.calls].count("broadcast") < 2:
         assert waiting.is_waiting()
     getattr(collective, leave)()
     assert waiting.ends_promptly() and "epoch e1 was aborted or closed" in waiting.error
@@ -200,6 +302,77 @@ def test_two_ranks_share_a_gpu_from_nccl_2_30_3_on_if_switched_on(
     nccl.version = version
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", switch)
     assert ranks_may_share_a_gpu() is may
+
+
+def test_nccl_is_installed_where_a_libnccl_answers_and_not_where_cupy_alone_is(
+    nccl: ScriptedNccl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert is_installed() and "nccl" in offered_transports()
+
+    def fail(error: Exception) -> None:
+        raise error
+
+    for error in (RuntimeError("NCCL_ERROR_SYSTEM_ERROR"), AttributeError("get_version")):
+        monkeypatch.setattr(nccl, "get_version", lambda error=error: fail(error))
+        assert not is_installed() and "nccl" not in offered_transports()
+    monkeypatch.undo()
+    nccl.available = False
+    assert not is_installed()
+
+
+@pytest.fixture
+def interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that this machine might have, and an environment that says nothing of any."""
+    for name in CHOICES:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    known = {"10.0.0.5": "eth1", "fd00::5": "ib0"}
+    monkeypatch.setattr(nccl_collective, "interface_of", known.get)
+
+
+def choices() -> list[str | None]:
+    return [os.environ.get(name) for name in CHOICES]
+
+
+@pytest.mark.usefixtures("interfaces")
+@pytest.mark.parametrize(
+    ("host", "chosen"),
+    [
+        ("10.0.0.5", ["=eth1", "AF_INET"]),
+        ("fd00::5", ["=ib0", "AF_INET6"]),
+        ("127.0.0.1", [None, None]),
+        ("::1", [None, None]),
+        ("192.0.2.1", [None, None]),
+    ],
+)
+def test_nccl_goes_by_the_interface_of_the_board_if_it_is_known_and_leads_out(host: str, chosen: list[str]) -> None:
+    use_interface_of(host)
+    assert choices() == chosen
+
+
+@pytest.mark.usefixtures("interfaces")
+def test_an_interface_that_the_user_names_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
+    use_interface_of("10.0.0.5")
+    assert choices() == ["eth0", None]
+
+
+def test_the_interface_is_chosen_before_nccl_is_used_on_either_side(
+    nccl: ScriptedNccl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "use_interface_of", lambda host: nccl.calls.append(("interface", host)))
+    monkeypatch.setattr(group, "new_unique_id", lambda: nccl.calls.append(("id",)) or UNIQUE_ID)
+    meeting = Meeting(HOST, timeout_s=10)
+    rendezvous = meeting.rendezvous(num_workers=1, transport="nccl")
+    assert nccl.calls == [("interface", HOST), ("id",)]
+    nccl.calls.clear()
+    worker = Waiting(lambda: join_collective("e1", rendezvous, 1, CPU).close())
+    meeting.host_collective("e1", rendezvous, CPU).close()
+    assert worker.ends_promptly() and not worker.error
+    calls = [call for call in nccl.calls if call[0] in ("interface", "init")]
+    assert calls[0] == ("interface", HOST) and calls.count(("interface", HOST)) == 2
+    meeting.close()
 
 
 def test_without_cupy_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -20,6 +20,7 @@ from protocol.weights.bucket_memory import BucketMemory
 from protocol.weights.buckets import NamedTensors, cut, make_manifest
 from protocol.weights.delta_wire import Baseline, receive_changes, send_changes
 from protocol.weights.dense import Arrived, Sent, receive_weights, send_weights
+from tests.inference_server.broken_transfer import OneBitFlippedOnArrival
 
 HOST = "127.0.0.1"
 CPU = torch.device("cpu")
@@ -106,7 +107,10 @@ class Recorded:
         self.frames: list[torch.Tensor] = []
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        self.frames.append(tensor.clone())
+        self.start_broadcast(tensor)()
+
+    def start_broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:
+        return lambda: self.frames.append(tensor.clone())
 
     def abort(self) -> None: ...
 
@@ -152,27 +156,6 @@ def test_tensors_in_another_order_than_the_manifest_are_refused() -> None:
         send_weights(host, cut(manifest), reversed(some_tensors()))
 
 
-class Flipping:
-    """A collective that changes one bit of what it carries."""
-
-    device = CPU
-
-    def __init__(self, collective: Collective, broadcast_index: int) -> None:
-        self._collective, self._left = collective, broadcast_index
-
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        self._collective.broadcast(tensor)
-        if self._left == 0:
-            tensor[len(tensor) // 2] ^= 4
-        self._left -= 1
-
-    def abort(self) -> None:
-        self._collective.abort()
-
-    def close(self) -> None:
-        self._collective.close()
-
-
 @pytest.mark.parametrize("broadcast_index", [0, 1, 2])
 def test_a_flipped_bit_is_found_before_its_bucket_is_handed_on(broadcast_index: int) -> None:
     tensors = [("a", torch.randn(600_000)), ("b", torch.randn(600_000))]
@@ -181,7 +164,7 @@ def test_a_flipped_bit_is_found_before_its_bucket_is_handed_on(broadcast_index: 
     with pair() as (host, worker), ThreadPoolExecutor(1) as thread:
         sending = thread.submit(send_weights, host, cut(manifest), tensors)
         with pytest.raises(PushError, match=r"bucket . of 2 .*checksum"):
-            for arrived in receive_weights(Flipping(worker, broadcast_index), manifest):
+            for arrived in receive_weights(OneBitFlippedOnArrival(worker, broadcast_index), manifest):
                 loaded.append(arrived.bucket.index)
         assert loaded == ([] if broadcast_index < 2 else [0])
         worker.close()

@@ -1,0 +1,31 @@
+"""Which network interface has an address, as NCCL wants it named. Linux only, and of IPv4 only each interface's first address."""
+
+import fcntl
+import ipaddress
+import socket
+import struct
+from pathlib import Path
+
+SIOCGIFADDR = 0x8915
+IFREQ = struct.Struct("16s4x4s232x")
+"""Linux's struct ifreq, with an IPv4 address in it after family and port."""
+IPV6_ADDRESSES = Path("/proc/net/if_inet6")
+
+
+def interface_of(address: str) -> str | None:
+    """Return its name; None if no interface is known to have the address."""
+    wanted = ipaddress.ip_address(address).packed
+    if len(wanted) == 16:
+        lines = IPV6_ADDRESSES.read_text().splitlines() if IPV6_ADDRESSES.exists() else []
+        return next((line.split()[-1] for line in lines if bytes.fromhex(line.split()[0]) == wanted), None)
+    return next((name for _, name in socket.if_nameindex() if _ipv4_of(name) == wanted), None)
+
+
+def _ipv4_of(name: str) -> bytes | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            answer = fcntl.ioctl(asking, SIOCGIFADDR, IFREQ.pack(name.encode(), bytes(4)))
+        except OSError:  # it has none
+            return None
+    address: bytes = IFREQ.unpack(answer)[1]
+    return address
