@@ -2,8 +2,9 @@
 
     flat bucket ─▶ encode against the baseline ─▶ size, changes, trailer ═▶ decode onto the baseline ─▶ checked ─▶ load
 
-Both sides keep the last push as flat buckets, of zeros at first, so the first push of an epoch carries everything. The
-trailer has the checksum of the whole bucket. Any failure ends the epoch and with it the baseline.
+Both sides keep the last push as flat buckets. The first push of an epoch has none to compare with and goes as a dense one: to
+look for changes against nothing would take many times as long. The trailer has the checksum of the whole bucket. Any failure
+ends the epoch and with it the baseline.
 """
 
 from collections import Counter, deque
@@ -31,19 +32,32 @@ from protocol.weights.dense import (
     make_trailer,
     no_progress,
     receive_bytes,
+    receive_weights,
+    send_weights,
 )
 
 
 class Baseline:
-    """The bytes of the last push, in host memory, bucket by bucket."""
+    """The bytes of the last push, in host memory, bucket by bucket; none before the first."""
 
     def __init__(self) -> None:
         self._buffers: dict[int, torch.Tensor] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._buffers
 
     def of(self, bucket: Bucket) -> torch.Tensor:
         if bucket.index not in self._buffers:
             self._buffers[bucket.index] = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
         return self._buffers[bucket.index]
+
+    def filled(self, buckets: list[Bucket], tensors: NamedTensors) -> NamedTensors:
+        """Yield the tensors as they travel, each bucket's once it is here."""
+        source = iter(tensors)
+        for bucket in buckets:
+            fill(bucket, self.of(bucket), source)
+            yield from bucket.views(self.of(bucket))
 
 
 def send_changes(
@@ -54,6 +68,8 @@ def send_changes(
     progress: Progress = no_progress,
 ) -> Sent:
     """Send what differs from the baseline, which then holds these tensors. Raises PushError, ValueError as send_weights."""
+    if baseline.is_empty:
+        return send_weights(collective, buckets, baseline.filled(buckets, tensors), progress)
     checksums: list[int] = []
 
     def frames() -> Frames:
@@ -74,7 +90,13 @@ def send_changes(
 
 
 def receive_changes(collective: Collective, manifest: Manifest, baseline: Baseline) -> Iterator[Arrived]:
-    """Yield every bucket in order while the next one is on its way; the buffers are the baseline's. Raises PushError."""
+    """Yield every bucket in order while the next one is on its way. Raises PushError.
+
+    The buffers are the baseline's, but for the first push, whose are on the collective's device.
+    """
+    if baseline.is_empty:
+        yield from _receive_first(collective, manifest, baseline)
+        return
     buckets = cut(manifest)
     with _transfer_thread(collective) as thread:
         coming = deque(thread.submit(_receive_frames, collective, bucket) for bucket in buckets[:1])
@@ -89,6 +111,14 @@ def receive_changes(collective: Collective, manifest: Manifest, baseline: Baseli
             except PushError as error:
                 raise in_bucket(bucket, len(buckets), error) from error
             yield Arrived(bucket, base, checksum)
+
+
+def _receive_first(collective: Collective, manifest: Manifest, baseline: Baseline) -> Iterator[Arrived]:
+    for arrived in receive_weights(collective, manifest):
+        # Tensor by tensor: what is in the gaps between them was not sent, and is zeros in the baseline.
+        fill(arrived.bucket, baseline.of(arrived.bucket), iter(arrived.bucket.views(arrived.buffer)))
+        yield arrived
+        del arrived  # or its memory would not be free for the next bucket
 
 
 def word_bytes(bucket: Bucket) -> int:

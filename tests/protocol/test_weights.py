@@ -195,11 +195,26 @@ def test_changes_alone_give_every_version_bit_for_bit_and_far_fewer_bytes() -> N
     assert sent[2].num_bytes < 1000 and sent[2].checksum == sent[1].checksum
 
 
+def test_the_first_push_of_an_epoch_is_dense_and_the_next_is_compared_with_it() -> None:
+    """Of zeros, which a comparison with nothing would have made next to nothing of."""
+    tensors = [
+        ("large", torch.zeros(3 << 20)),
+        ("small", torch.ones(9)),
+        ("empty", torch.zeros(0)),
+        ("odd", torch.ones(3)),
+    ]
+    dense, _ = transfer(tensors, torch.bfloat16, 1 << 20)
+    (first, second), _ = push_changes([tensors, tensors])
+    assert first == dense
+    assert second.num_bytes < dense.num_bytes / 100
+
+
 def test_changes_to_another_baseline_are_refused() -> None:
     first = [("weight", torch.randn(700, 1000))]
     manifest = make_manifest(first, torch.float32, 1 << 20, "delta")
     mine, theirs = Baseline(), Baseline()
-    theirs.of(cut(manifest)[0])[0] = 1
+    for baseline, byte in ((mine, 0), (theirs, 1)):
+        baseline.of(cut(manifest)[0])[0] = byte
     with pair() as (host, worker), ThreadPoolExecutor(1) as thread:
         sending = thread.submit(send_changes, host, cut(manifest), [("weight", torch.zeros(700, 1000))], mine)
         with pytest.raises(PushError, match="checksum"):
