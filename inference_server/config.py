@@ -29,7 +29,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """What becomes of the keys and values of sequences in flight when new weights arrive."""
     receive_overlap: bool = False
     """Receive a push while generation goes on and pause only to load it (on a CPU it is loaded beside generation too, and the
-    pause only exchanges the two); costs the memory of one more copy of the weights."""
+    pause only exchanges the two); costs the memory of one more copy of the weights, on a GPU's server host memory. One worker only."""
     http_host: str = "127.0.0.1"
     """Address of the OpenAI API, /status and /metrics."""
     http_port: Annotated[int, msgspec.Meta(ge=0, lt=65536)] = 8000

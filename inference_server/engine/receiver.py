@@ -169,6 +169,14 @@ class Receiver:
         staging.join(LEAVE_TIMEOUT_S)
 
 
+def in_host_memory(arrived: Arrived) -> Arrived:
+    """Return the bucket where it may lie until all have come: pinned, if it comes from a GPU, which has no room for two models."""
+    if arrived.buffer.device.type == "cpu":
+        return arrived
+    pinned = torch.empty(len(arrived.buffer), dtype=torch.uint8, pin_memory=True)
+    return msgspec.structs.replace(arrived, buffer=pinned.copy_(arrived.buffer))
+
+
 class _Staging(threading.Thread):
     """Receives one push while the engine generates."""
 
@@ -182,8 +190,10 @@ class _Staging(threading.Thread):
     def run(self) -> None:
         try:
             self._receiver.join(self.order, self)
-            take = self.successor.take if self.successor is not None else self._buckets.extend
-            take(self._receiver.receive())
+            if self.successor is not None:
+                self.successor.take(self._receiver.receive())
+            else:
+                self._buckets.extend(map(in_host_memory, self._receiver.receive()))
         # Whatever it is, it must be in the worker's report: a thread that just ends would look like a push that has come.
         except Exception as failure:
             # Only its words: its traceback would keep the sockets of the epoch open for as long as it is remembered.

@@ -73,10 +73,16 @@ def start_llm(run: ServerRun, model_path: Path) -> VersionedLLM:
     """Start vLLM as [server] says. Raises ConfigError where it cannot serve the model so."""
     server = run.server
     on_cpu = current_platform.is_cpu()
-    if on_cpu and server.receive_overlap and server.tensor_parallel_size > 1:
+    if server.receive_overlap and server.tensor_parallel_size > 1:
+        reason = (
+            "workers that wait for each other leave the thread that receives too little time"
+            if on_cpu
+            else "each worker would keep the whole model beside its share, and a push beside generation would run NCCL's kernels of "
+            "two groups against each other"
+        )
         raise ConfigError(
-            f"server.receive_overlap = true with server.tensor_parallel_size = {server.tensor_parallel_size}: on a CPU, workers that "
-            "wait for each other leave the thread that receives too little time; set receive_overlap = false"
+            f"server.receive_overlap = true with server.tensor_parallel_size = {server.tensor_parallel_size}: {reason}; set "
+            "receive_overlap = false"
         )
     in_engine_process = on_cpu and server.tensor_parallel_size == 1
     if in_engine_process:

@@ -19,6 +19,7 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import RequestOutput
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -45,7 +46,7 @@ T = TypeVar("T")
 
 TOKENS_PER_PIECE = 32
 """Tokens of a completion come in pieces of so many: each shows that its group gets on, and costs the event loop some 30 µs."""
-STAGING_POLL_S = 0.01
+STAGING_POLL_S = 0.01 if current_platform.is_cpu() else 0.25
 """Between two questions whether a push has come; each one is answered between two decoding steps."""
 UNTOUCHED = "default"
 """What vLLM calls the version of the weights that it has loaded itself."""

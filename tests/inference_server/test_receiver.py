@@ -8,10 +8,11 @@ import torch
 
 import protocol.collective.watch
 from inference_server.engine.interface import PushOrder
-from inference_server.engine.receiver import Receiver
+from inference_server.engine.receiver import Receiver, in_host_memory
 from protocol.collective.group import Meeting
 from protocol.errors import PushError
-from protocol.weights.buckets import make_manifest
+from protocol.weights.buckets import cut, make_manifest
+from protocol.weights.dense import Arrived
 
 CPU = torch.device("cpu")
 
@@ -33,3 +34,21 @@ def test_a_worker_gives_up_a_push_when_the_learner_is_gone_although_its_connecti
             with pytest.raises(PushError, match=r"the learner at .* is gone .*; the transfer ended in bucket 1 of 1"):
                 list(receiver.receive())
             receiver.leave()
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")],
+        ),
+    ],
+)
+def test_what_is_kept_until_a_whole_push_has_come_takes_no_memory_of_a_gpu(device: str) -> None:
+    (bucket,) = cut(make_manifest([("weight", torch.zeros(8))], torch.float32, 1024))
+    arrived = Arrived(bucket, torch.arange(32, dtype=torch.uint8, device=device), 7)
+    kept = in_host_memory(arrived)
+    assert (kept.bucket, kept.checksum, kept.buffer.device) == (bucket, 7, CPU)
+    assert kept.buffer.tolist() == list(range(32)) and kept.buffer.is_pinned() == (device == "cuda")

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import _process_utility_output
 
 from inference_server.config import ServerConfig, ServerRun
+from inference_server.engine import vllm_engine
 from inference_server.engine.interface import EngineDead
 from inference_server.engine.versioned_llm import VersionedLLM
 from inference_server.engine.vllm_engine import VllmEngine, call_engine
@@ -74,8 +76,23 @@ def test_no_client_of_the_openai_application_comes_before_the_learners_groups(mo
     assert begun == [1, 1, 7, 0, -1]
 
 
-def test_receiving_beside_generation_is_refused_for_workers_that_share_a_cpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("on_cpu", "reason"), [(True, "leave the thread that receives"), (False, "keep the whole model")]
+)
+def test_receiving_beside_generation_is_refused_for_several_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_cpu: bool, reason: str
+) -> None:
+    monkeypatch.setattr("inference_server.engine.versioned_llm.current_platform.is_cpu", lambda: on_cpu)
     server = ServerConfig(receive_overlap=True, tensor_parallel_size=2)
     run = ServerRun(model="tiny:digits", run_dir=str(tmp_path), server=server)
-    with pytest.raises(ConfigError, match="tensor_parallel_size = 2: on a CPU"):
+    with pytest.raises(ConfigError, match=f"tensor_parallel_size = 2: .*{reason}.*; set receive_overlap = false"):
         VllmEngine(run, tmp_path)
+
+
+@pytest.mark.parametrize(("on_cpu", "poll_s"), [(True, 0.01), (False, 0.25)])
+def test_workers_on_gpus_are_asked_less_often_whether_a_push_has_come(
+    monkeypatch: pytest.MonkeyPatch, on_cpu: bool, poll_s: float
+) -> None:
+    """Each answer costs a GPU the overlap of two decoding steps."""
+    monkeypatch.setattr("inference_server.engine.versioned_llm.current_platform.is_cpu", lambda: on_cpu)
+    assert runpy.run_path(vllm_engine.__file__)["STAGING_POLL_S"] == poll_s
