@@ -1,78 +1,146 @@
 """NCCL and CUDA IPC as they are, between two processes; the logic around them is tested without a GPU beside this file."""
 
 import hashlib
-import importlib.util
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
 
-from protocol.collective.group import Collective, Meeting, join_collective
-from protocol.collective.nccl import SHARED_GPU_SWITCH, ranks_may_share_a_gpu
+from protocol.collective.group import Collective, Meeting, address_towards, join_collective
+from protocol.collective.interface import interface_of
+from protocol.collective.ipc import GpuMemory, TensorHandle
+from protocol.collective.nccl import FAMILY, INTERFACE, SHARED_GPU_SWITCH, is_installed, ranks_may_share_a_gpu
 from protocol.collective.transport import offered_transports, own_device_name
+from protocol.collective.watch import watched
 from protocol.errors import PushError
+from protocol.messages import Manifest, Rendezvous, Transport
+from protocol.weights.buckets import cut, make_manifest
+from protocol.weights.checksum import checksum_of
+from protocol.weights.dense import NUM_BUFFERS, receive_weights, send_weights
 from tests.protocol.test_collective import HOST, Waiting
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
 
 NUM_BYTES = 64 << 20
 TIMEOUT_S = 30.0
+EPOCH = "e1"
+LONG_CYCLES = 1 << 31
+"""About a second of a GPU."""
 
 
 def checksum(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.cpu().numpy().tobytes()).hexdigest()
 
 
-def _work(pipe: Any, device: torch.device, num_broadcasts: int, stop: bool) -> None:
-    """Be the worker: receive into one buffer, tell what arrived; then stop without closing anything, or leave."""
-    collective = join_collective("e1", pipe.recv(), 1, device)
-    buffer = torch.empty(NUM_BYTES, dtype=torch.uint8, device=device)
+def _receive(pipe: Any, collective: Collective, *, num_broadcasts: int, stop: bool = False) -> None:
+    """Receive into one buffer, tell what arrived; then stop without closing anything, or leave."""
+    buffer = torch.empty(NUM_BYTES, dtype=torch.uint8, device=collective.device)
     for _ in range(num_broadcasts):
         collective.broadcast(buffer)
         pipe.send(checksum(buffer))
     if stop:
         os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _load_and_receive(pipe: Any, collective: Collective) -> None:
+    """Receive into memory that this thread's stream, one of its own as vLLM's is, has still to copy to the weights."""
+    with torch.cuda.stream(torch.cuda.Stream(collective.device)):
+        buffer = torch.full((NUM_BYTES,), 7, dtype=torch.uint8, device=collective.device)
+        weights = torch.empty_like(buffer)
+        torch.cuda._sleep(LONG_CYCLES)
+        weights.copy_(buffer)
+        collective.start_broadcast(buffer)()
+        pipe.send((weights.unique().tolist(), checksum(buffer)))
+
+
+def _receive_push(pipe: Any, collective: Collective, *, manifest: Manifest) -> None:
+    """Tell what has arrived of a push, and how many storages of the learner were opened for it."""
+    opened: list[TensorHandle] = []
+    open_one = GpuMemory.open
+    GpuMemory.open = lambda memory, handle: opened.append(handle) or open_one(memory, handle)  # type: ignore[assignment,func-returns-value,method-assign]
+    checksums = [arrived.checksum for arrived in receive_weights(collective, manifest)]
+    pipe.send((checksum_of(checksums), len(opened)))
+
+
+def _wait_watched(pipe: Any, collective: Collective, *, rendezvous: Rendezvous) -> None:
+    """Receive what comes, then tell why no more has come."""
+    buffer = torch.empty(NUM_BYTES, dtype=torch.uint8, device=collective.device)
+    collective.broadcast(buffer)
+    pipe.send("first")
+    try:
+        with watched(collective, rendezvous, EPOCH):
+            collective.broadcast(buffer)
+    except PushError as error:
+        pipe.send(str(error))
+
+
+def _be_worker(pipe: Any, rendezvous: Rendezvous, device: torch.device, work: Callable[..., None], how: dict) -> None:
+    collective = join_collective(EPOCH, rendezvous, 1, device)
+    work(pipe, collective, **how)
+    pipe.send(os.environ.get(INTERFACE))
     collective.close()
 
 
-Join = Callable[..., tuple[Collective, Any]]
+class Epochs:
+    """Forms an epoch with a worker in a process of its own."""
+
+    def __init__(self) -> None:
+        self._processes: list[Any] = []
+        self.meetings: list[Meeting] = []
+
+    def join(
+        self,
+        transport: Transport,
+        work: Callable[..., None],
+        *,
+        timeout_s: float = TIMEOUT_S,
+        host: str = HOST,
+        **how: Any,
+    ) -> tuple[Collective, Any]:
+        """Return the learner's collective and the worker's pipe."""
+        self.meetings.append(Meeting(host, timeout_s))
+        rendezvous = self.meetings[-1].rendezvous(1, transport)
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        device = torch.device("cuda", 1 if transport == "nccl" and torch.cuda.device_count() > 1 else 0)
+        if work is _wait_watched:
+            how["rendezvous"] = rendezvous
+        self._processes.append(context.Process(target=_be_worker, args=(theirs, rendezvous, device, work, how)))
+        self._processes[-1].start()
+        theirs.close()
+        return self.meetings[-1].host_collective(EPOCH, rendezvous, torch.device("cuda", 0)), ours
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for meeting in self.meetings:
+            meeting.close()
 
 
 @pytest.fixture
-def join() -> Iterator[Join]:
-    """Form an epoch with a worker in a process of its own; give the learner's collective and the worker's pipe."""
-    context = multiprocessing.get_context("spawn")
-    processes: list[Any] = []
-    meetings: list[Meeting] = []
+def epochs() -> Iterator[Epochs]:
+    with closing(Epochs()) as epochs:
+        yield epochs
 
-    def form(transport: str, num_broadcasts: int, *, stop: bool = False, timeout_s: float = TIMEOUT_S) -> Any:
-        meetings.append(Meeting(HOST, timeout_s))
-        rendezvous = meetings[-1].rendezvous(1, transport)  # type: ignore[arg-type]
-        ours, theirs = context.Pipe()
-        device = torch.device("cuda", 1 if transport == "nccl" and torch.cuda.device_count() > 1 else 0)
-        processes.append(context.Process(target=_work, args=(theirs, device, num_broadcasts, stop)))
-        processes[-1].start()
-        ours.send(rendezvous)
-        return meetings[-1].host_collective("e1", rendezvous, torch.device("cuda", 0)), ours
 
-    yield form
-    for process in processes:
-        process.kill()
-        process.join()
-    for meeting in meetings:
-        meeting.close()
+def answer(pipe: Any, timeout_s: float = 2 * TIMEOUT_S) -> Any:
+    assert pipe.poll(timeout_s), f"the worker has not answered for {timeout_s:g} s"
+    return pipe.recv()
 
 
 @pytest.fixture(params=["ipc", "nccl"])
-def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Transport:
     """Each transport that this machine can test."""
     if request.param == "nccl":
-        if importlib.util.find_spec("cupy") is None:
-            pytest.skip('no cupy: pip install "slipstream-rl[nccl]"')
+        if not is_installed():
+            pytest.skip('no cupy with a libnccl: pip install "slipstream-rl[nccl]"')
         if torch.cuda.device_count() < 2:
             monkeypatch.setenv(SHARED_GPU_SWITCH, "1")
             if not ranks_may_share_a_gpu():
@@ -80,22 +148,62 @@ def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     return request.param
 
 
-def test_the_bytes_of_rank_0_arrive_in_every_broadcast_of_the_epoch(transport: str, join: Join) -> None:
-    learner, worker = join(transport, num_broadcasts=4)
-    buffers = [torch.empty(2 * NUM_BYTES, dtype=torch.uint8, device=learner.device) for _ in range(2)]
-    for index in range(4):
-        part = buffers[index % 2][NUM_BYTES // 2 : NUM_BYTES // 2 + NUM_BYTES]
+def test_the_bytes_of_rank_0_arrive_in_every_broadcast_although_all_are_queued_at_once(
+    transport: Transport, epochs: Epochs
+) -> None:
+    learner, worker = epochs.join(transport, _receive, num_broadcasts=4)
+    buffers = [torch.empty(2 * NUM_BYTES, dtype=torch.uint8, device=learner.device) for _ in range(4)]
+    parts = [buffer[NUM_BYTES // 2 : NUM_BYTES // 2 + NUM_BYTES] for buffer in buffers]
+    waits = []
+    for part in parts:
         part.random_(0, 256)  # still queued when the broadcast begins
-        learner.broadcast(part)
-        assert worker.recv() == checksum(part)
+        waits.append(learner.start_broadcast(part))
+    for wait in waits:
+        wait()
+    assert [answer(worker) for _ in parts] == [checksum(part) for part in parts]
     learner.close()
 
 
-def test_a_stopped_worker_ends_the_broadcast_at_the_deadline_and_the_gpu_goes_on(transport: str, join: Join) -> None:
-    learner, worker = join(transport, num_broadcasts=1, stop=True, timeout_s=10.0)
+def test_a_broadcast_comes_after_what_either_sides_own_stream_has_queued(transport: Transport, epochs: Epochs) -> None:
+    learner, worker = epochs.join(transport, _load_and_receive)
+    with torch.cuda.stream(torch.cuda.Stream(learner.device)):
+        gathered = torch.zeros(NUM_BYTES, dtype=torch.uint8, device=learner.device)
+        torch.cuda._sleep(LONG_CYCLES)
+        gathered.random_(0, 256)
+        learner.start_broadcast(gathered)()
+        assert answer(worker) == ([7], checksum(gathered))
+    learner.close()
+
+
+def test_a_push_arrives_bit_for_bit_through_a_few_storages(transport: Transport, epochs: Epochs) -> None:
+    tensors = [(f"layer {index}", torch.randn(1 << 21, device="cuda")) for index in range(32)]
+    manifest = make_manifest(tensors, torch.bfloat16, 4 << 20)
+    learner, worker = epochs.join(transport, _receive_push, manifest=manifest)
+    sent = send_weights(learner, cut(manifest), tensors)
+    arrived, num_opened = answer(worker)
+    assert arrived == sent.checksum
+    assert num_opened == (NUM_BUFFERS + 1 if transport == "ipc" else 0)
+    learner.close()
+
+
+def test_a_worker_is_free_soon_after_a_learner_that_lives_has_given_up(transport: Transport, epochs: Epochs) -> None:
+    learner, worker = epochs.join(transport, _wait_watched, timeout_s=10 * TIMEOUT_S)
+    learner.broadcast(torch.ones(NUM_BYTES, dtype=torch.uint8, device=learner.device))
+    assert answer(worker) == "first"
+    time.sleep(2.0)  # so that it is in the broadcast
+    epochs.meetings[-1].call_off(EPOCH, "the learner gave up")
+    learner.abort()
+    assert "gave up" in answer(worker, TIMEOUT_S) or transport == "ipc"  # gloo, which ipc has beside it, may be first
+    learner.close()
+
+
+def test_a_stopped_worker_ends_the_broadcast_at_the_deadline_and_the_gpu_goes_on(
+    transport: Transport, epochs: Epochs
+) -> None:
+    learner, worker = epochs.join(transport, _receive, num_broadcasts=1, stop=True, timeout_s=10.0)
     tensor = torch.ones(NUM_BYTES, dtype=torch.uint8, device=learner.device)
     learner.broadcast(tensor)
-    worker.recv()
+    answer(worker)
     with pytest.raises(PushError, match=r"learner\.push\.timeout_s"):
         learner.broadcast(tensor)
     learner.close()
@@ -103,11 +211,11 @@ def test_a_stopped_worker_ends_the_broadcast_at_the_deadline_and_the_gpu_goes_on
     assert int(tensor.sum(dtype=torch.int64)) == NUM_BYTES
 
 
-def test_abort_wakes_a_broadcast_in_another_thread(transport: str, join: Join) -> None:
-    learner, worker = join(transport, num_broadcasts=1, stop=True, timeout_s=60.0)
+def test_abort_wakes_a_broadcast_in_another_thread(transport: Transport, epochs: Epochs) -> None:
+    learner, worker = epochs.join(transport, _receive, num_broadcasts=1, stop=True, timeout_s=60.0)
     tensor = torch.ones(NUM_BYTES, dtype=torch.uint8, device=learner.device)
     learner.broadcast(tensor)
-    worker.recv()
+    answer(worker)
     waiting = Waiting(lambda: learner.broadcast(tensor))
     assert not waiting.ends_promptly(1.0)
     learner.abort()
@@ -116,12 +224,12 @@ def test_abort_wakes_a_broadcast_in_another_thread(transport: str, join: Join) -
     torch.cuda.synchronize()
 
 
-def test_failed_epochs_leave_no_memory_on_the_gpu(transport: str, join: Join) -> None:
+def test_failed_epochs_leave_no_memory_on_the_gpu(transport: Transport, epochs: Epochs) -> None:
     def fail() -> None:
-        learner, worker = join(transport, num_broadcasts=1, stop=True, timeout_s=60.0)
+        learner, worker = epochs.join(transport, _receive, num_broadcasts=1, stop=True, timeout_s=60.0)
         tensor = torch.ones(NUM_BYTES, dtype=torch.uint8, device=learner.device)
         learner.broadcast(tensor)
-        worker.recv()
+        answer(worker)
         waiting = Waiting(lambda: learner.broadcast(tensor[:1024]))
         assert not waiting.ends_promptly(0.5)
         learner.close()
@@ -133,9 +241,28 @@ def test_failed_epochs_leave_no_memory_on_the_gpu(transport: str, join: Join) ->
     assert torch.cuda.memory_allocated(0) <= allocated
 
 
-def test_a_gpu_is_named_by_its_host_and_id_and_offers_ipc() -> None:
+def test_nccl_goes_by_the_interface_by_which_the_ranks_meet(epochs: Epochs, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not is_installed():
+        pytest.skip('no cupy with a libnccl: pip install "slipstream-rl[nccl]"')
+    if torch.cuda.device_count() < 2:
+        pytest.skip("what it is used for needs two GPUs")
+    try:
+        host = address_towards("tcp://192.0.2.1:9")
+    except OSError:
+        pytest.skip("this machine has no interface but its loopback")
+    for name in (INTERFACE, FAMILY):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    learner, worker = epochs.join("nccl", _receive, num_broadcasts=1, host=host)
+    learner.broadcast(torch.ones(NUM_BYTES, dtype=torch.uint8, device=learner.device))
+    answer(worker)
+    assert os.environ[INTERFACE] == answer(worker) == f"={interface_of(host)}"
+    learner.close()
+
+
+def test_a_gpu_is_named_by_its_host_and_id_and_offers_what_is_installed() -> None:
     first = own_device_name(torch.device("cuda", 0))
     assert first == own_device_name(torch.device("cuda", 0)) and first.count("/") == 1
     if torch.cuda.device_count() > 1:
         assert first != own_device_name(torch.device("cuda", 1))
-    assert {"gloo", "ipc"} <= set(offered_transports())
+    assert set(offered_transports()) == {"gloo", "ipc", *(["nccl"] if is_installed() else [])}
