@@ -159,7 +159,9 @@ async def _serve(pipe: Connection, endpoint: str, config: ServerConfig) -> None:
 class _AtOnce:
     """Scores in the learner's own process: what is counted there must not depend on reward workers."""
 
-    def submit(self, prompt: Prompt, texts_G: list[str], token_ids_G: list[list[int]]) -> "Future[GroupRewards]":
+    def submit(
+        self, prompt: Prompt, texts_G: list[str], token_ids_G: list[list[int]], _state: object
+    ) -> "Future[GroupRewards]":
         rewards = [float(index) for index in range(len(texts_G))]
         future: Future[GroupRewards] = Future()
         future.set_result(

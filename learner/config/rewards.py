@@ -19,9 +19,12 @@ class RewardConfig(Section):
     weights: tuple[float, ...] | None = None
     """One per function, by which its rewards are multiplied before they are added; 0 only watches. Unset: all 1."""
     timeout_s: MayChange[float] = 10.0
-    """Deadline of one call of one function on one group; a function that exceeds it is killed."""
+    """Deadline of one call of one function on one group; a function that exceeds it is killed, an asynchronous one cancelled."""
     num_workers: MayChange[int] = 1
-    """Processes that call reward functions, each one group at a time."""
+    """Processes that call synchronous functions, each one function on one group at a time."""
+    max_concurrent_calls: MayChange[int] = 64
+    """Calls of asynchronous functions (`async def`) in flight at once, in one event loop of one process; each is one function
+    on one group, with its own deadline."""
     max_memory_mib: MayChange[int | None] = None
     """A process that holds more memory is killed, and the call has failed. What its module imports counts, what it starts
     itself does not. Linux only. Unset: no limit."""
@@ -51,7 +54,7 @@ class RewardConfig(Section):
             f"{self.functions}, not all 0",
         )
         require(0 < self.timeout_s < math.inf, f"timeout_s = {self.timeout_s} must be above 0 and finite")
-        for key in ("num_workers", "max_memory_mib", "calls_per_worker"):
+        for key in ("num_workers", "max_concurrent_calls", "max_memory_mib", "calls_per_worker"):
             value = getattr(self, key)
             require(value is None or value >= 1, f"{key} = {value} must be at least 1")
         require(
@@ -86,6 +89,11 @@ class RewardConfig(Section):
         """The functions' names in metrics: without the module, unless two would be called the same."""
         short = [spec.rpartition(":")[2] for spec in self.functions]
         return tuple(s if short.count(s) == 1 else spec for s, spec in zip(short, self.functions, strict=True))
+
+    @property
+    def own_metrics(self) -> frozenset[str]:
+        """Which reward/<name> are taken, so that no function may log them."""
+        return frozenset({"mean", "std", *self.weight_by_name})
 
     @property
     def function_weights(self) -> tuple[float, ...]:

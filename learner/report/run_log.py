@@ -66,7 +66,9 @@ class RunLog:
         texts = tokenizer.batch_decode([completion.token_ids.tolist() for completion in kept], skip_special_tokens=True)
         prompt = tokenizer.decode(group.prompt_token_ids.tolist())
         rewards = group.rewards_G[:MAX_SAMPLED_COMPLETIONS]
-        self._samples.append({"step": step, "prompt": prompt, "completions": list(texts), "rewards": rewards})
+        extra = {column: values[:MAX_SAMPLED_COMPLETIONS] for column, values in group.logged_extra.items()}
+        sample = {"step": step, "prompt": prompt, "completions": list(texts), "rewards": rewards}
+        self._samples.append(sample | ({"extra": extra} if extra else {}))
 
     def close(self) -> None:
         self._metrics.close()

@@ -1,21 +1,20 @@
-"""A reward function of the user's: how a name in the config becomes one, and how it is called and its answer checked.
+"""A reward function of the user's: how a name in the config becomes one.
 
 It has TRL's signature, `f(prompts, completions, completion_ids, **columns) -> list[float | None]`, and runs unchanged. All
-of this happens in the processes of process.py; they import this file and the functions' modules,
-nothing heavier. Invariant: a call gives one finite number or None per completion, or a text that says what was wrong.
+of this happens in the processes of process.py; they import this file, call.py and the functions' modules, nothing heavier.
 """
 
-import asyncio
 import functools
 import importlib.util
 import inspect
-import math
 import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import Any
+
+import msgspec
 
 from learner.rewards.builtin import BUILT_IN
 from protocol.errors import RewardError
@@ -53,7 +52,7 @@ def _import(module_name: str, spec: str) -> Any:
         return importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         raise RewardError(
-            f"reward function {spec!r}: importing {module_name} failed with {_describe(error)}; expected module:function, "
+            f"reward function {spec!r}: importing {module_name} failed with {describe(error)}; expected module:function, "
             "importable from the working directory, or path/to/file.py:function"
         ) from error
 
@@ -89,67 +88,40 @@ def _check_signature(function: RewardFunction, spec: str) -> None:
         )
 
 
-def load_problem(functions: Sequence[str]) -> str | None:
-    """Load all functions; return what is wrong with the first that cannot be."""
+class Loaded(msgspec.Struct, frozen=True):
+    """What came of loading functions: what is wrong with the first that cannot be, or which ones are asynchronous."""
+
+    problem: str | None = None
+    asynchronous: frozenset[str] = frozenset()
+
+
+def load_all(functions: Sequence[str]) -> Loaded:
+    """Load all functions."""
     try:
-        for spec in functions:
-            load_function(spec)
+        return Loaded(asynchronous=frozenset(spec for spec in functions if is_asynchronous(load_function(spec))))
     except RewardError as error:
-        return str(error)
-    return None
+        return Loaded(problem=str(error))
 
 
-def call_function(
-    spec: str, prompt: Any, columns: dict[str, Any], completions: list[str], completion_ids: list[list[int]]
-) -> list[float | None] | str:
-    """Return the rewards, or what was wrong with them."""
-    num_completions = len(completions)
-    is_conversation = not isinstance(prompt, str)
-    repeated = {
-        name: [value] * num_completions
-        for name, value in columns.items()
-        if name not in ("prompt", "completion", "prompts", "completions", "completion_ids")
-    }
+def is_asynchronous(function: RewardFunction) -> bool:
+    """Whether calling it returns a coroutine, in the forms that TRL knows: partial functions and callable objects too."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+@functools.cache
+def accepts(spec: str, name: str) -> bool:
+    """Whether a function has a parameter of this name, or takes any."""
     try:
-        returned = load_function(spec)(
-            prompts=[prompt] * num_completions,
-            completions=[[{"role": "assistant", "content": text}] for text in completions]
-            if is_conversation
-            else completions,
-            completion_ids=completion_ids,
-            **repeated,
-        )
-        if inspect.iscoroutine(returned):
-            returned = asyncio.run(returned)
-    except (Exception, SystemExit) as error:
-        return f"raised {_describe(error)} (columns: {', '.join(repeated) or 'none'})"
-    return _checked(returned, num_completions)
+        parameters = inspect.signature(load_function(spec)).parameters
+    except ValueError:  # written in C
+        return False
+    return name in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
-def _checked(returned: Any, num_completions: int) -> list[float | None] | str:
-    expected = f"expected a list of {num_completions} finite numbers or None"
-    if isinstance(returned, (str, bytes, dict)):
-        return f"returned {shorten(returned)}, {expected}"
-    try:
-        items = list(returned)
-        rewards = [None if item is None else _number(item) for item in items]
-    except (TypeError, ValueError) as error:
-        return f"returned {shorten(returned)} ({error}), {expected}"
-    if len(rewards) != num_completions:
-        return f"returned {len(rewards)} rewards, {shorten(items)}, {expected}"
-    return rewards
-
-
-def _number(item: Any) -> float:
-    if not isinstance(item, SupportsFloat):
-        raise TypeError(f"{shorten(item)} is not a number")
-    number = float(item)
-    if not math.isfinite(number):
-        raise ValueError(f"{number} is not finite")
-    return number
-
-
-def _describe(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
+    """Return an error in one line, with the place it was raised at."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {shorten(str(error), 300)}{where}"

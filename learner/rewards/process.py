@@ -1,13 +1,15 @@
-"""One process in which reward functions run: started, called with a deadline, killed. Between workers.py and the functions.
+"""One process in which reward functions run: started, called, killed. Between the lanes and the functions.
 
-    call ──▶ pipe ──▶ serve (in the process) ──▶ call_function ──▶ pipe ──▶ rewards, or a Trouble
+    call ──▶ pipe ──▶ serve (in the process) ──▶ call_function ──▶ pipe ──▶ an answer, or a Trouble
+                          └▶ one event loop, in a thread ──▶ await_function
 
-Invariant: whatever the function does and whoever kills or stops the process at whatever moment, `call` comes back soon after
-its deadline. So each process has a pipe of its own: in a pool that shares one, a process that is killed while it holds the
-lock of the pipe stops the others for good (pebble 5.2: after 2 and 4 kills). What comes back is msgpack and no pickle,
-because a reward function may run code that a model wrote.
+Invariant: whatever the function does and whoever kills or stops the process at whatever moment, who waits for it comes back
+soon after the deadline. So each process has a pipe of its own: in a pool that shares one, a process that is killed while it
+holds the lock of the pipe stops the others for good (pebble 5.2: after 2 and 4 kills). What comes back is msgpack and no
+pickle, because a reward function may run code that a model wrote.
 """
 
+import asyncio
 import multiprocessing
 import os
 import signal
@@ -15,17 +17,21 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Coroutine
+from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from learner.config import RewardConfig
-from learner.rewards.function import call_function, load_problem
+from learner.rewards.call import Answer, Call, await_function, call_function
+from learner.rewards.function import Loaded, load_all
 from protocol.errors import RewardError
+
+T = TypeVar("T")
 
 # How long a process may take to start and import the functions' modules, torch among them if a user wants it.
 STARTUP_TIMEOUT_S = 120.0
@@ -33,20 +39,18 @@ MEMORY_WATCH_S = 0.02
 EXIT_WAIT_S = 1.0
 """From the end of the pipe to the exit code."""
 
-ANSWER: msgspec.msgpack.Decoder[list[float | None] | str] = msgspec.msgpack.Decoder(list[float | None] | str)
-"""Rewards, or what was wrong with them; after the start what is wrong with the functions, or nothing."""
+
+class Reply(msgspec.Struct, frozen=True):
+    """What came of a call: an answer, what was wrong, or None where an asynchronous function was cancelled at its deadline."""
+
+    number: int
+    answer: Answer | str | None
+
+
+REPLY = msgspec.msgpack.Decoder(Reply)
+LOADED = msgspec.msgpack.Decoder(Loaded)
 # Spawned, not forked: the learner's threads, sockets and tensors must not come along.
 CONTEXT = multiprocessing.get_context("spawn")
-
-
-class Call(msgspec.Struct, frozen=True):
-    """What a reward function is called with, see call_function."""
-
-    function: str
-    prompt: Any
-    columns: dict[str, Any]
-    completions: list[str]
-    completion_ids: list[list[int]]
 
 
 class Trouble(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,17 +66,24 @@ class RewardProcess:
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
-        self._pipe, theirs = CONTEXT.Pipe()
-        self._process = CONTEXT.Process(target=serve, args=(theirs, config.functions), name="reward process")
+        self.pipe, theirs = CONTEXT.Pipe()
+        self._process = CONTEXT.Process(target=serve, args=(theirs, config), name="reward process")
         self._process.start()
         theirs.close()
-        self._is_loaded = False
+        self._loaded: Loaded | None = None
         self.num_calls = 0
-        _limit_waits(self._pipe, config.timeout_s)
+        _limit_waits(self.pipe, config.timeout_s)
 
     @property
-    def is_alive(self) -> bool:
-        return self._process.is_alive()
+    def is_usable(self) -> bool:
+        """Whether it lives and is not worn out."""
+        limit = self._config.calls_per_worker
+        return self._process.is_alive() and (limit is None or self.num_calls < limit)
+
+    @property
+    def asynchronous(self) -> frozenset[str]:
+        """Which functions are, once they are loaded."""
+        return self._loaded.asynchronous if self._loaded else frozenset()
 
     def kill(self) -> None:
         """End it now, and what it has started."""
@@ -83,68 +94,85 @@ class RewardProcess:
 
     def load(self) -> Trouble | None:
         """Wait until the functions are imported. Raises RewardError if one cannot be; a Trouble says that it was killed."""
-        if self._is_loaded:
+        if self._loaded is not None:
             return None
-        answer = self._answer(STARTUP_TIMEOUT_S)
-        if isinstance(answer, Trouble) and answer.outcome == "killed":
-            return answer
+        loaded = self._wait_for(LOADED, time.monotonic() + STARTUP_TIMEOUT_S)
+        if isinstance(loaded, Trouble) and loaded.outcome == "killed":
+            return loaded
         functions = ", ".join(self._config.functions)
-        if isinstance(answer, Trouble) and answer.outcome == "timed_out":
+        if loaded is None:
+            self.kill()
             raise RewardError(
                 f"importing learner.reward.functions ({functions}) took longer than {STARTUP_TIMEOUT_S:g} s; "
                 "move slow work out of the module's top level"
             )
-        if isinstance(answer, Trouble):
+        if isinstance(loaded, Trouble):
             raise RewardError(
-                f"a process that imported learner.reward.functions ({functions}) {answer.problem}; {answer.remedy}"
+                f"a process that imported learner.reward.functions ({functions}) {loaded.problem}; {loaded.remedy}"
             )
-        if answer:
-            raise RewardError(str(answer))
-        self._is_loaded = True
+        if loaded.problem:
+            raise RewardError(loaded.problem)
+        self._loaded = loaded
         return None
 
-    def call(self, call: Call) -> list[float | None] | Trouble:
-        """Return the rewards of one group. After a Trouble that is not the function's own answer the process is over."""
-        trouble = self.load()
+    def call(self, call: Call) -> Answer | Trouble:
+        """Return the answer to a call that is alone in the process. After a Trouble that is not the function's own answer the
+        process is over.
+        """
+        trouble = self.load() or self.send(0, call)
         if trouble is not None:
             return trouble
+        reply = self._wait_for(REPLY, time.monotonic() + self._config.timeout_s)
+        if isinstance(reply, Trouble):
+            return reply
+        return answer_of(reply, self._config) if reply is not None else self.killed_late()
+
+    def send(self, number: int, call: Call) -> Trouble | None:
+        """Begin a call."""
         self.num_calls += 1
         try:
-            self._pipe.send(msgspec.structs.astuple(call))
+            self.pipe.send((number, call))
         except BlockingIOError:  # the process is stopped, and the pipe full
-            return self._killed_late()
+            return self.killed_late()
         except OSError:
             return self._ended()
-        answer = self._answer(self._config.timeout_s)
-        if isinstance(answer, str):
-            return Trouble(outcome="failed", problem=answer, remedy="correct the function")
-        return answer
+        return None
 
-    def _answer(self, timeout_s: float) -> list[float | None] | str | Trouble:
-        deadline = time.monotonic() + timeout_s
-        watch_s = MEMORY_WATCH_S if self._config.max_memory_mib is not None else timeout_s
+    def receive(self, timeout_s: float | None, *wakers: connection.Connection) -> Reply | Trouble | None:
+        """Return the next reply, or None if a waker can be read or nothing comes in time. After a Trouble it is over."""
+        return self._receive(REPLY, timeout_s, *wakers)
+
+    def _wait_for(self, decoder: "msgspec.msgpack.Decoder[T]", deadline: float) -> T | Trouble | None:
         while True:
-            connection.wait([self._pipe, self._process.sentinel], min(watch_s, max(0.0, deadline - time.monotonic())))
-            try:
-                if self._pipe.poll():
-                    return ANSWER.decode(self._pipe.recv_bytes())
-            except BlockingIOError:  # it was stopped in the midst of its answer
-                return self._killed_late()
-            except (EOFError, OSError):
-                return self._ended()
-            except msgspec.DecodeError as error:
-                return self._nonsense(str(error))
-            if not self._process.is_alive():
-                return self._ended()
-            if self._uses_too_much():
-                self.kill()
-                return Trouble(
-                    outcome="failed",
-                    problem=f"used more than {self._config.max_memory_mib} MiB of memory and was killed",
-                    remedy="make it use less or raise learner.reward.max_memory_mib",
-                )
-            if time.monotonic() > deadline:
-                return self._killed_late()
+            received = self._receive(decoder, max(0.0, deadline - time.monotonic()))
+            if received is not None or time.monotonic() > deadline:
+                return received
+
+    def _receive(
+        self, decoder: "msgspec.msgpack.Decoder[T]", timeout_s: float | None, *wakers: connection.Connection
+    ) -> T | Trouble | None:
+        if self._config.max_memory_mib is not None and timeout_s is not None:
+            timeout_s = min(MEMORY_WATCH_S, timeout_s)
+        connection.wait([self.pipe, self._process.sentinel, *wakers], timeout_s)
+        try:
+            if self.pipe.poll():
+                return decoder.decode(self.pipe.recv_bytes())
+        except BlockingIOError:  # it was stopped in the midst of its answer
+            return self.killed_late()
+        except (EOFError, OSError):
+            return self._ended()
+        except msgspec.DecodeError as error:
+            return self._nonsense(str(error))
+        if not self._process.is_alive():
+            return self._ended()
+        if self._uses_too_much():
+            self.kill()
+            return Trouble(
+                outcome="failed",
+                problem=f"used more than {self._config.max_memory_mib} MiB of memory and was killed",
+                remedy="make it use less or raise learner.reward.max_memory_mib",
+            )
+        return None
 
     def _uses_too_much(self) -> bool:
         """What is resident counts, and the process is watched from outside. A limit of the system's (RLIMIT_AS) hangs
@@ -157,13 +185,10 @@ class RewardProcess:
             return False  # it has just ended
         return num_pages * os.sysconf("SC_PAGE_SIZE") > self._config.max_memory_mib << 20
 
-    def _killed_late(self) -> Trouble:
+    def killed_late(self) -> Trouble:
+        """End it for a call that is too late."""
         self.kill()
-        return Trouble(
-            outcome="timed_out",
-            problem=f"did not return within {self._config.timeout_s:g} s and was killed",
-            remedy="make it faster or raise learner.reward.timeout_s",
-        )
+        return too_late(self._config, "was killed")
 
     def _ended(self) -> Trouble:
         self._process.join(EXIT_WAIT_S)
@@ -187,6 +212,23 @@ class RewardProcess:
         )
 
 
+def answer_of(reply: Reply, config: RewardConfig) -> Answer | Trouble:
+    """The rewards of a reply, or what the function did wrong."""
+    if isinstance(reply.answer, Answer):
+        return reply.answer
+    if reply.answer is None:
+        return too_late(config, "was cancelled")
+    return Trouble(outcome="failed", problem=reply.answer, remedy="correct the function")
+
+
+def too_late(config: RewardConfig, end: str) -> Trouble:
+    return Trouble(
+        outcome="timed_out",
+        problem=f"did not return within {config.timeout_s:g} s and {end}",
+        remedy="make it faster or raise learner.reward.timeout_s",
+    )
+
+
 def _limit_waits(pipe: connection.Connection, timeout_s: float) -> None:
     """A stopped process neither reads nor writes on: let what waits for it within a message fail, with BlockingIOError."""
     with socket.fromfd(pipe.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as view:
@@ -197,16 +239,51 @@ def _limit_waits(pipe: connection.Connection, timeout_s: float) -> None:
 
 
 # --- in the process --------------------------------------------------------------------------------------------------
-def serve(pipe: connection.Connection, functions: Sequence[str]) -> None:
+def serve(pipe: connection.Connection, config: RewardConfig) -> None:
     """Import the functions, then answer calls until the learner is gone; ends with it even in the midst of a call."""
     os.setsid()  # the leader of what a function starts, which `kill` then ends too; Ctrl-C is the learner's alone
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
-    pipe.send_bytes(msgspec.msgpack.encode(load_problem(functions) or ""))
+    loaded = load_all(config.functions)
+    pipe.send_bytes(msgspec.msgpack.encode(loaded))
+    loop, sending, reserved = LoopThread(), threading.Lock(), config.own_metrics
+
+    def reply(number: int, answer: Answer | str | None) -> None:
+        with sending:
+            pipe.send_bytes(msgspec.msgpack.encode(Reply(number, answer)))
+
+    async def answer_in_time(number: int, call: Call) -> None:
+        answer = None
+        with suppress(TimeoutError):
+            async with asyncio.timeout(config.timeout_s):
+                answer = await await_function(call, reserved)
+        reply(number, answer)
+
     with suppress(EOFError):
         while True:
-            pipe.send_bytes(msgspec.msgpack.encode(call_function(*pipe.recv())))
+            number, call = pipe.recv()
+            if call.function in loaded.asynchronous:
+                loop.spawn(answer_in_time(number, call))
+            else:
+                reply(number, call_function(call, reserved, loop.wait))
+
+
+class LoopThread:
+    """One event loop for all of a process's life, so that a client made in one call works in the next; as in TRL a thread's."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="reward loop", daemon=True).start()
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> "Future[None]":
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def wait(self, awaitable: Awaitable[Any]) -> Any:
+        async def result() -> Any:
+            return await awaitable
+
+        return asyncio.run_coroutine_threadsafe(result(), self._loop).result()
 
 
 def _end_with(sentinel: int) -> None:

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from learner.config import LearnerConfig
 from learner.prompts.prompts import Prompt
+from learner.rewards.call import TrainerState
 from learner.rewards.failures import RewardFailures
 from learner.rewards.overlong import overlong_rewards, with_overlong
 from learner.rewards.workers import GroupRewards, RewardWorkers
@@ -15,17 +16,20 @@ from protocol.messages import Group
 
 
 class Scorer:
-    """Scores groups, as many at a time as there are workers."""
+    """Scores groups; how many at a time, the reward workers say."""
 
     def __init__(self, config: LearnerConfig, tokenizer: PreTrainedTokenizerBase, workers: RewardWorkers) -> None:
         self._config, self._tokenizer, self._workers = config, tokenizer, workers
         self._failures = RewardFailures(config.reward)
 
-    async def score(self, prompt: Prompt, group: Group) -> GroupRewards:
-        """Call the reward functions and add the overlong penalty. Raises RewardError if one fails too often."""
+    async def score(self, prompt: Prompt, group: Group, step: int) -> GroupRewards:
+        """Call the reward functions, which are told of the step, and add the overlong penalty. Raises RewardError if one fails
+        too often.
+        """
         token_ids_G = [completion.token_ids.tolist() for completion in group.completions]
         texts_G = self._tokenizer.batch_decode(token_ids_G, skip_special_tokens=True)
-        rewards = await asyncio.wrap_future(self._workers.submit(prompt, texts_G, token_ids_G))
+        state = TrainerState(global_step=step, max_steps=self._config.steps)
+        rewards = await asyncio.wrap_future(self._workers.submit(prompt, texts_G, token_ids_G, state))
         self._failures.note(rewards)
         config = self._config.reward
         if config.overlong_buffer_tokens is None:

@@ -1,38 +1,32 @@
 """Rewards: the completions of a group are scored by reward functions in processes that can be killed.
 
-    group ──▶ submit ──▶ queue ──▶ thread with a process of its own ──▶ one call per function ──▶ GroupRewards ──▶ advantages
+    group ──▶ submit ──▶ a job per function ──▶ lanes.py ──▶ processes ──▶ answers ──▶ GroupRewards ──▶ advantages
 
 Invariant: every submitted group gets an answer within the functions' deadlines, and wrong (a reward of 0), timed out and
 failed stay three different things: a function that timed out or failed gives None for every completion. A process that was
 killed from outside is none of them: the call is made again.
 """
 
-import queue
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from learner.config import RewardConfig
+from learner.rewards.call import Answer, Call, Extra, TrainerState
 from learner.rewards.function import shorten
-from learner.rewards.process import Call, RewardProcess, Trouble
+from learner.rewards.lanes import Concurrent, Job, Serial
+from learner.rewards.process import RewardProcess
 from protocol.errors import RewardError
 
 if TYPE_CHECKING:
     from learner.prompts.prompts import Prompt
 
-import logging
 
-log = logging.getLogger(__name__)
-
-MAX_KILLED_CALLS = 3
-"""A call whose process was killed so often has failed."""
-STOP_TIMEOUT_S = 5.0
-
-
-class FunctionRewards(msgspec.Struct, frozen=True, kw_only=True):
+class FunctionRewards(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one function said about a group."""
 
     name: str
@@ -40,6 +34,10 @@ class FunctionRewards(msgspec.Struct, frozen=True, kw_only=True):
     outcome: Literal["ok", "timed_out", "failed"] = "ok"
     message: str | None = None
     """Unless the outcome is ok: what went wrong, with the function and the prompt."""
+    metrics: dict[str, list[float]] = {}
+    """What it logged with `log_metric`."""
+    extra: dict[str, list[Extra]] = {}
+    """What it logged with `log_extra`, per completion; not in the ledger."""
 
 
 class GroupRewards(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,43 +61,57 @@ class GroupRewards(msgspec.Struct, frozen=True, kw_only=True):
         return {function.name: function.rewards for function in self.functions}
 
     @property
+    def logged_metrics(self) -> dict[str, list[float]]:
+        """What all functions logged, by name."""
+        logged: dict[str, list[float]] = {}
+        for function in self.functions:
+            for name, values in function.metrics.items():
+                logged[name] = [*logged.get(name, []), *values]
+        return logged
+
+    @property
+    def logged_extra(self) -> dict[str, list[Extra]]:
+        """A value per completion, by column."""
+        return {column: values for function in self.functions for column, values in function.extra.items()}
+
+    def to_json(self) -> str:
+        """What the ledger keeps: not the extra columns, which may be long texts."""
+        functions = [msgspec.structs.replace(function, extra={}) for function in self.functions]
+        return msgspec.json.encode(msgspec.structs.replace(self, functions=functions)).decode()
+
+    @property
     def is_unscorable(self) -> bool:
         """Whether no completion has a reward because a function timed out or failed, not because the functions said so."""
         return self.mean is None and any(function.outcome != "ok" for function in self.functions)
 
 
-class Task(msgspec.Struct, frozen=True, eq=False):
-    """A group to be scored, and who waits for it."""
-
-    future: Future[GroupRewards]
-    prompt: "Prompt"
-    completions: list[str]
-    completion_ids: list[list[int]]
-
-
 class RewardWorkers:
-    """Threads with a process each, in which reward functions run; use as a context manager, or close."""
+    """Processes in which reward functions run; use as a context manager, or close."""
 
     def __init__(self, config: RewardConfig) -> None:
         """Start the processes. Raises RewardError if a function cannot be loaded in them."""
         self._config = config
-        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._pending: set[Future[GroupRewards]] = set()
-        self._lock = threading.Lock()
-        self._closed = False
-        self._processes = [RewardProcess(config) for _ in range(config.num_workers)]
-        self._threads = [
-            threading.Thread(target=self._work, args=(worker,), name=f"rewards {worker}", daemon=True)
-            for worker in range(config.num_workers)
-        ]
+        self._lock, self._closed = threading.Lock(), False
+        processes = [RewardProcess(config) for _ in range(config.num_workers)]
         try:
-            for process in self._processes:
-                process.load()  # one that was killed is replaced at its first call
+            troubles = [process.load() for process in processes]  # one that was killed is replaced at its first call
+            if None not in troubles and (killed := troubles[0]):
+                raise RewardError(f"every process for learner.reward.functions {killed.problem}; {killed.remedy}")
+            self._asynchronous = frozenset[str]().union(*(process.asynchronous for process in processes))
         except RewardError:
-            self.close()
+            for process in processes:
+                process.kill()
             raise
-        for thread in self._threads:
-            thread.start()
+        synchronous = set(config.functions) - self._asynchronous
+        self._concurrent = self._serial = None
+        if self._asynchronous:
+            self._concurrent = Concurrent(config, RewardProcess(config) if synchronous else processes.pop())
+        if synchronous:
+            self._serial = Serial(config, processes)
+        else:
+            for process in processes:
+                process.kill()
 
     def __enter__(self) -> "RewardWorkers":
         return self
@@ -108,101 +120,81 @@ class RewardWorkers:
         self.close()
 
     def submit(
-        self, prompt: "Prompt", completions: Sequence[str], completion_ids: Sequence[Sequence[int]]
+        self,
+        prompt: "Prompt",
+        completions: Sequence[str],
+        completion_ids: Sequence[Sequence[int]],
+        state: TrainerState = TrainerState(),  # noqa: B008  frozen
     ) -> "Future[GroupRewards]":
         """Score the completions of one prompt. The future cannot be cancelled; close() ends it with a RewardError."""
-        future: Future[GroupRewards] = Future()
-        future.set_running_or_notify_cancel()
+        group: Future[GroupRewards] = Future()
+        group.set_running_or_notify_cancel()
+        ids = [list(one) for one in completion_ids]
+        jobs = [
+            Job(name, Call(function, prompt.prompt, prompt.columns, list(completions), ids, state), Future())
+            for name, function in zip(self._config.names, self._config.functions, strict=True)
+        ]
+        for job in jobs:
+            job.future.add_done_callback(partial(self._done, group, jobs))
         with self._lock:
             if self._closed:
                 raise RewardError("the reward workers are closed; no group can be scored any more")
-            self._pending.add(future)
-            self._tasks.put(Task(future, prompt, list(completions), [list(ids) for ids in completion_ids]))
-        return future
+            self._pending.add(group)
+        for job in jobs:
+            self._lane_of(job).put(job)
+        return group
 
     def close(self) -> None:
         """Kill the processes, whatever they do; groups that wait for a score end with a RewardError."""
         with self._lock:
             self._closed = True
             pending, self._pending = self._pending, set()
-            for process in self._processes:
-                process.kill()
-        for _ in self._threads:
-            self._tasks.put(None)
-        for thread in self._threads:
-            if thread.is_alive():
-                thread.join(STOP_TIMEOUT_S)
+        for lane in (self._serial, self._concurrent):
+            if lane is not None:
+                lane.close()
         for future in pending:
             future.set_exception(RewardError("the reward workers were closed before the group was scored"))
 
-    # --- a worker's thread ---------------------------------------------------------------------------------------
+    def _lane_of(self, job: Job) -> Serial | Concurrent:
+        lane = self._concurrent if job.call.function in self._asynchronous else self._serial
+        assert lane is not None
+        return lane
 
-    def _work(self, worker: int) -> None:
-        while (task := self._tasks.get()) is not None:
-            scored: GroupRewards | Exception
-            try:
-                scored = self._score(worker, task)
-            except Exception as error:  # raised where the group is waited for
-                scored = error
-            with self._lock:
-                if task.future not in self._pending:  # closed
-                    continue
-                self._pending.discard(task.future)
-            if isinstance(scored, Exception):
-                task.future.set_exception(scored)
-            else:
-                task.future.set_result(scored)
+    def _done(self, group: "Future[GroupRewards]", jobs: list[Job], _: "Future[Any]") -> None:
+        """A job of the group has ended, in its lane's thread; the last one ends the group."""
+        with self._lock:
+            if group not in self._pending or not all(job.future.done() for job in jobs):
+                return
+            self._pending.discard(group)
+        errors = [error for job in jobs if (error := job.future.exception()) is not None]
+        if errors:
+            group.set_exception(errors[0])
+        else:
+            group.set_result(self._rewards_of(jobs))
 
-    def _score(self, worker: int, task: Task) -> GroupRewards:
-        config = self._config
-        results = [
-            self._call(worker, name, function, task)
-            for name, function in zip(config.names, config.functions, strict=True)
-        ]
+    def _rewards_of(self, jobs: list[Job]) -> GroupRewards:
+        results = [_function_rewards(job) for job in jobs]
         rewards = [
-            _weighted_sum(config.function_weights, [result.rewards[i] for result in results])
-            for i in range(len(task.completions))
+            _weighted_sum(self._config.function_weights, [result.rewards[i] for result in results])
+            for i in range(len(jobs[0].call.completions))
         ]
         return GroupRewards(rewards=rewards, functions=results)
 
-    def _call(self, worker: int, name: str, function: str, task: Task) -> FunctionRewards:
-        call = Call(function, task.prompt.prompt, task.prompt.columns, task.completions, task.completion_ids)
-        answer = self._answer(worker, name, call)
-        if not isinstance(answer, Trouble):
-            return FunctionRewards(name=name, rewards=answer)
-        message = (
-            f"reward function {name} {answer.problem}, for {len(task.completions)} completions of prompt "
-            f"{shorten(task.prompt.prompt)}, the first of them {shorten(task.completions[0])}; {answer.remedy}"
-        )
-        return FunctionRewards(
-            name=name,
-            rewards=[None] * len(task.completions),
-            outcome="timed_out" if answer.outcome == "timed_out" else "failed",
-            message=message,
-        )
 
-    def _answer(self, worker: int, name: str, call: Call) -> list[float | None] | Trouble:
-        num_killed = 0
-        while True:
-            answer = self._process(worker).call(call)
-            if not isinstance(answer, Trouble) or answer.outcome != "killed":
-                return answer
-            num_killed += 1
-            if num_killed == MAX_KILLED_CALLS or self._closed:
-                return answer
-            log.warning("reward function %s %s; it is called again", name, answer.problem)
-
-    def _process(self, worker: int) -> RewardProcess:
-        """The worker's process, or a new one where that has ended or is worn out. Raises RewardError when closed."""
-        process, limit = self._processes[worker], self._config.calls_per_worker
-        if process.is_alive and (limit is None or process.num_calls < limit):
-            return process
-        process.kill()
-        with self._lock:
-            if self._closed:
-                raise RewardError("the reward workers are closed")
-            self._processes[worker] = RewardProcess(self._config)
-        return self._processes[worker]
+def _function_rewards(job: Job) -> FunctionRewards:
+    answer, call = job.future.result(), job.call
+    if isinstance(answer, Answer):
+        return FunctionRewards(name=job.name, rewards=answer.rewards, metrics=answer.metrics, extra=answer.extra)
+    message = (
+        f"reward function {job.name} {answer.problem}, for {len(call.completions)} completions of prompt "
+        f"{shorten(call.prompt)}, the first of them {shorten(call.completions[0])}; {answer.remedy}"
+    )
+    return FunctionRewards(
+        name=job.name,
+        rewards=[None] * len(call.completions),
+        outcome="timed_out" if answer.outcome == "timed_out" else "failed",
+        message=message,
+    )
 
 
 def _weighted_sum(weights: Sequence[float], rewards: Sequence[float | None]) -> float | None:

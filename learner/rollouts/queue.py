@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-import msgspec
-
 from learner.config import LearnerRun
 from learner.prompts.curriculum import Curriculum, PassRates
 from learner.prompts.prompts import Prompts
@@ -106,7 +104,7 @@ class GroupQueue:
         with self._changed:
             with self._ledger.batch():
                 for group, prompt_id, rewards in scored:
-                    self._ledger.score(group.group_id, msgspec.json.encode(rewards).decode(), rewards.mean)
+                    self._ledger.score(group.group_id, rewards.to_json(), rewards.mean)
                     self._curriculum.note(group.slot, prompt_id, rewards.by_function)
                     self._selection.count(rewards)
                     if not self._selection.admits(group):

@@ -235,7 +235,7 @@ class Rollouts:
     async def _score(self, request: Request, group: Group) -> None:
         slot, prompt = request.slot, request.prompt
         self._queue.scoring(slot)
-        rewards = await self._scorer.score(prompt, group)
+        rewards = await self._scorer.score(prompt, group, self._version)
         if rewards.is_unscorable:
             self._queue.unscorable(slot, rewards)
             await self._failed(request, "unscorable")

@@ -3,6 +3,8 @@
 Suffix: _G over the completions of the group.
 """
 
+from typing import Any
+
 import msgspec
 import numpy as np
 
@@ -28,6 +30,10 @@ class ScoredGroup(Part):
     rewards_by_function: dict[str, list[float | None]]
     entered_version: int
     """The policy version when the group entered the engine; UNKNOWN_VERSION if a restart lies between."""
+    logged_metrics: dict[str, list[float]] = msgspec.field(default_factory=dict)
+    """What reward functions logged of it, by name."""
+    logged_extra: dict[str, list[Any]] = msgspec.field(default_factory=dict)
+    """The same per completion; a restart loses it."""
 
     @property
     def oldest_version(self) -> int:
@@ -69,4 +75,6 @@ def scored_group(slot: int, prompt: Prompt, group: Group, rewards: GroupRewards)
         rewards_G=rewards.rewards,
         rewards_by_function=rewards.by_function,
         entered_version=group.entered_version,
+        logged_metrics=rewards.logged_metrics,
+        logged_extra=rewards.logged_extra,
     )

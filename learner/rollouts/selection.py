@@ -7,6 +7,7 @@ Not thread-safe: queue.py holds its lock.
 """
 
 import logging
+import statistics
 from collections import Counter
 
 from learner.algorithm.advantages import has_signal
@@ -52,6 +53,7 @@ class Selection:
             f"rollout/rewards_{outcome}": float(self._num_calls[outcome]) for outcome in ("timed_out", "failed")
         }
         self._num_calls.clear()
+        self.batch_metrics |= _logged(groups)
         self.batch_metrics |= self._curriculum.metrics(self._slots.next_to_admit)
         if self._config.active_sampling:
             self.batch_metrics["batch/replaced_groups"] = float(num_replaced)
@@ -80,3 +82,10 @@ class Selection:
                 num_replaced,
                 self._config.max_replacements,
             )
+
+
+def _logged(groups: list[ScoredGroup]) -> dict[str, float]:
+    """The means of what reward functions logged of these groups."""
+    names = {name for group in groups for name in group.logged_metrics}
+    values = {name: [value for group in groups for value in group.logged_metrics.get(name, ())] for name in names}
+    return {f"reward/{name}": statistics.fmean(values[name]) for name in sorted(names)}

@@ -46,7 +46,7 @@ def sees_what_trl_passes(prompts, completions, completion_ids, answer, level, **
     assert prompts == [[{"role": "user", "content": "2+2"}]] * 2
     assert completions == [[{"role": "assistant", "content": "4"}], [{"role": "assistant", "content": "5"}]]
     assert completion_ids == [[7], [8]]
-    assert (answer, level, kwargs) == (["4", "4"], [1, 1], {})
+    assert (answer, level, set(kwargs)) == (["4", "4"], [1, 1], {"trainer_state", "log_extra", "log_metric"})
     return [float(completion[0]["content"] == gold) for completion, gold in zip(completions, answer, strict=True)]
 
 

@@ -1,0 +1,135 @@
+"""One call of a reward function: what it is given, as in TRL, and how its answer is checked. In the processes of process.py.
+
+Invariant: a call gives one finite number or None per completion, or a text that says what was wrong.
+"""
+
+import inspect
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any, SupportsFloat
+
+import msgspec
+
+from learner.rewards.function import accepts, describe, load_function, shorten
+
+Extra = str | float | int | bool | None
+
+
+class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
+    """What a function finds in `trainer_state`: of transformers' class what says how far the run is."""
+
+    global_step: int = 0
+    """Optimizer steps whose weights are published."""
+    max_steps: int = 0
+    epoch: float | None = None
+
+
+class Call(msgspec.Struct, frozen=True):
+    """One function, on one group."""
+
+    function: str
+    prompt: Any
+    columns: dict[str, Any]
+    completions: list[str]
+    completion_ids: list[list[int]]
+    state: TrainerState = TrainerState()
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What a function returned, and what it logged meanwhile."""
+
+    rewards: list[float | None]
+    metrics: dict[str, list[float]] = {}
+    extra: dict[str, list[Extra]] = {}
+
+
+class Log:
+    """What a function logs: `log_metric` and `log_extra`, as in TRL."""
+
+    def __init__(self, num_completions: int, reserved: frozenset[str]) -> None:
+        self._num_completions, self._reserved = num_completions, reserved
+        self.metrics: dict[str, list[float]] = {}
+        self.extra: dict[str, list[Extra]] = {}
+
+    def metric(self, name: str, value: Any) -> None:
+        """Log a number; its mean over the step is the metric reward/<name>."""
+        if name in self._reserved:
+            raise ValueError(f"log_metric({name!r}, …): reward/{name} is the run's own metric; choose another name")
+        self.metrics.setdefault(str(name), []).append(_number(value))
+
+    def columns(self, column: str, values: Any) -> None:
+        """Log a value per completion; they stand beside the sampled completions."""
+        items = [item if isinstance(item, Extra) else str(item) for item in values]
+        if len(items) != self._num_completions:
+            raise ValueError(
+                f"log_extra({column!r}, …) came with {len(items)} values, expected {self._num_completions}"
+            )
+        self.extra[str(column)] = items
+
+
+def call_function(call: Call, reserved: frozenset[str], wait: Callable[[Awaitable[Any]], Any]) -> Answer | str:
+    """Return the rewards, or what was wrong with them; `wait` gets the result of a coroutine, should one be returned."""
+    log = Log(len(call.completions), reserved)
+    try:
+        returned = load_function(call.function)(**_arguments(call, log))
+        if inspect.isawaitable(returned):
+            returned = wait(returned)
+    except (Exception, SystemExit) as error:
+        return _raised(error, call)
+    return _checked(returned, log, len(call.completions))
+
+
+async def await_function(call: Call, reserved: frozenset[str]) -> Answer | str:
+    """The same for an asynchronous function, among others in one event loop."""
+    log = Log(len(call.completions), reserved)
+    try:
+        returned = await load_function(call.function)(**_arguments(call, log))
+    except (Exception, SystemExit) as error:
+        return _raised(error, call)
+    return _checked(returned, log, len(call.completions))
+
+
+def _arguments(call: Call, log: Log) -> dict[str, Any]:
+    num_completions, completions = len(call.completions), call.completions
+    is_conversation = not isinstance(call.prompt, str)
+    given = {"trainer_state": call.state, "log_extra": log.columns, "log_metric": log.metric}
+    return _repeated(call) | {
+        "prompts": [call.prompt] * num_completions,
+        "completions": [[{"role": "assistant", "content": text}] for text in completions]
+        if is_conversation
+        else completions,
+        "completion_ids": call.completion_ids,
+        **{name: value for name, value in given.items() if accepts(call.function, name)},
+    }
+
+
+def _repeated(call: Call) -> dict[str, list[Any]]:
+    own = ("prompt", "completion", "prompts", "completions", "completion_ids")
+    return {name: [value] * len(call.completions) for name, value in call.columns.items() if name not in own}
+
+
+def _raised(error: BaseException, call: Call) -> str:
+    return f"raised {describe(error)} (columns: {', '.join(_repeated(call)) or 'none'})"
+
+
+def _checked(returned: Any, log: Log, num_completions: int) -> Answer | str:
+    expected = f"expected a list of {num_completions} finite numbers or None"
+    if isinstance(returned, (str, bytes, dict)):
+        return f"returned {shorten(returned)}, {expected}"
+    try:
+        items = list(returned)
+        rewards = [None if item is None else _number(item) for item in items]
+    except (TypeError, ValueError) as error:
+        return f"returned {shorten(returned)} ({error}), {expected}"
+    if len(rewards) != num_completions:
+        return f"returned {len(rewards)} rewards, {shorten(items)}, {expected}"
+    return Answer(rewards, log.metrics, log.extra)
+
+
+def _number(item: Any) -> float:
+    if not isinstance(item, SupportsFloat):
+        raise TypeError(f"{shorten(item)} is not a number")
+    number = float(item)
+    if not math.isfinite(number):
+        raise ValueError(f"{number} is not finite")
+    return number

@@ -1,0 +1,213 @@
+"""The two ways in which calls reach processes: one at a time in each, or many at a time in one.
+
+    Serial       jobs ──▶ queue ──▶ threads with a process each        synchronous functions
+    Concurrent   jobs ──▶ queue ──▶ one thread, one process            asynchronous ones: up to max_concurrent_calls in flight
+
+Invariant: a job that is put ends with an answer or a Trouble within its function's deadline, once it is its turn. A process
+that was killed from outside is nobody's fault: the call is made again, up to MAX_KILLED_CALLS times.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future
+
+import msgspec
+
+from learner.config import RewardConfig
+from learner.rewards.call import Answer, Call
+from learner.rewards.process import CONTEXT, RewardProcess, Trouble, answer_of, too_late
+from protocol.errors import RewardError
+
+log = logging.getLogger(__name__)
+
+MAX_KILLED_CALLS = 3
+"""A call whose process was killed so often has failed."""
+CANCEL_WAIT_S = 1.0
+"""From the deadline of an asynchronous call to the word that it is cancelled; who needs longer blocks the event loop."""
+STOP_TIMEOUT_S = 5.0
+
+
+class Job(msgspec.Struct, eq=False):
+    """A call, and who waits for it."""
+
+    name: str
+    call: Call
+    future: "Future[Answer | Trouble]"
+    num_killed: int = 0
+    deadline: float = 0.0
+
+    def is_to_repeat(self, trouble: Trouble) -> bool:
+        """Whether a job whose process was killed is done again; else it ends with the Trouble."""
+        self.num_killed += 1
+        if self.num_killed >= MAX_KILLED_CALLS:
+            return False
+        log.warning("reward function %s %s; it is called again", self.name, trouble.problem)
+        return True
+
+
+class Serial:
+    """Threads with a process each."""
+
+    def __init__(self, config: RewardConfig, processes: list[RewardProcess]) -> None:
+        self._config, self._processes = config, processes
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._lock, self._closed = threading.Lock(), False
+        self._threads = [
+            threading.Thread(target=self._work, args=(worker,), name=f"rewards {worker}", daemon=True)
+            for worker in range(len(processes))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, job: Job) -> None:
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """Kill the processes, whatever they do; jobs that wait stay as they are."""
+        with self._lock:
+            self._closed = True
+            for process in self._processes:
+                process.kill()
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(STOP_TIMEOUT_S)
+
+    def _work(self, worker: int) -> None:
+        while (job := self._jobs.get()) is not None and not self._closed:
+            try:
+                job.future.set_result(self._answer(worker, job))
+            except Exception as error:  # raised where the group is waited for
+                job.future.set_exception(error)
+
+    def _answer(self, worker: int, job: Job) -> Answer | Trouble:
+        while True:
+            answer = self._process(worker).call(job.call)
+            if not isinstance(answer, Trouble) or answer.outcome != "killed":
+                return answer
+            if self._closed or not job.is_to_repeat(answer):
+                return answer
+
+    def _process(self, worker: int) -> RewardProcess:
+        """The worker's process, or a new one where that has ended or is worn out. Raises RewardError when closed."""
+        process = self._processes[worker]
+        if process.is_usable:
+            return process
+        process.kill()
+        with self._lock:
+            if self._closed:
+                raise RewardError("the reward workers are closed")
+            self._processes[worker] = RewardProcess(self._config)
+        return self._processes[worker]
+
+
+class Concurrent:
+    """One process, whose event loop has many calls in flight.
+
+    A call that is too late is cancelled there. Where that does not help, the event loop is blocked: the process is killed,
+    every call that is past its deadline has timed out, and the others are made again.
+    """
+
+    def __init__(self, config: RewardConfig, process: RewardProcess) -> None:
+        self._config, self._process = config, process
+        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._waiting: deque[Job] = deque()
+        self._in_flight: dict[int, Job] = {}
+        self._num_sent = 0
+        self._lock, self._closed = threading.Lock(), False
+        self._woken, self._wake = CONTEXT.Pipe(duplex=False)
+        self._thread = threading.Thread(target=self._work, name="rewards, asynchronous", daemon=True)
+        self._thread.start()
+
+    def put(self, job: Job) -> None:
+        self._jobs.put(job)
+        self._wake.send_bytes(b"\0")
+
+    def close(self) -> None:
+        """Kill the process; jobs that wait stay as they are."""
+        with self._lock:
+            self._closed = True
+            self._process.kill()
+        self._wake.send_bytes(b"\0")
+        self._thread.join(STOP_TIMEOUT_S)
+
+    def _work(self) -> None:
+        while not self._closed:
+            try:
+                self._step()
+            except Exception as error:  # raised where the groups are waited for
+                for job in self._take_all():
+                    job.future.set_exception(error)
+
+    def _step(self) -> None:
+        while self._woken.poll():
+            self._woken.recv_bytes()
+            if not self._jobs.empty():
+                self._waiting.append(self._jobs.get())
+        trouble = self._send_waiting()
+        if trouble is None and not self._in_flight:
+            self._woken.poll(None)
+            return
+        received = trouble or self._process.receive(self._remaining_s(), self._woken)
+        if isinstance(received, Trouble):
+            self._lost(received)
+        elif received is not None:
+            job = self._in_flight.pop(received.number, None)
+            if job is not None:
+                job.future.set_result(answer_of(received, self._config))
+        elif self._remaining_s() == 0:
+            self._lost(self._process.killed_late())
+
+    def _send_waiting(self) -> Trouble | None:
+        """Begin what there is room for, in a new process where this one has ended, or is worn out and empty."""
+        while self._waiting and len(self._in_flight) < self._config.max_concurrent_calls:
+            if not self._process.is_usable:
+                if self._in_flight:
+                    return None
+                self._replace()
+            job = self._waiting[0]
+            trouble = self._process.load()
+            if trouble is None:
+                self._num_sent += 1
+                job.deadline = time.monotonic() + self._config.timeout_s
+                self._in_flight[self._num_sent] = self._waiting.popleft()
+                trouble = self._process.send(self._num_sent, job.call)
+            elif not job.is_to_repeat(trouble):
+                self._waiting.popleft().future.set_result(trouble)
+            if trouble is not None:
+                return trouble
+        return None
+
+    def _replace(self) -> None:
+        self._process.kill()
+        with self._lock:
+            if not self._closed:
+                self._process = RewardProcess(self._config)
+
+    def _remaining_s(self) -> float | None:
+        """Until the first call in flight must have been answered; None: there is none."""
+        if not self._in_flight:
+            return None
+        first = min(job.deadline for job in self._in_flight.values())
+        return max(0.0, first + CANCEL_WAIT_S - time.monotonic())
+
+    def _lost(self, trouble: Trouble) -> None:
+        """The process has ended with all calls in flight."""
+        jobs, self._in_flight = self._in_flight, {}
+        for job in reversed(jobs.values()):
+            if trouble.outcome == "timed_out" and time.monotonic() > job.deadline:
+                job.future.set_result(too_late(self._config, "was killed"))
+            elif self._closed or not job.is_to_repeat(trouble):
+                job.future.set_result(trouble)
+            else:
+                self._waiting.appendleft(job)
+
+    def _take_all(self) -> Iterable[Job]:
+        jobs = [*self._in_flight.values(), *self._waiting]
+        self._in_flight.clear()
+        self._waiting.clear()
+        return jobs

@@ -1,0 +1,130 @@
+"""A user's file of asynchronous reward functions, with what lives as long as their process."""
+
+import asyncio
+import functools
+import os
+import signal
+import time
+from pathlib import Path
+
+import aiohttp
+
+DEADLINE_S = 60
+
+clients = []
+in_flight = 0
+most_in_flight = 0
+num_calls = 0
+
+
+async def judge_over_http(completions, url, **kwargs):
+    """One client for all calls, as whoever writes a judge makes it."""
+    if not clients:
+        clients.append(aiohttp.ClientSession())
+    async with clients[0].get(url[0]) as response:
+        return [float(await response.text())] * len(completions)
+
+
+async def meets(completions, num_together, **kwargs):
+    """Return once so many calls have been in flight together."""
+    global in_flight, most_in_flight
+    in_flight += 1
+    most_in_flight = max(most_in_flight, in_flight)
+    while most_in_flight < num_together[0]:
+        await asyncio.sleep(0.01)
+    in_flight -= 1
+    return [float(os.getpid())] * len(completions)
+
+
+async def most_together(completions, **kwargs):
+    """Return how many calls have been in flight together at most."""
+    global in_flight, most_in_flight
+    in_flight += 1
+    most_in_flight = max(most_in_flight, in_flight)
+    await asyncio.sleep(0.02)
+    in_flight -= 1
+    return [float(most_in_flight)] * len(completions)
+
+
+async def sleeps_if_told(completions, seconds, **kwargs):
+    await asyncio.sleep(seconds[0])
+    return [float(os.getpid())] * len(completions)
+
+
+async def blocks_if_told(completions, seconds, **kwargs):
+    time.sleep(seconds[0])
+    await asyncio.sleep(0)
+    return [float(os.getpid())] * len(completions)
+
+
+async def is_killed_at_its_third_call(completions, flag, **kwargs):
+    """The other calls are in flight then; the file outlives the process."""
+    global num_calls
+    num_calls += 1
+    if num_calls == 3 and not Path(flag[0]).exists():
+        Path(flag[0]).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    await asyncio.sleep(0.05)
+    return [1.0] * len(completions)
+
+
+async def leaves(completions, **kwargs):
+    os._exit(7)
+
+
+async def raises(completions, **kwargs):
+    raise TimeoutError("the judge is asleep")
+
+
+async def takes_mib(completions, mib, **kwargs):
+    held = bytearray(b"x") * (mib[0] << 20)
+    await asyncio.sleep(1)
+    return [float(len(held) > 0)] * len(completions)
+
+
+class _Judge:
+    async def __call__(self, prompts, completions, completion_ids, **kwargs):
+        await asyncio.sleep(0)
+        return [2.0] * len(completions)
+
+
+judge_object = _Judge()
+partly = functools.partial(sleeps_if_told, seconds=[0.0])
+
+
+def hands_a_coroutine_on(completions, url, **kwargs):
+    return judge_over_http(completions, url)
+
+
+def waits_for_the_other(completions, mine, other, **kwargs):
+    Path(mine[0]).touch()
+    give_up_at = time.monotonic() + DEADLINE_S
+    while not Path(other[0]).exists():
+        assert time.monotonic() < give_up_at, "the other function never began"
+        time.sleep(0.01)
+    return [1.0] * len(completions)
+
+
+def is_waited_for(completions, mine, other, **kwargs):
+    return waits_for_the_other(completions, other, mine)
+
+
+def logs(completions, trainer_state, log_metric, log_extra, **kwargs):
+    log_metric("words", sum(len(text) for text in completions))
+    log_metric("steps_left", trainer_state.max_steps - trainer_state.global_step)
+    log_extra("first", [text[:1] for text in completions])
+    return [0.5 + 0.1 * number for number in range(len(completions))]
+
+
+def logs_what_is_taken(completions, log_metric, **kwargs):
+    log_metric("mean", 1.0)
+    return [0.0] * len(completions)
+
+
+def logs_too_few(completions, log_extra, **kwargs):
+    log_extra("first", [])
+    return [0.0] * len(completions)
+
+
+def takes_no_more_than_it_must(prompts, completions, completion_ids, answer, seconds):
+    return [float(text == gold) for text, gold in zip(completions, answer, strict=True)]

@@ -1,0 +1,211 @@
+"""Asynchronous reward functions, many calls in one event loop; and what every function may log, as in TRL."""
+
+import asyncio
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from learner.config import RewardConfig
+from learner.prompts.prompts import Prompt
+from learner.rewards.call import TrainerState
+from learner.rewards.workers import FunctionRewards, GroupRewards, RewardWorkers
+from learner.train import train
+from tests.learner.model_engine import tiny_server
+from tests.learner.test_train import make_run, metrics_of, rows_of
+
+FILE = Path(__file__).parent / "async_rewards.py"
+DEADLINE_S = 60
+
+
+def prompt(**columns: object) -> Prompt:
+    return Prompt(prompt_id=0, prompt="21>", token_ids=[1, 2], columns=columns)
+
+
+def score(names: list[str], prompts: list[Prompt], **config: object) -> list[GroupRewards]:
+    """The groups of two completions each, submitted at once."""
+    settings = RewardConfig(functions=tuple(f"{FILE}:{name}" for name in names), **config)  # type: ignore[arg-type]
+    with RewardWorkers(settings) as workers:
+        futures = [
+            workers.submit(one, ["a", "b"], [[1], [2]], TrainerState(global_step=3, max_steps=9)) for one in prompts
+        ]
+        return [future.result(DEADLINE_S) for future in futures]
+
+
+def outcomes(groups: list[GroupRewards]) -> list[str]:
+    return [group.functions[0].outcome for group in groups]
+
+
+@contextmanager
+def answering(text: str) -> Iterator[str]:
+    """An HTTP server that keeps connections open; yields its address."""
+    loop, address = asyncio.new_event_loop(), []
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(text=text)
+
+    async def start() -> web.AppRunner:
+        app = web.Application()
+        app.router.add_get("/", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        address.append(f"http://127.0.0.1:{runner.addresses[0][1]}/")
+        return runner
+
+    runner = loop.run_until_complete(start())
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    try:
+        yield address[0]
+    finally:
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(DEADLINE_S)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(DEADLINE_S)
+        loop.close()
+
+
+# --- one loop for all calls --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["judge_over_http", "hands_a_coroutine_on"])
+def test_a_client_made_in_one_call_works_in_all_that_follow(name: str) -> None:
+    with answering("0.75") as url:
+        groups = score([name], [prompt(url=url)] * 12)
+    assert [(group.functions[0].message, group.rewards) for group in groups] == [(None, [0.75, 0.75])] * 12
+
+
+def test_sixteen_groups_are_judged_at_once() -> None:
+    groups = score(["meets"], [prompt(num_together=16)] * 16, timeout_s=DEADLINE_S)
+    assert outcomes(groups) == ["ok"] * 16
+
+
+def test_no_more_calls_are_in_flight_than_the_config_allows() -> None:
+    groups = score(["most_together"], [prompt()] * 10, max_concurrent_calls=3)
+    assert max(reward for group in groups for reward in group.rewards if reward is not None) == 3
+
+
+def test_callable_objects_and_partial_functions_are_asynchronous_too() -> None:
+    (group,) = score(["judge_object", "partly"], [prompt()])
+    assert group.functions[0].rewards == [2.0, 2.0] and group.functions[1].outcome == "ok"
+
+
+def test_two_functions_of_one_group_run_at_once(tmp_path: Path) -> None:
+    columns = {"mine": str(tmp_path / "mine"), "other": str(tmp_path / "other")}
+    both = ["waits_for_the_other", "is_waited_for"]
+    (group,) = score(both, [prompt(**columns)], num_workers=2, timeout_s=DEADLINE_S)
+    assert group.rewards == [2.0, 2.0]
+
+
+def test_synchronous_and_asynchronous_functions_stand_side_by_side() -> None:
+    groups = score(
+        ["sleeps_if_told", "takes_no_more_than_it_must"], [prompt(seconds=0.0, answer="b")] * 4, weights=(0, 1)
+    )
+    assert [group.rewards for group in groups] == [[0.0, 1.0]] * 4
+
+
+# --- isolation ---------------------------------------------------------------------------------------------------
+
+
+def test_a_call_that_is_too_late_is_cancelled_and_costs_no_other() -> None:
+    seconds = [0.0, 1000.0, 0.0, 1000.0, 0.0]
+    groups = score(["sleeps_if_told"], [prompt(seconds=s) for s in seconds], timeout_s=0.5, max_concurrent_calls=2)
+    assert outcomes(groups) == ["ok", "timed_out", "ok", "timed_out", "ok"]
+    assert "sleeps_if_told did not return within 0.5 s and was cancelled" in str(groups[1].functions[0].message)
+    assert len({groups[i].rewards[0] for i in (0, 2, 4)}) == 1  # one process all the time
+
+
+def test_a_call_that_blocks_the_event_loop_is_killed_and_later_ones_are_made_again() -> None:
+    seconds = [1000.0, 0.0, 0.0]
+    groups = score(["blocks_if_told"], [prompt(seconds=s) for s in seconds], timeout_s=0.5, max_concurrent_calls=1)
+    assert outcomes(groups) == ["timed_out", "ok", "ok"]
+    assert "did not return within 0.5 s and was killed" in str(groups[0].functions[0].message)
+
+
+def test_calls_in_flight_are_made_again_when_their_process_is_killed_from_outside(tmp_path: Path) -> None:
+    groups = score(["is_killed_at_its_third_call"], [prompt(flag=str(tmp_path / "flag"))] * 8)
+    assert (tmp_path / "flag").exists()
+    assert [group.rewards for group in groups] == [[1.0, 1.0]] * 8
+
+
+def test_a_process_that_was_killed_while_idle_is_replaced() -> None:
+    with RewardWorkers(RewardConfig(functions=(f"{FILE}:meets",))) as workers:
+
+        def process() -> int:
+            group = workers.submit(prompt(num_together=1), ["a"], [[1]]).result(DEADLINE_S)
+            return int(group.rewards[0] or 0)
+
+        before = process()
+        os.kill(before, signal.SIGKILL)
+        assert process() != before
+
+
+@pytest.mark.parametrize(
+    ("name", "came"),
+    [
+        ("leaves", "ended its process with exit code 7"),
+        ("raises", "raised TimeoutError: 'the judge is asleep'"),
+        ("logs_what_is_taken", "reward/mean is the run's own metric"),
+        ("logs_too_few", "log_extra('first', …) came with 0 values, expected 2"),
+    ],
+)
+def test_a_function_that_breaks_its_contract_has_failed(name: str, came: str) -> None:
+    (group,) = score([name], [prompt()])
+    assert (group.functions[0].outcome, group.rewards) == ("failed", [None, None])
+    assert came in str(group.functions[0].message)
+
+
+def test_a_call_that_takes_too_much_memory_fails_in_the_end_and_those_after_it_do_not() -> None:
+    sizes = [10, 10_000, 10]
+    groups = score(["takes_mib"], [prompt(mib=mib) for mib in sizes], max_memory_mib=400, max_concurrent_calls=1)
+    assert outcomes(groups) == ["ok", "failed", "ok"]
+    assert "used more than 400 MiB of memory" in str(groups[1].functions[0].message)
+
+
+def test_processes_are_replaced_after_so_many_calls() -> None:
+    groups = score(["sleeps_if_told"], [prompt(seconds=0.01)] * 9, calls_per_worker=3, max_concurrent_calls=2)
+    assert len({group.rewards[0] for group in groups}) == 3
+
+
+def test_close_ends_what_is_in_flight() -> None:
+    workers = RewardWorkers(RewardConfig(functions=(f"{FILE}:sleeps_if_told",), timeout_s=1000))
+    future = workers.submit(prompt(seconds=1000.0), ["a"], [[1]])
+    workers.close()
+    with pytest.raises(Exception, match="closed before the group was scored"):
+        future.result(DEADLINE_S)
+
+
+# --- what TRL gives ----------------------------------------------------------------------------------------------
+
+
+def test_a_function_knows_the_step_and_logs_metrics_and_columns() -> None:
+    (group,) = score(["logs"], [prompt()])
+    assert group.logged_metrics == {"words": [2.0], "steps_left": [6.0]}
+    assert group.logged_extra == {"first": ["a", "b"]}
+    assert '"words"' in group.to_json() and '"first"' not in group.to_json()
+
+
+def test_what_several_functions_log_under_one_name_is_one_metric() -> None:
+    functions = [
+        FunctionRewards(name=name, rewards=[], metrics={"words": [number]}) for name, number in [("f", 1.0), ("g", 2.0)]
+    ]
+    assert GroupRewards(rewards=[], functions=functions).logged_metrics == {"words": [1.0, 2.0]}
+
+
+def test_what_a_function_logs_reaches_the_metrics_and_the_samples_of_a_run(tmp_path: Path) -> None:
+    with tiny_server() as server:
+        run = make_run(tmp_path, server.endpoint, steps=3, max_staleness=0, reward={"functions": [f"{FILE}:logs"]})
+        train(run, resume=False)
+    lines = metrics_of(run)
+    assert [line["reward/steps_left"] for line in lines] == [3.0, 2.0, 1.0]
+    assert all(line["reward/words"] > 0 for line in lines)
+    assert all('"words"' in rewards for (rewards,) in rows_of(run, "rewards"))
+    for line in (Path(run.run_dir) / "samples.jsonl").read_text().splitlines():
+        sample = json.loads(line)
+        assert sample["extra"]["first"] == [text[:1] for text in sample["completions"]]
