@@ -19,6 +19,9 @@ OBJECTIVE_DEFAULTS: dict[Objective, dict[str, float | None]] = {
 }
 """Which of the loss's bounds an objective uses, and their defaults."""
 
+NORMALIZATIONS: dict[Objective, Normalization] = {"gspo": "sequence"}
+"""What an objective's paper divides by; all others: token."""
+
 BOUNDS = sorted({bound for defaults in OBJECTIVE_DEFAULTS.values() for bound in defaults})
 
 
@@ -28,8 +31,9 @@ class LossConfig(Section):
     objective: Objective = "grpo"
     """grpo: PPO's clip per token; gspo: per sequence; cispo: the ratio as a capped weight; sapo: a soft gate; dppo: a trust
     region in probability; reinforce: no ratio."""
-    normalization: Normalization = "token"
-    """token: mean over all tokens of the step; sequence: mean over completions of their means; dr_grpo: a constant."""
+    normalization: Normalization | None = None
+    """token: mean over all tokens of the step; sequence: mean over completions of their means; dr_grpo: a constant. Unset:
+    sequence for gspo, whose loss is one number for each completion (arXiv 2507.18071, equation 5), token for all others."""
     clip_low: float | None = None
     """grpo (0.2), gspo (3e-4): a ratio below 1 - clip_low has no gradient when the advantage is negative."""
     clip_high: float | None = None
@@ -84,6 +88,11 @@ class LossConfig(Section):
             0 < self.top_entropy_frac <= 1,
             f"top_entropy_frac = {self.top_entropy_frac} must lie above 0 and be at most 1 (all tokens)",
         )
+
+    @property
+    def mean_over(self) -> Normalization:
+        """The normalisation as set, or the objective's default."""
+        return self.normalization or NORMALIZATIONS.get(self.objective, "token")
 
     def value(self, bound: str) -> float:
         """Return a bound as set, or the objective's default."""

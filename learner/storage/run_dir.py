@@ -14,7 +14,7 @@ from typing import Any
 from msgspec import NODEFAULT, to_builtins
 from msgspec.structs import FieldInfo
 
-from learner.config import LearnerRun
+from learner.config import LearnerRun, LossConfig
 from learner.storage.disk import network_file_system, replace_file
 from protocol.config import keys_of, may_change, to_toml
 from protocol.errors import ConfigError
@@ -112,6 +112,8 @@ def _compare(path: Path, run: LearnerRun) -> None:
     """Say what differs from the config of the run so far. Raises ConfigError for a key that a resume may not change."""
     before = {MOVED.get(key, key): value for key, value in _flat(tomllib.loads(path.read_text())).items()}
     now, keys = _flat(tomllib.loads(to_toml(run))), keys_of(LearnerRun)
+    for config in (before, now):
+        _settle_normalization(config)
     refused = []
     for key in sorted(before.keys() | now.keys()):
         known = keys.get("server" if key.startswith("server.") else key)
@@ -127,6 +129,12 @@ def _compare(path: Path, run: LearnerRun) -> None:
             f"{path.parent} belongs to another config: {'; '.join(refused)}. Restore these values to resume it, or choose "
             "another run_dir"
         )
+
+
+def _settle_normalization(config: dict[str, Any]) -> None:
+    """A run that was begun before its default went by the objective has it in its config.toml."""
+    objective = config.get("learner.loss.objective", LossConfig().objective)
+    config.setdefault("learner.loss.normalization", LossConfig(objective=objective).mean_over)
 
 
 def _default(field: FieldInfo | None) -> Any:

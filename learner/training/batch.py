@@ -61,7 +61,7 @@ def step_rows(groups: list[ScoredGroup], advantages_P_G: list[list[float]], conf
         rows_P_G.append([])
         for completion, advantage in zip(group.completions, advantages_G, strict=True):
             weight = row_weight(
-                config.loss.normalization,
+                config.loss.mean_over,
                 row_tokens=len(completion.token_ids),
                 num_tokens=num_tokens,
                 num_rows=num_rows,

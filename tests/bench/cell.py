@@ -42,7 +42,7 @@ NUM_TASK_PROMPTS = 10_000
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "cispo": {"loss": {"objective": "cispo"}},
-    "gspo": {"loss": {"objective": "gspo"}},
+    "gspo": {"loss": {"objective": "gspo", "normalization": "token"}},  # as when the results were measured
     "decoupled": {"correction": {"anchor": "proximal", "proximal": "log_linear", "weight": "truncate"}},
     "uncorrected": {"loss": {"objective": "reinforce"}},
 }

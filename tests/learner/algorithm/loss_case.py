@@ -63,7 +63,7 @@ def make_case(seed: str, rule: Rule, *, is_wild: bool = False, has_proximal: boo
     lengths, advantages = (rng.sample(values, len(values)) for values in (LENGTHS, ADVANTAGES))
     for num_tokens, advantage in zip(lengths, advantages, strict=True):
         tokens = tuple(make_token(rng, rule, is_wild=is_wild, has_proximal=has_proximal) for _ in range(num_tokens))
-        completions.append(Completion(advantage, weight_of(rule.loss.normalization, num_tokens), tokens))
+        completions.append(Completion(advantage, weight_of(rule.loss.mean_over, num_tokens), tokens))
         positions.append(sorted(rng.sample(range(width), num_tokens)))
     return Case(rule, completions, positions)
 

@@ -66,6 +66,35 @@ def test_each_normalisation_weighs_a_token_as_its_paper_does(num_tokens: int) ->
         assert row_weight(normalization, **counts) == pytest.approx(weight_of(normalization, num_tokens), rel=1e-7)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_gspo_as_it_is_without_further_keys_is_the_mean_over_completions_of_its_paper(seed: int) -> None:
+    rule = Rule(LossConfig(objective="gspo", clip_low=0.05, clip_high=0.1))
+    case = make_case(f"gspo {seed}", rule)
+    pairs = [(c, p) for c, p in zip(case.completions, case.positions, strict=True) if c.tokens]
+    num_tokens = sum(len(completion.tokens) for completion, _ in pairs)
+    weights = [
+        row_weight(
+            rule.loss.mean_over, row_tokens=len(c.tokens), num_tokens=num_tokens, num_rows=len(pairs), max_tokens=99
+        )
+        for c, _ in pairs
+    ]
+    completions = [c._replace(weight=weight) for (c, _), weight in zip(pairs, weights, strict=True)]
+    found = run(Case(rule, completions, [places for _, places in pairs]))
+
+    def of_the_paper(moved=()):
+        return oracle.gspo_of_the_paper(completions, low=0.05, high=0.1, moved=moved)
+
+    assert close(found.loss, float(of_the_paper()))
+    logprobs = [completion.logprobs for completion in completions]
+    for row, gradients_T in enumerate(found.gradients):
+        for t, gradient in enumerate(gradients_T):
+            above, below = (
+                [[p + h * (i == row and j == t) for j, p in enumerate(row_T)] for i, row_T in enumerate(logprobs)]
+                for h in (oracle.STEP, -oracle.STEP)
+            )
+            assert close(gradient, float((of_the_paper(above) - of_the_paper(below)) / (2 * oracle.STEP)))
+
+
 def test_the_product_is_whole_and_every_further_option_meets_every_objective() -> None:
     # 6 objectives, of which 5 take 3 proximal anchors × 10 corrections and the behaviour anchor × (none, 6 masks);
     # reinforce takes the behaviour anchor × 10; gspo no mask of tokens, of which each of the 4 anchors has 2.

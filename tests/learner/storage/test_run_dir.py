@@ -133,6 +133,14 @@ def test_a_run_on_a_network_file_system_is_warned_with_the_remedy(
     assert "lies on a network file system (nfs4)" in caplog.text and "--run-dir" in caplog.text
 
 
+def test_a_run_of_gspo_that_was_begun_weighing_tokens_goes_on_with_that_said_and_not_without(tmp_path: Path) -> None:
+    before = tomllib.loads(to_toml(now(tmp_path, loss={"objective": "gspo", "normalization": "token"})))
+    (tmp_path / "config.toml").write_text(tomli_w.dumps(before))
+    open_run_dir(now(tmp_path, loss={"objective": "gspo", "normalization": "token"}), resume=True).close()
+    with pytest.raises(ConfigError, match=r"learner\.loss\.normalization was 'token', is 'sequence'"):
+        open_run_dir(now(tmp_path, loss={"objective": "gspo"}), resume=True)
+
+
 def test_a_run_that_goes_off_policy_goes_on_with_what_its_warning_advises(tmp_path: Path) -> None:
     with tiny_server() as server:
         begun = make_run(tmp_path, server.endpoint, max_staleness=2, steps=5, checkpoint={"every_steps": 2})

@@ -2,6 +2,7 @@
 
 import msgspec
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -81,6 +82,23 @@ def test_groups_without_signal_are_not_trained_on_but_counted_in_the_weights() -
         rows = trained_rows(groups, [[0.0, 0.0], [1.0, -1.0]], config)
         assert [row.advantage for row in rows] == [1.0, -1.0]
         assert [row.weight for row in rows] == [weight, weight] and [row.place for row in rows] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("loss", "weights"),
+    [
+        ({}, [1 / 4, 1 / 4]),
+        ({"objective": "gspo"}, [1 / (2 * 1), 1 / (2 * 3)]),
+        ({"objective": "gspo", "normalization": "token"}, [1 / 4, 1 / 4]),
+        ({"objective": "cispo", "normalization": "sequence"}, [1 / (2 * 1), 1 / (2 * 3)]),
+    ],
+)
+def test_gspo_weighs_completions_alike_and_the_others_tokens_unless_they_are_told_otherwise(
+    loss: dict[str, str], weights: list[float]
+) -> None:
+    group = msgspec.structs.replace(make_group(), completions=[make_completion([5]), make_completion([5, 6, 7])])
+    rows = trained_rows([group], [[1.0, -1.0]], learner_config(loss=loss))
+    assert [row.weight for row in rows] == pytest.approx(weights)
 
 
 def test_truncated_completions_can_be_left_out_and_still_count_in_the_weights() -> None:
