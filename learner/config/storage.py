@@ -13,10 +13,14 @@ class CheckpointConfig(Section):
     """How many of the newest checkpoints stay, 0: all; a resume goes on from the newest, or, when newer ones are removed by
     hand, from any of these. While one is written there is one more."""
     keep_best: MayChange[int] = 1
-    """So many with the highest mean reward over the steps that led to them stay too, however old."""
+    """Of so many with the highest mean reward over the steps that led to them the `model/` stays, however old, without what
+    only a resume needs; `best.json` beside it has the reward."""
     export_model: MayChange[bool] = True
     """Also write the policy into each checkpoint as `model/`, in the run's dtype and with the adapter merged, for `vllm serve`
     and `from_pretrained`."""
+
+    def lacking(self) -> dict[str, str]:
+        return {} if self.export_model else {"keep_best": "export_model = true"}
 
     def check(self) -> None:
         require(self.every_steps >= 1, f"every_steps = {self.every_steps} must be at least 1")

@@ -7,6 +7,7 @@ next refresh (refresh.py) are in the checkpoint, so a resume goes on with the sa
 
 import logging
 import math
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import msgspec
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast
 from torch import nn
 
 from learner.config import ReferenceConfig
@@ -101,11 +103,24 @@ class Reference:
             else:
                 mine.lerp_(current.to(mine), self._config.alpha)
 
-    def save(self, directory: Path, policy: nn.Module) -> None:
-        """Write the weights; `state` is the rest. Every rank calls it."""
+    def save(self, directory: Path, policy: nn.Module, earlier: Path | None = None) -> None:
+        """Write the weights; `state` is the rest. Every rank calls it. `earlier`: the checkpoint before, of the same run."""
+        if self._config.kind == "fixed" and earlier is not None and self._linked(directory, earlier):
+            return
         policy = self._accelerator.unwrap_model(policy)
         for i, snapshot in enumerate(self._snapshots):
             write_snapshot(snapshot, policy, _weights_file(directory, i), is_writer=self._accelerator.is_main_process)
+
+    def _linked(self, directory: Path, earlier: Path) -> bool:
+        """What never changes is one file under several names, which is there as long as one of them is."""
+        is_linked = False
+        if self._accelerator.is_main_process:
+            try:
+                os.link(_weights_file(earlier, 0), _weights_file(directory, 0))
+                is_linked = True
+            except OSError as error:  # a file system without links, or somebody has removed the one before
+                log.info("the reference is written once more: %s", error)
+        return bool(broadcast(torch.tensor([is_linked], device=self._accelerator.device)))
 
     def load(self, directory: Path, policy: nn.Module, state: ReferenceState) -> None:
         """Become the reference of the same kind that was saved. Raises ConfigError if it is of another policy."""

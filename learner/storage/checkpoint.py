@@ -3,7 +3,8 @@
     step-000050/  state.json, which is written last    curriculum.json: the prompts' pass rates, where there is one
                   optimizer.bin, random_states_<rank>.pkl    reference-<i>.safetensors
                   model.safetensors, or with LoRA adapter.safetensors: what is trained, in float32
-                  model/, adapter/: the policy for others to load (policy/export.py)
+                  model/, adapter/: the policy for others to load (policy/export.py); of one that stays because it is
+                  among the best they are all that is left, and best.json says by what
 
 A checkpoint of step n stands for the ledger's rows up to step n: a resume rewinds the ledger to it. The ledger is the
 checkpoint's other half: it holds every group that was asked for, with its place in the data, its completions while they
@@ -23,7 +24,7 @@ from learner.policy.export import export_policy
 from learner.policy.reference import ReferenceState
 from learner.policy.sharded_checkpoint import load_sharded, save_sharded
 from learner.prompts.curriculum import PassRates
-from learner.storage.disk import DiskError, writing
+from learner.storage.disk import DiskError, replace_file, writing
 from learner.training.trainee import Trainee
 from protocol.errors import ConfigError
 
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 
 STATE_FILE = "state.json"
 CURRICULUM_FILE = "curriculum.json"
+BEST_FILE = "best.json"
+OF_A_BEST = {BEST_FILE, "model", "adapter"}
 ASIDE = ".tmp"
 """Ends the name of a checkpoint that is not there yet, or no longer."""
 
@@ -53,10 +56,16 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
     pass_rates: PassRates | None = None
 
 
-def save_checkpoint(trainee: Trainee, directory: Path, step: int, course: Course) -> None:
-    """Write `directory/step-N` aside, make it durable, rename it into place. Called by every rank. Raises DiskError."""
+def save_checkpoint(
+    trainee: Trainee, directory: Path, step: int, course: Course, earlier_step: int | None = None
+) -> None:
+    """Write `directory/step-N` aside, make it durable, rename it into place. Called by every rank. Raises DiskError.
+
+    `earlier_step`: of the checkpoint before, with which this one shares what never changes.
+    """
     accelerator = trainee.accelerator
-    final = directory / f"step-{step:06d}"
+    final = checkpoint_of(directory, step)
+    earlier = None if earlier_step is None else checkpoint_of(directory, earlier_step)
     aside = final.with_suffix(ASIDE)
     with writing(directory):
         if accelerator.is_main_process:
@@ -65,7 +74,7 @@ def save_checkpoint(trainee: Trainee, directory: Path, step: int, course: Course
             aside.mkdir(parents=True)
     accelerator.wait_for_everyone()
     try:
-        _write(trainee, aside, step, course)
+        _write(trainee, aside, step, course, earlier)
     except DiskError:
         shutil.rmtree(aside, ignore_errors=True)  # its space is needed for what else has to be written
         raise
@@ -76,7 +85,7 @@ def save_checkpoint(trainee: Trainee, directory: Path, step: int, course: Course
             _sync(directory)
 
 
-def _write(trainee: Trainee, aside: Path, step: int, course: Course) -> None:
+def _write(trainee: Trainee, aside: Path, step: int, course: Course, earlier: Path | None) -> None:
     accelerator, run, reference = trainee.accelerator, trainee.run, trainee.reference
     policy = accelerator.unwrap_model(trainee.policy)
     with writing(aside):
@@ -85,7 +94,7 @@ def _write(trainee: Trainee, aside: Path, step: int, course: Course) -> None:
         else:
             accelerator.save_state(str(aside))
         if reference is not None:
-            reference.save(aside, policy)
+            reference.save(aside, policy, earlier)
     if run.learner.checkpoint.export_model:
         with trainee.published.led(), writing(aside):
             if accelerator.is_main_process:
@@ -107,6 +116,10 @@ def _write(trainee: Trainee, aside: Path, step: int, course: Course) -> None:
         _make_durable(aside)
 
 
+def checkpoint_of(directory: Path, step: int) -> Path:
+    return directory / f"step-{step:06d}"
+
+
 def complete_checkpoints(directory: Path) -> list[Path]:
     """Return those that a resume or a person may use, oldest first."""
     complete = [path.parent for path in directory.glob(f"step-*/{STATE_FILE}") if path.parent.suffix != ASIDE]
@@ -125,6 +138,33 @@ def remove_checkpoint(checkpoint: Path) -> None:
         aside = checkpoint.with_suffix(f".old{ASIDE}")
         checkpoint.rename(aside)
         shutil.rmtree(aside)
+
+
+class Best(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a checkpoint of which only the model stays."""
+
+    step: int
+    score: float
+    judged_by: str
+
+
+def best_models(directory: Path) -> dict[Path, Best]:
+    """Those of which only the model is left."""
+    kept = [path.parent for path in directory.glob(f"step-*/{BEST_FILE}") if path.parent.suffix != ASIDE]
+    return {
+        path: msgspec.json.decode((path / BEST_FILE).read_bytes(), type=Best)
+        for path in kept
+        if not (path / STATE_FILE).exists()
+    }
+
+
+def keep_model_alone(checkpoint: Path, best: Best) -> None:
+    """Take away all that a resume needs; from then on it is no checkpoint. What a kill in the middle leaves, the next call takes."""
+    replace_file(checkpoint / BEST_FILE, msgspec.json.encode(best))
+    (checkpoint / STATE_FILE).unlink(missing_ok=True)
+    for path in checkpoint.iterdir():
+        if path.name not in OF_A_BEST:
+            path.unlink()
 
 
 def load_checkpoint(trainee: Trainee, checkpoint: Path) -> CheckpointState:

@@ -1,7 +1,7 @@
 """Retention: when a checkpoint is written and which stay. Between the main loop and checkpoint.py, which writes them.
 
-Invariant: the ledger keeps the completions that a resume from any of the `keep_last` newest needs, and no older ones; so from
-an older checkpoint that stays because it is among the best there is no way back, only a new run that begins with its model.
+Invariant: the ledger keeps the completions that a resume from any of the `keep_last` newest needs, and no older ones; so of an
+older checkpoint that stays because it is among the best only the model is kept, for a new run to begin with.
 """
 
 import logging
@@ -11,11 +11,23 @@ from typing import NamedTuple
 
 from learner.rollouts.ledger import Ledger
 from learner.rollouts.queue import GroupQueue
-from learner.storage.checkpoint import Course, complete_checkpoints, read_state, remove_checkpoint, save_checkpoint
+from learner.storage.checkpoint import (
+    Best,
+    Course,
+    best_models,
+    complete_checkpoints,
+    keep_model_alone,
+    read_state,
+    remove_checkpoint,
+    save_checkpoint,
+)
 from learner.storage.disk import writing
 from learner.training.trainee import Trainee
 
 log = logging.getLogger(__name__)
+
+JUDGED_BY = "training reward"
+"""What tells how good a checkpoint is: the mean reward over the steps that led to it."""
 
 
 class Books(NamedTuple):
@@ -49,7 +61,7 @@ class Checkpoints:
         reward_mean = statistics.fmean(self._rewards) if self._rewards else None
         pass_rates = self._books.queue.pass_rates() if self._books is not None else None
         course = Course(reward_mean=reward_mean, pass_rates=pass_rates)
-        save_checkpoint(self._trainee, self._directory, step, course)
+        save_checkpoint(self._trainee, self._directory, step, course, self.newest_step)
         self.newest_step = step
         self._rewards.clear()
         if self._books is not None:
@@ -60,12 +72,24 @@ class Checkpoints:
 
 
 def prune(directory: Path, keep_last: int, keep_best: int) -> int:
-    """Remove all complete checkpoints but the newest and the best; return the step of the oldest that a resume may use."""
+    """Remove all complete checkpoints but the newest, and of the best all but their models; return the step of the oldest that a
+    resume may use.
+    """
     states = {checkpoint: read_state(checkpoint) for checkpoint in complete_checkpoints(directory)}
     newest = list(states)[-keep_last:]  # -0: all
-    scored = [(state.reward_mean, state.step, path) for path, state in states.items() if state.reward_mean is not None]
-    best = [path for *_, path in sorted(scored, reverse=True)[:keep_best]]
-    for checkpoint in states.keys() - {*newest, *best}:
+    judged = best_models(directory) | {
+        path: Best(step=state.step, score=state.reward_mean, judged_by=JUDGED_BY)
+        for path, state in states.items()
+        if state.reward_mean is not None and (path / "model").is_dir()
+    }
+    in_order = sorted(judged, key=lambda path: (judged[path].score, judged[path].step), reverse=True)
+    best = in_order[:keep_best]
+    for checkpoint in (states.keys() | judged.keys()) - {*newest, *best}:
         log.info("removing %s", checkpoint)
         remove_checkpoint(checkpoint)
+    for checkpoint in set(best) - set(newest):
+        if checkpoint in states:
+            score = judged[checkpoint].score
+            log.info("%s stays as a model alone: it is among the best by %s (%.4g)", checkpoint, JUDGED_BY, score)
+        keep_model_alone(checkpoint, judged[checkpoint])
     return states[newest[0]].step

@@ -26,9 +26,11 @@ POINTS = {
     "logged": "learner.report.run_log:RunLog.step",
     "state saved": "accelerate:Accelerator.save_state",
     "shards saved": "learner.storage.checkpoint:save_sharded",
+    "reference linked": "os:link",
     "model exported": "learner.storage.checkpoint:export_policy",
     "checkpoint named": "learner.storage.retention:save_checkpoint",
     "old one unnamed": "pathlib:Path.rename",
+    "best one named": "learner.storage.checkpoint:replace_file",
     "old one removed": "learner.storage.retention:remove_checkpoint",
 }
 """What has just been called when the blow falls."""

@@ -80,6 +80,11 @@ CASES = {
         [Death("state saved"), Death("model exported"), Death("checkpoint named"), Death("old one removed"),
          Death("old one unnamed", 2)],
     ),
+    "fixed, of which each checkpoint shares the file of the one before": (
+        {"reference": {"kind": "fixed"}, "kl": {"coef": 0.1}, "checkpoint": {"every_steps": 1, "keep_last": 1}},
+        [Death("state saved", 2), Death("reference linked"), Death("checkpoint named"), Death("best one named", 2),
+         Death("old one removed")],
+    ),
     "adaptive, active sampling, curriculum": (
         {"reference": {"kind": "adaptive", "kl_threshold": 1e-9, "patience": 2, "reward_guard": False}, "kl": {"coef": 0.1},
          "data": {"task": "reverse", "num_digits": 2, "num_prompts": 8},

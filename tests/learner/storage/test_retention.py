@@ -7,13 +7,16 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from learner.config import LearnerRun
+from learner.config import CheckpointConfig, LearnerRun
 from learner.rollouts.ledger import LedgerError
-from learner.storage.checkpoint import STATE_FILE, CheckpointState, complete_checkpoints
+from learner.storage.checkpoint import STATE_FILE, CheckpointState, best_models, complete_checkpoints
 from learner.storage.retention import prune
 from learner.train import train
 from protocol.errors import ConfigError
+from protocol.model_files import resolve_model
 from tests.learner.model_engine import tiny_server
 from tests.learner.storage.test_exact_resume import assert_ends_alike
 from tests.learner.test_train import make_run, metrics_of, rows_of, seeded
@@ -26,6 +29,9 @@ def checkpoints(directory: Path, rewards: dict[int, float | None]) -> None:
         path.mkdir()
         state = CheckpointState(step=step, version=step, reference=None, kl_coef=0.0, reward_mean=reward)
         (path / STATE_FILE).write_bytes(msgspec.json.encode(state))
+        (path / "optimizer.bin").write_bytes(b"moments")
+        (path / "model").mkdir()
+        (path / "model/config.json").write_bytes(b"{}")
 
 
 def steps_in(directory: Path) -> list[int]:
@@ -33,23 +39,49 @@ def steps_in(directory: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("keep_last", "keep_best", "kept", "oldest"),
+    ("keep_last", "keep_best", "whole", "models"),
     [
-        (2, 0, [40, 50], 40),
-        (1, 1, [30, 50], 50),  # of 20 and 30, which are equally good, the newer
-        (2, 2, [20, 30, 40, 50], 40),
-        (1, 9, [20, 30, 40, 50], 50),  # nothing says that 10 was good
-        (9, 0, [10, 20, 30, 40, 50], 10),
-        (0, 0, [10, 20, 30, 40, 50], 10),
+        (2, 0, [40, 50], []),
+        (1, 1, [50], [30]),  # of 20 and 30, which are equally good, the newer
+        (2, 2, [40, 50], [20, 30]),
+        (1, 9, [50], [20, 30, 40]),  # nothing says that 10 was good
+        (9, 0, [10, 20, 30, 40, 50], []),
+        (0, 0, [10, 20, 30, 40, 50], []),
     ],
 )
-def test_the_newest_and_the_best_stay(
-    tmp_path: Path, keep_last: int, keep_best: int, kept: list[int], oldest: int
+def test_the_newest_stay_whole_and_of_the_best_the_model(
+    tmp_path: Path, keep_last: int, keep_best: int, whole: list[int], models: list[int]
 ) -> None:
     checkpoints(tmp_path, {10: None, 20: 0.9, 30: 0.9, 40: 0.2, 50: 0.1})
-    assert prune(tmp_path, keep_last, keep_best) == oldest
-    assert steps_in(tmp_path) == kept
-    assert len(list(tmp_path.iterdir())) == len(kept)
+    for _ in range(2):
+        assert prune(tmp_path, keep_last, keep_best) == whole[0]
+        assert steps_in(tmp_path) == whole
+        assert sorted(best.step for best in best_models(tmp_path).values()) == models
+        assert len(list(tmp_path.iterdir())) == len(whole) + len(models)
+        for path, best in best_models(tmp_path).items():
+            assert sorted(file.name for file in path.rglob("*")) == ["best.json", "config.json", "model"]
+            assert best.judged_by == "training reward"
+
+
+def test_a_better_one_takes_the_place_of_the_best_and_a_kill_in_between_is_made_good(tmp_path: Path) -> None:
+    checkpoints(tmp_path, {10: 0.5, 20: 0.1})
+    prune(tmp_path, 1, 1)
+    (tmp_path / "step-000010/optimizer.bin").write_bytes(b"left by a kill")
+    checkpoints(tmp_path, {30: 0.4})
+    prune(tmp_path, 1, 1)
+    assert not (tmp_path / "step-000010/optimizer.bin").exists() and steps_in(tmp_path) == [30]
+    checkpoints(tmp_path, {40: 0.7, 50: 0.1})
+    prune(tmp_path, 1, 1)
+    assert [best.score for best in best_models(tmp_path).values()] == [0.7] and steps_in(tmp_path) == [50]
+
+
+def test_without_a_model_there_is_nothing_to_keep_of_the_best(tmp_path: Path) -> None:
+    checkpoints(tmp_path, {10: 0.9, 20: 0.1})
+    shutil.rmtree(tmp_path / "step-000010/model")
+    prune(tmp_path, 1, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000020"]
+    idle = CheckpointConfig(export_model=False, keep_best=3).idle_keys()
+    assert idle == {"keep_best": "export_model = true"}
 
 
 def test_a_checkpoint_after_a_million_steps_is_newer_than_those_before(tmp_path: Path) -> None:
@@ -88,7 +120,8 @@ def test_a_run_goes_on_from_any_of_the_newest_but_not_from_an_older_one(tmp_path
     with tiny_server() as server:
         whole = a_run(tmp_path / "whole", server.endpoint, keep_last=2, keep_best=9)
         train(whole, resume=False)
-        assert steps_in(checkpoints_of(whole)) == [2, 4, 6, 7]
+        assert steps_in(checkpoints_of(whole)) == [6, 7]
+        assert sorted(best.step for best in best_models(checkpoints_of(whole)).values()) == [2, 4]
         assert rows_of(whole, "DISTINCT step", "payload IS NOT NULL") == [(7,)]
         # It began with other keys, goes back from its end to step 4 and ends once more.
         run = a_run(tmp_path / "back", server.endpoint, keep_last=3)
@@ -97,10 +130,10 @@ def test_a_run_goes_on_from_any_of_the_newest_but_not_from_an_older_one(tmp_path
             shutil.rmtree(checkpoints_of(run) / f"step-00000{step}")
         train(a_run(tmp_path / "back", server.endpoint, keep_last=2, keep_best=0), resume=True)
         assert_ends_alike(run, whole)
-        for step in (4, 6, 7):
+        for step in (6, 7):
             shutil.rmtree(checkpoints_of(whole) / f"step-00000{step}")
         with pytest.raises(
-            LedgerError, match=r"cannot go back to step 2: .*newest checkpoint, or begin a new run with"
+            LedgerError, match=r"cannot go back to step 0: .*newest checkpoint, or begin a new run with"
         ):
             train(whole, resume=True)
 
@@ -128,3 +161,32 @@ def test_a_damaged_checkpoint_is_named_and_without_it_the_run_goes_on_from_the_o
 def test_a_negative_number_of_checkpoints_is_refused(tmp_path: Path, key: str) -> None:
     with pytest.raises(ValueError, match=f"{key} = -1 must not be negative"):
         a_run(tmp_path, "tcp://127.0.0.1:1", **{key: -1})
+
+
+def test_a_fixed_reference_is_one_file_in_all_checkpoints_and_outlives_the_first(tmp_path: Path) -> None:
+    kl = {"reference": {"kind": "fixed"}, "kl": {"coef": 0.1}}
+    with tiny_server() as server:
+        run = a_run(tmp_path, server.endpoint, steps=5, learner=kl, keep_last=2, keep_best=0)
+        train(run, resume=False)
+        four, five = (path / "reference-0.safetensors" for path in complete_checkpoints(checkpoints_of(run)))
+        assert four.stat().st_ino == five.stat().st_ino and four.stat().st_nlink == 2, "that of step 2 is gone"
+        train(a_run(tmp_path, server.endpoint, steps=6, learner=kl, keep_last=1, keep_best=0), resume=True)
+    (six,) = (path / "reference-0.safetensors" for path in complete_checkpoints(checkpoints_of(run)))
+    assert six.stat().st_nlink == 1
+    began_with = load_file(resolve_model("tiny:digits") / "model.safetensors")
+    assert all(torch.equal(tensor, began_with[name]) for name, tensor in load_file(six).items())
+
+
+def test_where_files_cannot_be_linked_a_fixed_reference_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError("links are not supported")
+
+    monkeypatch.setattr("os.link", refuse)
+    kl = {"reference": {"kind": "fixed"}, "kl": {"coef": 0.1}}
+    with tiny_server() as server:
+        run = a_run(tmp_path, server.endpoint, steps=3, learner=kl)
+        train(run, resume=False)
+    two, three = (path / "reference-0.safetensors" for path in complete_checkpoints(checkpoints_of(run)))
+    assert two.stat().st_ino != three.stat().st_ino and two.read_bytes() == three.read_bytes()
