@@ -285,6 +285,10 @@ def test_groups_that_come_together_are_committed_together_beside_the_loop_and_on
         while len(rollouts._outstanding) == 6 or len(rollouts._outstanding) > len(rollouts._arrived):
             assert time.monotonic() < deadline, "the groups did not come"
             rollouts._loop.call(asyncio.sleep(0.01), TIMEOUT_S)
+        rollouts._loop.call(rollouts._link.cancel(["a later message"]), TIMEOUT_S)
+        while not server.cancelled:
+            assert time.monotonic() < deadline, "the server does not hear the learner"
+            time.sleep(0.01)
         assert server.acked == []
         disk_writes.set()
         assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 1, 2]
