@@ -1,8 +1,8 @@
 """What the engine makes of vLLM's own outputs, and what it refuses, without starting vLLM."""
 
 import asyncio
-from collections.abc import AsyncIterator
 import runpy
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
