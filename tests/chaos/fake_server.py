@@ -24,7 +24,7 @@ from tests.learner.model_engine import ModelEngine
 
 def run(chaos_dir: Path, arguments: list[str]) -> None:
     """Serve until killed."""
-    set_traps(chaos_dir)
+    set_traps(chaos_dir, calls=("pause", "load_push"))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     asyncio.run(_serve(load_config(ServerRun, arguments, "fake server")))
 

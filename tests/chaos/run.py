@@ -29,10 +29,11 @@ REAL_SERVER = {
     "max_concurrent_sequences": 256, "kv_cache_memory_mib": 64, "block_size": 32, "enforce_eager": True,
     # With "keep" a token's logprob is of a mixture of versions, which the audit could not compute.
     "kv_on_push": "recompute",
-    "max_engine_restarts": 100,
 }  # fmt: skip
 PUSH_TIMEOUT_S = 20.0
 """More than work may take to go on, so that whoever can only wait for it shows."""
+PAUSE_TIMEOUT_S = 10.0
+"""More than a stop lasts, so that only a call that hangs takes so long."""
 
 
 class Run:
@@ -124,7 +125,7 @@ def make_config(leg: Leg, engine: Engine, directory: Path) -> LearnerRun:
         "report": {"trackers": [], "dashboard_port": 0}, "connect_timeout_s": 240.0, "group_deadline_s": 60.0,
     }  # fmt: skip
     server = (REAL_SERVER if engine == "real" else {}) | {
-        "http_port": 0, "receive_overlap": leg.receive_overlap, "tensor_parallel_size": leg.num_workers,
+        "max_engine_restarts": 100, "pause_timeout_s": PAUSE_TIMEOUT_S, "http_port": 0, "receive_overlap": leg.receive_overlap, "tensor_parallel_size": leg.num_workers,
     }  # fmt: skip
     table = {
         "model": "tiny:digits", "run_dir": str(directory / "run"), "dtype": "float32",

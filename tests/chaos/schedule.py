@@ -10,9 +10,9 @@ from typing import Literal
 import msgspec
 
 Engine = Literal["fake", "real"]
-Process = Literal["server", "learner"]
-Target = Literal["server", "engine core", "worker", "learner", "reward worker", "link"]
-Kind = Literal["kill", "stop", "stop, then kill", "cut", "stall"]
+Process = Literal["server", "learner", "engine"]
+Target = Literal["server", "engine core", "worker", "learner", "reward worker", "link", "call"]
+Kind = Literal["kill", "stop", "stop, then kill", "cut", "stall", "hang"]
 
 FAULTS_PER_LEG = 25
 WORKER_FAULTS_SHARE = 0.1
@@ -26,7 +26,8 @@ DURATIONS_S = (0.3, 1.0, 4.0)
 
 
 class State(msgspec.Struct, frozen=True):
-    """A place in the code of one process, at which it stands still while the fault happens."""
+    """A place in the code of one process, at which it stands still while the fault happens; of the engine: a call into it, which
+    never ends, while its process lives."""
 
     process: Process
     name: str
@@ -52,6 +53,8 @@ STATES = (
     State("server", "loading", receive_overlap=True),
     State("server", "resuming"),
     State("server", "torn", "byte flipped", receive_overlap=False),
+    State("engine", "pause"),
+    State("engine", "load_push"),
     State("learner", "starting", "learner killed"),
     State("learner", "resuming", "learner killed"),
     State("learner", "beginning", "learner killed"),
@@ -71,8 +74,8 @@ STATES = (
 MOMENTS = (State("server", "moment", num_times=NUM_MOMENTS), State("learner", "moment", num_times=NUM_MOMENTS))
 
 TARGETS: dict[Engine, tuple[Target, ...]] = {
-    "fake": ("server", "learner", "reward worker", "link"),
-    "real": ("server", "engine core", "learner", "reward worker", "link"),
+    "fake": ("server", "learner", "reward worker", "link", "call"),
+    "real": ("server", "engine core", "learner", "reward worker", "link", "call"),
 }
 KINDS: dict[Target, tuple[Kind, ...]] = {
     "server": ("kill", "kill", "stop", "stop, then kill"),
@@ -81,6 +84,7 @@ KINDS: dict[Target, tuple[Kind, ...]] = {
     "learner": ("kill", "kill", "stop", "stop, then kill"),
     "reward worker": ("kill", "stop"),
     "link": ("cut", "stall"),
+    "call": ("hang",),
 }
 
 
@@ -93,7 +97,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     target: Target
     kind: Kind
     seconds: float
-    """How long a stop, a cut or a stall lasts; 0 for a kill."""
+    """How long a stop, a cut or a stall lasts; 0 for a kill and a call that hangs."""
 
     def __str__(self) -> str:
         lasting = f" for {self.seconds:g} s" if self.seconds else ""
@@ -154,12 +158,18 @@ def _fault(
     if not deck:
         deck += [state for state in STATES if state.receive_overlap in (None, receive_overlap)] + 4 * list(MOMENTS)
         dice.shuffle(deck)
-    state = deck.pop()
-    others = [target for target in targets if target != state.process]
-    is_its_own = state.process in targets and dice.random() < 0.5
-    target: Target = state.process if is_its_own else dice.choice(others)
+    may_hang = "call" in targets
+    state = deck.pop(max(i for i, state in enumerate(deck) if may_hang or state.process != "engine"))
+    target = "call" if state.process == "engine" else _target(dice, state.process, targets)
     kind = dice.choice(KINDS[target])
     return Fault(
         after_step=after_step, state=state, nth=dice.randint(1, state.num_times), target=target, kind=kind,
-        seconds=0.0 if kind == "kill" else dice.choice(DURATIONS_S),
+        seconds=0.0 if kind in ("kill", "hang") else dice.choice(DURATIONS_S),
     )  # fmt: skip
+
+
+def _target(dice: random.Random, process: Process, targets: tuple[Target, ...]) -> Target:
+    """Half of the time the process that stands still, where it can be struck."""
+    if process in targets and dice.random() < 0.5:
+        return process
+    return dice.choice([target for target in targets if target not in (process, "call")])

@@ -1,29 +1,53 @@
-"""`inference-server` with traps at its states."""
+"""`inference-server` with traps at its states.
+
+vLLM's processes are spawned and import this module again, so a worker can be made to hang too.
+"""
 
 import faulthandler
 import functools
+import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from inference_server import push, server
 from inference_server.__main__ import main
+from inference_server.engine.interface import Engine, PushOrder
 from inference_server.engine.life import EngineLife
 from inference_server.groups import Groups
 from protocol.channel.sockets import ServerChannel
 from tests.chaos.traps import Traps
 
+CHAOS_DIR = "SLIPSTREAM_TEST_CHAOS_DIR"
+FOREVER_S = 3600.0
+
 
 def run(chaos_dir: Path, arguments: list[str]) -> None:
     """Serve until killed."""
-    set_traps(chaos_dir)
+    os.environ[CHAOS_DIR] = str(chaos_dir)
+    set_traps(chaos_dir, calls=("pause",))
     sys.argv = ["inference-server", *arguments]
     main()
 
 
-def set_traps(chaos_dir: Path) -> None:
-    """Wrap the product's functions, in the process that is to serve."""
+def set_worker_traps(chaos_dir: Path) -> None:
+    """The same in a process of vLLM's: the call that loads a push."""
+    from inference_server.engine.receiver import Receiver
+
+    traps, successor = Traps(chaos_dir, "engine"), Receiver.successor
+
+    def hang_or_call(receiver: Receiver, order: PushOrder) -> Any:
+        if traps.is_sprung("load_push"):
+            time.sleep(FOREVER_S)
+        return successor(receiver, order)
+
+    Receiver.successor = hang_or_call  # type: ignore[method-assign]
+
+
+def set_traps(chaos_dir: Path, calls: tuple[str, ...]) -> None:
+    """Wrap the product's functions, in the process that is to serve; `calls`: of the engine, that can hang here."""
     faulthandler.register(signal.SIGUSR1)
     traps = Traps(chaos_dir, "server")
     traps.tell("started")
@@ -40,6 +64,19 @@ def set_traps(chaos_dir: Path) -> None:
     ):
         traps.wrap(owner, name, state)
     _tell(traps)
+    _make_hang(Traps(chaos_dir, "engine"), calls)
+
+
+def _make_hang(traps: Traps, calls: tuple[str, ...]) -> None:
+    init = server.Server.__init__
+
+    @functools.wraps(init)
+    def init_with_traps(self: server.Server, channel: ServerChannel, engine: Engine, *args: Any) -> None:
+        for call in calls:
+            traps.make_hang(engine, call)
+        init(self, channel, engine, *args)
+
+    server.Server.__init__ = init_with_traps  # type: ignore[method-assign]
 
 
 def _tell(traps: Traps) -> None:
@@ -76,5 +113,7 @@ def _tell(traps: Traps) -> None:
     push.Pushes._give_up = reach_torn  # type: ignore[method-assign]
 
 
+if __name__ == "__mp_main__":
+    set_worker_traps(Path(os.environ[CHAOS_DIR]))
 if __name__ == "__main__":
     run(Path(sys.argv[1]), sys.argv[2:])

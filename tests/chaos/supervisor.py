@@ -19,8 +19,8 @@ from tests.chaos.schedule import Fault, Leg
 from tests.chaos.traps import set_trap
 
 POLL_S = 0.01
-HANG_S = 60.0
-"""More than every deadline in the config of a run together, so whatever takes longer waits for nothing."""
+HANG_S = 120.0
+"""More than every deadline in the config of a run together and a start of vLLM, so whatever takes longer waits for nothing."""
 WORKERS_START_S = 120.0
 """What vLLM may need more to start several workers on a busy machine."""
 FLIPPED_BROADCAST = 5
@@ -102,7 +102,7 @@ class Supervisor:
         return True
 
     def _is_caught(self, fault: Fault) -> bool:
-        return is_stopped(getattr(self._run, fault.state.process).pid)
+        return fault.kind == "hang" or is_stopped(getattr(self._run, fault.state.process).pid)
 
     def _provoke(self, fault: Fault, number: int) -> None:
         run = self._run
@@ -120,6 +120,8 @@ class Supervisor:
 
     def _strike(self, fault: Fault) -> Struck | None:
         """Do the fault while the process of the state stands still, and undo what can be undone; None: nobody is there."""
+        if fault.kind == "hang":
+            return self._wait_for_next_engine(Struck(fault=fault, struck_at=time.monotonic()))
         run = self._run
         holder, victim = getattr(run, fault.state.process).pid, run.find(fault.target)
         struck = Struck(fault=fault, struck_at=time.monotonic())
@@ -137,6 +139,15 @@ class Supervisor:
         elif fault.kind != "kill":
             strike(victim, signal.SIGKILL if fault.kind == "stop, then kill" else signal.SIGCONT)
         self._bring_back(struck)
+        return struck
+
+    def _wait_for_next_engine(self, struck: Struck) -> Struck:
+        """A call hangs, and nobody but its server can do anything about it."""
+        self._until(
+            lambda: self._run.first("engine up", struck.struck_at) is not None, f"another engine after: {struck.fault}"
+        )
+        up = self._run.first("engine up", struck.struck_at)
+        struck.back_at = up.time_s if up is not None else time.monotonic()
         return struck
 
     def _bring_back(self, struck: Struck) -> None:

@@ -1,5 +1,6 @@
 """The campaign's own parts: its schedule is the seed's, its audits find what is wrong, and a few faults leave nothing wrong."""
 
+import asyncio
 import sqlite3
 from pathlib import Path
 from typing import cast
@@ -41,7 +42,9 @@ def test_a_campaign_comes_to_every_state_and_has_as_many_faults_as_were_asked() 
     faults = [fault for leg in legs for fault in leg.faults]
     assert len(faults) == 130
     assert {state.label for state in STATES} < {fault.state.label for fault in faults}
-    assert {fault.target for fault in faults} == {"server", "engine core", "worker", "learner", "reward worker", "link"}
+    targets = {"server", "engine core", "worker", "learner", "reward worker", "link", "call"}
+    assert {fault.target for fault in faults} == targets
+    assert {fault.state.name for fault in faults if fault.kind == "hang"} == {"pause", "load_push"}
     for leg in legs:
         assert all((fault.target == "worker") == (leg.num_workers == 2) for fault in leg.faults)
         assert all(fault.state.receive_overlap in (None, leg.receive_overlap) for fault in leg.faults)
@@ -59,6 +62,24 @@ def test_a_trap_is_sprung_at_its_nth_visit_and_only_once(tmp_path: Path) -> None
     trap = set_trap(tmp_path, "learner", "mid-bucket", 2, number=0)
     visits = [traps.is_sprung(state) for state in ("mid-bucket", "joining", "mid-bucket", "mid-bucket")]
     assert visits == [False, False, True, False] and not trap.exists()
+
+
+def test_a_call_hangs_at_its_trap_only_and_its_process_goes_on(tmp_path: Path) -> None:
+    class Engine:
+        async def pause(self) -> str:
+            return "paused"
+
+    async def run() -> None:
+        engine, traps = Engine(), Traps(tmp_path, "engine")
+        traps.make_hang(engine, "pause")
+        set_trap(tmp_path, "engine", "pause", 2, number=0)
+        assert await engine.pause() == "paused"
+        hanging = asyncio.create_task(engine.pause())
+        await asyncio.sleep(0)
+        assert await engine.pause() == "paused" and not hanging.done()
+        hanging.cancel()
+
+    asyncio.run(run())
 
 
 # --- the audit of prompts --------------------------------------------------------------------------------------------

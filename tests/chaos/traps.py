@@ -5,6 +5,7 @@ itself by SIGSTOP; the supervisor sees it stopped, does the fault, and lets it g
 clock that all processes of a machine share. Product code knows of neither: the process entries wrap its functions.
 """
 
+import asyncio
 import contextlib
 import functools
 import inspect
@@ -60,6 +61,18 @@ class Traps:
     def reach(self, state: str) -> None:
         if self.is_sprung(state):
             os.kill(os.getpid(), signal.SIGSTOP)
+
+    def make_hang(self, owner: Any, name: str) -> None:
+        """Make a coroutine function never return when the trap of its name is sprung. Only it: its process goes on."""
+        function = getattr(owner, name)
+
+        @functools.wraps(function)
+        async def hang_or_await(*args: Any) -> Any:
+            if self.is_sprung(name):
+                await asyncio.Event().wait()
+            return await function(*args)
+
+        setattr(owner, name, hang_or_await)
 
     def wrap(self, owner: Any, name: str, state: str) -> None:
         """Make a function of the product stand at `state` whenever it is called."""
