@@ -433,7 +433,7 @@ class TooBusy(ModelEngine):
         self._from_version = from_version
 
     async def score(self, token_ids):
-        if self.version >= self._from_version:
+        if self.version is not None and self.version >= self._from_version:
             await asyncio.sleep(60)
         return await super().score(token_ids)
 

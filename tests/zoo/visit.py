@@ -127,6 +127,7 @@ def distance(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def reason(log: str) -> str:
-    """The line of a log that says why."""
-    lines = [line.strip() for line in log.splitlines() if re.search(r"\b\w*(Error|error|refused)\b", line)]
-    return lines[-1][-300:] if lines else log[-300:]
+    """The line of a log that says why: what a command ends with, or the exception that the others came from."""
+    ends = re.findall(r"^error: .*", log, re.MULTILINE)
+    causes = re.findall(r"\b\w+Error: .*", log)
+    return (ends[-1:] or causes[:1] or [log])[0][-300:]
