@@ -18,6 +18,7 @@ class WaitingCollective:
     """Its broadcasts end only when they are aborted."""
 
     device = torch.device("cpu")
+    sends_in_place = True
 
     def __init__(self) -> None:
         self.aborted = threading.Event()

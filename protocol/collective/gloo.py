@@ -24,6 +24,7 @@ class GlooCollective:
     """A gloo process group beside the process's own default group. Raises PushError if it cannot be formed."""
 
     device = torch.device("cpu")
+    sends_in_place = True
 
     def __init__(self, store: Store, epoch: str, rank: int, world_size: int, own_host: str, timeout_s: float) -> None:
         self._epoch, self._timeout_s = epoch, timeout_s

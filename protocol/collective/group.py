@@ -40,6 +40,8 @@ class Collective(Protocol):
 
     device: torch.device
     """Where the tensors must be: the CPU for gloo, this rank's GPU for nccl and ipc."""
+    sends_in_place: bool
+    """Whether a tensor is best sent from where it lies, or else out of a few buffers that are used in turn."""
 
     def start_broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:
         """Begin to copy rank 0's flat uint8 tensor into every other rank's; return what blocks until that is done.

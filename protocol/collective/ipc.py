@@ -115,6 +115,9 @@ class GpuMemory:
 class IpcCollective:
     """Broadcasts within one GPU. The gloo group of the same epoch carries handles and acknowledgements."""
 
+    sends_in_place = False
+    """Each storage of the model would have to be lent and opened; to copy it within the GPU costs next to nothing."""
+
     def __init__(self, group: GlooCollective, rank: int, device: torch.device) -> None:
         self.device = device
         self._group, self._rank, self._memory = group, rank, GpuMemory(device)

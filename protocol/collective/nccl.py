@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +24,8 @@ from protocol.errors import PushError
 log = logging.getLogger(__name__)
 
 POLL_S = 0.0005
+MAX_QUEUED = 64
+"""Broadcasts. CUDA lets a stream have about a thousand entries, and whoever adds more waits in C, where nothing ends it."""
 MAX_STUCK_JOINS = 4
 """A join that hangs in C cannot be ended, and cupy's has no other kind: each keeps a thread until its process ends."""
 INTERFACE, FAMILY = "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY"
@@ -110,6 +113,8 @@ _joins = threading.BoundedSemaphore(MAX_STUCK_JOINS)
 class NcclCollective:
     """An NCCL communicator of its own. Blocks until all ranks have it. Raises PushError if it cannot be formed."""
 
+    sends_in_place = True
+
     def __init__(
         self, unique_id: bytes, epoch: str, rank: int, world_size: int, device: torch.device, timeout_s: float
     ) -> None:
@@ -120,6 +125,8 @@ class NcclCollective:
         self._lock = threading.Lock()
         """The communicator is used or aborted, never both: aborting frees it."""
         self._communicator: Any = None
+        self._queued: deque[Any] = deque()
+        """The end of each of the last broadcasts, done or not."""
         if not _joins.acquire(blocking=False):
             raise PushError(
                 f"{MAX_STUCK_JOINS} joins that were given up still hang in NCCL in this process, and nothing can end them: start "
@@ -144,18 +151,14 @@ class NcclCollective:
         """Queue a broadcast behind those before it; its deadline begins when it is waited for."""
         what = f"broadcast of {tensor.nbytes} bytes over nccl in epoch {self._epoch}"
         with self._ending(what):
+            while len(self._queued) >= MAX_QUEUED:
+                self._wait(self._queued.popleft(), what)
             done = self._queue(tensor)
+            self._queued.append(done)
 
         def wait() -> None:
-            deadline = time.monotonic() + self._timeout_s
             with self._ending(what):
-                while not self._is_done(done):
-                    if time.monotonic() > deadline:
-                        raise PushError(
-                            f"{what} did not end within {self._timeout_s:g} s (learner.push.timeout_s): a rank is stopped, "
-                            "gone or behind a slow network"
-                        )
-                    time.sleep(POLL_S)
+                self._wait(done, what)
 
         return wait
 
@@ -188,6 +191,16 @@ class NcclCollective:
             communicator = self._open_communicator()
             communicator.broadcast(address, address, tensor.nbytes, self._nccl.NCCL_UINT8, 0, stream)
             return self._stream.mark()
+
+    def _wait(self, done: Any, what: str) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        while not self._is_done(done):
+            if time.monotonic() > deadline:
+                raise PushError(
+                    f"{what} did not end within {self._timeout_s:g} s (learner.push.timeout_s): a rank is stopped, gone or "
+                    "behind a slow network"
+                )
+            time.sleep(POLL_S)
 
     def _is_done(self, done: Any) -> bool:
         was_done: bool = done.query()

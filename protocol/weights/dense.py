@@ -69,7 +69,7 @@ def send_weights(
         for bucket in buckets:
             checksum = Checksum()
             for run in bucket.runs:
-                for span in _run_spans(run, source, scratch, collective.device):
+                for span in _run_spans(run, source, scratch, collective):
                     checksum.update(span)
                     yield bucket.index, span
                     progress(len(span))
@@ -198,7 +198,7 @@ def transfers(collective: Collective) -> Iterator[Start]:
 
 
 def _run_spans(
-    run: Run, source: Iterator[tuple[str, torch.Tensor]], scratch: deque[torch.Tensor], device: torch.device
+    run: Run, source: Iterator[tuple[str, torch.Tensor]], scratch: deque[torch.Tensor], collective: Collective
 ) -> Iterator[torch.Tensor]:
     """Yield the run's spans: pieces of a large tensor where it lies, or of scratch memory with what had to be copied."""
     if not run.is_large:
@@ -214,7 +214,8 @@ def _run_spans(
     (slot,) = run.slots
     dtype = spec_dtype(slot.spec)
     for piece_N in _next_tensor(slot, source).reshape(-1).split(SPAN_BYTES // dtype.itemsize):
-        if piece_N.dtype == dtype and piece_N.device == device and piece_N.data_ptr() % ALIGNMENT_BYTES == 0:
+        fits = piece_N.dtype == dtype and piece_N.device == collective.device
+        if collective.sends_in_place and fits and piece_N.data_ptr() % ALIGNMENT_BYTES == 0:
             yield piece_N.view(torch.uint8)
         else:
             buffer = _next_scratch(scratch, len(piece_N) * dtype.itemsize)

@@ -18,7 +18,7 @@ class OneBitFlipped:
 
     def __init__(self, collective: Collective, broadcast_index: int) -> None:
         self._collective, self._left = collective, broadcast_index
-        self.device = collective.device
+        self.device, self.sends_in_place = collective.device, collective.sends_in_place
 
     def broadcast(self, tensor: Any) -> None:
         self.start_broadcast(tensor)()

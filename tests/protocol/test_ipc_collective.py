@@ -19,7 +19,7 @@ from protocol.collective.ipc import (
     has_expandable_segments,
 )
 from protocol.errors import PushError
-from protocol.weights.buckets import ALIGNMENT_BYTES, cut, make_manifest
+from protocol.weights.buckets import ALIGNMENT_BYTES, LARGE_BYTES, cut, make_manifest
 from protocol.weights.dense import NUM_BUFFERS, receive_weights, send_weights
 from tests.protocol.test_collective import CPU, HOST, Waiting, zeros
 
@@ -145,15 +145,20 @@ def test_new_storages_are_lent_anew_and_only_a_few_stay_open(memory: ScriptedMem
         rank.close()
 
 
-def test_the_few_buffers_and_trailers_of_a_push_are_opened_once(memory: ScriptedMemory) -> None:
+@pytest.mark.parametrize(
+    ("num_bytes", "wire_dtype"), [(4096, torch.bfloat16), (LARGE_BYTES, torch.float32)], ids=["cast", "as they lie"]
+)
+def test_the_few_buffers_and_trailers_of_a_push_are_opened_once(
+    memory: ScriptedMemory, num_bytes: int, wire_dtype: torch.dtype
+) -> None:
     learner, worker = join_all()
-    tensors = [(f"layer {index}", torch.randn(2048)) for index in range(32)]
-    manifest = make_manifest(tensors, torch.bfloat16, 4096)
+    tensors = [(f"layer {index}", torch.randn(num_bytes // wire_dtype.itemsize)) for index in range(32)]
+    manifest = make_manifest(tensors, wire_dtype, num_bytes)
     with ThreadPoolExecutor(1) as thread:
         receiving = thread.submit(lambda: list(receive_weights(worker, manifest)))
         sent = send_weights(learner, cut(manifest), tensors)
         arrived = receiving.result()
-    assert len(arrived) == 32 and sent.num_bytes == 32 * (4096 + ALIGNMENT_BYTES)  # in 64 broadcasts
+    assert len(arrived) == 32 and sent.num_bytes == 32 * (num_bytes + ALIGNMENT_BYTES)  # in 64 broadcasts
     opened = [call for call in memory.calls if call[0] == "open"]
     assert len(opened) == NUM_BUFFERS + 1
     for rank in (learner, worker):

@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 import types
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -77,7 +78,7 @@ class Communicator:
 
 
 @pytest.fixture
-def nccl(monkeypatch: pytest.MonkeyPatch) -> ScriptedNccl:
+def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedNccl]:
     """The scripted library in place of cupy's, and a stream without a GPU."""
     library = ScriptedNccl()
     cuda = types.ModuleType("cupy.cuda")
@@ -113,7 +114,10 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> ScriptedNccl:
         "record_stream",
         lambda tensor, stream: library.calls.append((f"{stream.name} keeps", tensor.data_ptr())),
     )
-    return library
+    monkeypatch.setattr(nccl_collective, "_joins", threading.BoundedSemaphore(MAX_STUCK_JOINS))
+    yield library
+    library.may_init.set()
+    library.may_finish.set()
 
 
 def formed(timeout_s: float = 60) -> NcclCollective:
@@ -192,6 +196,28 @@ def test_several_broadcasts_are_queued_before_the_first_has_ended(nccl: Scripted
     assert all(wait.ends_promptly() and not wait.error for wait in waits)
 
 
+def test_no_more_are_queued_than_a_stream_takes_without_waiting_in_c(
+    nccl: ScriptedNccl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl_collective, "MAX_QUEUED", 3)
+    collective = formed()
+    nccl.may_finish.clear()
+    waits = [
+        collective.start_broadcast(zeros(8)) for _ in range(2)
+    ]  # and the one that belongs to joining, which is done
+    one_more = Waiting(lambda: collective.start_broadcast(zeros(8)))
+    assert not one_more.ends_promptly(0.3)
+    nccl.may_finish.set()
+    assert one_more.ends_promptly() and not one_more.error
+    for wait in waits:
+        wait()
+    nccl.may_finish.clear()
+    waits = [Waiting(lambda: collective.start_broadcast(zeros(8))) for _ in range(4)]
+    assert not all(wait.ends_promptly(0.3) for wait in waits)
+    collective.abort()
+    assert all(wait.ends_promptly() for wait in waits) and any("aborted or closed" in wait.error for wait in waits)
+
+
 def test_a_receiver_queues_the_next_bucket_before_the_first_has_come(nccl: ScriptedNccl) -> None:
     collective = formed()
     nccl.calls.clear()
@@ -223,12 +249,12 @@ def test_connecting_belongs_to_joining(nccl: ScriptedNccl) -> None:
 
 def test_an_init_that_never_returns_ends_at_the_deadline_and_is_aborted_should_it_return(nccl: ScriptedNccl) -> None:
     nccl.may_init.clear()
-    meeting = Meeting(HOST, timeout_s=0.3)
+    meeting = Meeting(HOST, timeout_s=2)
     rendezvous = meeting.rendezvous(num_workers=1, transport="nccl")
     worker = Waiting(lambda: join_collective("e1", rendezvous, 1, CPU))
-    with pytest.raises(PushError, match=r"of 2 could not form epoch e1 within 0.3 s \(learner.push.timeout_s\)"):
+    with pytest.raises(PushError, match=r"of 2 could not form epoch e1 within 2 s \(learner.push.timeout_s\)"):
         meeting.host_collective("e1", rendezvous, CPU)
-    assert worker.ends_promptly() and "of 2 could not form epoch e1 within 0.3 s" in worker.error
+    assert worker.ends_promptly() and "of 2 could not form epoch e1 within 2 s" in worker.error
     assert not nccl.released.is_set()
     nccl.may_init.set()
     assert nccl.released.wait(60)

@@ -101,7 +101,7 @@ def test_another_value_gives_another_checksum_and_another_bucket_size_the_same_b
 class Recorded:
     """A collective that only keeps what is sent."""
 
-    device = CPU
+    device, sends_in_place = CPU, True
 
     def __init__(self) -> None:
         self.frames: list[torch.Tensor] = []
