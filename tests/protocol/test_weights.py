@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -195,8 +196,15 @@ def test_changes_alone_give_every_version_bit_for_bit_and_far_fewer_bytes() -> N
     assert sent[2].num_bytes < 1000 and sent[2].checksum == sent[1].checksum
 
 
-def test_the_first_push_of_an_epoch_is_dense_and_the_next_is_compared_with_it() -> None:
-    """Of zeros, which a comparison with nothing would have made next to nothing of."""
+def test_the_first_push_of_an_epoch_is_dense_and_the_next_is_compared_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of zeros, which a comparison with nothing would have made next to nothing of, into memory that has held other things."""
+    empty = torch.empty
+
+    def used_before(*size: int, **options: Any) -> torch.Tensor:
+        memory = empty(*size, **options)
+        return memory.fill_(165) if memory.dtype == torch.uint8 else memory
+
+    monkeypatch.setattr(torch, "empty", used_before)
     tensors = [
         ("large", torch.zeros(3 << 20)),
         ("small", torch.ones(9)),
