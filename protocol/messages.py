@@ -22,6 +22,8 @@ Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Version = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 Name = Annotated[str, msgspec.Meta(max_length=256, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
 """Short and of one line, for it is repeated in logs and answers."""
+MAX_STOPS, MAX_STOP_LENGTH = 16, 256
+StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 
 
@@ -111,6 +113,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     seed: int | None = None
     """Completion i is sampled with seed + i."""
     stop_token_ids: tuple[int, ...] = ()
+    stop: Annotated[tuple[StopString, ...], msgspec.Meta(max_length=MAX_STOPS)] = ()
+    """A completion ends with the token that completes one of these texts, and keeps it."""
 
 
 class Generate(Message):

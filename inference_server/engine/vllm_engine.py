@@ -203,7 +203,10 @@ def params_of(sampling: Sampling, eos_token_ids: set[int]) -> SamplingParams:
         stop_token_ids=sorted(eos_token_ids | set(sampling.stop_token_ids)),
         logprobs=0,
         flat_logprobs=True,
-        detokenize=False,
+        # vLLM looks for stop strings in the text that it makes of the tokens, special ones included. What counts are the ids.
+        stop=list(sampling.stop),
+        detokenize=bool(sampling.stop),
+        skip_special_tokens=False,
         output_kind=RequestOutputKind.DELTA,
         stream_interval=TOKENS_PER_PIECE,
         skip_clone=True,

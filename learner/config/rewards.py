@@ -18,6 +18,9 @@ class RewardConfig(Section):
     math_equivalence."""
     weights: tuple[float, ...] | None = None
     """One per function, by which its rewards are multiplied before they are added; 0 only watches. Unset: all 1."""
+    skip_special_tokens: bool = True
+    """Leave special tokens (ends, channels, tool tags) out of the text that functions see. false: they see all of it, the end of
+    the sequence too; completion_ids have every token either way."""
     timeout_s: MayChange[float] = 10.0
     """Deadline of one call of one function on one group; a function that exceeds it is killed, an asynchronous one cancelled."""
     num_workers: MayChange[int] = 1

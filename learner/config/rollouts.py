@@ -1,6 +1,7 @@
 """How completions are sampled."""
 
 from learner.config.section import Section, require
+from protocol.messages import MAX_STOP_LENGTH, MAX_STOPS
 
 
 class SamplingConfig(Section):
@@ -16,6 +17,8 @@ class SamplingConfig(Section):
     """Sample from the likeliest tokens that make up this probability; below 1 only with allow_partial_support."""
     top_k: int = 0
     """Sample from so many likeliest tokens; 0: from all; above 0 only with allow_partial_support."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion, such as "</answer>". It keeps the tokens up to the one that completes such a text."""
     allow_partial_support: bool = False
     """Train on completions sampled with top_p or top_k, although their logprobs are not those of the whole distribution."""
     seeded: bool = False
@@ -35,6 +38,10 @@ class SamplingConfig(Section):
             f"temperature = {self.temperature} must lie between 0.01 (below it vLLM is greedy) and 2",
         )
         require(0 < self.top_p <= 1, f"top_p = {self.top_p} must lie above 0 and be at most 1")
+        require(
+            len(self.stop) <= MAX_STOPS and all(0 < len(text) <= MAX_STOP_LENGTH for text in self.stop),
+            f"stop = {self.stop} must be at most {MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters",
+        )
         require(self.top_k >= 0, f"top_k = {self.top_k} must not be negative; 0 samples from all tokens")
         require(
             self.allow_partial_support or not self._is_partial,

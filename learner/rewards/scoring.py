@@ -27,7 +27,7 @@ class Scorer:
         too often.
         """
         token_ids_G = [completion.token_ids.tolist() for completion in group.completions]
-        texts_G = self._tokenizer.batch_decode(token_ids_G, skip_special_tokens=True)
+        texts_G = self._tokenizer.batch_decode(token_ids_G, skip_special_tokens=self._config.reward.skip_special_tokens)
         state = TrainerState(global_step=step, max_steps=self._config.steps)
         rewards = await asyncio.wrap_future(self._workers.submit(prompt, texts_G, token_ids_G, state))
         self._failures.note(rewards)

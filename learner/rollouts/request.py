@@ -42,6 +42,7 @@ def message_of(request: Request, config: SamplingConfig, run_seed: int, deadline
             top_p=config.top_p,
             top_k=config.top_k,
             seed=seed,
+            stop=config.stop,
         ),
         deadline_s=deadline_s,
     )

@@ -139,7 +139,10 @@ def _settle_normalization(config: dict[str, Any]) -> None:
 
 def _default(field: FieldInfo | None) -> Any:
     """What a key is that no config.toml names: it is unset, or newer than the run."""
-    return None if field is None or field.default is NODEFAULT else to_builtins(field.default)
+    if field is None or field.default is NODEFAULT:
+        return None
+    value = to_builtins(field.default)
+    return list(value) if isinstance(value, tuple) else value  # as TOML gives it back
 
 
 def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -109,6 +109,22 @@ def test_seeds_make_a_group_repeatable_and_its_completions_different(server: Rea
     with_learner(server, test)
 
 
+def test_a_stop_string_ends_a_completion_with_the_token_that_completes_it(server: RealServer) -> None:
+    stops = ("00", "a1", "b", "<pad>")  # over several tokens, one token, a special one
+
+    async def test(learner: ScriptedLearner) -> None:
+        await push(learner, 0, OLD)
+        group = await sample(learner, "g", stop=stops, max_tokens=40, num_completions=64)
+        assert_sampled_by(OLD, group)
+        texts = ["".join(tiny_gpt2.TOKENS[token] for token in completion.token_ids) for completion in group.completions]
+        for completion, text in zip(group.completions, texts, strict=True):
+            assert text.endswith((*stops, "<eos>")) == (completion.finish_reason == "stop"), text
+            assert not any(stop in text.removesuffix(stop) for stop in stops), f"{text} goes on behind a stop string"
+        assert all(any(text.endswith(stop) for text in texts) for stop in ("b", "<pad>"))
+
+    with_learner(server, test)
+
+
 def test_stop_tokens_end_a_completion_and_are_part_of_it(server: RealServer) -> None:
     async def test(learner: ScriptedLearner) -> None:
         await push(learner, 0, OLD)

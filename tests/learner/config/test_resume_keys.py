@@ -7,11 +7,11 @@ FIXED = {
     "": "model dtype seed",
     "learner": "groups_per_step updates_per_batch active_sampling",
     "learner.data": "task path dataset dataset_config split num_prompts num_digits prompt_column system_prompt shuffle",
-    "learner.reward": "functions weights overlong_buffer_tokens overlong_penalty",
+    "learner.reward": "functions weights skip_special_tokens overlong_buffer_tokens overlong_penalty",
     "learner.lora": "rank alpha target_modules",
     "learner.warm_start": "steps learning_rate rows_per_step answer_column",
     "learner.curriculum": "kind easy_above hard_below decay",
-    "learner.sampling": "num_completions max_tokens temperature top_p top_k allow_partial_support seeded",
+    "learner.sampling": "num_completions max_tokens temperature top_p top_k stop allow_partial_support seeded",
     "learner.advantage": "baseline scale combine",
     "learner.loss": "objective normalization clip_low clip_high dual_clip tau_positive tau_negative tv_low tv_high "
     "log_ratio_penalty mask_truncated entropy_coef top_entropy_frac",

@@ -17,6 +17,10 @@ from tests.learner.test_train import make_run
             r"reward\.overlong_buffer_tokens = 5 must be below sampling\.max_tokens = 5",
         ),
         (
+            {"sampling": {"stop": ["</a>", ""]}},
+            r"stop = \('</a>', ''\) must be at most 16 texts of 1 to 256 characters",
+        ),
+        (
             {"curriculum": {"kind": "pass_rate", "reward": "overlong"}},
             r"curriculum\.reward = 'overlong' is none of the reward functions: share_right, exact_match",
         ),

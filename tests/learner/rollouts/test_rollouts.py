@@ -467,7 +467,7 @@ def test_a_group_that_is_not_what_was_asked_for_is_refused_counted_and_asked_for
 
 def test_how_to_sample_reaches_the_server(tmp_path: Path) -> None:
     sampling = {"num_completions": 3, "max_tokens": 7, "temperature": 0.5, "top_p": 0.9, "top_k": 5,
-                "allow_partial_support": True}  # fmt: skip
+                "stop": ["</a>", "\n\n"], "allow_partial_support": True}  # fmt: skip
     with (
         HandServer(lambda server, request: [group_of(request, 0)]) as server,
         rollouts_on(server, tmp_path, sampling=sampling) as rollouts,
@@ -475,7 +475,7 @@ def test_how_to_sample_reaches_the_server(tmp_path: Path) -> None:
         rollouts.publish(0, server.server_id)
         rollouts.take(0, TIMEOUT_S)
     assert {request.sampling for request in server.requests} == {
-        Sampling(num_completions=3, max_tokens=7, temperature=0.5, top_p=0.9, top_k=5)
+        Sampling(num_completions=3, max_tokens=7, temperature=0.5, top_p=0.9, top_k=5, stop=("</a>", "\n\n"))
     }
 
 
