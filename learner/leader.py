@@ -36,6 +36,7 @@ from learner.servers.loop_thread import LoopThread
 from learner.servers.parity import NUM_SEQUENCES, Expected, ParityProbe, check_mismatch
 from learner.servers.push import Pusher
 from learner.storage.checkpoint import read_pass_rates, read_state
+from learner.storage.data_record import check_data, record_data
 from learner.storage.run_dir import RunDir
 from learner.training.metrics import StepTimer, staleness
 from protocol.endpoint import exposure
@@ -76,6 +77,10 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         version = read_state(checkpoint).version if checkpoint else 0
         if note := exposure(run.endpoint, has_keys=run.keys is not None):
             log.warning(note)
+        if run_dir.has_begun:
+            check_data(run_dir.data_digests, material.prompts)
+        num_prompts = min(NUM_SEQUENCES, len(material.prompts))  # read before there are threads, for it may fork
+        prompts = [material.prompts.prompt_at(position).token_ids for position in range(num_prompts)]
         with ExitStack() as cleanup:
             ledger = Ledger(run_dir.ledger)
             cleanup.callback(ledger.close)
@@ -98,8 +103,6 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             cleanup.callback(run_log.close)
             pusher = Pusher(connection, published, config.push)
             cleanup.callback(pusher.close)
-            num_prompts = min(NUM_SEQUENCES, len(material.prompts))
-            prompts = [material.prompts.prompt_at(position).token_ids for position in range(num_prompts)]
             yield cls(
                 material=material,
                 connection=connection,
@@ -122,6 +125,7 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             welcome = self.connection.wait()
             check_fits(run, self.material.prompts, welcome)
             mismatch = self._push_and_measure(version, welcome)
+        record_data(self.run_dir.data_digests, self.material.prompts)
         self.run_dir.begin()
         log.info("parity: mean |Δ logprob| = %.1e between server and learner", mismatch)
         self.publish(version)
@@ -185,7 +189,7 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             metrics["perf/server_idle_frac"] = server_idle_frac
             metrics["wait/learner"] = learner_s(metrics, server_idle_frac)
         metrics["rollout/messages_refused"] = float(self.connection.link.num_refused)
-        metrics |= self.rollouts.batch_metrics
+        metrics |= self.rollouts.batch_metrics | self.material.prompts.metrics
         self.log.step(step, metrics)
         self.log.sample(step, groups[0], self.material.tokenizer)
         if all(reward is None for group in groups for reward in group.rewards_G):

@@ -1,6 +1,9 @@
 """Where the prompts come from, and which are asked how often."""
 
-from typing import Literal
+from typing import Annotated, Any, Literal
+
+import msgspec
+import tyro
 
 from learner.config.section import Section, require
 from protocol.config import MayChange
@@ -77,30 +80,44 @@ class DataConfig(Section):
 
     task: str | None = None
     """A built-in task: reverse, sort or arithmetic (sums)."""
-    path: str | None = None
+    path: MayChange[str | None] = None
     """A JSONL file, one prompt with its columns per line."""
-    dataset: str | None = None
+    dataset: MayChange[str | None] = None
     """A `datasets` dataset: a hub name, or a local path written by save_to_disk or holding data files."""
+    revision: MayChange[str | None] = None
+    """Which revision of a hub dataset: a commit, tag or branch. Pin a commit, for a resume refuses other data than the run's."""
     dataset_config: str | None = None
     """Which configuration of the dataset, where it has several."""
     split: str = "train"
     """Which split of the dataset."""
-    num_prompts: int | None = None
-    """Use only the first so many prompts; for a task: make so many (default 4096)."""
+    num_prompts: MayChange[int | None] = None
+    """Use only the first so many prompts; for a task: make so many (default 4096). A resume may change it, path, dataset and
+    revision only where the prompts stay the same."""
     num_digits: int | None = None
     """Digits of each number of a task's prompt: reverse (8), sort (4), arithmetic (2)."""
     prompt_column: str = "prompt"
     """The column with the prompt: a text, or a list of messages with role and content. All others go to the rewards."""
     system_prompt: str | None = None
     """Put before every prompt; turns a plain prompt into a conversation. Empty: a conversation without system message."""
+    chat_template_kwargs: Annotated[dict[str, Any], tyro.conf.Suppress] = msgspec.field(default_factory=dict)
+    """Given to the chat template, as in `chat_template_kwargs = {enable_thinking = false}`."""
     max_prompt_tokens: MayChange[int | None] = None
-    """A longer prompt is an error. Unset: what the server's context leaves beside max_tokens."""
+    """What becomes of a longer prompt, too_long says. Unset: a prompt for which the server's context has no room beside
+    max_tokens is an error."""
+    too_long: Literal["refuse", "drop", "truncate"] = "refuse"
+    """A prompt above max_prompt_tokens is an error, or left out, or asked without its first tokens (the reward functions see all
+    of it). How many are, is said at the start and in the report."""
+    num_workers: MayChange[int] = 1
+    """Processes that encode a file or dataset, the first time that it is read; later starts find the result in the cache of
+    `datasets` (HF_DATASETS_CACHE)."""
     shuffle: bool = True
     """Go through the prompts in a new order in every data epoch."""
 
     def lacking(self) -> dict[str, str]:
         lacking = {} if self.task else {"num_digits": "task"}
-        return lacking if self.dataset else lacking | {"dataset_config": "dataset", "split": "dataset"}
+        if not self.dataset:
+            lacking |= dict.fromkeys(("dataset_config", "split", "revision"), "dataset")
+        return lacking if self.path or self.dataset else lacking | {"num_workers": "path or dataset"}
 
     def check(self) -> None:
         sources = {key: value for key in ("task", "path", "dataset") if (value := getattr(self, key)) is not None}
@@ -110,6 +127,10 @@ class DataConfig(Section):
             f"{', '.join(f'{key} = {value!r}' for key, value in sources.items())} came; expected exactly one of task, path "
             "and dataset",
         )
-        for key in ("num_prompts", "num_digits", "max_prompt_tokens"):
+        require(
+            self.too_long == "refuse" or self.max_prompt_tokens is not None,
+            f'too_long = "{self.too_long}" needs max_prompt_tokens: which prompts are asked must not depend on the server',
+        )
+        for key in ("num_prompts", "num_digits", "max_prompt_tokens", "num_workers"):
             value = getattr(self, key)
             require(value is None or value >= 1, f"{key} = {value} must be at least 1")

@@ -39,6 +39,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     groups_dropped: int
     groups_outstanding: int
     groups_lost: int
+    prompts_dropped: int
+    """For their length."""
+    prompts_truncated: int
     push_stall_median_s: float | None
     mismatch_mean_abs_logprob: float | None
     """The larger of two means over the steps: of the fresh tokens met in training, and of the parity probes."""
@@ -90,6 +93,8 @@ def summary_of(metrics: list[dict[str, float]], ledger: LedgerFacts) -> Summary:
         groups_dropped=ledger.counts.dropped,
         groups_outstanding=ledger.counts.outstanding,
         groups_lost=ledger.counts.lost,
+        prompts_dropped=_newest(metrics, "data/dropped_prompts"),
+        prompts_truncated=_newest(metrics, "data/truncated_prompts"),
         push_stall_median_s=median(stalls) if stalls else None,
         mismatch_mean_abs_logprob=max(mismatches) if mismatches else None,
         completion_tokens_per_s=sum(tokens) / seconds if tokens and seconds > 0 else None,
@@ -113,6 +118,7 @@ def lines(summary: Summary) -> list[str]:
         ("steps", f"{s.steps:,} in {duration(s.seconds)}"),
         ("staleness", f"mean {number(s.staleness_mean)}, max {number(s.staleness_max, '.0f')} policy versions"),
         ("groups", groups),
+        ("prompts", _too_long(s)),
         ("push", stall),
         ("mismatch", f"{number(s.mismatch_mean_abs_logprob, '.1e')} mean |Δ logprob| between server and learner"),
         ("speed", f"{number(s.completion_tokens_per_s, ',.0f')} completion tokens/s"),
@@ -202,6 +208,17 @@ def _present(metrics: Sequence[dict[str, float]], name: str) -> list[float]:
     """The finite values of a metric, from the steps that have it."""
     found = (line.get(name) for line in metrics)
     return [float(value) for value in found if value is not None and math.isfinite(value)]
+
+
+def _newest(metrics: Sequence[dict[str, float]], name: str) -> int:
+    """The last value of a count; 0 where there is none."""
+    return int(metrics[-1].get(name, 0))
+
+
+def _too_long(summary: Summary) -> str | None:
+    counts = {"dropped": summary.prompts_dropped, "truncated": summary.prompts_truncated}
+    told = [f"{count:,} too long, {done}" for done, count in counts.items() if count]
+    return "; ".join(told) or None
 
 
 def _mean(metrics: Sequence[dict[str, float]], name: str) -> float | None:

@@ -33,7 +33,7 @@ MOVED = {
 """Where keys of earlier versions went: a run that one of these began has the old name in its config.toml."""
 
 LEFT_BY_A_FAILED_START = {".lock", "logs", "run_id", "run_id.tmp", "config.toml.tmp", "ledger.db", "ledger.db-shm",
-                          "ledger.db-wal", "metrics.jsonl", "samples.jsonl", "tensorboard"}  # fmt: skip
+                          "ledger.db-wal", "metrics.jsonl", "samples.jsonl", "data.digests", "tensorboard"}  # fmt: skip
 """What a start that ended before its first group leaves behind; the next start goes over it."""
 
 
@@ -46,6 +46,7 @@ class RunDir:
         self.metrics = path / "metrics.jsonl"
         self.samples = path / "samples.jsonl"
         self.ledger = path / "ledger.db"
+        self.data_digests = path / "data.digests"
         self.tensorboard = path / "tensorboard"
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -70,6 +71,11 @@ class RunDir:
     def begin(self) -> None:
         """Store the config as it was set: from now on the directory holds a run, which only a resume may touch."""
         replace_file(self.config, to_toml(self._run).encode())
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the directory holds a run, of which this is a resume until `begin`."""
+        return self.config.exists()
 
     def close(self) -> None:
         """Let another learner write here."""
@@ -116,7 +122,7 @@ def _compare(path: Path, run: LearnerRun) -> None:
         _settle_normalization(config)
     refused = []
     for key in sorted(before.keys() | now.keys()):
-        known = keys.get("server" if key.startswith("server.") else key)
+        known = _field(keys, key)
         was, value = before.get(key, _default(known)), now.get(key)
         if was == value:
             continue
@@ -135,6 +141,13 @@ def _settle_normalization(config: dict[str, Any]) -> None:
     """A run that was begun before its default went by the objective has it in its config.toml."""
     objective = config.get("learner.loss.objective", LossConfig().objective)
     config.setdefault("learner.loss.normalization", LossConfig(objective=objective).mean_over)
+
+
+def _field(keys: dict[str, FieldInfo], name: str) -> FieldInfo | None:
+    """The field of a key; of one inside a table that is itself a key, that table's."""
+    while name not in keys and "." in name:
+        name = name.rpartition(".")[0]
+    return keys.get(name)
 
 
 def _default(field: FieldInfo | None) -> Any:

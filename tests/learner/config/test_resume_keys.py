@@ -6,7 +6,7 @@ from protocol.config import keys_of, may_change
 FIXED = {
     "": "model dtype seed",
     "learner": "groups_per_step updates_per_batch active_sampling",
-    "learner.data": "task path dataset dataset_config split num_prompts num_digits prompt_column system_prompt shuffle",
+    "learner.data": "task dataset_config split num_digits prompt_column system_prompt chat_template_kwargs too_long shuffle",
     "learner.reward": "functions weights skip_special_tokens overlong_buffer_tokens overlong_penalty",
     "learner.lora": "rank alpha target_modules",
     "learner.warm_start": "steps learning_rate rows_per_step answer_column",

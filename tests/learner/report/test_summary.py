@@ -3,13 +3,17 @@
 import json
 import random
 import sqlite3
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from learner.report.summary import RunDirectoryError, as_text, lines, read_steps, summarize
+from learner.train import train
 from protocol.errors import SlipstreamError
+from tests.learner.model_engine import tiny_server
 from tests.learner.report.synthetic_run import GROUPS_PER_STEP, write_ledger, write_lines, write_run
+from tests.learner.test_train import make_run
 
 FIELDS = [
     "steps",
@@ -24,6 +28,8 @@ FIELDS = [
     "groups_dropped",
     "groups_outstanding",
     "groups_lost",
+    "prompts_dropped",
+    "prompts_truncated",
     "push_stall_median_s",
     "mismatch_mean_abs_logprob",
     "completion_tokens_per_s",
@@ -54,6 +60,21 @@ def test_every_number_agrees_with_an_independent_computation(tmp_path):
     expected = {part: pytest.approx(seconds / column("time/step").sum()) for part, seconds in waits.items()}
     assert summary.wait_shares == expected
     assert list(summary.wait_shares.values()) == sorted(summary.wait_shares.values(), reverse=True)
+
+
+def test_prompts_that_were_too_long_are_told_where_there_were_any(tmp_path):
+    metrics = write_run(tmp_path, steps=3)
+    assert "prompts " not in as_text(summarize(tmp_path))
+    write_lines(tmp_path / "metrics.jsonl", [line | {"data/dropped_prompts": 1200.0} for line in metrics])
+    assert "\nprompts      1,200 too long, dropped\n" in as_text(summarize(tmp_path))
+
+
+def test_a_run_reports_the_prompts_that_it_truncated(tmp_path):
+    with tiny_server() as server:
+        data = {"task": "reverse", "num_digits": 4, "num_prompts": 8, "max_prompt_tokens": 4, "too_long": "truncate"}
+        run = make_run(tmp_path, server.endpoint, steps=1, data=data)
+        train(run, resume=False)
+    assert "8 too long, truncated" in as_text(summarize(Path(run.run_dir)))
 
 
 def test_groups_are_counted_by_the_ledger(tmp_path):

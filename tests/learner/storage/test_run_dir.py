@@ -55,6 +55,15 @@ def test_it_is_still_refused_with_another_value_of_a_key_that_changes_what_is_le
         open_run_dir(now(tmp_path, groups_per_step=8), resume=True)
 
 
+def test_a_key_inside_a_table_is_told_as_one_that_differs(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_bytes(BEFORE_SECTIONS.read_bytes())
+    data = old_config()["learner"]["data"] | {"chat_template_kwargs": {"enable_thinking": False}}
+    with pytest.raises(
+        ConfigError, match=r"learner\.data\.chat_template_kwargs\.enable_thinking was None, is False\. Rest"
+    ):
+        open_run_dir(now(tmp_path, data=data), resume=True)
+
+
 def test_a_run_with_a_key_that_changed_what_is_learned_and_is_gone_is_refused(tmp_path: Path) -> None:
     old = old_config()
     old["learner"]["loss"]["z_loss_coef"] = 0.1

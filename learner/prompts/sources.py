@@ -1,0 +1,194 @@
+"""Where rows come from: a built-in task, a JSONL file, a `datasets` dataset. Before encoding.py.
+
+A task's few rows are in memory. A file is copied, once for each of its contents, into the cache of `datasets`, so that its rows
+are mapped from there and no edit of the file moves them under a run. Invariant: a row has the same number at every start.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+
+from learner.config import DataConfig
+from learner.prompts.tasks import make_rows
+from protocol.errors import DataError
+
+DEFAULT_TASK_PROMPTS = 4096
+
+Row = dict[str, Any]
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """Rows of data, by number."""
+
+    name: str
+    """For messages."""
+    rows: Any
+    """A list of rows, or a dataset of them."""
+    fingerprint: str | None = None
+    """Another one for other rows; None: they are in memory."""
+    is_file: bool = False
+    """Each row of the dataset is a line of a JSONL file and its number there."""
+    prompt_column: str
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def row(self, number: int) -> Row:
+        row = self.rows[number]
+        return json.loads(row["line"]) if self.is_file else dict(row)
+
+    def rows_of(self, batch: dict[str, list[Any]]) -> list[Row]:
+        """The rows of a batch of the dataset. Raises DataError for a line that is none."""
+        if self.is_file:
+            lines = zip(batch["line"], batch["number"], strict=True)
+            return [_parsed(line, f"{self.name}:{number}", self.prompt_column) for line, number in lines]
+        return [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+
+    def first(self, num_rows: int) -> "Source":
+        rows = self.rows[:num_rows] if self.fingerprint is None else self.rows.select(range(num_rows))
+        return msgspec.structs.replace(self, rows=rows)
+
+
+def open_source(config: DataConfig, seed: int) -> Source:
+    """Return the rows that the config names. Raises DataError with the remedy."""
+    if config.task is not None:
+        source = _task(config, config.task, seed)
+    elif config.path is not None:
+        source = _file(config, Path(config.path).expanduser())
+    else:
+        source = _dataset(config)
+    if not len(source):
+        raise DataError(f"{source.name} holds no prompts; expected at least one row")
+    if config.num_prompts is None or config.num_prompts == len(source):
+        return source
+    if config.num_prompts > len(source):
+        raise DataError(
+            f"learner.data.num_prompts = {config.num_prompts}, but {source.name} holds {len(source)} prompts; lower it"
+        )
+    return source.first(config.num_prompts)
+
+
+def _task(config: DataConfig, task: str, seed: int) -> Source:
+    options = {} if config.num_digits is None else {"num_digits": config.num_digits}
+    rows = make_rows(task, config.num_prompts or DEFAULT_TASK_PROMPTS, seed, **options)
+    _check_column(rows[0], config.prompt_column, f"task {task!r}")
+    return Source(name=f"task {task!r}", rows=rows, prompt_column=config.prompt_column)
+
+
+# --- a JSONL file ------------------------------------------------------------------------------------------------
+def _file(config: DataConfig, path: Path) -> Source:
+    import datasets
+
+    try:
+        content = _content(path)
+        if next(_lines(path), None) is None:
+            raise DataError(f"{path} holds no prompts; expected at least one row")
+        rows = datasets.Dataset.from_generator(
+            _lines,
+            features=datasets.Features({"line": datasets.Value("string"), "number": datasets.Value("int64")}),
+            gen_kwargs={"path": path},
+            cache_dir=str(cache_directory()),
+            fingerprint=f"slipstream-{content}",
+        )
+    except datasets.exceptions.DatasetGenerationError as error:
+        raise _unreadable(path, error.__cause__ or error) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unreadable(path, error) from error
+    return Source(name=str(path), rows=rows, prompt_column=config.prompt_column, fingerprint=content, is_file=True)
+
+
+def _content(path: Path) -> str:
+    """Return a hash of a file's bytes."""
+    hashed = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            hashed.update(chunk)
+    return hashed.hexdigest()
+
+
+def cache_directory() -> Path:
+    """Where `datasets` keeps what it maps. Raises DataError if it cannot be written."""
+    import datasets
+
+    path = Path(datasets.config.HF_DATASETS_CACHE)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"the cache of datasets cannot be made: {error}; set HF_DATASETS_CACHE") from error
+    if not os.access(path, os.W_OK):
+        raise DataError(f"the cache of datasets, {path}, cannot be written; set HF_DATASETS_CACHE to another directory")
+    return path
+
+
+def _unreadable(path: Path, error: BaseException) -> DataError:
+    return DataError(f"learner.data.path = {str(path)!r} cannot be read: {error}; expected a JSONL file")
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8", newline="\n") as file:  # no other line ends: U+2028 may stand inside a text
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield {"line": line, "number": number}
+
+
+def _parsed(line: str, where: str, prompt_column: str) -> Row:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{where} is not valid JSON: {error}; expected one JSON object per line") from error
+    if not isinstance(row, dict):
+        raise DataError(
+            f"{where} holds a JSON {type(row).__name__}; expected one object per line, as in {{'prompt': …}}"
+        )
+    _check_column(row, prompt_column, where)
+    return row
+
+
+def _check_column(columns: Iterable[str], prompt_column: str, where: str) -> None:
+    if prompt_column not in columns:
+        raise DataError(
+            f"{where} has no column {prompt_column!r}; its columns are: {', '.join(columns)}. "
+            "Set learner.data.prompt_column to the one that holds the prompts"
+        )
+
+
+# --- a dataset ---------------------------------------------------------------------------------------------------
+def _dataset(config: DataConfig) -> Source:
+    import datasets
+
+    name = config.dataset or ""
+    path = Path(name).expanduser()
+    try:
+        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+            rows = _pick_split(datasets.load_from_disk(str(path)), config)
+        else:
+            local = str(path) if path.is_dir() else name
+            rows = datasets.load_dataset(local, config.dataset_config, split=config.split, revision=config.revision)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise DataError(
+            f"learner.data.dataset = {name!r} (dataset_config {config.dataset_config!r}, split {config.split!r}, revision "
+            f"{config.revision!r}) cannot be loaded: {error}. Expected a hub name, or a local path written by save_to_disk or "
+            "holding data files"
+        ) from error
+    _check_column(rows.column_names, config.prompt_column, f"dataset {name!r}")
+    return Source(
+        name=f"dataset {name!r}", rows=rows, prompt_column=config.prompt_column, fingerprint=rows._fingerprint
+    )
+
+
+def _pick_split(loaded: Any, config: DataConfig) -> Any:
+    import datasets
+
+    if not isinstance(loaded, datasets.DatasetDict):
+        return loaded
+    if config.split not in loaded:
+        raise DataError(
+            f"dataset {config.dataset!r} has no split {config.split!r}; its splits are: {', '.join(loaded)}. "
+            "Set learner.data.split"
+        )
+    return loaded[config.split]

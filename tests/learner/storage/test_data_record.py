@@ -1,0 +1,98 @@
+"""A resume asks the prompts that the run began with, or is refused with the row that changed."""
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from learner.config import DataConfig
+from learner.policy.model import load_tokenizer
+from learner.prompts.prompts import Prompts
+from learner.storage.data_record import check_data, record_data
+from learner.train import train
+from protocol.errors import DataError
+from protocol.model_files import resolve_model
+from tests.learner.model_engine import tiny_server
+from tests.learner.test_train import make_run, metrics_of
+
+PROMPTS = ["1111>", "2222>", "3333>", "4444>", "5555>", "6666>"]
+
+
+def write(path: Path, prompts: Sequence[str], answer: str = "9") -> str:
+    path.write_text("".join(json.dumps({"prompt": prompt, "answer": answer}) + "\n" for prompt in prompts))
+    return str(path)
+
+
+def read(path: str, **keys: object) -> Prompts:
+    return Prompts(DataConfig(path=path, **keys), load_tokenizer(resolve_model("tiny:digits")), 0)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Path:
+    record_data(tmp_path / "data.digests", read(write(tmp_path / "a.jsonl", PROMPTS)))
+    return tmp_path / "data.digests"
+
+
+def test_the_same_data_elsewhere_is_the_same(record: Path, tmp_path: Path) -> None:
+    check_data(record, read(write(tmp_path / "moved.jsonl", PROMPTS)))
+    assert record.stat().st_size == 8 * len(PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("now", "answer", "problem"),
+    [
+        (
+            [*PROMPTS[:2], *PROMPTS[3:]],
+            "9",
+            r"row 2 is the first that changed .*Restore the data.*learner\.data\.revision",
+        ),
+        (PROMPTS, "8", "row 0 is the first that changed"),
+        (PROMPTS[:-1], "9", "1 of its 6 prompts are missing, from the end"),
+        ([*PROMPTS, "7777>"], "9", r"1 prompts came after the 6 .*Leave them out with learner\.data\.num_prompts = 6"),
+    ],
+    ids=["one removed", "a column", "the last removed", "one added"],
+)
+def test_other_data_is_refused_with_what_changed_first(
+    record: Path, tmp_path: Path, now: list[str], answer: str, problem: str
+) -> None:
+    with pytest.raises(DataError, match=problem) as error:
+        check_data(record, read(write(tmp_path / "a.jsonl", now, answer)))
+    assert "begin a new run with --run-dir" in str(error.value)
+
+
+def test_what_was_added_at_the_end_can_be_left_out(record: Path, tmp_path: Path) -> None:
+    check_data(record, read(write(tmp_path / "a.jsonl", [*PROMPTS, "7777>"]), num_prompts=6))
+
+
+def test_other_token_ids_are_other_data(record: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="row 0 is the first that changed"):
+        check_data(record, read(str(tmp_path / "a.jsonl"), max_prompt_tokens=4, too_long="truncate"))
+
+
+def test_another_limit_would_drop_others(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", ["1>", "22>", "333>", "4444>"])
+    record_data(tmp_path / "data.digests", read(path, max_prompt_tokens=4, too_long="drop"))
+    with pytest.raises(DataError, match=r"1 prompts came after the 3"):
+        check_data(tmp_path / "data.digests", read(path, max_prompt_tokens=5, too_long="drop"))
+
+
+def test_a_run_is_resumed_on_its_data_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write(tmp_path / "a.jsonl", PROMPTS)
+    with tiny_server() as server:
+
+        def go_on(steps: int, path: str, *, resume: bool = True, **data: object) -> None:
+            train(make_run(tmp_path, server.endpoint, steps=steps, data={"path": path, **data}), resume=resume)
+
+        go_on(1, path, resume=False)
+        write(tmp_path / "a.jsonl", [*PROMPTS[:2], *PROMPTS[3:]])
+        with pytest.raises(DataError, match=r"a\.jsonl is not what the run in .*run began with: row 2 is the first"):
+            go_on(2, path)
+        write(tmp_path / "a.jsonl", [*PROMPTS, "7777>"])
+        go_on(2, path, num_prompts=6)
+        (tmp_path / "run" / "data.digests").unlink()  # as in a run that an earlier version began
+        with caplog.at_level(logging.WARNING):
+            go_on(3, write(tmp_path / "b.jsonl", PROMPTS))
+    assert "data.digests is missing" in caplog.text and (tmp_path / "run" / "data.digests").exists()
+    assert len(metrics_of(make_run(tmp_path, server.endpoint))) == 3
