@@ -115,17 +115,17 @@ def test_synchronous_and_asynchronous_functions_stand_side_by_side() -> None:
 
 def test_a_call_that_is_too_late_is_cancelled_and_costs_no_other() -> None:
     seconds = [0.0, 1000.0, 0.0, 1000.0, 0.0]
-    groups = score(["sleeps_if_told"], [prompt(seconds=s) for s in seconds], timeout_s=0.5, max_concurrent_calls=2)
+    groups = score(["sleeps_if_told"], [prompt(seconds=s) for s in seconds], timeout_s=3, max_concurrent_calls=2)
     assert outcomes(groups) == ["ok", "timed_out", "ok", "timed_out", "ok"]
-    assert "sleeps_if_told did not return within 0.5 s and was cancelled" in str(groups[1].functions[0].message)
+    assert "sleeps_if_told did not return within 3 s and was cancelled" in str(groups[1].functions[0].message)
     assert len({groups[i].rewards[0] for i in (0, 2, 4)}) == 1  # one process all the time
 
 
 def test_a_call_that_blocks_the_event_loop_is_killed_and_later_ones_are_made_again() -> None:
     seconds = [1000.0, 0.0, 0.0]
-    groups = score(["blocks_if_told"], [prompt(seconds=s) for s in seconds], timeout_s=0.5, max_concurrent_calls=1)
+    groups = score(["blocks_if_told"], [prompt(seconds=s) for s in seconds], timeout_s=3, max_concurrent_calls=1)
     assert outcomes(groups) == ["timed_out", "ok", "ok"]
-    assert "did not return within 0.5 s and was killed" in str(groups[0].functions[0].message)
+    assert "did not return within 3 s and was killed" in str(groups[0].functions[0].message)
 
 
 def test_calls_in_flight_are_made_again_when_their_process_is_killed_from_outside(tmp_path: Path) -> None:
