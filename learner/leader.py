@@ -90,6 +90,7 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             model = fingerprint(material.model_path)
             hello = Hello(run=run_dir.run_id, protocol_version=PROTOCOL_VERSION, model=model)
             connection = Connection(run, hello, LoopThread("learner"))
+            connection.on_wait = published.still_waiting
             cleanup.callback(connection.close)
             cleanup.callback(connection.loop.stop)
             queue = GroupQueue(run, material.prompts, ledger, read_pass_rates(checkpoint) if checkpoint else None)
@@ -99,7 +100,7 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             cleanup.callback(rollouts.close)
             rollouts.start(version)
             dashboard = start_dashboard(connection.loop, run_dir, config.report.dashboard_port, cleanup)
-            run_log = RunLog(run_dir, config.report.trackers, config.steps, dashboard)
+            run_log = RunLog(run_dir, config.report, config.steps, dashboard)
             cleanup.callback(run_log.close)
             pusher = Pusher(connection, published, config.push)
             cleanup.callback(pusher.close)
@@ -152,6 +153,7 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
                     self.publish(version, self.parity.expect(version))
             elif time.monotonic() - last_connected > self.material.run.learner.connect_timeout_s:
                 raise self.connection.no_server()
+            self.connection.on_wait()
             groups = self.rollouts.take(version, WAIT_SLICE_S)
             if groups is not None:
                 if any(group.newest_version >= version for group in groups):

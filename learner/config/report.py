@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from learner.config.section import Section
+from learner.config.section import Section, require
 from protocol.config import MayChange
 
 
@@ -13,3 +13,9 @@ class ReportConfig(Section):
     """Where metrics go besides metrics.jsonl."""
     dashboard_port: MayChange[int] = 8765
     """Port of the live dashboard on 127.0.0.1; 0 turns it off."""
+    samples_every_steps: MayChange[int] = 10
+    """Every how many steps a few completions are written into samples.jsonl, which keeps its head and the newest, 32 MiB at most;
+    0: never."""
+
+    def check(self) -> None:
+        require(self.samples_every_steps >= 0, f"samples_every_steps = {self.samples_every_steps} must not be negative")

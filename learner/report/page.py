@@ -13,10 +13,12 @@ import msgspec
 from markupsafe import Markup
 
 from learner.report.charts import Absent, Chart, draw_charts
-from learner.report.summary import Summary, duration, number, read_ledger, read_metrics, read_steps, summary_of
+from learner.report.lines import ends_of
+from learner.report.summary import Summary, duration, number, read_ledger, read_metrics, steps_in, summary_of
 from learner.storage.disk import replace_file
 
 SAMPLED_STEPS = 2  # at each end of the run
+SAMPLED_BYTES = 4 << 20  # of samples.jsonl, read at each end
 MAX_COMPLETIONS = 6
 MAX_CHARACTERS = 1200
 # What a browser would not show of a C0 control character, as its picture (U+2400…); tab and newline stay.
@@ -58,7 +60,7 @@ def render(run_dir: Path) -> str:
     summary = summary_of(metrics, ledger)
     charts = draw_charts(metrics, ledger.staleness_histogram)
     samples_path, config_path = run_dir / "samples.jsonl", run_dir / "config.toml"
-    samples = read_steps(samples_path) if samples_path.is_file() else []
+    samples = steps_in(ends_of(samples_path, SAMPLED_BYTES), samples_path) if samples_path.is_file() else []
     low, high = reward_range(samples)
     early = samples[:SAMPLED_STEPS]
     late = samples[len(early) :][-SAMPLED_STEPS:]

@@ -177,11 +177,15 @@ def read_ledger(run_dir: Path) -> LedgerFacts:
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
-    """The lines of a JSONL file with a "step" in each. A step written again by a resume takes back all that came
+    """The lines of a JSONL file with a "step" in each."""
+    return steps_in(path.read_bytes().split(b"\n"), path)
+
+
+def steps_in(raw_lines: list[bytes], path: Path) -> list[dict[str, Any]]:
+    """The steps that lines of a file stand for. A step written again by a resume takes back all that came
     after it too; the torn last line of a killed writer is not there; any other broken line is an error."""
     of_step: dict[int, dict[str, Any]] = {}
     newest = -1
-    raw_lines = path.read_bytes().split(b"\n")
     for i, raw in enumerate(raw_lines):
         if not raw.strip():
             continue

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from learner.config import LearnerRun
-from learner.report.run_log import Lines
+from learner.report.lines import Lines
 from learner.rollouts.ledger import Ledger, LedgerError
 from learner.storage.checkpoint import complete_checkpoints
 from learner.storage.disk import DiskError, replace_file, writing

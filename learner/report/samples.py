@@ -1,0 +1,46 @@
+"""What completions look like: samples.jsonl, a few of one group every so many steps, for the report and for people.
+
+Between the steps and the report. Invariant: the file has at most MAX_BYTES, however long the run: its head stays, and of what
+comes after it the newest.
+"""
+
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from learner.report.lines import Lines, ends_of
+from learner.rollouts.scored_group import ScoredGroup
+from learner.storage.disk import replace_file
+
+MAX_COMPLETIONS = 4
+MAX_BYTES = 32 << 20
+
+
+class Samples:
+    """The file of one run, open for appending."""
+
+    def __init__(self, path: Path, every_steps: int) -> None:
+        self._path, self._every_steps = path, every_steps
+        self._lines = Lines(path)
+
+    def keep(self, step: int, group: ScoredGroup, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Write a group down as text if it is the step's turn. Raises DiskError."""
+        if self._every_steps == 0 or (step - 1) % self._every_steps:
+            return
+        kept = group.completions[:MAX_COMPLETIONS]
+        texts = tokenizer.batch_decode([completion.token_ids.tolist() for completion in kept], skip_special_tokens=True)
+        prompt = tokenizer.decode(group.prompt_token_ids.tolist())
+        rewards = group.rewards_G[:MAX_COMPLETIONS]
+        sample = {"step": step, "prompt": prompt, "completions": list(texts), "rewards": rewards}
+        extra = {column: values[:MAX_COMPLETIONS] for column, values in group.logged_extra.items()}
+        self._lines.append(sample | ({"extra": extra} if extra else {}))
+        if self._path.stat().st_size > MAX_BYTES:
+            self._cut()
+
+    def close(self) -> None:
+        self._lines.close()
+
+    def _cut(self) -> None:
+        self._lines.close()
+        replace_file(self._path, b"\n".join(ends_of(self._path, MAX_BYTES // 4)))
+        self._lines = Lines(self._path)

@@ -1,0 +1,80 @@
+"""samples.jsonl stays small and is read at its ends."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+import learner.report.samples
+from learner.config import ReportConfig
+from learner.policy.model import load_tokenizer
+from learner.report.lines import ends_of
+from learner.report.page import render
+from learner.report.samples import Samples
+from learner.report.summary import steps_in
+from learner.rollouts.scored_group import ScoredGroup
+from protocol.messages import Completion
+from protocol.model_files import resolve_model
+from tests.learner.report.synthetic_run import write_run
+
+
+def a_group(num_tokens: int = 3) -> ScoredGroup:
+    completion = Completion(
+        token_ids=np.full(num_tokens, 5, np.int32), behaviour_logprobs=np.zeros(num_tokens, np.float32),
+        versions=[(0, num_tokens)], finish_reason="stop",
+    )  # fmt: skip
+    return ScoredGroup(
+        group_id="0.0", slot=0, prompt_token_ids=np.array([3, 4], np.int32), completions=[completion] * 6,
+        rewards_G=[0.5] * 6, rewards_by_function={}, entered_version=0,
+    )  # fmt: skip
+
+
+def write(path: Path, steps: range, every_steps: int, group: ScoredGroup | None = None) -> list[int]:
+    samples, tokenizer = Samples(path, every_steps), load_tokenizer(resolve_model("tiny:digits"))
+    for step in steps:
+        samples.keep(step, group or a_group(), tokenizer)
+    samples.close()
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(("every_steps", "kept"), [(1, [1, 2, 3, 4, 5]), (2, [1, 3, 5]), (10, [1]), (0, [])])
+def test_samples_are_written_every_so_many_steps(tmp_path: Path, every_steps: int, kept: list[int]) -> None:
+    assert write(tmp_path / "samples.jsonl", range(1, 6), every_steps) == kept
+
+
+def test_a_file_that_grows_too_long_keeps_its_head_and_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learner.report.samples, "MAX_BYTES", 40_000)
+    path = tmp_path / "samples.jsonl"
+    kept = write(path, range(1, 501), 1, a_group(100))
+    assert path.stat().st_size <= 40_000
+    head = next(i for i, step in enumerate(kept) if step != i + 1)
+    assert head > 5 and kept[head:] == list(range(kept[head], 501)) and len(kept) - head > 5
+    assert write(path, range(501, 503), 1) == [*kept, 501, 502], "a resume goes on"
+
+
+def test_a_report_shows_both_ends_of_a_file_that_it_does_not_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path, steps=300)
+    path = tmp_path / "samples.jsonl"
+    whole = steps_in(path.read_bytes().split(b"\n"), path)
+    with path.open("a") as file:  # step 299 once more, after a resume
+        file.write(json.dumps(whole[298] | {"prompt": "again>"}) + "\n")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 : len(content) // 2 + 10] = b"not read!!"
+    path.write_bytes(content)
+    monkeypatch.setattr("learner.report.page.SAMPLED_BYTES", 4000)
+    steps = [line["step"] for line in steps_in(ends_of(path, 4000), path)]
+    assert steps[:2] == [1, 2] and steps[-2:] == [298, 299]
+    page = render(tmp_path)
+    assert whole[0]["prompt"] in page and whole[297]["prompt"] in page and "again&gt;" in page
+    assert whole[299]["prompt"] not in page, "a resume has taken it back"
+
+
+def test_a_negative_distance_between_samples_is_refused() -> None:
+    with pytest.raises(msgspec.ValidationError, match="samples_every_steps = -1 must not be negative"):
+        msgspec.convert({"samples_every_steps": -1}, ReportConfig)
