@@ -64,6 +64,9 @@ class LearnerConfig(Section):
     group_deadline_s: MayChange[float] = 600.0
     """How long a group that the server has begun may go without a token, pushes aside, before it is asked for again; if two or
     more of its completions had ended by then, it goes on with those."""
+    rank_timeout_s: MayChange[float] = 600.0
+    """With several ranks: how long each waits for the others wherever they meet, so how soon one that died or hangs is noticed.
+    It must be longer than rank 0 needs to read the data, for one push or for a checkpoint; waits for the server do not count."""
     max_group_attempts: MayChange[int] = 3
     """A prompt whose group fails so often is recorded as failed and left out."""
     cpu_cores: MayChange[tuple[int, ...] | None] = None
@@ -82,7 +85,7 @@ class LearnerConfig(Section):
             "max_replacements",
         ):
             require(getattr(self, name) >= 1, f"{name} = {getattr(self, name)} must be at least 1")
-        for name in ("connect_timeout_s", "group_deadline_s"):
+        for name in ("connect_timeout_s", "group_deadline_s", "rank_timeout_s"):
             require(getattr(self, name) > 0, f"{name} = {getattr(self, name)} must be above 0")
         require(self.max_staleness >= 0, f"max_staleness = {self.max_staleness} must not be negative")
         refuse_contradictions(self)

@@ -1,7 +1,8 @@
 """The policy as others see it: which weights leave the house, under which names, and the logprobs it gives.
 
 A push and an export read `tensors`, parity asks for `logprobs`; both are rank 0's alone. An adapter is merged into the weights
-it belongs to. If the policy is sharded, every rank has a part in both, so the others follow:
+it belongs to. The other ranks follow: if the policy is sharded, they have a part in both, and in any case they hear every few
+seconds that rank 0, which may wait for hours, is there.
 
     rank 0       led: waits, pushes, measures ── order ─▶ one tensor gathered, or one pass ─▶ … ── release ─▶
     the others   led: ◀─ order ── the same collective, its result dropped ─▶ … ─▶ released
@@ -11,8 +12,10 @@ So a push may fail between two tensors and begin again at the first, and no coll
 Memory: on every rank one gathered tensor at a time (checkpoint_names.py: now and then those of a layer), beside what rank 0 has under way to the server.
 """
 
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from accelerate import Accelerator
@@ -26,12 +29,14 @@ from learner.policy.snapshot import reshard, whole
 from protocol.errors import RankFailed, SlipstreamError
 from protocol.weights.buckets import NamedTensors, dtype_on_wire
 
-PASS, RELEASE, STOP = -1, -2, -3
+PASS, RELEASE, STOP, WAIT = -1, -2, -3, -4
 """Orders; any other is the index of the tensor to gather."""
+STILL_WAITING_S = 5.0
+"""Between two orders to wait on."""
 
 
 class PublishedPolicy:
-    """Every rank has one; of a policy that is whole on every rank the others do nothing."""
+    """Every rank has one; of a policy that is whole on every rank the others only wait."""
 
     def __init__(self, accelerator: Accelerator, policy: nn.Module, wire_dtype: torch.dtype) -> None:
         """`policy` as prepared by accelerate."""
@@ -40,6 +45,9 @@ class PublishedPolicy:
         # The device of a rank may be too small for all the weights that several share.
         self.copy_device = torch.device("cpu") if accelerator.is_fsdp2 else None
         self._accelerator, self._is_sharded = accelerator, accelerator.is_fsdp2
+        self._leading_thread: int | None = None
+        """Of rank 0, while others follow it."""
+        self._heard_at = time.monotonic()
         reshard(self.model)
         self._tensors = list(held(self.model).items())
         self._names = CheckpointNames(self.model, dict(self._tensors))
@@ -47,18 +55,27 @@ class PublishedPolicy:
     @contextmanager
     def led(self) -> Iterator[None]:
         """Around what rank 0 does alone: it enters at once, the others when it has left. Raises RankFailed if that was an error."""
-        if not self._is_sharded:
+        if self._accelerator.num_processes == 1:
             yield
         elif not self._accelerator.is_main_process:
             self._follow()
             yield
         else:
+            self._leading_thread = threading.get_ident()
             try:
                 yield
             except SlipstreamError:
-                self._broadcast(STOP)
+                with suppress(RankFailed):  # what stops this rank is told, not who else has stopped
+                    self._broadcast(STOP)
                 raise
+            finally:
+                self._leading_thread = None
             self._broadcast(RELEASE)
+
+    def still_waiting(self) -> None:
+        """Called again and again by whoever waits long: lets the ranks that follow know, now and then, that it is for good reason."""
+        if self._leading_thread == threading.get_ident() and time.monotonic() - self._heard_at > STILL_WAITING_S:
+            self._broadcast(WAIT)
 
     def tensors(self) -> NamedTensors:
         """Yield the weights by their checkpoint names, each made when it is asked for: merged with its adapter, or gathered in
@@ -84,6 +101,8 @@ class PublishedPolicy:
         while (order := self._broadcast(RELEASE)) != RELEASE:
             if order == STOP:
                 raise RankFailed("rank 0 of this learner has stopped with an error; its log says which")
+            if order == WAIT:
+                continue
             if order == PASS:
                 sequence_logprobs(self.model, [0, 0], self.device)
             else:
@@ -91,8 +110,18 @@ class PublishedPolicy:
                 self._gathered(tensor)
 
     def _broadcast(self, order: int) -> int:
-        """Return rank 0's order. The other ranks wait for it as long as for the next batch."""
-        return int(broadcast(torch.tensor([order], device=self.device)))
+        """Return rank 0's order. Raises RankFailed if it, or a rank that it is for, is not heard of any more."""
+        try:
+            order = int(broadcast(torch.tensor([order], device=self.device)))
+        except RuntimeError as error:  # of torch's collectives: a connection that broke, or the deadline
+            reason = str(error).splitlines()[0]
+            who = "another rank" if self._accelerator.is_main_process else "rank 0"
+            raise RankFailed(
+                f"{who} of this learner has ended or hangs; its log says more. If it was only slow, raise learner.rank_timeout_s "
+                f"({reason})"
+            ) from error
+        self._heard_at = time.monotonic()
+        return order
 
     @torch.no_grad()
     def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:

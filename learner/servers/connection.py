@@ -9,6 +9,7 @@ link (a server that refuses this run) is one of the loop's background.
 
 import threading
 import time
+from collections.abc import Callable
 
 from learner.config import LearnerRun
 from learner.servers.link import OnGroup, OnWelcome, ServerLink
@@ -26,6 +27,8 @@ class Connection:
 
     def __init__(self, run: LearnerRun, hello: Hello, loop: LoopThread) -> None:
         self.hello, self.loop = hello, loop
+        self.on_wait: Callable[[], object] = lambda: None
+        """Called again and again by whoever waits for the server, or for what it gives."""
         self._run = run
         self.link = loop.call(self._open_link(), OPEN_TIMEOUT_S)
 
@@ -43,6 +46,7 @@ class Connection:
         deadline = time.monotonic() + self._run.learner.connect_timeout_s
         while (welcome := self.welcome) is None:
             self.loop.raise_failure()
+            self.on_wait()
             if closing is not None and closing.is_set():
                 raise ServerLost(f"the server at {self._run.endpoint} is no longer waited for: the learner ends")
             if time.monotonic() > deadline:

@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 CALL_SLACK_S = 10.0
 """The event loop keeps the deadlines; a call into it waits this much longer, in case the loop itself is stuck."""
+WAIT_SLICE_S = 0.5
 PushState = Literal["pausing", "joining", "sending", "finishing"]
 """What the learner waits for: the server's PushReady, its workers, the transfer, PushDone."""
 PROGRESS_BYTES = 1 << 30
@@ -123,6 +124,9 @@ class Pusher:
     def wait(self) -> PushReport | None:
         """Wait for the push that was begun, which keeps deadlines of its own. Raises what it has failed with."""
         pending, self._pending = self._pending, None
+        while pending is not None and not pending.done():
+            self._connection.on_wait()
+            wait([pending], timeout=WAIT_SLICE_S)
         return pending.result() if pending is not None else None
 
     def close(self) -> None:

@@ -1,17 +1,23 @@
 """Two ranks under accelerate train the same numbers as one, whatever the micro-batches."""
 
+import asyncio
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from protocol.config import to_toml
+from protocol.model_files import resolve_model
 from tests.learner.forked_learner import end_of, start_learner
-from tests.learner.model_engine import tiny_server
+from tests.learner.model_engine import ModelEngine, tiny_server
 from tests.learner.ranks import ALONE, two_places
 from tests.learner.test_train import make_run, metrics_of, seeded
 
@@ -74,3 +80,60 @@ def test_a_sharded_policy_is_pushed_beside_the_next_step_as_it_was_saved(tmp_pat
     (weights,) = (tmp_path / "two").rglob("step-000004/model.safetensors")
     for name, tensor in load_file(weights).items():
         assert torch.equal(pushed[name], tensor), name
+
+
+class Held(ModelEngine):
+    """Scores and takes pushes, but completes nothing before it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(resolve_model("tiny:digits"))
+        self.may_complete, self.is_asked = asyncio.Event(), threading.Event()
+
+    async def generate(self, *args: Any) -> Any:
+        self.is_asked.set()
+        await self.may_complete.wait()
+        return await super().generate(*args)
+
+
+RANK_TIMEOUT_S = 20.0
+
+
+def test_a_rank_waits_while_rank_0_says_that_it_waits_and_notices_when_that_hangs(tmp_path: Path) -> None:
+    config, log = tmp_path / "run.toml", tmp_path / "run.log"
+    with tiny_server(Held()) as server:
+        run = make_run(tmp_path, server.endpoint, steps=3, rank_timeout_s=RANK_TIMEOUT_S)
+        config.write_text(to_toml(run))
+        first, second = ranks = [start_learner(("train", str(config)), log, log, place.enter) for place in two_places()]
+        try:
+            assert server.engine.is_asked.wait(120), log.read_text()
+            long_enough = time.monotonic() + 1.5 * RANK_TIMEOUT_S
+            while time.monotonic() < long_enough:
+                assert [rank.exitcode for rank in ranks] == [None, None], log.read_text()
+                time.sleep(0.2)
+            os.kill(first.pid, signal.SIGSTOP)
+            second.join(6 * RANK_TIMEOUT_S)
+            assert second.exitcode == 2, log.read_text()
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.join(30)
+    assert "error: rank 0 of this learner has ended or hangs" in log.read_text()
+    assert "learner.rank_timeout_s" in log.read_text()
+
+
+def test_ranks_that_waited_go_on_with_what_comes_and_stop_when_rank_0_says_why(tmp_path: Path) -> None:
+    config, log = tmp_path / "run.toml", tmp_path / "run.log"
+    with tiny_server(Held()) as server:
+        reward = {"functions": ["tests/learner/rewards/broken_rewards.py:raises"], "max_failed_share": 0}
+        run = make_run(tmp_path, server.endpoint, steps=3, rank_timeout_s=60, reward=reward)
+        config.write_text(to_toml(run))
+        ranks = [start_learner(("train", str(config)), log, log, place.enter) for place in two_places()]
+        try:
+            assert server.engine.is_asked.wait(120), log.read_text()
+            server._loop.call_soon_threadsafe(server.engine.may_complete.set)
+            assert [end_of(rank, log) for rank in ranks] == [2, 2]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.join(30)
+    assert "no such answer" in log.read_text() and "rank 0 of this learner has stopped with an error" in log.read_text()
