@@ -15,11 +15,13 @@ from pathlib import Path
 
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, set_seed
+from transformers import AutoConfig
 
 from learner.config import LearnerRun
 from learner.interrupt import Interrupt
 from learner.leader import Lead, Leader
 from learner.material import Material
+from learner.policy.memory import learner_memory, shape_of, told
 from learner.storage.checkpoint import find_checkpoint, load_checkpoint
 from learner.storage.retention import Books, Checkpoints
 from learner.storage.run_dir import RunDir, open_run_dir
@@ -50,6 +52,8 @@ def train(run: LearnerRun, *, resume: bool) -> Path | None:
         directory = RunDir.checkpoints_of(run.run_dir)
         checkpoint = find_checkpoint(directory) if resume else None
         material = Material(run)
+        if run_dir is not None:
+            tell_memory(material, accelerator)
         trainee = make_trainee(material, accelerator, is_new=checkpoint is None)
         version = load_checkpoint(trainee, checkpoint).version if checkpoint else 0
         trainee.set_kl_coef(version, None)
@@ -85,12 +89,16 @@ def train(run: LearnerRun, *, resume: bool) -> Path | None:
     return run_dir.path if run_dir and version else None
 
 
+def tell_memory(material: Material, accelerator: Accelerator) -> None:
+    """One line about what this run will need, before anything of it is loaded."""
+    shape = shape_of(AutoConfig.from_pretrained(material.model_path))
+    memory = learner_memory(shape, material.run, num_ranks=accelerator.num_processes, is_sharded=accelerator.is_fsdp2)
+    log.info("%s parameters; the learner needs about %s", f"{shape.num_parameters:,}", told(memory))
+
+
 def make_accelerator(run: LearnerRun) -> Accelerator:
-    """The ranks. Those beside rank 0 wait for its batch in a collective, which must outlast whatever rank 0 may wait for."""
-    config = run.learner
-    num_rounds = 1 + config.max_replacements if config.active_sampling else 1
-    longest_wait_s = config.connect_timeout_s + num_rounds * config.max_group_attempts * config.group_deadline_s
-    patience = InitProcessGroupKwargs(timeout=timedelta(seconds=2 * longest_wait_s))
+    """The ranks. While rank 0 waits for the server it says so (policy/published.py), so none is silent for long."""
+    patience = InitProcessGroupKwargs(timeout=timedelta(seconds=run.learner.rank_timeout_s))
     accelerator = Accelerator(mixed_precision="bf16" if run.dtype == "bfloat16" else "no", kwargs_handlers=[patience])
     if accelerator.num_processes > 1:
         log.info("rank %d of %d on %s", accelerator.process_index, accelerator.num_processes, accelerator.device)

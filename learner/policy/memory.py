@@ -1,0 +1,166 @@
+"""How much memory a model needs on both sides, by arithmetic: from its shape and the config, before anything is loaded.
+
+Pure. Every part is a formula of a line, so that each can be checked against tensors; README.md has them in words and a table.
+Not counted: CUDA's own gigabyte or so, and what the allocator loses between blocks.
+"""
+
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.pytorch_utils import Conv1D
+
+from learner.config import LearnerConfig, LearnerRun
+
+GIB = 1 << 30
+LOGITS_COPIES = 5
+"""float32 tensors of (tokens, vocabulary) that live at the peak: logits, softmax, their product, gradients."""
+BYTES_PER_HIDDEN = 40
+BYTES_PER_INTERMEDIATE = {"float32": 16, "bfloat16": 10}
+"""What a layer keeps of each token for its backward pass; measured on Qwen2 and Llama, whose MLP is gated."""
+LEARNER_BUCKETS, SERVER_BUCKETS = 2, 3
+
+
+class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
+    """What memory depends on."""
+
+    num_parameters: int
+    """Tied weights once."""
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    kv_size: int
+    """Numbers in the keys of one token in one layer."""
+    linear_layers: dict[str, int]
+    """Inputs + outputs of each linear layer but the head: an adapter of rank r has r times as many numbers."""
+
+
+class Memory(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes by what they are for."""
+
+    device: dict[str, int]
+    """On each GPU of the side."""
+    host: dict[str, int]
+    """On the learner's first node, or in each server."""
+
+    @property
+    def device_gib(self) -> float:
+        return sum(self.device.values()) / GIB
+
+    @property
+    def host_gib(self) -> float:
+        return sum(self.host.values()) / GIB
+
+
+def shape_of(config: PretrainedConfig) -> ModelShape:
+    """Build the model without memory and look at it."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    text, head = config.get_text_config(), model.get_output_embeddings()
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+    num_heads = text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
+    return ModelShape(
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        num_layers=text.num_hidden_layers,
+        hidden_size=text.hidden_size,
+        intermediate_size=_intermediate_size(text),
+        vocab_size=text.vocab_size,
+        kv_size=(getattr(text, "num_key_value_heads", None) or num_heads) * head_dim,
+        linear_layers={name: sum(module.weight.shape) for name, module in linear.items() if module is not head},
+    )
+
+
+def num_trained(shape: ModelShape, config: LearnerConfig) -> int:
+    """Parameters that have a gradient."""
+    if not config.lora.rank:
+        return shape.num_parameters
+    ends = config.lora.target_modules
+    adapted = [size for name, size in shape.linear_layers.items() if ends == "all-linear" or name.endswith(tuple(ends))]
+    return config.lora.rank * sum(adapted)
+
+
+def learner_memory(shape: ModelShape, run: LearnerRun, *, num_ranks: int = 1, is_sharded: bool = False) -> Memory:
+    """The learner's: of each rank's GPU, and of a node that has all ranks."""
+    config, wire = run.learner, _bytes_of(run.dtype)
+    trained, total = num_trained(shape, config), shape.num_parameters
+    frozen = total if config.lora.rank else 0
+    share = num_ranks if is_sharded else 1
+    snapshots = 4 * trained * _num_snapshots(config)
+    is_on_host = config.reference.device == "cpu"
+    copy = wire * total if config.push.overlap else 0
+    device = {
+        "weights": (4 * trained + wire * frozen) // share,
+        "gradients": 4 * trained // share,
+        "optimizer": 8 * trained // share,
+        "reference": 0 if is_on_host else snapshots // share,
+        "weights in bfloat16": _cast_bytes(shape, run, is_sharded=is_sharded),
+        "activations": activation_bytes(shape, run),
+        "logits": LOGITS_COPIES * 4 * shape.vocab_size * config.micro_batch_tokens,
+        "push": LEARNER_BUCKETS * (config.push.bucket_mib << 20) + (0 if is_sharded else copy),
+    }
+    host = {
+        "weights while they are loaded": 4 * total * num_ranks,
+        "reference": snapshots if is_on_host else 0,
+        "push": (wire * total if config.push.wire == "delta" else 0) + (copy if is_sharded else 0),
+        "checkpoint": (8 * trained if is_sharded else 0) + (wire * total if config.checkpoint.export_model else 0),
+    }
+    return Memory(device=device, host=host)
+
+
+def activation_bytes(shape: ModelShape, run: LearnerRun) -> int:
+    """What the layers keep of a micro-batch for its backward pass; with checkpointing the input of each, and one layer whole."""
+    of_a_layer = (
+        BYTES_PER_HIDDEN * shape.hidden_size + BYTES_PER_INTERMEDIATE[run.dtype] * shape.intermediate_size
+    ) * run.learner.micro_batch_tokens
+    if not run.learner.gradient_checkpointing:
+        return of_a_layer * shape.num_layers
+    return of_a_layer + 4 * shape.hidden_size * run.learner.micro_batch_tokens * shape.num_layers
+
+
+def server_memory(shape: ModelShape, run: LearnerRun, *, num_workers: int = 1) -> Memory:
+    """The server's, of each worker's GPU but for the keys and values, which take what is left (see `kv_bytes_per_token`)."""
+    wire, push = _bytes_of(run.dtype), run.learner.push
+    weights = wire * shape.num_parameters
+    device = {"weights": weights // num_workers, "push": SERVER_BUCKETS * (push.bucket_mib << 20)}
+    host = {"push": weights * num_workers if push.wire == "delta" else 0}
+    return Memory(device=device, host=host)
+
+
+def kv_bytes_per_token(shape: ModelShape, run: LearnerRun, *, num_workers: int = 1) -> int:
+    """Keys and values of one token on each worker."""
+    return 2 * shape.num_layers * shape.kv_size * _bytes_of(run.dtype) // num_workers
+
+
+def told(memory: Memory) -> str:
+    """`12.3 GiB per GPU (weights 1.8, …) and 4.1 GiB of its host`, without the parts that do not count."""
+    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in memory.device.items() if size >= 0.05 * GIB)
+    return (
+        f"{memory.device_gib:.1f} GiB per GPU{f' ({parts})' if parts else ''} and {memory.host_gib:.1f} GiB of its host"
+    )
+
+
+def _bytes_of(dtype: str) -> int:
+    return 4 if dtype == "float32" else 2
+
+
+def _num_snapshots(config: LearnerConfig) -> int:
+    return 0 if config.reference.kind == "none" else config.reference.num_snapshots or 1
+
+
+def _cast_bytes(shape: ModelShape, run: LearnerRun, *, is_sharded: bool) -> int:
+    """Autocast keeps its casts for the length of a pass; FSDP2 gathers two layers at a time."""
+    if run.dtype == "float32" and not is_sharded:
+        return 0
+    size = _bytes_of(run.dtype) * shape.num_parameters
+    return 2 * size // shape.num_layers if is_sharded else size
+
+
+def _intermediate_size(text: Any) -> int:
+    for key in ("intermediate_size", "n_inner", "ffn_dim"):
+        if isinstance(size := getattr(text, key, None), int):
+            return size
+    return 4 * text.hidden_size
