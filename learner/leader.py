@@ -38,7 +38,8 @@ from learner.servers.push import Pusher
 from learner.storage.checkpoint import read_pass_rates, read_state
 from learner.storage.data_record import check_data, record_data
 from learner.storage.run_dir import RunDir
-from learner.training.metrics import StepTimer, staleness
+from learner.training.metrics import StepTimer, memory_metrics, staleness
+from learner.training.throughput import Devices, throughput
 from protocol.endpoint import exposure
 from protocol.errors import ConfigError, DataError, DeadlineExceeded, ServerLost
 from protocol.messages import PROTOCOL_VERSION, Hello, Welcome
@@ -60,12 +61,14 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     material: Material
     connection: Connection
     queue: GroupQueue
+    rewards: RewardWorkers
     rollouts: Rollouts
     pusher: Pusher
     parity: ParityProbe
     ledger: Ledger
     log: RunLog
     run_dir: RunDir
+    devices: Devices
 
     @classmethod
     @contextmanager
@@ -108,12 +111,14 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
                 material=material,
                 connection=connection,
                 queue=queue,
+                rewards=workers,
                 rollouts=rollouts,
                 pusher=pusher,
                 parity=ParityProbe(run, connection, published.logprobs, prompts),
                 ledger=ledger,
                 log=run_log,
                 run_dir=run_dir,
+                devices=Devices(published.device, published.num_ranks),
             )
 
     def connect(self, version: int) -> None:
@@ -186,12 +191,14 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         metrics |= times
         metrics["perf/completion_tokens_per_s"] = metrics["rollout/tokens"] / times["time/step"]
         metrics["perf/learner_idle_frac"] = times["time/wait_for_batch"] / times["time/step"]
+        metrics |= throughput(groups, metrics.pop("perf/train_tflop", None), times["time/step"], self.devices)
+        metrics |= memory_metrics(self.devices.device)
         server_idle_frac = self.connection.link.server_idle_frac
         if server_idle_frac is not None:
             metrics["perf/server_idle_frac"] = server_idle_frac
             metrics["wait/learner"] = learner_s(metrics, server_idle_frac)
         metrics["rollout/messages_refused"] = float(self.connection.link.num_refused)
-        metrics |= self.rollouts.batch_metrics | self.material.prompts.metrics
+        metrics |= self.rollouts.batch_metrics | self.material.prompts.metrics | self.rewards.latencies.take()
         self.log.step(step, metrics)
         self.log.sample(step, groups[0], self.material.tokenizer)
         if all(reward is None for group in groups for reward in group.rewards_G):

@@ -4,15 +4,19 @@ Between the config and everything that is made from it. Each is read once per ra
 no prompts reads no data.
 """
 
+import logging
 from functools import cached_property
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from learner.config import LearnerRun
+from learner.policy.memory import ModelShape, shape_of
 from learner.policy.model import load_tokenizer
 from learner.prompts.prompts import Prompts
 from protocol.model_files import resolve_model
+
+log = logging.getLogger(__name__)
 
 
 class Material:
@@ -24,6 +28,15 @@ class Material:
     @cached_property
     def model_path(self) -> Path:
         return resolve_model(self.run.model)
+
+    @cached_property
+    def shape(self) -> ModelShape | None:
+        """What memory and speed are reckoned with; None, and a line, for a model that cannot be built from its config alone."""
+        try:
+            return shape_of(AutoConfig.from_pretrained(self.model_path))
+        except (AttributeError, KeyError, ValueError) as error:
+            log.warning("the memory that %s needs is not known: %s", self.run.model, error)
+            return None
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:

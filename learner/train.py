@@ -15,13 +15,12 @@ from pathlib import Path
 
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, set_seed
-from transformers import AutoConfig
 
 from learner.config import LearnerRun
 from learner.interrupt import Interrupt
 from learner.leader import Lead, Leader
 from learner.material import Material
-from learner.policy.memory import learner_memory, shape_of, told
+from learner.policy.memory import learner_memory, told
 from learner.storage.checkpoint import find_checkpoint, load_checkpoint
 from learner.storage.retention import Books, Checkpoints
 from learner.storage.run_dir import RunDir, open_run_dir
@@ -81,7 +80,7 @@ def train(run: LearnerRun, *, resume: bool) -> Path | None:
                 metrics |= lead(Leader.push, step, groups) or {}
             metrics |= group_metrics(groups, version)
             version = step
-            metrics |= trainee.after_step(version, metrics)
+            metrics |= trainee.after_step(version, metrics) | checkpoints.take_metrics()
             lead(Leader.record, step, groups, metrics, timer)
             checkpoints.after_step(step, metrics)
         checkpoints.save(version)
@@ -91,7 +90,9 @@ def train(run: LearnerRun, *, resume: bool) -> Path | None:
 
 def tell_memory(material: Material, accelerator: Accelerator) -> None:
     """One line about what this run will need, before anything of it is loaded."""
-    shape = shape_of(AutoConfig.from_pretrained(material.model_path))
+    shape = material.shape
+    if shape is None:
+        return
     memory = learner_memory(shape, material.run, num_ranks=accelerator.num_processes, is_sharded=accelerator.is_fsdp2)
     log.info("%s parameters; the learner needs about %s", f"{shape.num_parameters:,}", told(memory))
 

@@ -28,6 +28,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     num_parameters: int
     """Tied weights once."""
+    num_embedding: int
+    """Of those, the ones that are only looked up: of tied weights none."""
     num_layers: int
     hidden_size: int
     intermediate_size: int
@@ -60,11 +62,13 @@ def shape_of(config: PretrainedConfig) -> ModelShape:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     text, head = config.get_text_config(), model.get_output_embeddings()
+    embedding = model.get_input_embeddings().weight
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
     num_heads = text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
     return ModelShape(
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        num_embedding=0 if embedding is getattr(head, "weight", None) else embedding.numel(),
         num_layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,
         intermediate_size=_intermediate_size(text),

@@ -41,7 +41,7 @@ class PublishedPolicy:
     def __init__(self, accelerator: Accelerator, policy: nn.Module, wire_dtype: torch.dtype) -> None:
         """`policy` as prepared by accelerate."""
         self.model = accelerator.unwrap_model(policy)
-        self.wire_dtype, self.device = wire_dtype, accelerator.device
+        self.wire_dtype, self.device, self.num_ranks = wire_dtype, accelerator.device, accelerator.num_processes
         # The device of a rank may be too small for all the weights that several share.
         self.copy_device = torch.device("cpu") if accelerator.is_fsdp2 else None
         self._accelerator, self._is_sharded = accelerator, accelerator.is_fsdp2

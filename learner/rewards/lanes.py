@@ -38,6 +38,8 @@ class Job(msgspec.Struct, eq=False):
     call: Call
     future: "Future[Answer | Trouble]"
     num_killed: int = 0
+    begun_at: float | None = None
+    """When its process was given it; None while it waits for its turn."""
     deadline: float = 0.0
 
     def is_to_repeat(self, trouble: Trouble) -> bool:
@@ -85,6 +87,7 @@ class Serial:
                 job.future.set_exception(error)
 
     def _answer(self, worker: int, job: Job) -> Answer | Trouble:
+        job.begun_at = time.monotonic()
         while True:
             answer = self._process(worker).call(job.call)
             if not isinstance(answer, Trouble) or answer.outcome != "killed":
@@ -173,7 +176,8 @@ class Concurrent:
             trouble = self._process.load()
             if trouble is None:
                 self._num_sent += 1
-                job.deadline = time.monotonic() + self._config.timeout_s
+                job.begun_at = time.monotonic()
+                job.deadline = job.begun_at + self._config.timeout_s
                 self._in_flight[self._num_sent] = self._waiting.popleft()
                 trouble = self._process.send(self._num_sent, job.call)
             elif not job.is_to_repeat(trouble):

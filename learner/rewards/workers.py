@@ -8,6 +8,7 @@ killed from outside is none of them: the call is made again.
 """
 
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -19,6 +20,7 @@ from learner.config import RewardConfig
 from learner.rewards.call import Answer, Call, Extra, TrainerState
 from learner.rewards.function import shorten
 from learner.rewards.lanes import Concurrent, Job, Serial
+from learner.rewards.latency import Latencies
 from learner.rewards.process import RewardProcess
 from protocol.errors import RewardError
 
@@ -91,6 +93,7 @@ class RewardWorkers:
     def __init__(self, config: RewardConfig) -> None:
         """Start the processes. Raises RewardError if a function cannot be loaded in them."""
         self._config = config
+        self.latencies = Latencies()
         self._pending: set[Future[GroupRewards]] = set()
         self._lock, self._closed = threading.Lock(), False
         processes = [RewardProcess(config) for _ in range(config.num_workers)]
@@ -135,6 +138,7 @@ class RewardWorkers:
             for name, function in zip(self._config.names, self._config.functions, strict=True)
         ]
         for job in jobs:
+            job.future.add_done_callback(partial(self._note_latency, job))
             job.future.add_done_callback(partial(self._done, group, jobs))
         with self._lock:
             if self._closed:
@@ -159,6 +163,10 @@ class RewardWorkers:
         lane = self._concurrent if job.call.function in self._asynchronous else self._serial
         assert lane is not None
         return lane
+
+    def _note_latency(self, job: Job, _: "Future[Any]") -> None:
+        if job.begun_at is not None:
+            self.latencies.note(job.name, time.monotonic() - job.begun_at)
 
     def _done(self, group: "Future[GroupRewards]", jobs: list[Job], _: "Future[Any]") -> None:
         """A job of the group has ended, in its lane's thread; the last one ends the group."""

@@ -6,6 +6,7 @@ older checkpoint that stays because it is among the best only the model is kept,
 
 import logging
 import statistics
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,6 +47,7 @@ class Checkpoints:
         self.newest_step = newest_step
         self._rewards: list[float] = []
         """The mean reward of every step since the newest checkpoint."""
+        self._metrics: dict[str, float] = {}
 
     def after_step(self, step: int, metrics: dict[str, float]) -> None:
         """Save if it is time."""
@@ -58,6 +60,7 @@ class Checkpoints:
         """Write a checkpoint, unless the newest is of this step, then remove those that need not stay. Raises DiskError."""
         if step == self.newest_step:
             return
+        started = time.monotonic()
         reward_mean = statistics.fmean(self._rewards) if self._rewards else None
         pass_rates = self._books.queue.pass_rates() if self._books is not None else None
         course = Course(reward_mean=reward_mean, pass_rates=pass_rates)
@@ -69,6 +72,12 @@ class Checkpoints:
             with writing(self._directory):
                 oldest_step = prune(self._directory, config.keep_last, config.keep_best)
             self._books.ledger.forget_payloads(oldest_step)
+        self._metrics = {"checkpoint/seconds": time.monotonic() - started}
+
+    def take_metrics(self) -> dict[str, float]:
+        """What the checkpoint that was written since the last call cost."""
+        taken, self._metrics = self._metrics, {}
+        return taken
 
 
 def prune(directory: Path, keep_last: int, keep_best: int) -> int:

@@ -1,14 +1,18 @@
 """The metrics of a step, from sums over its tokens and from its groups. Names: DESIGN's `area/name`."""
 
+import os
 import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
+import torch
 
 from learner.algorithm.loss import Sums
 from learner.config import LearnerConfig
+from learner.policy.memory import GIB
 from learner.rollouts.scored_group import ScoredGroup
 from protocol.messages import Completion
 
@@ -53,18 +57,27 @@ def _correction_metrics(sums: dict[str, float], total: Sums, trained: float) -> 
 
 def group_metrics(groups: list[ScoredGroup], version: int) -> dict[str, float]:
     """Rewards, lengths and staleness of the groups of one step. What no completion was scored for has no mean, not a mean of 0."""
-    rewards = [reward for group in groups for reward in group.rewards_G if reward is not None]
+    rewards = [reward for group in groups for reward in _scored(group)]
     completions = [completion for group in groups for completion in group.completions]
     stalenesses = [staleness(group, version) for group in groups]
+    lengths = [len(completion.token_ids) for completion in completions]
+    p10, p50, p90 = np.percentile(lengths, (10, 50, 90)).tolist()
     metrics = {
         "batch/unscorable_completions": float(sum(reward is None for group in groups for reward in group.rewards_G)),
         "staleness/mean": statistics.fmean(stalenesses),
         "staleness/max": float(max(stalenesses)),
-        "rollout/completion_length_mean": statistics.fmean(len(completion.token_ids) for completion in completions),
+        "rollout/completion_length_mean": statistics.fmean(lengths),
+        "rollout/completion_length_p10": p10,
+        "rollout/completion_length_p50": p50,
+        "rollout/completion_length_p90": p90,
+        "rollout/completion_length_max": float(max(lengths)),
         "rollout/truncated_frac": statistics.fmean(completion.finish_reason == "length" for completion in completions),
         "rollout/nonfinite_logprobs": float(sum(num_nonfinite(completion) for completion in completions)),
         "rollout/tokens": float(sum(group.num_tokens for group in groups)),
     }
+    within = [statistics.pstdev(scored) for group in groups if len(scored := _scored(group)) > 1]
+    if within:
+        metrics["batch/group_reward_std"] = statistics.fmean(within)
     if rewards:
         metrics |= {"reward/mean": statistics.fmean(rewards), "reward/std": statistics.pstdev(rewards)}
     for name in groups[0].rewards_by_function:
@@ -72,6 +85,20 @@ def group_metrics(groups: list[ScoredGroup], version: int) -> dict[str, float]:
         if values:
             metrics[f"reward/{name}"] = statistics.fmean(values)
     return metrics
+
+
+def memory_metrics(device: torch.device) -> dict[str, float]:
+    """Of this rank: the most memory of the GPU that tensors have held since the last call, and what the process holds now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    metrics = {"memory/host_gib": pages * os.sysconf("SC_PAGE_SIZE") / GIB}
+    if device.type == "cuda":
+        metrics["memory/device_peak_gib"] = torch.cuda.max_memory_allocated(device) / GIB
+        torch.cuda.reset_peak_memory_stats(device)
+    return metrics
+
+
+def _scored(group: ScoredGroup) -> list[float]:
+    return [reward for reward in group.rewards_G if reward is not None]
 
 
 def num_nonfinite(completion: Completion) -> int:

@@ -13,16 +13,18 @@ import msgspec
 import torch
 
 from learner.algorithm.advantages import combined_advantages, step_advantages
+from learner.algorithm.kl import masked
 from learner.algorithm.loss import NUM_LENGTH_QUARTERS, LossInputs, Sums, policy_loss
 from learner.algorithm.schedules import learning_rate
 from learner.config import LearnerConfig
 from learner.policy.model import token_logprobs
 from learner.rollouts.scored_group import ScoredGroup
-from learner.training.batch import MicroBatch, step_rows, trained_rows
+from learner.training.batch import MicroBatch, Row, step_rows, trained_rows
 from learner.training.finite import NotFiniteError, require_finite_weights
 from learner.training.metrics import StepTimer, loss_metrics
 from learner.training.ranks import gradient_sync, my_batches
 from learner.training.survey import completion_kls, survey
+from learner.training.throughput import TERA, train_flops
 from learner.training.trainee import Trainee
 
 log = logging.getLogger(__name__)
@@ -53,10 +55,18 @@ def train_on(trainee: Trainee, groups: list[ScoredGroup], version: int, timer: S
         num_skipped += trainee.num_skipped_in_a_row > 0
     require_finite_weights(accelerator, trainee.policy, _told_of_weights(version, metrics))
     total = {name: accelerator.reduce(value, "sum") for name, value in total.items()}
-    metrics = loss_metrics(total, config) | metrics
+    metrics = loss_metrics(total, config) | trainee.log_ratios.take(accelerator) | metrics
+    metrics["perf/train_tflop"] = train_tflop(trainee, rows)
     metrics["batch/no_signal_groups"] = float(sum(not any(advantages_G) for advantages_G in advantages_P_G))
     metrics["optim/skipped_updates"] = float(num_skipped)
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+def train_tflop(trainee: Trainee, rows: list[Row]) -> float:
+    """The arithmetic of the step on all ranks."""
+    shape = trainee.shape
+    per_update = train_flops(shape, [row.num_tokens for row in rows]) if shape is not None else math.nan
+    return per_update * trainee.config.updates_per_batch / TERA
 
 
 def advantages(groups: list[ScoredGroup], config: LearnerConfig) -> list[list[float]]:
@@ -171,6 +181,8 @@ def _micro_batch_loss(
     is_fresh_B = ((batch.versions_BT == version) | ~batch.mask_BT).all(dim=1) & (batch.entered_versions_B == version)
     fresh_BT = batch.mask_BT & is_fresh_B.unsqueeze(1) & is_first_update
     mismatch_BT = (logprobs_BT.detach() - batch.behaviour_logprobs_BT).abs()
+    log_ratio_BT = masked(inputs.logprobs_BT.detach() - batch.behaviour_logprobs_BT, batch.mask_BT)
+    trainee.log_ratios.see(log_ratio_BT)
     sums["entropy"] = torch.where(batch.mask_BT, entropy_BT.detach(), 0.0).sum()
     sums["fresh_tokens"] = fresh_BT.sum().float()
     sums["fresh_mismatch"] = torch.where(fresh_BT, mismatch_BT, 0.0).sum()

@@ -13,9 +13,11 @@ from learner.algorithm.schedules import next_coef
 from learner.config import LearnerConfig, LearnerRun
 from learner.material import Material
 from learner.policy.lora import add_adapter, checkpoint_adapter_alone
+from learner.policy.memory import ModelShape
 from learner.policy.model import load_policy
 from learner.policy.published import PublishedPolicy
 from learner.policy.reference import Reference, make_reference
+from learner.training.extremes import Extremes
 from learner.training.finite import require_finite_weights
 from learner.training.warm_start import warm_start
 from protocol.errors import ConfigError
@@ -33,6 +35,8 @@ class Trainee(msgspec.Struct, eq=False, kw_only=True):
     optimizer: torch.optim.Optimizer
     reference: Reference | None
     kl_coef: float
+    shape: ModelShape | None
+    log_ratios: Extremes = msgspec.field(default_factory=Extremes)
     num_skipped_in_a_row: int = 0
     """Updates whose gradient was no number, up to the newest."""
 
@@ -95,6 +99,7 @@ def make_trainee(material: Material, accelerator: Accelerator, *, is_new: bool) 
         optimizer=optimizer,
         reference=reference,
         kl_coef=config.kl.coef,
+        shape=material.shape,
     )
 
 

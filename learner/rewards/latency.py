@@ -1,0 +1,24 @@
+"""How long calls of reward functions take: noted by the threads of the workers, taken once per step."""
+
+import statistics
+import threading
+from collections import defaultdict
+
+
+class Latencies:
+    """Of each function, since the last `take`. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seconds: dict[str, list[float]] = defaultdict(list)
+
+    def note(self, function: str, seconds: float) -> None:
+        with self._lock:
+            self._seconds[function].append(seconds)
+
+    def take(self) -> dict[str, float]:
+        """Metrics: the mean and the longest call of each function that was called."""
+        with self._lock:
+            seconds, self._seconds = self._seconds, defaultdict(list)
+        means = {f"reward_seconds/{name}": statistics.fmean(calls) for name, calls in seconds.items()}
+        return means | {f"reward_seconds_max/{name}": max(calls) for name, calls in seconds.items()}

@@ -1,0 +1,165 @@
+"""What the step's numbers about speed, lengths, ratios and memory say, against counting by hand."""
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from learner.policy.memory import shape_of
+from learner.policy.model import sequence_logprobs
+from learner.rewards.latency import Latencies
+from learner.train import train
+from learner.training.extremes import Extremes
+from learner.training.metrics import StepTimer, group_metrics, memory_metrics
+from learner.training.step import train_on
+from learner.training.throughput import Devices, peak_tflops, throughput, train_flops
+from tests.learner.model_engine import tiny_server
+from tests.learner.ranks import on_two_ranks
+from tests.learner.test_train import make_run as make_whole_run
+from tests.learner.test_train import metrics_of
+from tests.learner.training.fixed_groups import VERSION, make_groups, make_moved_trainee, make_run
+
+PAGE = Path(__file__).parents[3] / "learner/report/README.md"
+CPU = Devices(torch.device("cpu"), 2)
+
+
+@pytest.fixture
+def accelerator() -> Iterator[Accelerator]:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield Accelerator(cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_the_arithmetic_of_a_step_is_what_torch_counts() -> None:
+    config = LlamaConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4,
+                         num_key_value_heads=4, vocab_size=1000, attn_implementation="eager")  # fmt: skip
+    model, ids = AutoModelForCausalLM.from_config(config), torch.randint(0, 1000, (2, 64))
+    with FlopCounterMode(display=False) as counter:
+        model(ids).logits.sum().backward()
+    # Eager attention computes the half above the diagonal too, which a causal kernel, as the formula has it, leaves out.
+    assert train_flops(shape_of(config), [64, 64]) == pytest.approx(counter.get_total_flops(), rel=0.05)
+
+
+def test_tokens_count_with_their_prompts_for_each_device(accelerator: Accelerator) -> None:
+    trainee = make_moved_trainee(make_run(), accelerator)
+    groups = make_groups(trainee.policy)
+    tokens = sum(len(g.prompt_token_ids) + len(c.token_ids) for g in groups for c in g.completions)
+    found = throughput(groups, 3.0, 0.5, CPU)
+    assert found == {"perf/tokens_per_s_per_device": pytest.approx(tokens), "perf/tflops_per_device": 3.0}
+    assert throughput(groups, None, 0.5, CPU).keys() == {"perf/tokens_per_s_per_device"}
+    assert peak_tflops("NVIDIA H100 80GB HBM3") == 989 and peak_tflops("NVIDIA H100 PCIe") == 756
+    assert peak_tflops("cpu") is None
+
+
+class TwoH100(Devices):
+    name = "NVIDIA H100 80GB HBM3"
+
+
+def test_the_share_of_the_peak_is_told_where_the_peak_is_known(accelerator: Accelerator) -> None:
+    groups = make_groups(make_moved_trainee(make_run(), accelerator).policy)
+    found = throughput(groups, 989.0, 2.0, TwoH100(torch.device("cpu"), 2))
+    assert found["perf/tflops_per_device"] == 989 / 4 and found["perf/mfu"] == 0.25
+
+
+def test_lengths_and_the_deviation_within_groups_are_those_of_the_completions(accelerator: Accelerator) -> None:
+    trainee = make_moved_trainee(make_run(), accelerator)
+    first, second, _ = make_groups(trainee.policy)
+    first = msgspec.structs.replace(first, rewards_G=[0.0, 1.0, None, None])
+    second = msgspec.structs.replace(second, rewards_G=[1.0, None, None, None])
+    metrics = group_metrics([first, second], VERSION)
+    assert metrics["batch/group_reward_std"] == 0.5, "of a single reward there is no deviation"
+    lengths = sorted(len(c.token_ids) for g in (first, second) for c in g.completions)
+    assert metrics["rollout/completion_length_max"] == lengths[-1]
+    assert metrics["rollout/completion_length_p50"] == (lengths[3] + lengths[4]) / 2
+    assert (
+        lengths[0]
+        <= metrics["rollout/completion_length_p10"]
+        <= metrics["rollout/completion_length_p90"]
+        <= lengths[-1]
+    )
+
+
+def ratios_of(trainee: Any, groups: list) -> list[float]:
+    policy = trainee.accelerator.unwrap_model(trainee.policy)
+    found = []
+    for group in groups:
+        prompt = group.prompt_token_ids.tolist()
+        for completion in group.completions:
+            logprobs = sequence_logprobs(policy, prompt + completion.token_ids.tolist(), torch.device("cpu"))
+            found += (logprobs[len(prompt) - 1 :] - torch.from_numpy(completion.behaviour_logprobs)).exp().tolist()
+    return found
+
+
+def check_extremes(accelerator: Accelerator) -> None:
+    trainee = make_moved_trainee(make_run(micro_batch_tokens=20), accelerator)
+    groups = make_groups(accelerator.unwrap_model(trainee.policy))
+    ratios = ratios_of(trainee, groups)
+    metrics = train_on(trainee, groups, VERSION, StepTimer())
+    assert math.isclose(metrics["policy/ratio_max"], max(ratios), rel_tol=1e-4)
+    assert math.isclose(metrics["policy/ratio_min"], min(ratios), rel_tol=1e-4)
+
+
+def test_the_extreme_ratios_are_those_of_single_tokens(accelerator: Accelerator) -> None:
+    check_extremes(accelerator)
+
+
+def test_the_extreme_ratios_are_those_of_all_ranks() -> None:
+    on_two_ranks(check_extremes)
+
+
+def test_extremes_are_taken_once_and_bounded(accelerator: Accelerator) -> None:
+    extremes = Extremes()
+    extremes.see(torch.tensor([[0.0, 50.0], [-1.0, math.nan]]))
+    found = extremes.take(accelerator)
+    assert found == {"policy/ratio_min": pytest.approx(math.exp(-1)), "policy/ratio_max": pytest.approx(math.exp(20))}
+    assert extremes.take(accelerator) == {"policy/ratio_min": 1.0, "policy/ratio_max": 1.0}
+
+
+def test_calls_of_reward_functions_are_timed_until_they_are_asked_for() -> None:
+    latencies = Latencies()
+    for seconds in (1.0, 3.0):
+        latencies.note("exact_match", seconds)
+    assert latencies.take() == {"reward_seconds/exact_match": 2.0, "reward_seconds_max/exact_match": 3.0}
+    assert latencies.take() == {}
+
+
+def test_memory_is_that_of_the_process() -> None:
+    before = memory_metrics(torch.device("cpu"))["memory/host_gib"]
+    kept = torch.ones(1 << 26)  # 256 MiB
+    assert memory_metrics(torch.device("cpu"))["memory/host_gib"] - before == pytest.approx(0.25, abs=0.1)
+    del kept
+
+
+def names_in_the_page() -> list[re.Pattern[str]]:
+    """The first cells of the table; `_p10` goes on from the name before it."""
+    patterns = []
+    for line in PAGE.read_text().splitlines():
+        if line.startswith("| `"):
+            first, *more = re.findall(r"`([^`]+)`", line.split("|")[1])
+            names = [first] + [first.removesuffix("_mean") + name if name[0] == "_" else name for name in more]
+            patterns += [re.compile(re.sub(r"<\w+>", r"[^/]+", name)) for name in names]
+    return patterns
+
+
+def test_every_metric_of_a_run_is_in_the_table(tmp_path: Path) -> None:
+    with tiny_server() as server:
+        run = make_whole_run(
+            tmp_path, server.endpoint, steps=3, checkpoint={"every_steps": 1}, reference={"kind": "every", "every_steps": 2},
+            kl={"coef": 0.1}, active_sampling=True, curriculum={"kind": "pass_rate"}, max_staleness=1,
+            correction={"weight": "mask"},
+        )  # fmt: skip
+        train(run, resume=False)
+    patterns, lines = names_in_the_page(), metrics_of(run)
+    found = set().union(*lines) - {"step", "time", "elapsed_s"}
+    assert sorted(name for name in found if not any(pattern.fullmatch(name) for pattern in patterns)) == []
+    assert {"checkpoint/seconds", "perf/tflops_per_device", "memory/host_gib", "reward_seconds/share_right"} <= found
+    assert "perf/train_tflop" not in found and "checkpoint/seconds" not in lines[0]
