@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -209,3 +210,20 @@ def test_what_a_function_logs_reaches_the_metrics_and_the_samples_of_a_run(tmp_p
     for line in (Path(run.run_dir) / "samples.jsonl").read_text().splitlines():
         sample = json.loads(line)
         assert sample["extra"]["first"] == [text[:1] for text in sample["completions"]]
+
+
+@pytest.mark.parametrize(
+    "function",
+    ["tests.learner.rewards.user_rewards:slow_if_told", "tests.learner.rewards.async_rewards:sleeps_if_told"],
+)
+def test_the_seconds_of_a_call_are_its_own_and_not_those_of_the_calls_it_waited_for(function: str) -> None:
+    name = function.partition(":")[2]
+    with RewardWorkers(RewardConfig(functions=(function,), max_concurrent_calls=1)) as workers:
+        started = time.monotonic()
+        groups = [workers.submit(prompt(seconds=0.2), ["a"], [[7]]) for _ in range(4)]
+        for group in groups:
+            group.result(DEADLINE_S)
+        elapsed_s = time.monotonic() - started
+        seconds = workers.latencies.take()
+    assert 0.15 < seconds[f"reward_seconds/{name}"] <= seconds[f"reward_seconds_max/{name}"]
+    assert 4 * seconds[f"reward_seconds/{name}"] <= elapsed_s
