@@ -20,7 +20,7 @@ from learner.config import LearnerRun
 from learner.interrupt import Interrupt
 from learner.leader import Lead, Leader
 from learner.material import Material
-from learner.policy.memory import learner_memory, told
+from learner.policy.memory import kv_bytes_per_token, learner_memory, server_memory, told
 from learner.storage.checkpoint import find_checkpoint, load_checkpoint
 from learner.storage.retention import Books, Checkpoints
 from learner.storage.run_dir import RunDir, open_run_dir
@@ -30,6 +30,8 @@ from learner.training.step import train_on
 from learner.training.trainee import make_trainee
 
 log = logging.getLogger(__name__)
+
+WORTH_A_LINE_GIB = 0.5
 
 
 def train(run: LearnerRun, *, resume: bool) -> Path | None:
@@ -89,12 +91,17 @@ def train(run: LearnerRun, *, resume: bool) -> Path | None:
 
 
 def tell_memory(material: Material, accelerator: Accelerator) -> None:
-    """One line about what this run will need, before anything of it is loaded."""
-    shape = material.shape
+    """One line about what this run will need, if it is much, before anything of it is loaded."""
+    shape, run = material.shape, material.run
     if shape is None:
         return
-    memory = learner_memory(shape, material.run, num_ranks=accelerator.num_processes, is_sharded=accelerator.is_fsdp2)
-    log.info("%s parameters; the learner needs about %s", f"{shape.num_parameters:,}", told(memory))
+    memory = learner_memory(shape, run, num_ranks=accelerator.num_processes, is_sharded=accelerator.is_fsdp2)
+    if memory.device_gib + memory.host_gib < WORTH_A_LINE_GIB:
+        return
+    log.info(
+        "%s parameters; the learner needs about %s; a server of one worker %s, and %.0f KiB for each token in flight",
+        f"{shape.num_parameters:,}", told(memory), told(server_memory(shape, run)), kv_bytes_per_token(shape, run) / 1024,
+    )  # fmt: skip
 
 
 def make_accelerator(run: LearnerRun) -> Accelerator:
