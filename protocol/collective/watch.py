@@ -26,7 +26,12 @@ from protocol.messages import Rendezvous
 INTERVAL_S = 1.0
 """Between two questions. A push that takes less is not watched."""
 DEAD_AFTER_S = 6
-KEEPALIVE = {socket.TCP_KEEPIDLE: 1, socket.TCP_KEEPINTVL: 1, socket.TCP_KEEPCNT: DEAD_AFTER_S - 1}
+KEEPALIVE = {
+    socket.TCP_KEEPIDLE: 1,
+    socket.TCP_KEEPINTVL: 1,
+    socket.TCP_KEEPCNT: DEAD_AFTER_S - 1,
+    socket.TCP_USER_TIMEOUT: DEAD_AFTER_S * 1000,  # a question that is under way is sent again for minutes, unprobed
+}
 """A link that loses one packet in a hundred loses so many in a row once in years of transfers."""
 
 

@@ -89,10 +89,10 @@ class Held(ModelEngine):
         super().__init__(resolve_model("tiny:digits"))
         self.may_complete, self.is_asked = asyncio.Event(), threading.Event()
 
-    async def generate(self, *args: Any) -> Any:
+    async def sample(self, *args: Any) -> Any:
         self.is_asked.set()
         await self.may_complete.wait()
-        return await super().generate(*args)
+        return await super().sample(*args)
 
 
 RANK_TIMEOUT_S = 20.0
