@@ -10,11 +10,10 @@ that may wait has a deadline.
 
 import logging
 from contextlib import ExitStack
-from datetime import timedelta
 from pathlib import Path
 
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs, set_seed
+from accelerate.utils import set_seed
 
 from learner.config import LearnerRun
 from learner.interrupt import Interrupt
@@ -25,7 +24,7 @@ from learner.storage.checkpoint import find_checkpoint, load_checkpoint
 from learner.storage.retention import Books, Checkpoints
 from learner.storage.run_dir import RunDir, open_run_dir
 from learner.training.metrics import StepTimer, group_metrics
-from learner.training.ranks import share_groups
+from learner.training.ranks import ranks_of, share_groups
 from learner.training.step import train_on
 from learner.training.trainee import make_trainee
 
@@ -39,12 +38,17 @@ def train(run: LearnerRun, *, resume: bool) -> Path | None:
 
     Returns the run directory to report on: None before the first step and on all ranks but the first.
     """
-    accelerator = make_accelerator(run)
+    with ranks_of(run) as accelerator:
+        return _train(
+            run, accelerator, resume=resume
+        )  # in a frame of its own, whose model is gone before the ranks part
+
+
+def _train(run: LearnerRun, accelerator: Accelerator, *, resume: bool) -> Path | None:
     set_seed(run.seed)
     if accelerator.is_main_process and (note := run.note_on_idle_keys()):
         log.warning(note)
     with ExitStack() as cleanup:
-        cleanup.callback(accelerator.end_training)  # gloo's threads, left to the interpreter's end, abort the process
         run_dir = open_run_dir(run, resume=resume) if accelerator.is_main_process else None
         if run_dir is not None:
             cleanup.callback(run_dir.close)
@@ -102,12 +106,3 @@ def tell_memory(material: Material, accelerator: Accelerator) -> None:
         "%s parameters; the learner needs about %s; a server of one worker %s, and %.0f KiB for each token in flight",
         f"{shape.num_parameters:,}", told(memory), told(server_memory(shape, run)), kv_bytes_per_token(shape, run) / 1024,
     )  # fmt: skip
-
-
-def make_accelerator(run: LearnerRun) -> Accelerator:
-    """The ranks. While rank 0 waits for the server it says so (policy/published.py), so none is silent for long."""
-    patience = InitProcessGroupKwargs(timeout=timedelta(seconds=run.learner.rank_timeout_s))
-    accelerator = Accelerator(mixed_precision="bf16" if run.dtype == "bfloat16" else "no", kwargs_handlers=[patience])
-    if accelerator.num_processes > 1:
-        log.info("rank %d of %d on %s", accelerator.process_index, accelerator.num_processes, accelerator.device)
-    return accelerator

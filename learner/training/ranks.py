@@ -4,24 +4,52 @@ Groups travel as the same msgpack and raw frames as on the wire: nothing is pick
 If the policy is sharded, all ranks have a part in each of its passes, so each makes as many of them.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+import logging
+import traceback
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast
+from accelerate.utils import InitProcessGroupKwargs, broadcast
 from torch import nn
 
+from learner.config import LearnerRun
 from learner.rollouts.scored_group import ScoredGroup
 from learner.training.batch import MicroBatch, Row, micro_batches
 from protocol.codec import pack, unpack
 from protocol.messages import Part
+
+log = logging.getLogger(__name__)
 
 
 class StepBatch(Part):
     """The groups of one optimizer step; None ends the run."""
 
     groups: list[ScoredGroup] | None
+
+
+@contextmanager
+def ranks_of(run: LearnerRun) -> Iterator[Accelerator]:
+    """Meet the other ranks, and part in the end. While rank 0 waits for the server it says so (policy/published.py), so none is silent for long.
+
+    Gloo's threads abort a process that ends before them. And a model of several ranks that outlives their group would take it along
+    when it is freed, waiting, with the GIL held, for a thread that may wait for the GIL: so whatever has it must have returned.
+    """
+    patience = InitProcessGroupKwargs(timeout=timedelta(seconds=run.learner.rank_timeout_s))
+    accelerator = Accelerator(mixed_precision="bf16" if run.dtype == "bfloat16" else "no", kwargs_handlers=[patience])
+    if accelerator.num_processes > 1:
+        log.info("rank %d of %d on %s", accelerator.process_index, accelerator.num_processes, accelerator.device)
+    try:
+        yield accelerator
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)
+        raise
+    finally:
+        accelerator.free_memory()
+        accelerator.end_training()
 
 
 def share_groups(accelerator: Accelerator, groups: list[ScoredGroup] | None) -> list[ScoredGroup] | None:

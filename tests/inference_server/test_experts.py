@@ -46,7 +46,10 @@ def assert_its_own_weights_change_nothing(server: RealServer, family: str, dtype
     with_learner(server, test)
 
 
-@pytest.fixture(scope="module", params=["mixtral", "qwen3_moe", "gpt_oss"])
+@pytest.fixture(
+    scope="module",
+    params=["mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_moe", "gpt_oss"))],
+)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     directory = tmp_path_factory.mktemp(request.param)
     for server in running_server(directory, model=make_model(request.param)):
@@ -80,6 +83,7 @@ async def assert_serves(learner: ScriptedLearner, family: str, version: int) -> 
     assert np.abs(scores.logprobs - other).max() > 100 * TOLERANCE
 
 
+@pytest.mark.slow
 def test_in_bfloat16_too_the_servers_own_weights_change_nothing(tmp_path: Path) -> None:
     for server in running_server(tmp_path, "--dtype", "bfloat16", model=make_model("gpt_oss")):
         assert_its_own_weights_change_nothing(server, "gpt_oss", torch.bfloat16, tmp_path / "saved")

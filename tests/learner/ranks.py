@@ -60,4 +60,5 @@ def _be(place: Place, work: Work, args: tuple[Any, ...]) -> None:
     accelerator = Accelerator()
     assert accelerator.is_fsdp2 == place.is_sharded and accelerator.num_processes == place.num_ranks
     work(accelerator, *args)
+    accelerator.free_memory()  # the model first, see learner/training/ranks.py
     accelerator.end_training()
