@@ -1,7 +1,7 @@
 """`python -m tests.chaos [--json] [--seed S] [--faults N] [--engine real|fake] [--out DIR]`
 
 Runs the system as separate processes, kills, stops and cuts off its parts at random moments and at every named state, starts
-again what has died, and audits what is left. Exit code 0 only if nothing was lost, duplicated, mislabelled, or hung, and no more
+again what has died, and audits what is left. Exit code 0 only if nothing was lost, duplicated, mislabelled, crashed or hung, and no more
 than one fault in ten (or a single one) could not be done.
 """
 

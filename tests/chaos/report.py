@@ -12,6 +12,8 @@ from tests.chaos.supervisor import Struck
 
 NUM_TOLD = 5
 NUM_LONGEST = 3
+TRACEBACK = " with exit code 1: "
+"""Python's code for an exception that nobody has caught; an error that is told ends with 2."""
 MAX_LEFT_OUT_SHARE = 0.1
 
 
@@ -57,6 +59,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     hangs: int
     versions_wrong: int
     completions_checked: int
+    crashes: int
+    """Processes that nobody had struck and that ended in a traceback."""
     ended_by_themselves: dict[str, int]
     """Processes that nobody had struck; each was started again."""
     notice_s: Spread
@@ -74,7 +78,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_clean(self) -> bool:
-        num_wrong = self.lost + self.duplicated + self.overtaken + self.hangs + self.versions_wrong
+        num_wrong = self.lost + self.duplicated + self.overtaken + self.hangs + self.versions_wrong + self.crashes
         return num_wrong == 0 and self.faults_left_out <= max(1, MAX_LEFT_OUT_SHARE * self.faults_asked)
 
 
@@ -82,7 +86,7 @@ def make_report(seed: int, engine: Engine, legs: Sequence[LegReport], seconds: f
     struck = [each for leg in legs for each in leg.struck]
     names = {id(each): f"leg {leg.leg.number}: {each.fault}" for leg in legs for each in leg.struck}
     asked = sum(len(leg.leg.faults) for leg in legs)
-    lost, duplicated, overtaken, hangs, wrong = (
+    lost, duplicated, overtaken, hangs, wrong, crashes = (
         [f"leg {leg.leg.number}: {kind}: {text}" for leg in legs for text in texts(leg)]
         for kind, texts in (
             ("lost", lambda leg: leg.prompts.lost),
@@ -90,6 +94,7 @@ def make_report(seed: int, engine: Engine, legs: Sequence[LegReport], seconds: f
             ("overtaken", lambda leg: leg.prompts.overtaken),
             ("hang", lambda leg: leg.hangs),
             ("wrong version", lambda leg: leg.versions_wrong),
+            ("crash", lambda leg: [died for died in leg.died if TRACEBACK in died]),
         )
     )
     return Report(
@@ -109,6 +114,7 @@ def make_report(seed: int, engine: Engine, legs: Sequence[LegReport], seconds: f
         hangs=len(hangs),
         versions_wrong=len(wrong),
         completions_checked=sum(leg.num_completions_checked for leg in legs),
+        crashes=len(crashes),
         ended_by_themselves=_counted(died for leg in legs for died in leg.died),
         notice_s=_spread((each.notice_s, names[id(each)]) for each in struck if each.fault.target != "learner"),
         server_notice_s=_spread((each.notice_s, names[id(each)]) for each in struck if each.fault.target == "learner"),
@@ -116,7 +122,9 @@ def make_report(seed: int, engine: Engine, legs: Sequence[LegReport], seconds: f
         start_s=_spread((each.start_s, names[id(each)]) for each in struck),
         seconds=round(seconds, 1),
         faults_per_minute=round(60 * len(struck) / seconds, 1),
-        problems=[problem for kind in (hangs, lost, duplicated, overtaken, wrong) for problem in kind[:NUM_TOLD]],
+        problems=[
+            problem for kind in (hangs, lost, duplicated, overtaken, wrong, crashes) for problem in kind[:NUM_TOLD]
+        ],
     )
 
 

@@ -102,8 +102,8 @@ def _tell(traps: Traps) -> None:
         return is_delivered
 
     @functools.wraps(give_up)
-    async def reach_torn(self: push.Pushes, *args: Any) -> Any:
-        outcome = await give_up(self, *args)
+    async def reach_torn(self: push.Pushes, *args: Any, **options: Any) -> Any:
+        outcome = await give_up(self, *args, **options)
         if self.state == "torn":
             traps.reach("torn")
         return outcome

@@ -2,6 +2,7 @@
 
 import asyncio
 import sqlite3
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
@@ -254,11 +255,11 @@ def test_a_peer_is_noticed_only_by_who_was_connected_and_before_it_is_back(
     assert noticed == (notice_s if notice_s is None else pytest.approx(notice_s))
 
 
-def report_of(num_asked: int, struck: list[Struck]) -> Report:
+def report_of(num_asked: int, struck: list[Struck], died: Sequence[str] = ()) -> Report:
     leg = msgspec.structs.replace(schedule(0, 1, "fake")[0], faults=tuple([strike("link", "cut").fault] * num_asked))
     prompts = Prompts(expected=1, consumed_once=1, lost=[], duplicated=[], overtaken=[])
     found = LegReport(
-        leg=leg, struck=struck, hangs=[], died=[], prompts=prompts, num_completions_checked=1, versions_wrong=[]
+        leg=leg, struck=struck, hangs=[], died=list(died), prompts=prompts, num_completions_checked=1, versions_wrong=[]
     )
     return make_report(0, "fake", [found], 1.0)
 
@@ -282,6 +283,13 @@ def test_a_campaign_that_left_out_many_faults_has_shown_nothing(
 ) -> None:
     report = report_of(num_asked, [strike("link", "cut")] * (num_asked - num_left_out))
     assert (report.faults_left_out, report.is_clean) == (num_left_out, is_clean)
+
+
+def test_a_campaign_in_which_a_process_ended_in_a_traceback_is_not_clean() -> None:
+    told = report_of(1, [strike("link", "cut")], died=["learner with exit code 2: error: no server answers"])
+    crashed = report_of(1, [strike("link", "cut")], died=["server with exit code 1: TypeError: of ours"])
+    assert told.is_clean and not crashed.is_clean
+    assert crashed.problems == ["leg 0: crash: server with exit code 1: TypeError: of ours"]
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------
