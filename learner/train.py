@@ -30,7 +30,7 @@ from learner.training.trainee import make_trainee
 
 log = logging.getLogger(__name__)
 
-WORTH_A_LINE_GIB = 0.5
+WORTH_A_LINE_GIB = 4.0
 
 
 def train(run: LearnerRun, *, resume: bool) -> Path | None:
