@@ -13,7 +13,7 @@ import select
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import msgspec
 
@@ -63,7 +63,8 @@ class _Watch(threading.Thread):
     def run(self) -> None:
         try:
             while not self._is_over.wait(INTERVAL_S):
-                self._look()
+                with suppress(ConnectionResetError, BrokenPipeError):  # ended while it was asked: is the board still there?
+                    self._look()
         except PushError as called_off:
             self._abort(str(called_off))
         except OSError as error:
