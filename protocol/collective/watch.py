@@ -63,7 +63,9 @@ class _Watch(threading.Thread):
     def run(self) -> None:
         try:
             while not self._is_over.wait(INTERVAL_S):
-                with suppress(ConnectionResetError, BrokenPipeError):  # ended while it was asked: is the board still there?
+                with suppress(
+                    ConnectionResetError, BrokenPipeError
+                ):  # ended while it was asked: is the board still there?
                     self._look()
         except PushError as called_off:
             self._abort(str(called_off))
