@@ -1,6 +1,7 @@
 """The other side of a push is killed, stopped or hangs at every state; each time both must be whole again by themselves."""
 
 import itertools
+import random
 import re
 import signal
 import socket
@@ -46,7 +47,8 @@ def start_pair(tmp_path: Path) -> Iterator[Callable[..., Pair]]:
     def start(mode: dict[str, Any]) -> Pair:
         directory = tmp_path / f"pair-{next(numbers)}"
         directory.mkdir()
-        with socket.create_server(("127.0.0.1", 0)) as holder:
+        # Below the ports that the kernel gives to other tests, which might have this one before the server is started on it.
+        with socket.create_server(("127.0.0.1", random.randint(10_000, 32_000))) as holder:
             endpoint = f"tcp://127.0.0.1:{holder.getsockname()[1]}"
         pair = Pair(directory, endpoint, **mode)
         started.append(pair)
