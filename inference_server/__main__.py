@@ -25,6 +25,22 @@ from protocol.errors import ConfigError, SlipstreamError
 
 log = logging.getLogger("inference_server")
 
+ENVIRONMENT = {
+    # Threads of the CPU backend stay where sched_setaffinity put them.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Torch asks for huge pages: the memory that buckets arrive in costs a third of the time it would else.
+    "THP_MEM_ALLOC_ENABLE": "1",
+    # Every batch size has matrix products of its own, and oneDNN would keep the code of 1,024 of them: 250 MiB that come
+    # within the first hour.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+    # What vLLM and torch warn of on a CPU is about things that do not exist there.
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCH_LOGS": "-torch",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "PYTHONWARNINGS": "ignore::FutureWarning,ignore::UserWarning:multiprocessing.resource_tracker",
+}
+"""What vLLM and torch read while they are imported, unless the user has set it."""
+
 
 def main() -> None:
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -74,21 +90,7 @@ def _set_environment(run: ServerRun) -> None:
         VLLM_ENGINE_READY_TIMEOUT_S=str(run.server.start_timeout_s),
         VLLM_KEEP_ALIVE_ON_ENGINE_DEATH="1",
     )
-    defaults = {
-        # Threads of the CPU backend stay where sched_setaffinity put them.
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        # Torch asks for huge pages: the memory that buckets arrive in costs a third of the time it would else.
-        "THP_MEM_ALLOC_ENABLE": "1",
-        # Every batch size has matrix products of its own, and oneDNN would keep the code of 1,024 of them: 250 MiB that come
-        # within the first hour.
-        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
-        # What vLLM and torch warn of on a CPU is about things that do not exist there.
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "TORCH_LOGS": "-torch",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "PYTHONWARNINGS": "ignore::FutureWarning,ignore::UserWarning:multiprocessing.resource_tracker",
-    }
-    for name, value in defaults.items():
+    for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
 

@@ -1,14 +1,32 @@
 """How the tests share a machine.
 
-One compute thread for every process of a test: the models are tiny, and threads that spin fight for the cores. And the files
-that start vLLM first: two files run beside each other, and whoever ends on a long one leaves the other core idle.
+One compute thread for every process of a test: the models are tiny, and threads that spin fight for the cores. And long files
+first, for several run beside each other, and whoever ends on a long one leaves the other cores idle: those that start vLLM, then
+those of the whole system, which lie at the top.
 """
 
 import os
+from contextlib import ExitStack
 
 import pytest
 
+from tests.inference_server.forked_server import fork_server
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
+
+
+OPEN = pytest.StashKey[ExitStack]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # the workers share it
+        config.stash[OPEN] = ExitStack()
+        config.stash[OPEN].enter_context(fork_server())
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if OPEN in config.stash:
+        config.stash[OPEN].close()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -19,4 +37,4 @@ def cache_of_datasets(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     with_vllm = {item.path for item in items if item.get_closest_marker("vllm")}
-    items.sort(key=lambda item: item.path not in with_vllm)
+    items.sort(key=lambda item: (item.path not in with_vllm, len(item.path.parts)))

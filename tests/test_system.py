@@ -16,6 +16,7 @@ import openai
 import psutil
 import pytest
 
+from tests.inference_server.forked_server import ForkedServer
 from tests.learner.forked_learner import end_of, run_learner, start_learner
 
 pytestmark = pytest.mark.vllm
@@ -31,7 +32,7 @@ def free_port() -> int:
 
 
 class Server:
-    """`inference-server` as a user starts it, on ports of its own."""
+    """`inference-server` on ports of its own, forked, so that its imports cost nothing."""
 
     def __init__(self, log: Path) -> None:
         self.port, self.http_port, self._log = free_port(), free_port(), log
@@ -41,10 +42,8 @@ class Server:
 
     def start(self) -> None:
         self._num_started += 1
-        command = [sys.executable, "-m", "inference_server", RECIPE, *self.shared]
-        command += ["--server.http-port", str(self.http_port)]
-        with self._log.open("a") as log:
-            self._process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+        arguments = [RECIPE, *self.shared, "--server.http-port", str(self.http_port)]
+        self._process = ForkedServer("inference_server", arguments, self._log)
 
     def wait_until_ready(self) -> None:
         """Wait for the one that was started last."""
@@ -57,8 +56,8 @@ class Server:
         """SIGKILL the server's process alone, and see vLLM's processes end with it."""
         children = psutil.Process(self._process.pid).children(recursive=True)
         assert children
-        self._process.kill()
-        self._process.wait()
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait(TIMEOUT_S)
         _, alive = psutil.wait_procs(children, timeout=60)
         assert not alive
 

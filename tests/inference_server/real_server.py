@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from protocol.channel.keys import LearnerKeys
 from protocol.messages import PROTOCOL_VERSION, Hello, PushDone, Refused, Score, Scores, Welcome
 from protocol.model_files import fingerprint
 from tests.inference_server import tiny_gpt2
+from tests.inference_server.forked_server import ForkedServer
 from tests.inference_server.scripted_learner import ScriptedLearner
 
 ROOT = Path(__file__).parent.parent.parent
@@ -35,7 +36,10 @@ def free_port() -> int:
 
 
 class RealServer:
-    """`python -m inference_server` in a process group of its own, with a tiny GPT-2 unless the test has a model, or where it is."""
+    """`python -m inference_server` in a process group of its own, with a tiny GPT-2 unless the test has a model, or where it is.
+
+    Forked, it starts in a fifth of the time, its environment cannot be read from outside, and vLLM's processes are forked too.
+    """
 
     keys: LearnerKeys | None = None
     """What a learner needs to get in, where the server has keys."""
@@ -45,7 +49,8 @@ class RealServer:
         directory: Path,
         *flags: str,
         model: PreTrainedModel | Path | None = None,
-        program: Sequence[str] = ("-m", "inference_server"),
+        program: str = "inference_server",
+        is_forked: bool = False,
     ) -> None:
         self.model = model if isinstance(model, Path) else directory / "model"
         self.port, self.http_port = free_port(), free_port()
@@ -58,14 +63,19 @@ class RealServer:
             "[server]\nenforce_eager = true\nkv_cache_memory_mib = 64\nblock_size = 32\n"
             f"http_port = {self.http_port}\n[learner]\nsteps = 1\n"
         )
-        self._command = [sys.executable, *program, str(config), *flags]
+        self._program, self._arguments, self._is_forked = program, [str(config), *flags], is_forked
         self.log_file = directory / "server.log"
         self.start()
 
     def start(self) -> None:
         """Start, or start again on the same ports."""
+        self.process: subprocess.Popen[bytes] | ForkedServer
         with self.log_file.open("w") as log:
-            self.process = subprocess.Popen(self._command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+            if self._is_forked:
+                self.process = ForkedServer(self._program, self._arguments, self.log_file)
+            else:
+                command = [sys.executable, "-m", self._program, *self._arguments]
+                self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
 
     @property
     def log(self) -> str:

@@ -52,7 +52,7 @@ def assert_its_own_weights_change_nothing(server: RealServer, family: str, dtype
 )
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     directory = tmp_path_factory.mktemp(request.param)
-    for server in running_server(directory, model=make_model(request.param)):
+    for server in running_server(directory, model=make_model(request.param), is_forked=True):
         assert_its_own_weights_change_nothing(server, request.param, torch.float32, directory / "saved")
         yield server, request.param
 
@@ -85,7 +85,7 @@ async def assert_serves(learner: ScriptedLearner, family: str, version: int) -> 
 
 @pytest.mark.slow
 def test_in_bfloat16_too_the_servers_own_weights_change_nothing(tmp_path: Path) -> None:
-    for server in running_server(tmp_path, "--dtype", "bfloat16", model=make_model("gpt_oss")):
+    for server in running_server(tmp_path, "--dtype", "bfloat16", model=make_model("gpt_oss"), is_forked=True):
         assert_its_own_weights_change_nothing(server, "gpt_oss", torch.bfloat16, tmp_path / "saved")
 
 

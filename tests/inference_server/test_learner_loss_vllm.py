@@ -28,7 +28,7 @@ def metric(server: RealServer, name: str) -> float:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[RealServer]:
-    yield from running_server(tmp_path, "--server.orphan-timeout-s", str(ORPHAN_TIMEOUT_S))
+    yield from running_server(tmp_path, "--server.orphan-timeout-s", str(ORPHAN_TIMEOUT_S), is_forked=True)
 
 
 def test_requests_of_a_lost_learner_end_in_vllm_itself_and_the_last_weights_stay(server: RealServer) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -40,8 +41,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         patch.setenv(BREAK_FILE, str(break_file))
         patch.setenv(HANG_FILE, str(directory / "hang"))
         flags = ["--server.tensor-parallel-size", "2", "--server.kv-on-push", "recompute"]
-        program = ("-m", "tests.inference_server.breakable_server")
-        for server in running_server(directory, *flags, model=policy.model(0), program=program):
+        program = "tests.inference_server.breakable_server"
+        for server in running_server(directory, *flags, model=policy.model(0), program=program, is_forked=True):
             yield server, policy, break_file
 
 
@@ -101,6 +102,14 @@ def test_wrong_bytes_in_one_worker_fail_the_push_of_both_and_the_next_push_works
     with_learner(server, test)
 
 
+def is_alive(process: psutil.Process) -> bool:
+    """One that has ended may stay as a zombie: its parent has ended too."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def test_a_worker_that_never_returns_from_a_push_is_killed_and_the_next_engine_gets_the_weights(served: Served) -> None:
     server, policy, break_file = served
     hang_file = break_file.with_name("hang")
@@ -122,7 +131,7 @@ def test_a_worker_that_never_returns_from_a_push_is_killed_and_the_next_engine_g
         status = json.loads(await asyncio.to_thread(server.get, "/status"))
         assert "is being started again: the engine did not answer" in status["unavailable"]
         await asyncio.to_thread(server.wait_for, "the engine is back after")
-        assert not any(process.is_running() for process in old)
+        assert not any(is_alive(process) for process in old)
         assert (await learner.join()).policy_version is None
         learner.close_collective()
         await learner.push(2, policy.tensors(2), BUCKET_BYTES)

@@ -57,7 +57,7 @@ def recomputing_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rea
     write_secret(directory / "api.key", API_KEY)
     flags = ["--keys", str(directory / "keys"), "--server.api-key-file", str(directory / "api.key")]
     flags += ["--server.max-engine-restarts", "1"]
-    for server in running_server(directory, "--server.kv-on-push", "recompute", *flags):
+    for server in running_server(directory, "--server.kv-on-push", "recompute", *flags, is_forked=True):
         server.keys = learner_keys(str(directory / "keys"))
         yield server
 

@@ -71,7 +71,7 @@ class Visit(msgspec.Struct, frozen=True, kw_only=True):
 def visit(family: str, directory: Path, *, lora: bool = False) -> Visit:
     model = directory / "model"
     save_model(family, model)
-    server = RealServer(directory, "--server.max-model-len", "128", model=model)
+    server = RealServer(directory, "--server.max-model-len", "128", model=model, is_forked=True)
     try:
         server.wait_for("ready after")
         return _through_the_system(server, family, directory, lora)
