@@ -7,7 +7,7 @@ Knows nothing of vLLM. Invariant: a bucket is handed out at most once, checked; 
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import msgspec
@@ -25,6 +25,10 @@ from protocol.weights.dense import Arrived, receive_weights
 
 LEAVE_TIMEOUT_S = 10.0
 """A thread whose collective was aborted ends in less."""
+
+
+NewBaseline = Callable[[str, Manifest], Baseline]
+"""What changes of an epoch are decoded onto."""
 
 
 class Successor(Protocol):
@@ -56,8 +60,8 @@ class Membership(msgspec.Struct, frozen=True, eq=False):
 class Receiver:
     """Receives for one rank. `leave` ends whatever is under way."""
 
-    def __init__(self, rank: int, device: torch.device) -> None:
-        self._rank, self._device = rank, device
+    def __init__(self, rank: int, device: torch.device, new_baseline: NewBaseline = lambda *_: Baseline()) -> None:
+        self._rank, self._device, self._new_baseline = rank, device, new_baseline
         self._member: Membership | None = None
         self._staging: _Staging | None = None
         self._lock = threading.Lock()
@@ -112,12 +116,12 @@ class Receiver:
                     "the learner must begin a new epoch"
                 )
             self.leave_joined()
-            baseline = Baseline() if order.manifest.wire == "delta" else None
             collective = join_collective(order.epoch, order.rendezvous, self._rank, self._device)
             with self._lock:
                 if staging is not None and staging.is_given_up:
                     collective.close()
                     raise PushError(f"epoch {order.epoch} was given up while it was joined")
+                baseline = self._new_baseline(order.epoch, order.manifest) if order.manifest.wire == "delta" else None
                 memory = BucketMemory(order.manifest, collective.device)
                 self._member = Membership(order.epoch, order.rendezvous, collective, order.manifest, baseline, memory)
         self.join_s = time.monotonic() - started
@@ -156,6 +160,8 @@ class Receiver:
             member, self._member = self._member, None
         if member is not None:
             member.collective.close()
+            if member.baseline is not None:
+                member.baseline.close()
 
     def _drop_staging(self) -> None:
         staging, self._staging = self._staging, None

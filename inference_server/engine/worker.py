@@ -14,7 +14,7 @@ import select
 import signal
 import threading
 import time
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from inference_server.engine.receiver import Receiver
 from inference_server.engine.reload import Reload, put_back
 from protocol.collective.transport import offered_transports, own_device_name
 from protocol.errors import PushIncomplete
+from protocol.weights.shared_baseline import worker_baseline
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,9 @@ class PushWorker:
     @cached_property
     def receiver(self) -> Receiver:
         parallel = self.vllm_config.parallel_config
-        return Receiver(1 + parallel.data_parallel_index * parallel.world_size + self.rank, self.device)
+        num_workers = parallel.data_parallel_size * parallel.world_size
+        new_baseline = partial(worker_baseline, int(os.environ[SERVER_PID]), num_workers)
+        return Receiver(1 + parallel.data_parallel_index * parallel.world_size + self.rank, self.device, new_baseline)
 
     def place(self) -> bytes:
         """Say where this worker computes, and how weights can reach it."""

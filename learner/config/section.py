@@ -1,7 +1,7 @@
 """A section of the learner's config: how it refuses a value, and which of its keys do nothing beside the others."""
 
 from collections.abc import Iterable
-from functools import reduce
+from functools import cache, reduce
 from typing import Any, Self
 
 import msgspec
@@ -54,6 +54,7 @@ def value_at(section: Section, key: str) -> Any:
     return reduce(getattr, key.split("."), section)
 
 
+@cache
 def _default(section: type[Section], key: str) -> Any:
     name, _, inner = key.partition(".")
     field = next(field for field in msgspec.structs.fields(section) if field.name == name)

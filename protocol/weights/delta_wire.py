@@ -52,6 +52,15 @@ class Baseline:
             self._buffers[bucket.index] = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
         return self._buffers[bucket.index]
 
+    @contextmanager
+    def changing(self, bucket: Bucket) -> Iterator[bool]:
+        """Around the change of a bucket; False where another process has made it already. Raises PushError."""
+        yield True
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._buffers.clear()
+
     def filled(self, buckets: list[Bucket], tensors: NamedTensors) -> NamedTensors:
         """Yield the tensors as they travel, each bucket's once it is here."""
         source = iter(tensors)
@@ -105,9 +114,11 @@ def receive_changes(collective: Collective, manifest: Manifest, baseline: Baseli
             base = baseline.of(bucket)
             try:
                 changes, trailer = coming.popleft().result()
-                decode(changes.cpu().numpy(), base, word_bytes(bucket))
-                checksum = _checksum(base)
-                check_trailer(bucket, trailer, checksum)
+                with baseline.changing(bucket) as is_ours:
+                    if is_ours:
+                        decode(changes.cpu().numpy(), base, word_bytes(bucket))
+                    checksum = _checksum(base)
+                    check_trailer(bucket, trailer, checksum)
             except PushError as error:
                 raise in_bucket(bucket, len(buckets), error) from error
             yield Arrived(bucket, base, checksum)
@@ -116,7 +127,9 @@ def receive_changes(collective: Collective, manifest: Manifest, baseline: Baseli
 def _receive_first(collective: Collective, manifest: Manifest, baseline: Baseline) -> Iterator[Arrived]:
     for arrived in receive_weights(collective, manifest):
         # Tensor by tensor: what is in the gaps between them was not sent, and is zeros in the baseline.
-        fill(arrived.bucket, baseline.of(arrived.bucket), iter(arrived.bucket.views(arrived.buffer)))
+        with baseline.changing(arrived.bucket) as is_ours:
+            if is_ours:
+                fill(arrived.bucket, baseline.of(arrived.bucket), iter(arrived.bucket.views(arrived.buffer)))
         yield arrived
         del arrived  # or its memory would not be free for the next bucket
 

@@ -133,9 +133,11 @@ class ScriptedLearner:
         assert isinstance(failed, PushFailed)
         return failed
 
-    async def push(self, version: int, tensors: list, bucket_bytes: int = 1 << 20) -> tuple[PushDone | PushFailed, str]:
+    async def push(
+        self, version: int, tensors: list, bucket_bytes: int = 1 << 20, wire: Literal["dense", "delta"] = "dense"
+    ) -> tuple[PushDone | PushFailed, str]:
         """Push in a new epoch; return what the server said and the checksum of what was sent."""
-        await self.begin_push(version, tensors, bucket_bytes)
+        await self.begin_push(version, tensors, bucket_bytes, wire)
         sent = await self.transfer(tensors)
         return await self.receive((PushDone, PushFailed)), sent.checksum
 

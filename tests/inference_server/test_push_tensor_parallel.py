@@ -5,6 +5,7 @@ An exception in one worker would desynchronise vLLM's executor for good, so what
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import torch
 from protocol.errors import PushError
 from protocol.messages import PushAbort, PushDone, PushFailed
 from protocol.weights.buckets import cut, make_manifest
+from protocol.weights.shared_baseline import PREFIX
 from tests.inference_server.broken_transfer import BREAK_FILE, HANG_FILE
 from tests.inference_server.scripted_learner import ScriptedLearner
 
@@ -137,5 +139,24 @@ def test_a_worker_that_never_returns_from_a_push_is_killed_and_the_next_engine_g
         await learner.push(2, policy.tensors(2), BUCKET_BYTES)
         await assert_serves(learner, policy, 2)
         assert json.loads(await asyncio.to_thread(server.get, "/status"))["engine_restarts"] == 1
+
+    with_learner(server, test)
+
+
+def test_changes_are_decoded_onto_one_baseline_that_both_workers_share(served: Served) -> None:
+    server, policy, _ = served
+
+    async def test(learner: ScriptedLearner) -> None:
+        for version in (1, 2, 5):
+            tensors = policy.tensors(version)
+            if version == 1:
+                outcome, checksum = await learner.push(version, tensors, BUCKET_BYTES, "delta")
+            else:
+                outcome, checksum = await learner.push_again(version, tensors)
+            assert isinstance(outcome, PushDone) and outcome.checksum == checksum
+            await assert_serves(learner, policy, version)
+        workers = [child for child in server.family()[1:] if "VLLM::Worker" in child.name()]
+        inodes = [re.search(rf"(\d+) +/dev/shm/{PREFIX}", Path(f"/proc/{one.pid}/maps").read_text()) for one in workers]
+        assert len(inodes) == 2 and inodes[0] and inodes[1] and inodes[0][1] == inodes[1][1]
 
     with_learner(server, test)

@@ -1,0 +1,141 @@
+"""The baseline of all workers of one server on one host: what a push of changes is decoded onto, once for all of them.
+
+    worker ─ lock ─▶ has another decoded this bucket of this push? ─ no ─▶ decode, check, mark ─┬▶ load
+                                                                    └ yes ──────────────────────┘
+
+Without it every worker would keep the whole model in host memory and decode all changes. The memory is a file of the host's
+shared memory, which loses its name once all workers have it, so that it goes with them. Invariant: a bucket is marked with the
+number of pushes it holds and, while it changes, with none: who finds another number than its own fails the push, and with it
+the epoch.
+"""
+
+import fcntl
+import hashlib
+import logging
+import mmap
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from protocol.errors import PushError
+from protocol.messages import Manifest
+from protocol.weights.buckets import ALIGNMENT_BYTES, Bucket, cut
+from protocol.weights.delta_wire import Baseline
+
+log = logging.getLogger(__name__)
+
+DIRECTORY = Path("/dev/shm")
+PREFIX = "slipstream-baseline"
+LOCK_TIMEOUT_S = 60.0
+"""Whoever has the lock decodes one bucket."""
+CHANGING = -1
+
+
+class SharedBaseline(Baseline):
+    """This process's view of the baseline of an epoch. Raises OSError where the host's shared memory has no room for it."""
+
+    def __init__(self, owner_pid: int, epoch: str, manifest: Manifest) -> None:
+        super().__init__()
+        _sweep()
+        buckets = cut(manifest)
+        starts, end = [], _aligned(8 * len(buckets))
+        for bucket in buckets:
+            starts.append(end)
+            end += _aligned(bucket.num_bytes)
+        self._path = DIRECTORY / f"{PREFIX}-{owner_pid}-{hashlib.sha256(epoch.encode()).hexdigest()[:32]}"
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            if os.fstat(self._file).st_uid != os.geteuid():
+                raise PermissionError(f"{self._path} belongs to another user")
+            os.posix_fallocate(self._file, 0, end)  # or a full file system would be a SIGBUS in the middle of a push
+        except OSError:
+            self._path.unlink(missing_ok=True)
+            raise
+        memory = mmap.mmap(self._file, end)
+        self._pushes = torch.frombuffer(memory, dtype=torch.int64, count=len(buckets))
+        """How many each bucket holds, or CHANGING."""
+        for bucket, start in zip(buckets, starts, strict=True):
+            count = bucket.num_bytes
+            self._buffers[bucket.index] = (
+                torch.frombuffer(memory, dtype=torch.uint8, count=count, offset=start) if count else torch.zeros(0)
+            )
+        self._seen = [0] * len(buckets)
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(self._seen)
+
+    @contextmanager
+    def changing(self, bucket: Bucket) -> Iterator[bool]:
+        seen = self._seen[bucket.index]
+        if seen:  # in the second push all workers have the file
+            self._path.unlink(missing_ok=True)
+        with self._locked():
+            held = int(self._pushes[bucket.index])
+            if held == seen:
+                self._pushes[bucket.index] = CHANGING
+                yield True
+                self._pushes[bucket.index] = seen + 1
+            elif held == seen + 1:
+                yield False
+            else:
+                raise PushError(
+                    "another worker of this host has failed in the middle of it; the learner must begin a new epoch"
+                )
+        self._seen[bucket.index] = seen + 1
+
+    def close(self) -> None:
+        super().close()
+        self._path.unlink(missing_ok=True)
+        os.close(self._file)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        give_up_at = time.monotonic() + LOCK_TIMEOUT_S
+        while not self._try_lock():
+            if time.monotonic() > give_up_at:
+                raise PushError(f"another worker of this host has held the shared baseline for {LOCK_TIMEOUT_S:g} s")
+            time.sleep(0.0005)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def _try_lock(self) -> bool:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel takes it back from who dies
+        except BlockingIOError:
+            return False
+        return True
+
+
+def worker_baseline(owner_pid: int, num_workers: int, epoch: str, manifest: Manifest) -> Baseline:
+    """Return what a worker decodes changes onto: shared, where there are others and the host has room for it."""
+    if num_workers == 1:
+        return Baseline()
+    try:
+        return SharedBaseline(owner_pid, epoch, manifest)
+    except OSError as error:
+        num_bytes = sum(bucket.num_bytes for bucket in cut(manifest))
+        log.warning(
+            "each of %d workers keeps a baseline of its own, %.1f GiB, for %s has no room for one they share (%s); "
+            "in a container: --shm-size",
+            num_workers, num_bytes / 2**30, DIRECTORY, error,
+        )  # fmt: skip
+        return Baseline()
+
+
+def _sweep() -> None:
+    """Remove what servers have left that were killed before their second push."""
+    for path in DIRECTORY.glob(f"{PREFIX}-*"):
+        pid = path.name.removeprefix(f"{PREFIX}-").partition("-")[0]
+        if not Path("/proc", pid).exists():
+            path.unlink(missing_ok=True)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

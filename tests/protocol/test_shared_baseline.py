@@ -1,0 +1,153 @@
+"""Several workers of a host decode changes onto one baseline: each bucket once, every version whole, a failure is of all."""
+
+import errno
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from protocol.collective.group import Collective, Meeting, join_collective
+from protocol.errors import PushError
+from protocol.messages import Manifest
+from protocol.weights import delta_wire, shared_baseline
+from protocol.weights.buckets import cut, make_manifest
+from protocol.weights.delta_wire import Baseline, receive_changes, send_changes
+from protocol.weights.shared_baseline import DIRECTORY, PREFIX, SharedBaseline, worker_baseline
+
+pytestmark = pytest.mark.skipif(not DIRECTORY.is_dir(), reason=f"needs {DIRECTORY}")
+
+CPU = torch.device("cpu")
+FIRST = [("weight", torch.randn(700, 500)), ("bias", torch.zeros(7)), ("index", torch.arange(5))]
+MANIFEST = make_manifest(FIRST, torch.float32, 1 << 20, "delta")
+NUM_WORKERS = 2
+
+
+def files() -> list[Path]:
+    return [*DIRECTORY.glob(f"{PREFIX}-{os.getpid()}-*")]
+
+
+@pytest.fixture
+def shared() -> Iterator[list[SharedBaseline]]:
+    baselines = [SharedBaseline(os.getpid(), "an epoch", MANIFEST) for _ in range(NUM_WORKERS)]
+    yield baselines
+    for baseline in baselines:
+        baseline.close()
+    assert not files()
+
+
+@contextmanager
+def group() -> Iterator[tuple[Collective, list[Collective]]]:
+    meeting = Meeting("127.0.0.1", timeout_s=10)
+    rendezvous = meeting.rendezvous(NUM_WORKERS, "gloo")
+    with ThreadPoolExecutor(NUM_WORKERS) as threads:
+        joining = [threads.submit(join_collective, "e1", rendezvous, 1 + rank, CPU) for rank in range(NUM_WORKERS)]
+        host = meeting.host_collective("e1", rendezvous, CPU)
+        workers = [each.result() for each in joining]
+    yield host, workers
+    for one in (host, *workers):
+        one.close()
+
+
+def test_every_version_reaches_all_and_each_bucket_is_decoded_once(
+    shared: list[SharedBaseline], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded = []
+
+    def counted(changes: object, base: torch.Tensor, element_bytes: int) -> None:
+        decoded.append(len(base))
+        decode(changes, base, element_bytes)
+
+    decode = delta_wire.decode
+    monkeypatch.setattr(delta_wire, "decode", counted)
+    later = [(name, tensor.clone()) for name, tensor in FIRST]
+    later[0][1][::50, ::2] *= 1.5
+    mine = Baseline()
+    with group() as (host, workers), ThreadPoolExecutor(NUM_WORKERS) as threads:
+        for version, tensors in enumerate([FIRST, later, FIRST]):
+            receiving = [
+                threads.submit(lambda pair: [*receive_changes(pair[0], MANIFEST, pair[1])], pair)
+                for pair in zip(workers, shared, strict=True)
+            ]
+            send_changes(host, cut(MANIFEST), tensors, mine)
+            for arrived in (each.result() for each in receiving):
+                got = {name: tensor for one in arrived for name, tensor in one.bucket.views(one.buffer)}
+                assert all(torch.equal(got[name], tensor) for name, tensor in tensors)
+            assert len(decoded) == version * len(cut(MANIFEST)) and len(cut(MANIFEST)) > 1
+            assert len(files()) == (1 if version == 0 else 0), "its name goes once all workers have it"
+
+
+def test_they_share_their_memory(shared: list[SharedBaseline]) -> None:
+    one, other = shared
+    for bucket in cut(MANIFEST):
+        one.of(bucket).fill_(7 + bucket.index)
+        assert torch.equal(other.of(bucket), one.of(bucket))
+
+
+def die_in_the_middle(epoch: str) -> None:
+    with SharedBaseline(os.getppid(), epoch, MANIFEST).changing(cut(MANIFEST)[0]):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_what_a_worker_has_left_half_changed_fails_the_push_of_the_others(shared: list[SharedBaseline]) -> None:
+    process = multiprocessing.get_context("fork").Process(target=die_in_the_middle, args=("an epoch",))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    with pytest.raises(PushError, match="must begin a new epoch"), shared[0].changing(cut(MANIFEST)[0]):
+        pytest.fail("it was taken for whole")
+    with shared[0].changing(cut(MANIFEST)[1]) as is_ours:  # the dead one's lock is nobody's
+        assert is_ours
+
+
+def test_a_change_whose_checksum_is_wrong_is_not_taken_by_the_others_for_done(shared: list[SharedBaseline]) -> None:
+    one, other = shared
+    bucket = cut(MANIFEST)[0]
+    with pytest.raises(ValueError, match="wrong"), one.changing(bucket):
+        raise ValueError("wrong")
+    with pytest.raises(PushError, match="failed in the middle"), other.changing(bucket):
+        pytest.fail("it was taken for whole")
+
+
+def test_who_holds_the_lock_for_too_long_is_an_error(
+    shared: list[SharedBaseline], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_baseline, "LOCK_TIMEOUT_S", 0.1)
+    one, other = shared
+    with (
+        one.changing(cut(MANIFEST)[0]),
+        pytest.raises(PushError, match="has held the shared baseline for"),
+        other.changing(cut(MANIFEST)[1]),
+    ):
+        pytest.fail("both have it")
+
+
+def test_without_room_each_worker_has_its_own_and_the_log_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    assert type(worker_baseline(os.getpid(), 1, "e", MANIFEST)) is Baseline and not caplog.messages
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert type(worker_baseline(os.getpid(), 2, "e", MANIFEST)) is Baseline
+    (message,) = caplog.messages
+    assert "No space left" in message and "--shm-size" in message and not files()
+
+
+def test_what_killed_servers_left_goes_with_the_next_epoch_and_a_living_ones_stays(
+    shared: list[SharedBaseline],
+) -> None:
+    process = multiprocessing.get_context("fork").Process(target=int)
+    process.start()
+    process.join()
+    left = DIRECTORY / f"{PREFIX}-{process.pid}-0"
+    left.touch()
+    manifest: Manifest = MANIFEST
+    SharedBaseline(os.getpid(), "another epoch", manifest).close()
+    assert not left.exists() and len(files()) == 1
