@@ -27,7 +27,7 @@ demo: $(STAMP)  ## train a tiny model on the CPU with the whole system, ends wit
 	@$(PY) -m deploy.colocate deploy/recipes/reverse.toml $(ARGS)
 
 test: $(STAMP)  ## run the tests that need no GPU (ARGS="-k loss -x")
-	@$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu and not slow" $(ARGS)
+	@$(PY) -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not gpu and not slow" $(ARGS)
 
 chaos: $(STAMP)  ## kill, stop and cut off every part of a run: 8 faults with vLLM, 100 with a fake engine
 	@$(PY) -m tests.chaos --engine real --faults 8 $(ARGS)

@@ -130,7 +130,7 @@ def server_memory(shape: ModelShape, run: LearnerRun, *, num_workers: int = 1) -
     wire, push = _bytes_of(run.dtype), run.learner.push
     weights = wire * shape.num_parameters
     device = {"weights": weights // num_workers, "push": SERVER_BUCKETS * (push.bucket_mib << 20)}
-    host = {"push": weights * num_workers if push.wire == "delta" else 0}
+    host = {"push": weights if push.wire == "delta" else 0}  # one for all workers
     return Memory(device=device, host=host)
 
 

@@ -63,9 +63,8 @@ class _Watch(threading.Thread):
     def run(self) -> None:
         try:
             while not self._is_over.wait(INTERVAL_S):
-                with suppress(
-                    ConnectionResetError, BrokenPipeError
-                ):  # ended while it was asked: is the board still there?
+                # Ended by the board while it was asked: whether the board is still there, another look tells.
+                with suppress(ConnectionResetError, BrokenPipeError):
                     self._look()
         except PushError as called_off:
             self._abort(str(called_off))

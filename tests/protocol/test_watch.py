@@ -1,6 +1,7 @@
 """The watch over a transfer: what ends it, and what it leaves alone. A host that vanishes: tests/test_two_hosts.py."""
 
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -93,6 +94,31 @@ def test_a_transfer_goes_on_when_the_board_ends_a_connection_that_says_nothing(
     collective = WaitingCollective()
     with watched(collective, meeting.rendezvous(1, "gloo"), "e1"):
         assert not collective.aborted.wait(20 * INTERVAL_S)
+
+
+def test_a_transfer_goes_on_when_a_question_meets_a_connection_that_the_board_has_just_ended() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        is_asked_again = threading.Event()
+
+        def answer() -> None:
+            ended, _ = listener.accept()
+            ended.recv(1)
+            ended.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, at once
+            ended.close()
+            again, _ = listener.accept()
+            with again:
+                while again.recv(1 << 10):
+                    again.sendall(b"null\n")
+                    is_asked_again.set()
+
+        answering = threading.Thread(target=answer, daemon=True)
+        answering.start()
+        port = listener.getsockname()[1]
+        rendezvous = Rendezvous(transport="gloo", host="127.0.0.1", port=port, world_size=2, timeout_s=30.0)
+        collective = WaitingCollective()
+        with watched(collective, rendezvous, "e1"):
+            assert is_asked_again.wait(30.0) and not collective.aborted.wait(5 * INTERVAL_S)
+        answering.join(30.0)
 
 
 def test_what_comes_after_a_transfer_is_not_ended_with_its_learner(meeting: Meeting) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from tests.inference_server.forked_server import fork_server
 from tests.zoo.families import FAMILIES
 from tests.zoo.report import WITH_ADAPTER, as_expected, table
 from tests.zoo.visit import Visit, visit
@@ -24,11 +25,12 @@ def main() -> None:
     arguments = parser.parse_args()
     directory = arguments.out or Path(tempfile.mkdtemp(prefix="zoo-"))
     visits: list[Visit] = []
-    for name in arguments.families or [*FAMILIES, *(f"{family}+lora" for family in WITH_ADAPTER)]:
-        family, _, adapter = name.partition("+")
-        (directory / name).mkdir(parents=True)
-        visits.append(visit(family, directory / name, lora=bool(adapter)))
-        print(msgspec.json.encode(visits[-1]).decode(), file=sys.stderr, flush=True)
+    with fork_server():
+        for name in arguments.families or [*FAMILIES, *(f"{family}+lora" for family in WITH_ADAPTER)]:
+            family, _, adapter = name.partition("+")
+            (directory / name).mkdir(parents=True)
+            visits.append(visit(family, directory / name, lora=bool(adapter)))
+            print(msgspec.json.encode(visits[-1]).decode(), file=sys.stderr, flush=True)
     print(msgspec.json.format(msgspec.json.encode(visits)).decode() if arguments.json else table(visits))
     sys.exit(0 if all(map(as_expected, visits)) else 1)
 
