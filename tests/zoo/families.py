@@ -21,6 +21,7 @@ LM: dict[str, Any] = {
     "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 128, "bos_token_id": None, "eos_token_id": 0,
     "pad_token_id": 0, "tie_word_embeddings": False,
 }  # fmt: skip
+OF_GROUPED_HEADS = ("num_key_value_heads", "head_dim")
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 TOWER = {
     "depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64, "patch_size": 16,
@@ -39,7 +40,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "olmo2": lambda: transformers.Olmo2Config(**LM | {"num_key_value_heads": 2}),
     "smollm3": lambda: transformers.SmolLM3Config(**LM | {"tie_word_embeddings": True}),
     "granite": lambda: transformers.GraniteConfig(**LM | {"tie_word_embeddings": True}),
-    "gpt_neox": lambda: transformers.GPTNeoXConfig(**LM),
+    "gpt_neox": lambda: transformers.GPTNeoXConfig(**{key: LM[key] for key in LM if key not in OF_GROUPED_HEADS}),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**LM | EXPERTS, norm_topk_prob=True),
     "mixtral": lambda: transformers.MixtralConfig(**LM, num_local_experts=4, sliding_window=None),
     "gpt_oss": lambda: transformers.GptOssConfig(**LM, num_local_experts=4, num_experts_per_tok=2, sliding_window=64),

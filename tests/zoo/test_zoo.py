@@ -54,6 +54,10 @@ def test_only_a_family_that_was_trained_and_agrees_everywhere_is_as_expected(cha
     [
         ("INFO a ValueError\nValueError: cause\nRuntimeError: effect\nbye\n", "ValueError: cause"),
         ("ValueError: caught\nerror: model: it is quantized (fp8)\n", "error: model: it is quantized (fp8)"),
+        (
+            "ERROR ModuleNotFoundError: No module named 'x'\nerror: it failed, see the log\n",
+            "ModuleNotFoundError: No module named 'x'",
+        ),
         ("it says nothing", "it says nothing"),
     ],
 )

@@ -127,7 +127,8 @@ def distance(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def reason(log: str) -> str:
-    """The line of a log that says why: what a command ends with, or the exception that the others came from."""
+    """The line of a log that says why: what is not installed, what a command ends with, or the exception the others came from."""
+    missing = re.findall(r"ModuleNotFoundError: .*", log)
     ends = re.findall(r"^error: .*", log, re.MULTILINE)
     causes = re.findall(r"\b\w+Error: .*", log)
-    return (ends[-1:] or causes[:1] or [log])[0][-300:]
+    return (missing[-1:] or ends[-1:] or causes[:1] or [log])[0][-300:]
