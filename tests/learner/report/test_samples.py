@@ -12,12 +12,15 @@ from learner.config import ReportConfig
 from learner.policy.model import load_tokenizer
 from learner.report.lines import ends_of
 from learner.report.page import render
+from learner.report.run_log import RunLog
 from learner.report.samples import Samples
 from learner.report.summary import steps_in
 from learner.rollouts.scored_group import ScoredGroup
+from learner.storage.run_dir import RunDir
 from protocol.messages import Completion
 from protocol.model_files import resolve_model
 from tests.learner.report.synthetic_run import write_run
+from tests.learner.test_train import make_run
 
 
 def a_group(num_tokens: int = 3) -> ScoredGroup:
@@ -42,6 +45,16 @@ def write(path: Path, steps: range, every_steps: int, group: ScoredGroup | None 
 @pytest.mark.parametrize(("every_steps", "kept"), [(1, [1, 2, 3, 4, 5]), (2, [1, 3, 5]), (10, [1]), (0, [])])
 def test_samples_are_written_every_so_many_steps(tmp_path: Path, every_steps: int, kept: list[int]) -> None:
     assert write(tmp_path / "samples.jsonl", range(1, 6), every_steps) == kept
+
+
+def test_a_run_keeps_those_of_every_tenth_step_if_nothing_else_is_said(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run", make_run(tmp_path, "tcp://127.0.0.1:1"))
+    log = RunLog(run_dir, ReportConfig(trackers=()), 25)
+    for step in range(1, 26):
+        log.sample(step, a_group(), load_tokenizer(resolve_model("tiny:digits")))
+    log.close()
+    run_dir.close()
+    assert [json.loads(line)["step"] for line in run_dir.samples.read_text().splitlines()] == [1, 11, 21]
 
 
 def test_a_file_that_grows_too_long_keeps_its_head_and_the_newest(
