@@ -129,7 +129,8 @@ class ScriptedLearner:
         try:  # small ones may all have left before a receiver is gone
             await self.transfer(tensors)
         except PushError as error:
-            self._meeting.call_off(self.epoch, str(error))  # gloo forgets a broadcast that began as its connection broke
+            # As the real learner does: gloo forgets a broadcast that began as its connection broke.
+            self._meeting.call_off(self.epoch, str(error))
         failed = await self.receive((PushDone, PushFailed))
         assert isinstance(failed, PushFailed)
         return failed
