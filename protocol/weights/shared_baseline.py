@@ -16,7 +16,7 @@ import mmap
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -53,6 +53,7 @@ class SharedBaseline(Baseline):
                 raise PermissionError(f"{self._path} belongs to another user")
             os.posix_fallocate(self._file, 0, end)  # or a full file system would be a SIGBUS in the middle of a push
         except OSError:
+            os.close(self._file)
             self._path.unlink(missing_ok=True)
             raise
         memory = mmap.mmap(self._file, end)
@@ -134,7 +135,8 @@ def _sweep() -> None:
     for path in DIRECTORY.glob(f"{PREFIX}-*"):
         pid = path.name.removeprefix(f"{PREFIX}-").partition("-")[0]
         if not Path("/proc", pid).exists():
-            path.unlink(missing_ok=True)
+            with suppress(PermissionError):  # another user's
+                path.unlink(missing_ok=True)
 
 
 def _aligned(num_bytes: int) -> int:

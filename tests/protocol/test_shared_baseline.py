@@ -14,7 +14,6 @@ import torch
 
 from protocol.collective.group import Collective, Meeting, join_collective
 from protocol.errors import PushError
-from protocol.messages import Manifest
 from protocol.weights import delta_wire, shared_baseline
 from protocol.weights.buckets import cut, make_manifest
 from protocol.weights.delta_wire import Baseline, receive_changes, send_changes
@@ -148,6 +147,23 @@ def test_what_killed_servers_left_goes_with_the_next_epoch_and_a_living_ones_sta
     process.join()
     left = DIRECTORY / f"{PREFIX}-{process.pid}-0"
     left.touch()
-    manifest: Manifest = MANIFEST
-    SharedBaseline(os.getpid(), "another epoch", manifest).close()
+    SharedBaseline(os.getpid(), "another epoch", MANIFEST).close()
     assert not left.exists() and len(files()) == 1
+
+
+def test_what_another_user_left_is_no_reason_to_have_no_shared_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    left, unlink = DIRECTORY / f"{PREFIX}-no.process-0", Path.unlink
+
+    def guarded(path: Path, missing_ok: bool = False) -> None:
+        if path == left:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+        unlink(path, missing_ok)
+
+    left.touch()
+    monkeypatch.setattr(Path, "unlink", guarded)
+    try:
+        baseline = worker_baseline(os.getpid(), 2, "an epoch", MANIFEST)
+        baseline.close()
+    finally:
+        unlink(left)
+    assert isinstance(baseline, SharedBaseline)
