@@ -11,6 +11,7 @@ threads and never reach `receive`. Without keys, a peer that has not been admitt
 import asyncio
 import math
 import socket
+import time
 from collections import Counter
 
 import zmq.asyncio
@@ -20,7 +21,7 @@ from protocol.channel.connections import MAX_UNFINISHED_BYTES, Connections, addr
 from protocol.channel.handshakes import Failure, Monitor
 from protocol.channel.keys import LearnerKeys, ServerKeys
 from protocol.channel.strangers import Strangers
-from protocol.codec import decode, encode
+from protocol.codec import Decoder, encode
 from protocol.endpoint import check_endpoint, needs_ipv6, split_endpoint
 from protocol.errors import ConfigError, DeadlineExceeded, HandshakeRefused, ProtocolError
 from protocol.messages import LearnerMessage, Message, ServerMessage
@@ -38,6 +39,8 @@ MAX_FRAME_BYTES = 32 << 20
 manifest of a push: 90 bytes for each tensor."""
 MAX_PONG_BYTES = 256
 """Pongs bring less from one look to the next."""
+MAX_TURN_S = 0.001
+"""So long may messages be read before other tasks of the event loop have their turn."""
 LINGER_MS = 1_000
 """Time for last messages (acks) to leave at close."""
 EVERY_ADDRESS = ("0.0.0.0", "::")
@@ -55,6 +58,28 @@ def _open(context: zmq.asyncio.Context, kind: int, endpoint: str) -> zmq.asyncio
     return opened
 
 
+class _Reader:
+    """Reads a learner's socket message by message. Those that are there already are taken without a turn of the event loop each,
+    which costs as much as a small message."""
+
+    def __init__(self, socket: zmq.asyncio.Socket) -> None:
+        self._socket = socket
+        self._without_loop: zmq.Socket[bytes] = zmq.Socket.shadow(socket.underlying)
+        self._turn_began = time.monotonic()
+
+    async def receive(self) -> list[bytes]:
+        """Return the frames of the next message."""
+        if time.monotonic() - self._turn_began > MAX_TURN_S:
+            await asyncio.sleep(0)  # only this lets other tasks run while the server floods
+            self._turn_began = time.monotonic()
+        try:
+            return self._without_loop.recv_multipart(zmq.DONTWAIT)
+        except zmq.Again:
+            frames: list[bytes] = await self._socket.recv_multipart()
+            self._turn_began = time.monotonic()
+            return frames
+
+
 class ServerChannel:
     """The server's end: receives from any learner, sends to one by its peer id.
 
@@ -67,6 +92,7 @@ class ServerChannel:
         self._socket = _open(self._context, zmq.ROUTER, endpoint)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.RCVHWM, SERVER_RECEIVE_HIGH_WATER_MARK)
+        self._decoder: Decoder[LearnerMessage] = Decoder(LearnerMessage)  # type: ignore[arg-type]
         self._strangers = Strangers()
         self._admitted: bytes | None = None
         self.num_shut_out = 0
@@ -108,7 +134,8 @@ class ServerChannel:
         """
         while True:
             peer_frame, *frames = await self._socket.recv_multipart(copy=False)
-            # A full queue is answered without waiting: only this lets other tasks run while a peer floods.
+            # A full queue is answered without waiting: only this lets other tasks run while a peer floods, and what a message
+            # has begun is under way before the next one is read.
             await asyncio.sleep(0)
             peer, descriptor = peer_frame.bytes, int(frames[0].get(zmq.SRCFD))
             self._connections.finished_message(descriptor)
@@ -116,7 +143,7 @@ class ServerChannel:
                 self.num_shut_out += 1
                 continue
             try:
-                return peer, decode([frame.buffer for frame in frames], LearnerMessage)  # type: ignore[arg-type]
+                return peer, self._decoder.decode([frame.buffer for frame in frames])
             except ProtocolError as error:
                 return peer, error
 
@@ -186,6 +213,8 @@ class LearnerChannel:
         self._has_keys = keys is not None
         self._context = zmq.asyncio.Context()
         self._socket = _open(self._context, zmq.DEALER, endpoint)
+        self._reader = _Reader(self._socket)
+        self._decoder: Decoder[ServerMessage] = Decoder(ServerMessage)  # type: ignore[arg-type]
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         # Only the learner pings, and the server answers. A socket that pings aborts its process when a peer fills the queue
         # and hangs up (libzmq 4.3.5: assertion !_io_error in the ping's timer), so the server never pings, and the
@@ -222,8 +251,7 @@ class LearnerChannel:
 
     async def receive(self) -> ServerMessage:
         """Return the server's next message. Raises ProtocolError if it is not one."""
-        await asyncio.sleep(0)  # as the server does: what floods leaves other tasks their turn
-        return decode(await self._socket.recv_multipart(), ServerMessage)  # type: ignore[arg-type]
+        return self._decoder.decode(await self._reader.receive())
 
     def look_at_connection(self) -> bool:
         """End it, to be made anew, if the server is silent; return whether part of a long message has come since the last look."""

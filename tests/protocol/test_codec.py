@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.codec import decode, encode, pack, unpack
+from protocol.codec import Decoder, decode, encode, pack, unpack
 from protocol.errors import ProtocolError
 from protocol.messages import Completion, Generate, Group, LearnerMessage, Sampling, ServerMessage, Welcome
 
@@ -84,6 +84,41 @@ def test_a_damaged_message_is_refused_or_still_valid(data: st.DataObject) -> Non
 def test_frames_that_differ_from_the_header_are_refused(tamper, expected: str) -> None:
     with pytest.raises(ProtocolError, match=expected):
         decode(tamper([bytes(frame) for frame in encode(generate())]), LearnerMessage)
+
+
+@pytest.mark.parametrize("announced", [[1, 0], [0, 0], [1, 1], [-1, 0], [0, 2], [0, "1"], [0, None], [0, [1]]])
+def test_each_frame_is_announced_once_and_in_the_order_in_which_it_came(announced: list) -> None:
+    arrays = [np.zeros(3, np.int32), np.zeros(3, np.float32)]
+
+    def frames_of(first: object, second: object) -> list[bytes]:
+        completion = {
+            "token_ids": [first, "int32", 3], "behaviour_logprobs": [second, "float32", 3], "versions": [[1, 3]],
+            "finish_reason": "stop",
+        }  # fmt: skip
+        header = {"type": "Group", "group_id": "1.0", "entered_version": 1, "completions": [completion]}
+        return [msgspec.msgpack.encode(header), *(array.tobytes() for array in arrays)]
+
+    assert isinstance(decode(frames_of(0, 1), ServerMessage), Group)
+    with pytest.raises(ProtocolError, match="no frame fits"):
+        decode(frames_of(*announced), ServerMessage)
+
+
+@pytest.mark.parametrize(
+    "announced", [[0, "int32"], [0, ["int32"], 5], "012", 7, None, [0, "int32", "5" * 20], [0, "int32", 5.0]]
+)
+def test_what_announces_no_array_is_refused(announced: object) -> None:
+    header = msgspec.msgpack.encode(SCORE | {"token_ids": announced})
+    with pytest.raises(ProtocolError, match="not a valid message"):
+        decode([header, bytes(20)], LearnerMessage)
+
+
+def test_a_decoder_that_has_refused_a_message_decodes_the_next() -> None:
+    decoder = Decoder(LearnerMessage)
+    frames = [bytes(frame) for frame in encode(generate())]
+    for damaged in ([frames[0]], [frames[0], frames[1][:-4]], [b"", frames[1]], [*frames, b""]):
+        with pytest.raises(ProtocolError):
+            decoder.decode(damaged)
+        assert isinstance(decoder.decode(frames), Generate)
 
 
 def test_an_unknown_field_is_refused() -> None:
