@@ -161,4 +161,7 @@ def _end_with_server(server_pid: int) -> None:
 if SERVER_PID in os.environ:
     threading.Thread(target=_end_with_server, args=(int(os.environ[SERVER_PID]),), daemon=True).start()
     if current_platform.is_cpu():
+        from inference_server.engine.cpu_seeds import keep_seeds_of_pieces  # of a runner that only a CPU has
+
         keep_trimmed()
+        keep_seeds_of_pieces()

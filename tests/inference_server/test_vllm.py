@@ -109,6 +109,28 @@ def test_seeds_make_a_group_repeatable_and_its_completions_different(server: Rea
     with_learner(server, test)
 
 
+def test_seeds_hold_when_a_prompt_is_read_in_pieces(server: RealServer) -> None:
+    """More prompts at once than one step of vLLM takes (2,048 tokens), so that a step ends in the middle of some of them."""
+
+    async def test(learner: ScriptedLearner) -> None:
+        await push(learner, 0, OLD)
+        prompt = [2 + position % 30 for position in range(31)]  # less than a block, which siblings would share
+        for group_id, num_completions in (("few", 8), ("many", 160)):
+            await learner.generate(group_id, prompt, num_completions=num_completions, max_tokens=6, seed=3)
+        groups = {group.group_id: group for group in [await learner.receive(Group) for _ in range(2)]}
+        few, many = (
+            [completion.token_ids.tolist() for completion in groups[name].completions] for name in ("few", "many")
+        )
+        assert len(many) == 160
+        assert many[:8] == few
+        for index in range(8, 160, 8):
+            await learner.generate(f"from {index}", prompt, num_completions=8, max_tokens=6, seed=3 + index)
+            later = await learner.receive(Group)
+            assert [completion.token_ids.tolist() for completion in later.completions] == many[index : index + 8]
+
+    with_learner(server, test)
+
+
 def test_a_stop_string_ends_a_completion_with_the_token_that_completes_it(server: RealServer) -> None:
     stops = ("00", "a1", "b", "<pad>")  # over several tokens, one token, a special one
 
