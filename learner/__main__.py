@@ -24,7 +24,7 @@ USAGE = """usage: learner train run.toml [--resume] [--dry-run] [--key value ...
 def main() -> None:
     """Run one command; an error that is the user's to solve is printed without a traceback, exit code 2."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
-    for library in ("httpx", "accelerate", "datasets"):  # one line per file they touch
+    for library in ("httpx", "accelerate", "datasets", "huggingface_hub"):  # one line per file they touch
         logging.getLogger(library).setLevel(logging.ERROR)
     try:
         match sys.argv[1:]:
@@ -45,7 +45,8 @@ def main() -> None:
         print(f"error: {error.name} is not installed; pip install 'slipstream-rl[learner]'", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.stdout.flush()
+        os._exit(130)  # at a usual exit Python would wait for the threads of a checkpoint that is being written
 
 
 def train_command(arguments: list[str]) -> None:

@@ -3,6 +3,7 @@
     main thread        consumes: groups in slot order        produces: weights, metrics, checkpoints
                        waits for: a batch, the push          unblocked by: the rollouts, the server
     learner's loop     rollouts/rollouts.py: prompts out, scored groups in
+    a thread           storage/writer.py: the checkpoint under way
 
 Step n trains the weights of version n - 1 and publishes version n. Everything before the loop builds the parts; everything
 that may wait has a deadline.
@@ -69,7 +70,8 @@ def _train(run: LearnerRun, accelerator: Accelerator, *, resume: bool) -> Path |
         leader = cleanup.enter_context(Leader.open(material, run_dir, published, checkpoint)) if run_dir else None
         lead = Lead(leader, published)
         books = Books(leader.ledger, leader.queue) if leader else None
-        checkpoints = Checkpoints(trainee, directory, books, newest_step=version if checkpoint else None)
+        newest_step = version if checkpoint else None
+        checkpoints = cleanup.enter_context(Checkpoints(trainee, directory, books, newest_step))
         lead(Leader.connect, version)
         if checkpoint is None and config.warm_start.steps > 0:
             checkpoints.save(version)
@@ -91,6 +93,7 @@ def _train(run: LearnerRun, accelerator: Accelerator, *, resume: bool) -> Path |
             checkpoints.after_step(step, metrics)
         checkpoints.save(version)
         lead(Leader.finish)
+        checkpoints.wait()
     return run_dir.path if run_dir and version else None
 
 

@@ -26,10 +26,10 @@ FORBIDDEN = {
     "inference_server": {"learner", "deploy", "accelerate"},
 }
 ORDER = (  # of the learner's rooms and top files: each may import those before it, and no other
-    "config", "prompts", "servers", "algorithm", "policy", "material", "rewards", "rollouts", "training", "storage",
+    "config", "prompts", "servers", "algorithm", "forward", "policy", "material", "rewards", "rollouts", "training", "storage",
     "report", "leader", "evaluation", "train", "__main__",
 )  # fmt: skip
-INDEPENDENT = {"prompts", "servers", "algorithm", "policy"}
+INDEPENDENT = {"prompts", "servers", "algorithm", "forward"}
 """Of each other: what is asked, whom, how to learn, what is trained."""
 ANYWHERE = {"interrupt", "progress"}
 """Import nothing of ours, so anyone may import them."""

@@ -36,7 +36,10 @@ class LearnerConfig(Section):
     updates_per_batch: int = 1
     """Optimizer updates on each batch; above 1 the later ones go further from the policy that sampled it."""
     micro_batch_tokens: MayChange[int] = 16384
-    """Padded tokens per forward pass; lower it when memory runs out. The result does not depend on it."""
+    """Tokens per forward pass; lower it when memory runs out. The result does not depend on it."""
+    attn_implementation: MayChange[str] = "packed"
+    """packed: sequences without padding, the prompt of a group computed once (a model that cannot is padded, and the log says
+    why); or an attention of transformers ("sdpa", "eager", "flash_attention_2"): sequences are padded, each with its prompt."""
     gradient_checkpointing: MayChange[bool] = False
     """Trade a second forward pass for memory."""
     lora: LoraConfig = LoraConfig()
@@ -87,6 +90,10 @@ class LearnerConfig(Section):
             require(getattr(self, name) >= 1, f"{name} = {getattr(self, name)} must be at least 1")
         for name in ("connect_timeout_s", "group_deadline_s", "rank_timeout_s"):
             require(getattr(self, name) > 0, f"{name} = {getattr(self, name)} must be above 0")
+        require(
+            self.attn_implementation != "",
+            'attn_implementation is empty; expected "packed", "sdpa" or another attention of transformers',
+        )
         require(self.max_staleness >= 0, f"max_staleness = {self.max_staleness} must not be negative")
         refuse_contradictions(self)
 

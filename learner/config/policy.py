@@ -62,7 +62,7 @@ class ReferenceConfig(Section):
     reset_optimizer: bool = False
     """Start from fresh optimizer moments after each refresh (ProRL, arXiv 2505.24864); the learning rate goes on."""
     device: MayChange[str] = "same"
-    """Where the weights are kept in float32 between passes: same: where the policy is; cpu: host memory (pinned where there is
+    """Where the weights are kept between passes, in the run's dtype (ema: float32): same: where the policy is; cpu: host memory (pinned where there is
     CUDA); or a GPU such as cuda:1. This frees memory between passes only: each pass runs on the policy's device, to which one
     copy of the weights is moved for it."""
 

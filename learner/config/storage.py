@@ -19,10 +19,15 @@ class CheckpointConfig(Section):
     """Also write the policy into each checkpoint as `model/`, in the run's dtype and with the adapter merged, for `vllm serve`
     and `from_pretrained`."""
 
+    timeout_s: MayChange[float] = 1800.0
+    """How long a checkpoint may take in all. It is written while training goes on; the next one and the end of the run wait
+    for it."""
+
     def lacking(self) -> dict[str, str]:
         return {} if self.export_model else {"keep_best": "export_model = true"}
 
     def check(self) -> None:
         require(self.every_steps >= 1, f"every_steps = {self.every_steps} must be at least 1")
+        require(self.timeout_s > 0, f"timeout_s = {self.timeout_s} must be above 0")
         for key in ("keep_last", "keep_best"):
             require(getattr(self, key) >= 0, f"{key} = {getattr(self, key)} must not be negative")

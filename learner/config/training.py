@@ -31,6 +31,8 @@ class WarmStartConfig(Section):
 class OptimizerConfig(Section):
     """AdamW and its learning rate."""
 
+    kind: Literal["adamw", "adamw_8bit"] = "adamw"
+    """adamw_8bit: moments of 8 bits, a quarter of their memory, by bitsandbytes (`[adamw-8bit]`); not under FSDP."""
     learning_rate: MayChange[float] = 1e-6
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"

@@ -17,23 +17,23 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from torch import nn
 
 from learner.algorithm.kl import clamped, masked
 from learner.algorithm.objectives import OBJECTIVES, Tokens
 from learner.config import KlConfig, LearnerConfig, LearnerRun, ReferenceConfig, ReportConfig
 from learner.evaluation.noise_floor import ComparedTokens, bounds, floor
 from learner.evaluation.verdict import Measured
+from learner.forward.logprobs import token_logprobs
 from learner.interrupt import Interrupt
 from learner.leader import Leader
 from learner.material import Material
-from learner.policy.model import token_logprobs
 from learner.rollouts.scored_group import ScoredGroup
 from learner.storage.run_dir import open_run_dir
-from learner.training.batch import Row, micro_batches, step_rows
+from learner.training.batch import Row, step_rows
 from learner.training.metrics import num_nonfinite
+from learner.training.ranks import my_batches
 from learner.training.step import advantages
-from learner.training.trainee import make_trainee
+from learner.training.trainee import Trainee, make_trainee
 from protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def self_test(run: LearnerRun) -> Measured:
     with tempfile.TemporaryDirectory(prefix="slipstream-self-test-") as directory, ExitStack() as cleanup:
         run = without_learning(run, Path(directory) / "run")
         config = run.learner
-        accelerator = Accelerator(mixed_precision="bf16" if run.dtype == "bfloat16" else "no")
+        accelerator = Accelerator(mixed_precision="no")  # policy/compute_dtype.py sees to it
         if accelerator.num_processes > 1:
             raise ConfigError(f"{accelerator.num_processes} ranks came; the self-test runs on one: `learner self-test`")
         set_seed(run.seed)
@@ -59,7 +59,7 @@ def self_test(run: LearnerRun) -> Measured:
         leader = cleanup.enter_context(Leader.open(material, run_dir, trainee.published, None))
         leader.connect(0)
         batches = sample_across_pushes(leader)
-        tokens = compare(trainee.policy, batches, config, config.sampling.temperature, accelerator.device)
+        tokens = compare(trainee, batches, config.sampling.temperature)
         measured = Measured(
             dtype=run.dtype,
             objective=config.loss.objective,
@@ -71,7 +71,7 @@ def self_test(run: LearnerRun) -> Measured:
             bounds=bounds(tokens, config),
         )
         if config.sampling.temperature != 1 and measured.disagreeing:
-            untempered = compare(trainee.policy, batches, config, 1.0, accelerator.device)
+            untempered = compare(trainee, batches, 1.0)
             everything = floor(untempered, np.ones_like(untempered.is_fresh_N))
             measured = msgspec.structs.replace(measured, at_temperature_1=everything)
         return measured
@@ -116,29 +116,25 @@ def rows_of(groups: list[ScoredGroup], config: LearnerConfig) -> list[Row]:
 
 
 @torch.no_grad()
-def compare(
-    policy: nn.Module,
-    batches: list[list[ScoredGroup]],
-    config: LearnerConfig,
-    temperature: float,
-    device: torch.device,
-) -> ComparedTokens:
+def compare(trainee: Trainee, batches: list[list[ScoredGroup]], temperature: float) -> ComparedTokens:
     """Score every sampled token as the training step would."""
+    accelerator, config = trainee.accelerator, trainee.config
     columns: dict[str, list[np.ndarray]] = {
         name: [] for name in ComparedTokens.__struct_fields__ if name.endswith("_N")
     }
     num_completions = num_not_finite = 0
     for groups in batches:
         num_not_finite += sum(num_nonfinite(completion) for group in groups for completion in group.completions)
-        for batch in micro_batches(rows_of(groups, config), config.micro_batch_tokens, device):
-            logprobs_BT = token_logprobs(policy, batch, temperature)[0].float()
+        rows = rows_of(groups, config)
+        for batch in my_batches(accelerator, trainee.policy, rows, config.micro_batch_tokens):
+            logprobs_BT = token_logprobs(trainee.policy, batch.pack, temperature)[0].float()
             finite_BT = torch.isfinite(logprobs_BT) & torch.isfinite(batch.behaviour_logprobs_BT)
             mask_BT = batch.mask_BT & finite_BT
             num_not_finite += int((batch.mask_BT & ~finite_BT).sum())
             held_BT = held(logprobs_BT, batch.behaviour_logprobs_BT, mask_BT, batch.advantages_B, config)
             is_old_BT = batch.mask_BT & (batch.versions_BT != batch.entered_versions_B.unsqueeze(1))
             is_fresh_B1 = ~is_old_BT.any(dim=1, keepdim=True)
-            completion_B1 = num_completions + torch.arange(len(mask_BT), device=device).unsqueeze(1)
+            completion_B1 = num_completions + torch.arange(len(mask_BT), device=accelerator.device).unsqueeze(1)
             num_completions += len(mask_BT)
             for name, values_BT in (
                 ("logprobs_N", logprobs_BT.double()),

@@ -8,15 +8,11 @@ way of files, and its prefix cache does not know one version of it from the next
 """
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import torch
-from accelerate import Accelerator
 from peft import LoraConfig as PeftConfig
 from peft import inject_adapter_in_model
 from peft.tuners.lora.layer import Linear as AdaptedLinear
-from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -26,7 +22,6 @@ from learner.policy.checkpoint_names import held
 from learner.policy.snapshot import trainable
 from protocol.errors import ConfigError
 
-ADAPTER_FILE = "adapter.safetensors"
 ADAPTER_NAME = "default"
 
 
@@ -90,28 +85,3 @@ def merged_tensors(policy: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]
     for name, tensor in held(policy).items():
         layer = layers.get(name)
         yield name, tensor if layer is None else tensor.float() + layer.get_delta_weight(ADAPTER_NAME)
-
-
-def checkpoint_adapter_alone(accelerator: Accelerator) -> None:
-    """Keep the frozen weights out of checkpoints: a resume reads them from `model` again."""
-
-    def save(models: list[nn.Module], weights: list[dict[str, Any]], directory: str) -> None:
-        weights.clear()
-        (policy,) = map(accelerator.unwrap_model, models)
-        if accelerator.is_main_process:
-            tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in trainable(policy).items()}
-            save_file(tensors, Path(directory) / ADAPTER_FILE)
-
-    def load(models: list[nn.Module], directory: str) -> None:
-        (policy,) = map(accelerator.unwrap_model, models)
-        models.clear()
-        saved, parameters = load_file(Path(directory) / ADAPTER_FILE), trainable(policy)
-        if saved.keys() != parameters.keys():
-            differing = sorted(saved.keys() ^ parameters.keys())
-            raise ConfigError(f"{directory} holds another adapter than learner.lora: they differ in {differing[0]}")
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(saved[name])
-
-    accelerator.register_save_state_pre_hook(save)
-    accelerator.register_load_state_pre_hook(load)

@@ -13,13 +13,14 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from learner.config import LearnerConfig, LearnerRun
+from learner.forward.head import TILE_LOGITS
 
 GIB = 1 << 30
-LOGITS_COPIES = 5
-"""float32 tensors of (tokens, vocabulary) that live at the peak: logits, softmax, their product, gradients."""
-BYTES_PER_HIDDEN = 40
-BYTES_PER_INTERMEDIATE = {"float32": 16, "bfloat16": 10}
+BYTES_PER_HIDDEN = {"float32": 40, "bfloat16": 24}
+BYTES_PER_INTERMEDIATE = {"float32": 16, "bfloat16": 8}
 """What a layer keeps of each token for its backward pass; measured on Qwen2 and Llama, whose MLP is gated."""
+BYTES_OF_MOMENTS = {"adamw": 8.0, "adamw_8bit": 2 * (1 + 4 / 256)}
+"""Two for each parameter; those of 8 bits have a float32 scale in each block of 256."""
 LEARNER_BUCKETS, SERVER_BUCKETS = 2, 3
 
 
@@ -93,24 +94,25 @@ def learner_memory(shape: ModelShape, run: LearnerRun, *, num_ranks: int = 1, is
     trained, total = num_trained(shape, config), shape.num_parameters
     frozen = total if config.lora.rank else 0
     share = num_ranks if is_sharded else 1
-    snapshots = 4 * trained * _num_snapshots(config)
+    moments = int(BYTES_OF_MOMENTS[config.optimizer.kind] * trained)
+    snapshots = (4 if config.reference.kind == "ema" else wire) * trained * _num_snapshots(config)
     is_on_host = config.reference.device == "cpu"
     copy = wire * total if config.push.overlap else 0
     device = {
         "weights": (4 * trained + wire * frozen) // share,
         "gradients": 4 * trained // share,
-        "optimizer": 8 * trained // share,
+        "optimizer": moments // share,
         "reference": 0 if is_on_host else snapshots // share,
         "weights in bfloat16": _cast_bytes(shape, run, is_sharded=is_sharded),
         "activations": activation_bytes(shape, run),
-        "logits": LOGITS_COPIES * 4 * shape.vocab_size * config.micro_batch_tokens,
+        "head": head_bytes(shape, run, tile_logits=TILE_LOGITS["cuda"]),
         "push": LEARNER_BUCKETS * (config.push.bucket_mib << 20) + (0 if is_sharded else copy),
     }
     host = {
         "weights while they are loaded": 4 * total * num_ranks,
         "reference": snapshots if is_on_host else 0,
         "push": (wire * total if config.push.wire == "delta" else 0) + (copy if is_sharded else 0),
-        "checkpoint": (8 * trained if is_sharded else 0) + (wire * total if config.checkpoint.export_model else 0),
+        "checkpoint": 4 * trained + moments + snapshots + (wire * total if config.checkpoint.export_model else 0),
     }
     return Memory(device=device, host=host)
 
@@ -118,11 +120,20 @@ def learner_memory(shape: ModelShape, run: LearnerRun, *, num_ranks: int = 1, is
 def activation_bytes(shape: ModelShape, run: LearnerRun) -> int:
     """What the layers keep of a micro-batch for its backward pass; with checkpointing the input of each, and one layer whole."""
     of_a_layer = (
-        BYTES_PER_HIDDEN * shape.hidden_size + BYTES_PER_INTERMEDIATE[run.dtype] * shape.intermediate_size
+        BYTES_PER_HIDDEN[run.dtype] * shape.hidden_size + BYTES_PER_INTERMEDIATE[run.dtype] * shape.intermediate_size
     ) * run.learner.micro_batch_tokens
     if not run.learner.gradient_checkpointing:
         return of_a_layer * shape.num_layers
-    return of_a_layer + 4 * shape.hidden_size * run.learner.micro_batch_tokens * shape.num_layers
+    return of_a_layer + _bytes_of(run.dtype) * shape.hidden_size * run.learner.micro_batch_tokens * shape.num_layers
+
+
+def head_bytes(shape: ModelShape, run: LearnerRun, *, tile_logits: int) -> int:
+    """A tile of logits in float32 and a quarter more, and the gradient of the head's weights before it joins the others: in
+    float32, where tiles add to it, and once more in the run's dtype."""
+    tile = 5 * tile_logits
+    if run.learner.lora.rank:
+        return tile
+    return tile + (4 + (2 if run.dtype == "bfloat16" else 0)) * shape.vocab_size * shape.hidden_size
 
 
 def server_memory(shape: ModelShape, run: LearnerRun, *, num_workers: int = 1) -> Memory:
@@ -156,11 +167,17 @@ def _num_snapshots(config: LearnerConfig) -> int:
 
 
 def _cast_bytes(shape: ModelShape, run: LearnerRun, *, is_sharded: bool) -> int:
-    """Autocast keeps its casts for the length of a pass; FSDP2 gathers two layers at a time."""
-    if run.dtype == "float32" and not is_sharded:
+    """A pass keeps its casts for the backward pass, of checkpointed layers one's; FSDP2 gathers two layers at a time."""
+    if is_sharded:
+        return 2 * _bytes_of(run.dtype) * shape.num_parameters // shape.num_layers
+    if run.dtype == "float32":
         return 0
-    size = _bytes_of(run.dtype) * shape.num_parameters
-    return 2 * size // shape.num_layers if is_sharded else size
+    trained = num_trained(shape, run.learner)
+    if not run.learner.gradient_checkpointing:
+        return 2 * trained
+    head = 0 if run.learner.lora.rank else shape.vocab_size * shape.hidden_size
+    of_layers = trained - head - (0 if run.learner.lora.rank else shape.num_embedding)
+    return 2 * (head + of_layers // shape.num_layers)
 
 
 def _intermediate_size(text: Any) -> int:

@@ -22,9 +22,9 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast
 from torch import nn
 
+from learner.forward.logprobs import sequence_logprobs
 from learner.policy.checkpoint_names import CheckpointNames, held
 from learner.policy.lora import has_adapter, merged_tensors
-from learner.policy.model import sequence_logprobs
 from learner.policy.snapshot import reshard, whole
 from protocol.errors import RankFailed, SlipstreamError
 from protocol.weights.buckets import NamedTensors, dtype_on_wire

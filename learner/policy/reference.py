@@ -7,7 +7,6 @@ next refresh (refresh.py) are in the checkpoint, so a resume goes on with the sa
 
 import logging
 import math
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,14 +14,16 @@ from pathlib import Path
 import msgspec
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast
 from torch import nn
 
 from learner.config import ReferenceConfig
 from learner.config.policy import ReferenceKind
-from learner.policy.model import Inputs, token_logprobs
+from learner.forward.logprobs import token_logprobs
+from learner.forward.pack import Pack
+from learner.policy.compute_dtype import compute_dtype
 from learner.policy.refresh import RefreshState, decide, first_state
-from learner.policy.snapshot import local, own_copy, read_snapshot, seated, trainable, write_snapshot
+from learner.policy.shards import Tensors, read_index, read_into, require_same
+from learner.policy.snapshot import as_shard, local, own_copy, seated, trainable
 from protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -46,9 +47,11 @@ class Reference:
         """Call it with the policy as prepared by accelerate, on every rank, before the first step. Raises ConfigError."""
         self._config, self._accelerator, self._temperature = config, accelerator, temperature
         self._device = _existing_device(config.device)
+        # A moving average in bfloat16 would not move: a small alpha's steps would be rounded away. Copies are cast in each pass anyway.
+        self._dtype = torch.float32 if config.kind == "ema" else compute_dtype(policy)
         parameters = trainable(accelerator.unwrap_model(policy))
         self._refreshed_names = _refreshed_names(config.only, list(parameters))
-        self._snapshots = [{name: own_copy(parameter, self._device) for name, parameter in parameters.items()}]
+        self._snapshots = [{name: self._copy(parameter) for name, parameter in parameters.items()}]
         self._versions: tuple[int, ...] = (0,)
         self._refresh = first_state(config)
 
@@ -58,11 +61,15 @@ class Reference:
         return self._versions[-1]
 
     @property
+    def never_changes(self) -> bool:
+        return self._config.kind == "fixed"
+
+    @property
     def state(self) -> ReferenceState:
         return ReferenceState(kind=self._config.kind, versions=self._versions, refresh=self._refresh)
 
     @torch.no_grad()
-    def logprobs(self, policy: nn.Module, batches: Sequence[Inputs]) -> list[torch.Tensor]:
+    def logprobs(self, policy: nn.Module, batches: Sequence[Pack]) -> list[torch.Tensor]:
         """Return the logprobs_BT of every micro-batch at the sampling temperature: the log of the snapshots' mean probability.
 
         The policy computes them with each snapshot's weights in turn, and has its own back afterwards.
@@ -70,7 +77,7 @@ class Reference:
         policy = self._accelerator.unwrap_model(policy)
         means: list[torch.Tensor] = []
         for snapshot in self._snapshots:
-            with seated(policy, snapshot), self._accelerator.autocast():
+            with seated(policy, snapshot):
                 logprobs = [token_logprobs(policy, batch, self._temperature)[0] for batch in batches]
             means = [torch.logaddexp(*both) for both in zip(means, logprobs, strict=True)] if means else logprobs
         return [mean_BT - math.log(len(self._snapshots)) for mean_BT in means]
@@ -87,12 +94,11 @@ class Reference:
 
     @torch.no_grad()
     def _refresh_weights(self, policy: nn.Module) -> None:
-        """In float32, whatever the policy computes in: in bfloat16 a small alpha would change nothing."""
         parameters = trainable(policy)
         if self._config.num_snapshots is not None:
             # The oldest goes before the newest comes, so that there are never more of them in memory.
             self._snapshots = self._snapshots[-(self._config.num_snapshots - 1) :]
-            newest = {name: own_copy(parameters[name], self._device) for name in self._refreshed_names}
+            newest = {name: self._copy(parameters[name]) for name in self._refreshed_names}
             self._snapshots.append(self._snapshots[-1] | newest)
             return
         (snapshot,) = self._snapshots
@@ -101,33 +107,31 @@ class Reference:
             if self._config.alpha is None:
                 mine.copy_(current)
             else:
-                mine.lerp_(current.to(mine), self._config.alpha)
+                mine.lerp_(current.to(mine.device), self._config.alpha)
 
-    def save(self, directory: Path, policy: nn.Module, earlier: Path | None = None) -> None:
-        """Write the weights; `state` is the rest. Every rank calls it. `earlier`: the checkpoint before, of the same run."""
-        if self._config.kind == "fixed" and earlier is not None and self._linked(directory, earlier):
-            return
-        policy = self._accelerator.unwrap_model(policy)
-        for i, snapshot in enumerate(self._snapshots):
-            write_snapshot(snapshot, policy, _weights_file(directory, i), is_writer=self._accelerator.is_main_process)
+    def _copy(self, parameter: torch.Tensor) -> torch.Tensor:
+        return own_copy(parameter, self._device, self._dtype)
 
-    def _linked(self, directory: Path, earlier: Path) -> bool:
-        """What never changes is one file under several names, which is there as long as one of them is."""
-        is_linked = False
-        if self._accelerator.is_main_process:
-            try:
-                os.link(_weights_file(earlier, 0), _weights_file(directory, 0))
-                is_linked = True
-            except OSError as error:  # a file system without links, or somebody has removed the one before
-                log.info("the reference is written once more: %s", error)
-        return bool(broadcast(torch.tensor([is_linked], device=self._accelerator.device)))
+    def tensors(self, policy: nn.Module) -> Tensors:
+        """Return what a checkpoint keeps of the reference besides its `state`, as it lies in memory."""
+        parameters = trainable(self._accelerator.unwrap_model(policy))
+        return {
+            f"{i}/{name}": as_shard(tensor, parameters[name])
+            for i, snapshot in enumerate(self._snapshots)
+            for name, tensor in snapshot.items()
+        }
 
     def load(self, directory: Path, policy: nn.Module, state: ReferenceState) -> None:
-        """Become the reference of the same kind that was saved. Raises ConfigError if it is of another policy."""
-        policy = self._accelerator.unwrap_model(policy)
+        """Become the reference of the same kind that was saved. Raises ConfigError if it is of another policy, OSError or
+        RuntimeError if the directory is damaged.
+        """
+        parameters = trainable(self._accelerator.unwrap_model(policy))
         self._snapshots.clear()  # makes room for those that are read
-        for i in range(len(state.versions)):
-            self._snapshots.append(read_snapshot(_weights_file(directory, i), policy, self._device))
+        for _ in state.versions:
+            self._snapshots.append({name: self._copy(parameter) for name, parameter in parameters.items()})
+        tensors = self.tensors(policy)
+        require_same(tensors, read_index(directory), directory)
+        read_into(tensors, directory)
         self._versions, self._refresh = state.versions, state.refresh
 
 
@@ -136,10 +140,6 @@ def make_reference(
 ) -> Reference | None:
     """Return the reference, or None without one."""
     return None if config.kind == "none" else Reference(config, policy, accelerator, temperature)
-
-
-def _weights_file(directory: Path, index: int) -> Path:
-    return directory / f"reference-{index}.safetensors"
 
 
 def _refreshed_names(only: str | None, names: list[str]) -> list[str]:

@@ -1,30 +1,29 @@
-"""Checkpoints: model, optimizer, RNG, reference and versions, written so that a kill leaves the old or the new.
+"""Checkpoints: policy, optimizer, RNG, reference and versions; which there are, how they are read and how they go.
 
     step-000050/  state.json, which is written last    curriculum.json: the prompts' pass rates, where there is one
-                  optimizer.bin, random_states_<rank>.pkl    reference-<i>.safetensors
-                  model.safetensors, or with LoRA adapter.safetensors: what is trained, in float32
+                  trained/: what is trained, in its own dtype, and the optimizer's moments    reference/: its snapshots
+                  random_states_<rank>.pkl: the generators of each rank
                   model/, adapter/: the policy for others to load (policy/export.py); of one that stays because it is
                   among the best they are all that is left, and best.json says by what
 
-A checkpoint of step n stands for the ledger's rows up to step n: a resume rewinds the ledger to it. The ledger is the
-checkpoint's other half: it holds every group that was asked for, with its place in the data, its completions while they
-may be needed and its rewards, and so the data's position, the slots passed over and the attempts. Which checkpoints stay is
-decided in retention.py.
+Written by writer.py, beside training. A checkpoint of step n stands for the ledger's rows up to step n: a resume rewinds the
+ledger to it. The ledger is the checkpoint's other half: it holds every group that was asked for, with its place in the data, its
+completions while they may be needed and its rewards, and so the data's position, the slots passed over and the attempts. Which
+checkpoints stay is decided in retention.py.
 """
 
 import logging
-import os
 import shutil
 from pathlib import Path
 
 import msgspec
-from safetensors import SafetensorError
+import torch
+from accelerate.checkpointing import load_accelerator_state
 
-from learner.policy.export import export_policy
 from learner.policy.reference import ReferenceState
-from learner.policy.sharded_checkpoint import load_sharded, save_sharded
+from learner.policy.shards import read_trained
 from learner.prompts.curriculum import PassRates
-from learner.storage.disk import DiskError, replace_file, writing
+from learner.storage.disk import replace_file
 from learner.training.trainee import Trainee
 from protocol.errors import ConfigError
 
@@ -33,6 +32,7 @@ log = logging.getLogger(__name__)
 STATE_FILE = "state.json"
 CURRICULUM_FILE = "curriculum.json"
 BEST_FILE = "best.json"
+TRAINED, REFERENCE = "trained", "reference"
 OF_A_BEST = {BEST_FILE, "model", "adapter"}
 ASIDE = ".tmp"
 """Ends the name of a checkpoint that is not there yet, or no longer."""
@@ -54,66 +54,6 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
 
     reward_mean: float | None = None
     pass_rates: PassRates | None = None
-
-
-def save_checkpoint(
-    trainee: Trainee, directory: Path, step: int, course: Course, earlier_step: int | None = None
-) -> None:
-    """Write `directory/step-N` aside, make it durable, rename it into place. Called by every rank. Raises DiskError.
-
-    `earlier_step`: of the checkpoint before, with which this one shares what never changes.
-    """
-    accelerator = trainee.accelerator
-    final = checkpoint_of(directory, step)
-    earlier = None if earlier_step is None else checkpoint_of(directory, earlier_step)
-    aside = final.with_suffix(ASIDE)
-    with writing(directory):
-        if accelerator.is_main_process:
-            for left_over in directory.glob(f"step-*{ASIDE}"):
-                shutil.rmtree(left_over)
-            aside.mkdir(parents=True)
-    accelerator.wait_for_everyone()
-    try:
-        _write(trainee, aside, step, course, earlier)
-    except DiskError:
-        shutil.rmtree(aside, ignore_errors=True)  # its space is needed for what else has to be written
-        raise
-    if accelerator.is_main_process:
-        with writing(final):
-            remove_checkpoint(final)
-            aside.rename(final)
-            _sync(directory)
-
-
-def _write(trainee: Trainee, aside: Path, step: int, course: Course, earlier: Path | None) -> None:
-    accelerator, run, reference = trainee.accelerator, trainee.run, trainee.reference
-    policy = accelerator.unwrap_model(trainee.policy)
-    with writing(aside):
-        if accelerator.is_fsdp2:
-            save_sharded(accelerator, policy, trainee.optimizer, aside)
-        else:
-            accelerator.save_state(str(aside))
-        if reference is not None:
-            reference.save(aside, policy, earlier)
-    if run.learner.checkpoint.export_model:
-        with trainee.published.led(), writing(aside):
-            if accelerator.is_main_process:
-                export_policy(trainee.published, run, trainee.model_path, aside)
-    accelerator.wait_for_everyone()
-    if not accelerator.is_main_process:
-        return
-    with writing(aside):
-        state = CheckpointState(
-            step=step,
-            version=step,
-            reference=None if reference is None else reference.state,
-            kl_coef=trainee.kl_coef,
-            reward_mean=course.reward_mean,
-        )
-        if course.pass_rates is not None:
-            (aside / CURRICULUM_FILE).write_bytes(msgspec.json.encode(course.pass_rates))
-        (aside / STATE_FILE).write_bytes(msgspec.json.encode(state))
-        _make_durable(aside)
 
 
 def checkpoint_of(directory: Path, step: int) -> Path:
@@ -163,7 +103,11 @@ def keep_model_alone(checkpoint: Path, best: Best) -> None:
     replace_file(checkpoint / BEST_FILE, msgspec.json.encode(best))
     (checkpoint / STATE_FILE).unlink(missing_ok=True)
     for path in checkpoint.iterdir():
-        if path.name not in OF_A_BEST:
+        if path.name in OF_A_BEST:
+            continue
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
             path.unlink()
 
 
@@ -178,14 +122,19 @@ def load_checkpoint(trainee: Trainee, checkpoint: Path) -> CheckpointState:
             f'{checkpoint} has a reference of kind "{before}", learner.reference.kind is "{now}"; set it to "{before}" to '
             "resume, or choose another run_dir"
         )
+    if not (checkpoint / TRAINED).is_dir():
+        raise ConfigError(
+            f"{checkpoint} was written by an earlier version of Slipstream, in whole files; finish the run with that one, or begin a "
+            f"new one with its model: --model {checkpoint / 'model'}"
+        )
+    policy = accelerator.unwrap_model(trainee.policy)
     try:
-        if accelerator.is_fsdp2:
-            load_sharded(accelerator, accelerator.unwrap_model(trainee.policy), trainee.optimizer, checkpoint)
-        else:
-            accelerator.load_state(str(checkpoint))
-        if trainee.reference is not None and state.reference is not None:
-            trainee.reference.load(checkpoint, trainee.policy, state.reference)
-    except (OSError, SafetensorError, RuntimeError) as error:
+        with torch.no_grad():
+            read_trained(policy, trainee.optimizer, checkpoint / TRAINED)
+            if trainee.reference is not None and state.reference is not None:
+                trainee.reference.load(checkpoint / REFERENCE, policy, state.reference)
+        load_accelerator_state(str(checkpoint), [], [], [], [], accelerator.process_index)
+    except (OSError, RuntimeError) as error:
         raise ConfigError(
             f"{checkpoint} cannot be read ({error}); remove it, so that --resume goes on from the one before it"
         ) from error
@@ -216,17 +165,3 @@ def read_pass_rates(checkpoint: Path) -> PassRates | None:
         raise ConfigError(
             f"{path} is damaged ({error}); remove it, and the pass rates are counted anew from the ledger"
         ) from error
-
-
-def _make_durable(directory: Path) -> None:
-    for path in directory.rglob("*"):
-        _sync(path)
-    _sync(directory)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -6,7 +6,6 @@ older checkpoint that stays because it is among the best only the model is kept,
 
 import logging
 import statistics
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,9 +19,9 @@ from learner.storage.checkpoint import (
     keep_model_alone,
     read_state,
     remove_checkpoint,
-    save_checkpoint,
 )
 from learner.storage.disk import writing
+from learner.storage.writer import CheckpointWriter
 from learner.training.trainee import Trainee
 
 log = logging.getLogger(__name__)
@@ -38,16 +37,15 @@ class Books(NamedTuple):
     queue: GroupQueue
 
 
-class Checkpoints:
+class Checkpoints(CheckpointWriter):
     """Those of one run. Every rank has it; rank 0, which has the books, decides what stays."""
 
     def __init__(self, trainee: Trainee, directory: Path, books: Books | None, newest_step: int | None) -> None:
         """`newest_step`: that of the checkpoint the run was resumed from."""
-        self._trainee, self._directory, self._books = trainee, directory, books
-        self.newest_step = newest_step
+        super().__init__(trainee, directory)
+        self._books, self._newest_step = books, newest_step
         self._rewards: list[float] = []
         """The mean reward of every step since the newest checkpoint."""
-        self._metrics: dict[str, float] = {}
 
     def after_step(self, step: int, metrics: dict[str, float]) -> None:
         """Save if it is time."""
@@ -57,27 +55,25 @@ class Checkpoints:
             self.save(step)
 
     def save(self, step: int) -> None:
-        """Write a checkpoint, unless the newest is of this step, then remove those that need not stay. Raises DiskError."""
-        if step == self.newest_step:
+        """Begin a checkpoint, unless the newest is of this step; once it is complete, those that need not stay are removed.
+
+        Raises DiskError, DeadlineExceeded.
+        """
+        if step == self._newest_step:
             return
-        started = time.monotonic()
         reward_mean = statistics.fmean(self._rewards) if self._rewards else None
         pass_rates = self._books.queue.pass_rates() if self._books is not None else None
-        course = Course(reward_mean=reward_mean, pass_rates=pass_rates)
-        save_checkpoint(self._trainee, self._directory, step, course, self.newest_step)
-        self.newest_step = step
+        self.begin(step, Course(reward_mean=reward_mean, pass_rates=pass_rates), self._newest_step, self._retain)
+        self._newest_step = step
         self._rewards.clear()
-        if self._books is not None:
-            config = self._trainee.config.checkpoint
-            with writing(self._directory):
-                oldest_step = prune(self._directory, config.keep_last, config.keep_best)
-            self._books.ledger.forget_payloads(oldest_step)
-        self._metrics = {"checkpoint/seconds": time.monotonic() - started}
 
-    def take_metrics(self) -> dict[str, float]:
-        """What the checkpoint that was written since the last call cost."""
-        taken, self._metrics = self._metrics, {}
-        return taken
+    def _retain(self) -> None:
+        """In the background of rank 0: nothing is removed or forgotten before the newest is complete."""
+        assert self._books is not None
+        config = self._trainee.config.checkpoint
+        with writing(self._directory):
+            oldest_step = prune(self._directory, config.keep_last, config.keep_best)
+        self._books.ledger.forget_payloads(oldest_step)
 
 
 def prune(directory: Path, keep_last: int, keep_best: int) -> int:

@@ -1,11 +1,11 @@
-"""Scored groups to the padded tensors of a forward pass. Between rollouts and the loss.
+"""Scored groups to rows, and rows to the tensors of a forward pass. Between rollouts and the loss; packing.py is in between, and
+says which rows go together.
 
-Suffixes: G completions of a group, B rows (completions), S tokens of a row (prompt + completion, padded right),
-T = S - 1 predicted tokens: index t of a _BT tensor belongs to token t + 1 of its row.
+Suffixes: G completions of a group, B rows (completions), T tokens of the longest completion: index t of a _BT tensor belongs to
+token t of its completion.
 """
 
-from collections.abc import Iterator
-from itertools import count
+from itertools import count, groupby
 
 import msgspec
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 
 from learner.config import LearnerConfig
 from learner.config.algorithm import Normalization
-from learner.policy.model import Inputs
+from learner.forward.pack import Pack, pack
 from learner.rollouts.scored_group import UNKNOWN_VERSION, ScoredGroup
 from protocol.messages import Completion
 
@@ -23,6 +23,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     prompt_token_ids: np.ndarray
     completion: Completion
+    group: int
+    """Among the groups of the step; its rows have one prompt."""
     place: int
     """Among all completions of the step."""
     advantage: float
@@ -35,9 +37,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return len(self.prompt_token_ids) + len(self.completion.token_ids)
 
 
-class MicroBatch(Inputs, frozen=True, kw_only=True, eq=False):
-    """Tensors of one forward pass, on the learner's device."""
+class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """What one forward pass and its loss read, on the learner's device."""
 
+    pack: Pack
     mask_BT: torch.Tensor
     behaviour_logprobs_BT: torch.Tensor
     versions_BT: torch.Tensor
@@ -57,7 +60,7 @@ def step_rows(groups: list[ScoredGroup], advantages_P_G: list[list[float]], conf
     num_rows = sum(len(group.completions) for group in groups)
     places = count()
     rows_P_G: list[list[Row]] = []
-    for group, advantages_G in zip(groups, advantages_P_G, strict=True):
+    for place, (group, advantages_G) in enumerate(zip(groups, advantages_P_G, strict=True)):
         rows_P_G.append([])
         for completion, advantage in zip(group.completions, advantages_G, strict=True):
             weight = row_weight(
@@ -70,6 +73,7 @@ def step_rows(groups: list[ScoredGroup], advantages_P_G: list[list[float]], conf
             row = Row(
                 prompt_token_ids=group.prompt_token_ids,
                 completion=completion,
+                group=place,
                 place=next(places),
                 advantage=advantage,
                 weight=weight,
@@ -93,19 +97,39 @@ def trained_rows(groups: list[ScoredGroup], advantages_P_G: list[list[float]], c
     ]
 
 
-def micro_batches(rows: list[Row], max_tokens: int, device: torch.device) -> Iterator[MicroBatch]:
-    """Cut rows, longest first, into micro-batches of at most `max_tokens` padded tokens each (a longer row goes alone).
+def micro_batch(rows: list[Row], device: torch.device) -> MicroBatch:
+    """Rows of one group that stand together share their prompt. Without rows: one token that is masked out."""
+    is_trained = bool(rows)
+    rows = rows or [_masked_row()]
+    shape_BT = (len(rows), max(len(row.completion.token_ids) for row in rows))
+    mask_BT = np.zeros(shape_BT, bool)
+    behaviour_logprobs_BT = np.zeros(shape_BT, np.float32)
+    versions_BT = np.full(shape_BT, UNKNOWN_VERSION, np.int64)
+    for b, row in enumerate(rows):
+        completion, end = row.completion, len(row.completion.token_ids)
+        # A logprob that is no number (an engine near a collapse) takes its token out of everything.
+        mask_BT[b, :end] = is_trained & np.isfinite(completion.behaviour_logprobs)
+        behaviour_logprobs_BT[b, :end] = completion.behaviour_logprobs
+        versions_BT[b, :end] = np.repeat(
+            [v for v, _ in completion.versions], [count for _, count in completion.versions]
+        )
+    groups = [list(rows_G) for _, rows_G in groupby(rows, key=lambda row: row.group)]
 
-    Without rows comes one row that is masked out, so that every rank takes part in the backward pass.
-    """
-    rows = sorted(rows, key=lambda row: row.num_tokens, reverse=True)
-    if not rows:
-        yield _pad([_masked_row()], device, trained=False)
-    start = 0
-    while start < len(rows):
-        count = max(1, max_tokens // rows[start].num_tokens)
-        yield _pad(rows[start : start + count], device, trained=True)
-        start += count
+    def on_device(values: object, dtype: type) -> torch.Tensor:
+        return torch.from_numpy(np.array(values, dtype)).to(device)
+
+    return MicroBatch(
+        pack=pack(
+            [(rows_G[0].prompt_token_ids, [row.completion.token_ids for row in rows_G]) for rows_G in groups], device
+        ),
+        mask_BT=on_device(mask_BT, bool),
+        behaviour_logprobs_BT=on_device(behaviour_logprobs_BT, np.float32),
+        versions_BT=on_device(versions_BT, np.int64),
+        entered_versions_B=on_device([row.entered_version for row in rows], np.int64),
+        places_B=on_device([row.place for row in rows], np.int64),
+        advantages_B=on_device([row.advantage for row in rows], np.float32),
+        weights_B=on_device([row.weight for row in rows], np.float32),
+    )
 
 
 def _masked_row() -> Row:
@@ -115,45 +139,11 @@ def _masked_row() -> Row:
     return Row(
         prompt_token_ids=np.zeros(1, np.int32),
         completion=completion,
+        group=0,
         place=0,
         advantage=0.0,
         weight=0.0,
         entered_version=UNKNOWN_VERSION,
-    )
-
-
-def _pad(rows: list[Row], device: torch.device, *, trained: bool) -> MicroBatch:
-    shape_BS = (len(rows), max(row.num_tokens for row in rows))
-    shape_BT = (shape_BS[0], shape_BS[1] - 1)
-    token_ids_BS = np.zeros(shape_BS, np.int64)
-    attention_mask_BS = np.zeros(shape_BS, np.int64)
-    mask_BT = np.zeros(shape_BT, bool)
-    behaviour_logprobs_BT = np.zeros(shape_BT, np.float32)
-    versions_BT = np.full(shape_BT, -1, np.int64)
-    for b, row in enumerate(rows):
-        first, end = len(row.prompt_token_ids), row.num_tokens
-        token_ids_BS[b, :first] = row.prompt_token_ids
-        token_ids_BS[b, first:end] = row.completion.token_ids
-        attention_mask_BS[b, :end] = 1
-        # A logprob that is no number (an engine near a collapse) takes its token out of everything.
-        mask_BT[b, first - 1 : end - 1] = trained & np.isfinite(row.completion.behaviour_logprobs)
-        behaviour_logprobs_BT[b, first - 1 : end - 1] = row.completion.behaviour_logprobs
-        versions = row.completion.versions
-        versions_BT[b, first - 1 : end - 1] = np.repeat([v for v, _ in versions], [count for _, count in versions])
-    entered_versions_B = np.array([row.entered_version for row in rows], np.int64)
-    places_B = np.array([row.place for row in rows], np.int64)
-    advantages_B = np.array([row.advantage for row in rows], np.float32)
-    weights_B = np.array([row.weight for row in rows], np.float32)
-    return MicroBatch(
-        token_ids_BS=torch.from_numpy(token_ids_BS).to(device),
-        attention_mask_BS=torch.from_numpy(attention_mask_BS).to(device),
-        mask_BT=torch.from_numpy(mask_BT).to(device),
-        behaviour_logprobs_BT=torch.from_numpy(behaviour_logprobs_BT).to(device),
-        versions_BT=torch.from_numpy(versions_BT).to(device),
-        entered_versions_B=torch.from_numpy(entered_versions_B).to(device),
-        places_B=torch.from_numpy(places_B).to(device),
-        advantages_B=torch.from_numpy(advantages_B).to(device),
-        weights_B=torch.from_numpy(weights_B).to(device),
     )
 
 

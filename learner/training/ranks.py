@@ -1,6 +1,6 @@
 """What the ranks of one learner say to each other: rank 0 has the rollouts, every rank trains on its share of the rows.
 
-Groups travel as the same msgpack and raw frames as on the wire: nothing is pickled between ranks either.
+Groups travel as the same msgpack and raw frames as on the wire: none is pickled between ranks either.
 If the policy is sharded, all ranks have a part in each of its passes, so each makes as many of them.
 """
 
@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,8 +18,10 @@ from accelerate.utils import InitProcessGroupKwargs, broadcast
 from torch import nn
 
 from learner.config import LearnerRun
+from learner.forward.interface import is_packed
 from learner.rollouts.scored_group import ScoredGroup
-from learner.training.batch import MicroBatch, Row, micro_batches
+from learner.training.batch import MicroBatch, Row, micro_batch
+from learner.training.packing import Layout, cut, share_out
 from protocol.codec import pack, unpack
 from protocol.messages import Part
 
@@ -39,7 +42,7 @@ def ranks_of(run: LearnerRun) -> Iterator[Accelerator]:
     when it is freed, waiting, with the GIL held, for a thread that may wait for the GIL: so whatever has it must have returned.
     """
     patience = InitProcessGroupKwargs(timeout=timedelta(seconds=run.learner.rank_timeout_s))
-    accelerator = Accelerator(mixed_precision="bf16" if run.dtype == "bfloat16" else "no", kwargs_handlers=[patience])
+    accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[patience])  # policy/compute_dtype.py sees to it
     if accelerator.num_processes > 1:
         log.info("rank %d of %d on %s", accelerator.process_index, accelerator.num_processes, accelerator.device)
     try:
@@ -64,20 +67,23 @@ def share_groups(accelerator: Accelerator, groups: list[ScoredGroup] | None) -> 
     return unpack(broadcast(buffer).cpu().numpy().tobytes(), StepBatch).groups
 
 
-def my_rows(accelerator: Accelerator, rows: list[Row]) -> list[Row]:
-    """This rank's share, evened out by length."""
-    by_length = sorted(rows, key=lambda row: row.num_tokens, reverse=True)
-    return by_length[accelerator.process_index :: accelerator.num_processes]
-
-
-def my_batches(accelerator: Accelerator, rows: list[Row], max_tokens: int) -> list[MicroBatch]:
+def my_batches(accelerator: Accelerator, policy: nn.Module, rows: list[Row], max_tokens: int) -> list[MicroBatch]:
     """This rank's micro-batches; of a sharded policy's, with masked ones up to the most that a rank has."""
-    batches = list(micro_batches(my_rows(accelerator, rows), max_tokens, accelerator.device))
-    if accelerator.is_fsdp2:
-        count = torch.tensor([len(batches)], device=accelerator.device)
-        num_missing = int(accelerator.gather(count).max()) - len(batches)
-        batches += num_missing * list(micro_batches([], max_tokens, accelerator.device))
-    return batches
+    layout = layout_of(accelerator.unwrap_model(policy), max_tokens)
+    shares = share_out(rows, accelerator.num_processes, layout)
+    batches = [micro_batch(cut_rows, accelerator.device) for cut_rows in cut(shares[accelerator.process_index], layout)]
+    # Every rank takes part in the backward pass, and in every pass of a sharded policy.
+    least = max(len(cut(share, layout)) for share in shares) if accelerator.is_fsdp2 else 1
+    return batches + [micro_batch([], accelerator.device) for _ in range(least - len(batches))]
+
+
+def layout_of(policy: Any, max_tokens: int) -> Layout:
+    """How rows lie in a pass of the (unwrapped) policy, by its attention and its shape."""
+    text = policy.config.get_text_config()
+    num_parameters = sum(parameter.numel() for parameter in policy.parameters())
+    # 2 operations a parameter and token; 4 a dimension, layer and pair of tokens: its score and its share of the value.
+    pair_cost = 2 * text.num_hidden_layers * text.hidden_size / num_parameters
+    return Layout(max_tokens=max_tokens, is_packed=is_packed(policy), pair_cost=pair_cost)
 
 
 def gradient_sync(accelerator: Accelerator, policy: nn.Module, *, is_last: bool) -> AbstractContextManager[None]:

@@ -3,7 +3,7 @@
     groups ─▶ advantages ─▶ rows ─▶ micro-batches ─▶ survey ─▶ updates_per_batch × (forward, backward, optimizer)
 
 Every rank does this with the same groups, each on its share of the rows; what they sum up is the same on all of them.
-Suffixes: B rows, T predicted tokens; _P over the groups (prompts) of the step, _G over the completions of a group.
+Suffixes: B completions, T tokens of the longest; _P over the groups (prompts) of the step, _G over the completions of a group.
 """
 
 import logging
@@ -17,7 +17,8 @@ from learner.algorithm.kl import masked
 from learner.algorithm.loss import NUM_LENGTH_QUARTERS, LossInputs, Sums, policy_loss
 from learner.algorithm.schedules import learning_rate
 from learner.config import LearnerConfig
-from learner.policy.model import token_logprobs
+from learner.forward.head import EntropyUse
+from learner.forward.logprobs import token_logprobs
 from learner.rollouts.scored_group import ScoredGroup
 from learner.training.batch import MicroBatch, Row, step_rows, trained_rows
 from learner.training.finite import NotFiniteError, require_finite_weights
@@ -42,7 +43,7 @@ def train_on(trainee: Trainee, groups: list[ScoredGroup], version: int, timer: S
     with timer("batch"):
         advantages_P_G = advantages(groups, config)
         rows = trained_rows(groups, advantages_P_G, config)
-        batches = my_batches(accelerator, rows, config.micro_batch_tokens)
+        batches = my_batches(accelerator, trainee.policy, rows, config.micro_batch_tokens)
     batches = survey(trainee, batches, timer)
     total: Sums = {}
     num_skipped = 0
@@ -81,7 +82,7 @@ def less_kl(trainee: Trainee, groups: list[ScoredGroup], timer: StepTimer) -> tu
     """Take kl_coef times its KL to the reference off each completion's reward; also return the mean KL per token."""
     rows_P_G = step_rows(groups, [[0.0] * len(group.completions) for group in groups], trainee.config)
     rows = [row for rows_G in rows_P_G for row in rows_G]
-    batches = my_batches(trainee.accelerator, rows, trainee.config.micro_batch_tokens)
+    batches = my_batches(trainee.accelerator, trainee.policy, rows, trainee.config.micro_batch_tokens)
     kls_N, kl_per_token = completion_kls(trainee, batches, len(rows), timer)
     shaped = [
         msgspec.structs.replace(
@@ -159,9 +160,11 @@ def _micro_batch_loss(
     trainee: Trainee, batch: MicroBatch, version: int, *, is_first_update: bool
 ) -> tuple[torch.Tensor, Sums]:
     config = trainee.config
+    entropy_use: EntropyUse = "gradient" if config.loss.entropy_coef > 0 else "value"
     logprobs_BT, entropy_BT = token_logprobs(
-        trainee.policy, batch, config.sampling.temperature, entropy_grad=config.loss.entropy_coef > 0
+        trainee.policy, batch.pack, config.sampling.temperature, entropy=entropy_use
     )
+    assert entropy_BT is not None
     lengths_B = batch.mask_BT.sum(dim=1)
     inputs = LossInputs(
         logprobs_BT=logprobs_BT,

@@ -3,14 +3,15 @@
 Between the batch and the loss. All of a step's reference logprobs are computed here, under one reference, and the policy's
 are those of its start, so that no later update of the same step mixes anchors. No gradient.
 
-Suffixes: B rows, T predicted tokens, N completions of the step.
+Suffixes: B completions, T tokens of the longest, N completions of the step.
 """
 
 import msgspec
 import torch
 
 from learner.algorithm.kl import clamped, kl_estimate, masked
-from learner.policy.model import token_logprobs
+from learner.forward.head import EntropyUse
+from learner.forward.logprobs import Answer, token_logprobs
 from learner.training.batch import MicroBatch
 from learner.training.metrics import StepTimer
 from learner.training.trainee import Trainee
@@ -21,7 +22,7 @@ def survey(trainee: Trainee, batches: list[MicroBatch], timer: StepTimer) -> lis
     config = trainee.config
     if trainee.reference is not None and config.kl.place == "loss":
         with timer("reference"):
-            logprobs = trainee.reference.logprobs(trainee.policy, batches)
+            logprobs = trainee.reference.logprobs(trainee.policy, [batch.pack for batch in batches])
         batches = [
             msgspec.structs.replace(batch, reference_logprobs_BT=logprobs_BT)
             for batch, logprobs_BT in zip(batches, logprobs, strict=True)
@@ -34,17 +35,18 @@ def survey(trainee: Trainee, batches: list[MicroBatch], timer: StepTimer) -> lis
     if not needs_proximal and config.loss.top_entropy_frac == 1:
         return batches
     with timer("policy_pass"):
-        started = _policy_pass(trainee, batches)
+        started = _policy_pass(trainee, batches, "value" if config.loss.top_entropy_frac < 1 else "none")
     if needs_proximal:
         batches = [
             msgspec.structs.replace(batch, proximal_logprobs_BT=logprobs_BT)
             for batch, (logprobs_BT, _) in zip(batches, started, strict=True)
         ]
     if config.loss.top_entropy_frac < 1:
-        floor = _entropy_floor(trainee, batches, [entropy_BT for _, entropy_BT in started])
+        entropies = [entropy_BT for _, entropy_BT in started if entropy_BT is not None]
+        floor = _entropy_floor(trainee, batches, entropies)
         batches = [
             msgspec.structs.replace(batch, policy_mask_BT=entropy_BT >= floor)
-            for batch, (_, entropy_BT) in zip(batches, started, strict=True)
+            for batch, entropy_BT in zip(batches, entropies, strict=True)
         ]
     return batches
 
@@ -58,9 +60,9 @@ def completion_kls(
     num_tokens = torch.zeros((), dtype=torch.float64, device=accelerator.device)
     assert trainee.reference is not None
     with timer("policy_pass"):
-        started = _policy_pass(trainee, batches)
+        started = _policy_pass(trainee, batches, "none")
     with timer("reference"):
-        references = trainee.reference.logprobs(trainee.policy, batches)
+        references = trainee.reference.logprobs(trainee.policy, [batch.pack for batch in batches])
     for batch, (logprobs_BT, _), reference_BT in zip(batches, started, references, strict=True):
         mask_BT = batch.mask_BT
         d_BT = clamped(masked(reference_BT, mask_BT) - masked(logprobs_BT, mask_BT))
@@ -71,11 +73,11 @@ def completion_kls(
 
 
 @torch.no_grad()
-def _policy_pass(trainee: Trainee, batches: list[MicroBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _policy_pass(trainee: Trainee, batches: list[MicroBatch], entropy: EntropyUse) -> list[Answer]:
     """(logprobs_BT, entropy_BT) of every micro-batch. Unwrapped: under DDP ranks may have different numbers of them."""
     policy = trainee.accelerator.unwrap_model(trainee.policy)
-    with trainee.accelerator.autocast():
-        return [token_logprobs(policy, batch, trainee.config.sampling.temperature) for batch in batches]
+    temperature = trainee.config.sampling.temperature
+    return [token_logprobs(policy, batch.pack, temperature, entropy=entropy) for batch in batches]
 
 
 def _entropy_floor(trainee: Trainee, batches: list[MicroBatch], entropies: list[torch.Tensor]) -> float:

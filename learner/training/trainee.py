@@ -7,18 +7,20 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from learner.algorithm.schedules import next_coef
 from learner.config import LearnerConfig, LearnerRun
+from learner.forward.settle import PACKED, settle_attention
 from learner.material import Material
-from learner.policy.lora import add_adapter, checkpoint_adapter_alone
+from learner.policy.compute_dtype import compute_in
+from learner.policy.lora import add_adapter
 from learner.policy.memory import ModelShape
 from learner.policy.model import load_policy
 from learner.policy.published import PublishedPolicy
 from learner.policy.reference import Reference, make_reference
 from learner.training.extremes import Extremes
 from learner.training.finite import require_finite_weights
+from learner.training.optimizer import make_optimizer
 from learner.training.warm_start import warm_start
 from protocol.errors import ConfigError
 
@@ -71,20 +73,23 @@ def make_trainee(material: Material, accelerator: Accelerator, *, is_new: bool) 
     taken from it; everything of another run comes from its checkpoint.
     """
     run = material.run
-    config, settings = run.learner, run.learner.optimizer
-    _settle_sharding(accelerator, run)
+    config = run.learner
+    _refuse_other_sharding(accelerator, run)
     # Frozen weights take no small steps, so they may lie in the dtype in which the server holds them: half the memory.
     dtype = getattr(torch, run.dtype) if config.lora.rank else torch.float32
-    policy = load_policy(material.model_path, dtype=dtype, gradient_checkpointing=config.gradient_checkpointing)
+    is_to_pack = config.attn_implementation == PACKED
+    policy = load_policy(
+        material.model_path,
+        dtype=dtype,
+        gradient_checkpointing=config.gradient_checkpointing,
+        attn_implementation=None if is_to_pack else config.attn_implementation,
+    )
+    if is_to_pack:
+        settle_attention(policy, accelerator.device, getattr(torch, run.dtype))
     if config.lora.rank:
         add_adapter(policy, config.lora, run.seed)
-        checkpoint_adapter_alone(accelerator)
-    optimizer = torch.optim.AdamW(
-        [parameter for parameter in policy.parameters() if parameter.requires_grad],
-        lr=settings.learning_rate,
-        betas=(settings.beta1, settings.beta2),
-        weight_decay=settings.weight_decay,
-    )
+    compute_in(getattr(torch, run.dtype), policy, accelerator)
+    optimizer = make_optimizer(policy.parameters(), config.optimizer, config.optimizer.learning_rate)
     policy, optimizer = accelerator.prepare(policy, optimizer)
     if is_new and config.warm_start.steps > 0:
         warm_start(material, accelerator, policy)
@@ -103,8 +108,8 @@ def make_trainee(material: Material, accelerator: Accelerator, *, is_new: bool) 
     )
 
 
-def _settle_sharding(accelerator: Accelerator, run: LearnerRun) -> None:
-    """Refuse what keeps parameters elsewhere than under their own names, and reduce FSDP2's gradients in float32."""
+def _refuse_other_sharding(accelerator: Accelerator, run: LearnerRun) -> None:
+    """Refuse what keeps parameters elsewhere than under their own names."""
     kind = accelerator.distributed_type
     if not accelerator.is_fsdp2:
         if kind in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
@@ -119,12 +124,13 @@ def _settle_sharding(accelerator: Accelerator, run: LearnerRun) -> None:
             f"learner.lora.rank = {run.learner.lora.rank} and FSDP2: an adapter is pushed merged into weights that lie whole on "
             "rank 0. Start the learner without FSDP, or set learner.lora.rank to 0"
         )
+    if run.learner.optimizer.kind == "adamw_8bit":
+        raise ConfigError(
+            'learner.optimizer.kind = "adamw_8bit" and FSDP2: bitsandbytes does not know parameters that lie on several ranks. Set '
+            'learner.optimizer.kind to "adamw", whose moments the ranks share, or start the learner without FSDP'
+        )
     if plugin.activation_checkpointing:
         raise ConfigError(
             "fsdp_activation_checkpointing changes the names of the parameters; turn it off and set "
             "learner.gradient_checkpointing = true"
         )
-    if run.dtype == "bfloat16":
-        plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        # FSDP2 casts in every pass; autocast, which accelerate leaves out of its passes, would make the others differ.
-        accelerator.native_amp = False

@@ -6,7 +6,7 @@ Stands between the loading of the policy and everything that looks at its weight
 checkpoints. Invariant: what it learns depends on the weights, the data, the seed and the config alone, not on the number
 of ranks or the size of the micro-batches (up to rounding).
 
-Suffixes: B rows, T predicted tokens.
+Suffixes: B answers, T tokens of the longest.
 """
 
 import logging
@@ -20,13 +20,14 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from learner.config import LearnerConfig
+from learner.forward.logprobs import token_logprobs
 from learner.material import Material
-from learner.policy.model import token_logprobs
 from learner.progress import PROGRESS_EVERY_S
 from learner.prompts.prompts import Prompt
 from learner.rollouts.scored_group import UNKNOWN_VERSION
 from learner.training.batch import MicroBatch, Row
 from learner.training.finite import NotFiniteError
+from learner.training.optimizer import make_optimizer
 from learner.training.ranks import gradient_sync, my_batches
 from protocol.errors import DataError
 from protocol.messages import Completion
@@ -41,12 +42,7 @@ def warm_start(material: Material, accelerator: Accelerator, policy: nn.Module) 
     """
     config, settings = material.run.learner, material.run.learner.warm_start
     prompts, tokenizer = material.prompts, material.tokenizer
-    optimizer = torch.optim.AdamW(
-        policy.parameters(),
-        lr=settings.learning_rate,
-        betas=(config.optimizer.beta1, config.optimizer.beta2),
-        weight_decay=config.optimizer.weight_decay,
-    )
+    optimizer = make_optimizer(policy.parameters(), config.optimizer, settings.learning_rate)
     loss = 0.0
     steps = tqdm(
         range(settings.steps), "warm start", disable=not accelerator.is_main_process, mininterval=PROGRESS_EVERY_S
@@ -84,6 +80,7 @@ def answer_rows(prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, confi
                 versions=[(0, len(token_ids))],
                 finish_reason="stop",
             ),
+            group=place,
             place=place,
             advantage=1.0,
             weight=1 / num_tokens,
@@ -114,7 +111,7 @@ def _answer_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: Lear
 
 def _train_on_answers(accelerator: Accelerator, policy: nn.Module, rows: list[Row], config: LearnerConfig) -> float:
     """Accumulate the gradient of the rows' mean cross-entropy; return the mean over all ranks' tokens."""
-    batches = my_batches(accelerator, rows, config.micro_batch_tokens)
+    batches = my_batches(accelerator, policy, rows, config.micro_batch_tokens)
     total = torch.zeros((), device=accelerator.device)
     for i, batch in enumerate(batches):
         with gradient_sync(accelerator, policy, is_last=i == len(batches) - 1):
@@ -126,5 +123,5 @@ def _train_on_answers(accelerator: Accelerator, policy: nn.Module, rows: list[Ro
 
 def _cross_entropy(policy: nn.Module, batch: MicroBatch) -> torch.Tensor:
     """This micro-batch's share of the step's mean -log p over answer tokens."""
-    logprobs_BT, _ = token_logprobs(policy, batch, temperature=1.0)
+    logprobs_BT, _ = token_logprobs(policy, batch.pack, temperature=1.0)
     return -(torch.where(batch.mask_BT, logprobs_BT, 0.0) * batch.weights_B.unsqueeze(1)).sum()

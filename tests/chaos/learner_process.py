@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import save
 
 import learner.servers.epoch
-import learner.storage.checkpoint
 import learner.storage.retention
+import learner.storage.writer
 import protocol.collective.group
 from learner.__main__ import main
 from learner.leader import Leader
@@ -60,7 +60,7 @@ def _set_traps(traps: Traps) -> None:
     traps.wrap(ServerLink, "begin_push", "before ready")
     traps.wrap(learner.servers.epoch.Epoch, "join", "joining")
     traps.wrap(Pusher, "_result", "before done")
-    traps.wrap(learner.storage.checkpoint, "_make_durable", "checkpoint written, not renamed")
+    traps.wrap(learner.storage.writer, "make_durable", "checkpoint written, not renamed")
     traps.wrap(learner.storage.retention, "prune", "checkpoint renamed")
     traps.wrap(LearnerChannel, "receive", "moment")
 

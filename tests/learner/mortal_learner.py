@@ -4,6 +4,7 @@ import contextlib
 import os
 import pkgutil
 import signal
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,11 +25,13 @@ POINTS = {
     "scored": "learner.rollouts.ledger:Ledger.score",
     "consumed": "learner.rollouts.ledger:Ledger.consume",
     "logged": "learner.report.run_log:RunLog.step",
-    "state saved": "accelerate:Accelerator.save_state",
-    "shards saved": "learner.storage.checkpoint:save_sharded",
+    "generators saved": "learner.storage.writer:save_accelerator_state",
+    "copied": "learner.storage.writer:CheckpointWriter.begin",
+    "shards written": "learner.policy.shards:ShardWriter.write_data",
+    "shards indexed": "learner.policy.shards:ShardWriter.finish",
     "reference linked": "os:link",
-    "model exported": "learner.storage.checkpoint:export_policy",
-    "checkpoint named": "learner.storage.retention:save_checkpoint",
+    "model exported": "learner.policy.export:Export.write",
+    "checkpoint named": "learner.storage.writer:Draft.write",
     "old one unnamed": "pathlib:Path.rename",
     "best one named": "learner.storage.checkpoint:replace_file",
     "old one removed": "learner.storage.retention:remove_checkpoint",
@@ -46,6 +49,20 @@ class Death(msgspec.Struct, frozen=True):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+class LateDeath(msgspec.Struct, frozen=True):
+    """Hold up the thread that has come to the point, until the main loop has logged another step; then SIGKILL."""
+
+    point: str
+    nth: int = 1
+
+    def strike(self, run_dir: Path) -> None:
+        lines = run_dir / "metrics.jsonl"
+        num_lines, deadline = len(lines.read_text().splitlines()), time.monotonic() + LIFE_TIMEOUT_S / 2
+        while len(lines.read_text().splitlines()) == num_lines and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL if time.monotonic() < deadline else signal.SIGABRT)
+
+
 class FullDisk(msgspec.Struct, frozen=True):
     """The disk of the run directory has no byte left from that moment on, until BALLAST is removed."""
 
@@ -58,12 +75,13 @@ class FullDisk(msgspec.Struct, frozen=True):
                 pass
 
 
+Blow = Death | LateDeath | FullDisk
+
+
 class Life:
     """One process of a run, from its start or resume to its end."""
 
-    def __init__(
-        self, run: LearnerRun, blow: Death | FullDisk | None = None, *, resume: bool, place: Place = ALONE
-    ) -> None:
+    def __init__(self, run: LearnerRun, blow: Blow | None = None, *, resume: bool, place: Place = ALONE) -> None:
         run_dir = Path(run.run_dir)
         config = run_dir.with_name(f"{run_dir.name}.toml")
         if place.rank == 0:
@@ -82,20 +100,20 @@ class Life:
         return self._log.read_text()
 
 
-def live(run: LearnerRun, *deaths: Death) -> None:
+def live(run: LearnerRun, *deaths: Death | LateDeath) -> None:
     """Start a run, let it die so often, and resume it every time, to its end."""
     for i, death in enumerate([*deaths, None]):
         life = Life(run, death, resume=i > 0)
         assert life.end() == (0 if death is None else -signal.SIGKILL), f"{death}:\n{life.log}"
 
 
-def _prepare(run_dir: Path, blow: Death | FullDisk | None, place: Place) -> None:
+def _prepare(run_dir: Path, blow: Blow | None, place: Place) -> None:
     place.enter()
     if blow is not None:
         _await(blow, run_dir)
 
 
-def _await(blow: Death | FullDisk, run_dir: Path) -> None:
+def _await(blow: Blow, run_dir: Path) -> None:
     module, _, attribute = POINTS[blow.point].partition(":")
     *path, name = attribute.split(".")
     owner: Any = pkgutil.resolve_name(f"{module}:{'.'.join(path)}" if path else module)

@@ -18,7 +18,7 @@ FIXED = {
     "learner.kl": "coef estimator place schedule final_coef target horizon_steps importance_weighted",
     "learner.reference": "kind every_steps growth max_every_steps alpha kl_threshold patience reward_guard min_every_steps "
     "num_snapshots only reset_optimizer",
-    "learner.optimizer": "schedule warmup_steps beta1 beta2 weight_decay max_grad_norm",
+    "learner.optimizer": "kind schedule warmup_steps beta1 beta2 weight_decay max_grad_norm",
 }
 """By section. With another value a resumed run would be another experiment."""
 

@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from learner.config import ReferenceConfig
-from learner.policy.model import token_logprobs
+from learner.forward.logprobs import token_logprobs
 from learner.policy.reference import Reference, ReferenceState
+from learner.policy.shards import begin_writing, written
 from tests.learner.policy.test_reference import BATCHES, KINDS, METRICS, TEMPERATURE
 
 NUM_STEPS = 6
@@ -59,7 +60,9 @@ def note(name: str, reference: Reference, policy: nn.Module, found: dict[str, to
 
 def save(reference: Reference, policy: nn.Module, directory: Path, *, is_writer: bool) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    reference.save(directory, policy)
+    is_sharded = any(isinstance(parameter, DTensor) for parameter in policy.parameters())
+    if is_sharded or is_writer:
+        written(begin_writing(reference.tensors(policy), directory, None, is_sharded=is_sharded))
     if is_writer:
         (directory / "state.json").write_bytes(msgspec.json.encode(reference.state))
 

@@ -16,15 +16,15 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from peft import PeftModel
-from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from learner.config import LearnerRun
 from learner.material import Material
-from learner.storage.checkpoint import Course, save_checkpoint
 from learner.training.trainee import make_trainee
 from protocol.model_files import fingerprint, resolve_model
+from tests.learner.checkpoints import save, weights_of
+from tests.learner.policy.plain import plain_logits
 from tests.learner.test_train import make_run
 from tests.zoo.families import save_model
 
@@ -51,8 +51,7 @@ def trained_and_saved(accelerator: Accelerator, run: LearnerRun, tmp_path: Path)
         for parameter in trainee.policy.parameters():
             if parameter.requires_grad:
                 parameter.add_(0.05 * torch.randn(parameter.shape))
-    save_checkpoint(trainee, tmp_path, 7, Course())
-    return trainee.policy, tmp_path / "step-000007"
+    return trainee.policy, save(trainee, tmp_path, 7)
 
 
 def test_transformers_loads_the_model_of_a_checkpoint_with_the_policys_logits(
@@ -60,7 +59,7 @@ def test_transformers_loads_the_model_of_a_checkpoint_with_the_policys_logits(
 ) -> None:
     policy, checkpoint = trained_and_saved(accelerator, a_run(tmp_path), tmp_path)
     model = AutoModelForCausalLM.from_pretrained(checkpoint / "model")
-    assert torch.equal(model(IDS).logits, policy(IDS).logits)
+    assert torch.equal(model(IDS).logits, plain_logits(policy, IDS))
     assert AutoTokenizer.from_pretrained(checkpoint / "model").decode(IDS[0]) == "23456789>+=,"
     assert GenerationConfig.from_pretrained(checkpoint / "model").eos_token_id == 0
     # Another run may begin with it, and a server that has the model of this run takes its pushes.
@@ -73,8 +72,7 @@ def test_a_model_of_a_bfloat16_run_is_written_and_loaded_in_bfloat16(accelerator
     assert model.dtype == torch.bfloat16
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, policy.get_parameter(name).bfloat16()), name
-    with safe_open(checkpoint / "model.safetensors", "pt") as kept:
-        assert kept.get_tensor("transformer.ln_f.weight").dtype == torch.float32, "a resume needs what is trained"
+    assert weights_of(checkpoint)["transformer.ln_f.weight"].dtype == torch.float32, "a resume needs what is trained"
 
 
 def test_the_config_of_the_model_the_run_began_with_stays_but_for_the_dtype(
@@ -103,11 +101,11 @@ def test_an_adapter_is_merged_into_the_model_and_lies_beside_it_as_peft_has_it(
 ) -> None:
     policy, checkpoint = trained_and_saved(accelerator, a_run(tmp_path, **LORA), tmp_path)
     merged = AutoModelForCausalLM.from_pretrained(checkpoint / "model")
-    torch.testing.assert_close(merged(IDS).logits, policy(IDS).logits, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(merged(IDS).logits, plain_logits(policy, IDS), atol=1e-5, rtol=1e-5)
     base = AutoModelForCausalLM.from_pretrained(resolve_model("tiny:digits"))
-    assert (base(IDS).logits - policy(IDS).logits).abs().max() > 0.1, "the adapter does something"
+    assert (base(IDS).logits - plain_logits(policy, IDS)).abs().max() > 0.1, "the adapter does something"
     adapted = PeftModel.from_pretrained(base, checkpoint / "adapter")
-    assert torch.equal(adapted(IDS).logits, policy(IDS).logits)
+    assert torch.equal(adapted(IDS).logits, plain_logits(policy, IDS))
     assert adapted.peft_config["default"].base_model_name_or_path == "tiny:digits"
 
 
@@ -123,14 +121,14 @@ def test_an_exported_model_has_every_tensor_of_the_checkpoint_that_the_run_began
     for name, tensor in after.items():
         assert torch.equal(tensor, before[name]) == ("visual" in name), name
     model = AutoModelForCausalLM.from_pretrained(checkpoint / "model")
-    assert torch.equal(model(IDS).logits, policy(IDS).logits)
+    assert torch.equal(model(IDS).logits, plain_logits(policy, IDS))
 
 
 def test_a_checkpoint_without_an_export_holds_no_model(accelerator: Accelerator, tmp_path: Path) -> None:
     _, checkpoint = trained_and_saved(
         accelerator, a_run(tmp_path, checkpoint={"export_model": False}, **LORA), tmp_path
     )
-    assert {path.name for path in checkpoint.iterdir()} >= {"state.json", "adapter.safetensors"}
+    assert all(".lora_" in name for name in weights_of(checkpoint))
     assert not (checkpoint / "model").exists() and not (checkpoint / "adapter").exists()
 
 
@@ -181,5 +179,5 @@ def test_vllm_serves_the_model_of_a_checkpoint_with_the_policys_logprobs(
     policy, checkpoint = trained_and_saved(accelerator, a_run(tmp_path, **learner), tmp_path)
     with serve(checkpoint / "model") as client:
         answer = client.completions.create(model="it", prompt=IDS[0].tolist(), max_tokens=1, echo=True, logprobs=0)
-    expected = policy(IDS).logits[0, :-1].log_softmax(-1).gather(1, IDS[0, 1:, None])[:, 0]
+    expected = plain_logits(policy, IDS)[0, :-1].log_softmax(-1).gather(1, IDS[0, 1:, None])[:, 0]
     assert answer.choices[0].logprobs.token_logprobs[1:-1] == pytest.approx(expected.tolist(), abs=1e-4)

@@ -9,17 +9,18 @@ import msgspec
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from learner.config import LoraConfig
+from learner.forward.logprobs import token_logprobs
 from learner.policy import published
 from learner.policy.lora import add_adapter, merged_tensors
-from learner.policy.model import load_policy, token_logprobs
+from learner.policy.model import load_policy
 from learner.policy.snapshot import trainable
 from learner.train import train
 from protocol.errors import ConfigError, ParityError
 from protocol.model_files import resolve_model
+from tests.learner.checkpoints import weights_of
 from tests.learner.model_engine import tiny_server
 from tests.learner.policy.test_reference import a_batch
 from tests.learner.test_train import make_run, metrics_of, seeded
@@ -189,21 +190,18 @@ def test_a_run_in_two_parts_ends_with_the_weights_of_one_and_saves_the_adapter_a
     for name, tensor in weights[0].items():
         assert torch.equal(tensor, weights[1][name]), name
     checkpoint = tmp_path / "parts" / "run" / "checkpoints" / "step-000006"
-    assert not list(checkpoint.glob("model.*")) and not list(checkpoint.glob("pytorch_model*"))
-    saved = load_file(checkpoint / "adapter.safetensors")
+    saved = weights_of(checkpoint)
     assert len(saved) == 16 and all(".lora_" in name for name in saved)
 
 
 def test_a_checkpoint_without_a_part_of_the_adapter_is_refused(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     with tiny_server() as server:
         train(make_run(tmp_path, server.endpoint, **LORA, steps=1), resume=False)
-        file = tmp_path / "run" / "checkpoints" / "step-000001" / "adapter.safetensors"
-        saved = load_file(file)
-        saved.pop("transformer.h.0.mlp.c_fc.lora_A.default.weight")
-        save_file(saved, file)
-        with pytest.raises(ConfigError, match=r"another adapter than learner\.lora: they differ in .*h\.0\.mlp\.c_fc"):
+        index = tmp_path / "run" / "checkpoints" / "step-000001" / "trained" / "index.json"
+        saved = json.loads(index.read_text())
+        saved.pop("policy/transformer.h.0.mlp.c_fc.lora_A.default.weight")
+        index.write_text(json.dumps(saved))
+        with pytest.raises(ConfigError, match=r"another policy: it differs in .*h\.0\.mlp\.c_fc.*learner\.lora"):
             train(make_run(tmp_path, server.endpoint, **LORA, steps=2), resume=True)
 
 

@@ -12,11 +12,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config
 
 from learner.config import LearnerRun
+from learner.forward.head import TILE_LOGITS, HeadLogprobs, LogitMap, Reading
 from learner.material import Material
+from learner.policy.compute_dtype import compute_in
+from learner.policy.export import copy_for_export
 from learner.policy.lora import add_adapter
 from learner.policy.memory import (
     GIB,
     activation_bytes,
+    head_bytes,
     kv_bytes_per_token,
     learner_memory,
     num_trained,
@@ -24,9 +28,11 @@ from learner.policy.memory import (
     shape_of,
     told,
 )
+from learner.policy.shards import trained
 from learner.policy.snapshot import trainable
 from learner.training.trainee import make_trainee
 from protocol.model_files import resolve_model
+from tests.bench.live_memory import LiveBytes
 from tests.learner.training.fixed_groups import make_run
 
 PAGE = Path(__file__).parents[3] / "learner/policy/README.md"
@@ -71,9 +77,12 @@ def run_of(learner: dict[str, Any], dtype: str = "float32") -> LearnerRun:
 
 @pytest.mark.parametrize("name", TINY)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_activations_are_what_a_pass_keeps(name: str, dtype: str) -> None:
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activations_are_what_a_pass_keeps(name: str, dtype: str, checkpointing: bool) -> None:
     model, num_tokens = AutoModelForCausalLM.from_config(TINY[name]).train(), 256
-    run = run_of({"micro_batch_tokens": num_tokens}, dtype)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    run = run_of({"micro_batch_tokens": num_tokens, "gradient_checkpointing": checkpointing}, dtype)
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, torch.Tensor] = {}
 
@@ -82,15 +91,34 @@ def test_activations_are_what_a_pass_keeps(name: str, dtype: str) -> None:
             kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    casts = 2 * sum(p.numel() for p in model.model.layers.parameters()) if dtype == "bfloat16" else 0
     ids = torch.randint(0, 100, (1, num_tokens))
-    with (
-        saved_tensors_hooks(keep, lambda tensor: tensor),
-        torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"),
-    ):
+    compute_in(getattr(torch, dtype), model, Accelerator(cpu=True))
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
         model.model(input_ids=ids, use_cache=False)
-    found = sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) - casts
-    assert activation_bytes(shape_of(TINY[name]), run) == pytest.approx(found, rel=0.25)
+    shape = shape_of(TINY[name])
+    found = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    if checkpointing:  # of the layer that is computed again nothing is kept yet
+        whole = run_of({"micro_batch_tokens": num_tokens}, dtype)
+        found += activation_bytes(msgspec.structs.replace(shape, num_layers=1), whole)
+    elif dtype == "bfloat16":
+        found -= 2 * sum(parameter.numel() for parameter in model.model.layers.parameters())
+    assert activation_bytes(shape, run) == pytest.approx(found, rel=0.15)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_head_takes_a_tile_and_its_gradient_whatever_the_vocabulary(dtype: torch.dtype) -> None:
+    for vocab_size in (16_000, 48_000):
+        shape = msgspec.structs.replace(shape_of(TINY["llama"]), vocab_size=vocab_size)
+        weight_VE = torch.randn(vocab_size, shape.hidden_size, requires_grad=True)
+        weight_VE.grad = torch.zeros_like(weight_VE)
+        hidden_ME = torch.randn(3000, shape.hidden_size, dtype=dtype, requires_grad=True)
+        targets_M = torch.randint(0, vocab_size, (3000,))
+        cast_VE = weight_VE.to(dtype)
+        with LiveBytes() as live:
+            reading = Reading(LogitMap(), 0.7, "value")
+            HeadLogprobs.apply(hidden_ME, cast_VE, None, targets_M, reading)[0].sum().backward()
+        run = run_of({}, str(dtype).removeprefix("torch."))
+        assert live.peak == pytest.approx(head_bytes(shape, run, tile_logits=TILE_LOGITS["cpu"]), rel=0.15)
 
 
 @pytest.fixture
@@ -102,13 +130,19 @@ def accelerator():
 
 @pytest.mark.parametrize(
     "learner",
-    [{}, {"lora": {"rank": 4}}, {"reference": {"kind": "mixture", "every_steps": 2, "num_snapshots": 2}, "kl": {"coef": 0.1}}],
-    ids=["whole", "adapter", "two references"],
-)  # fmt: skip
+    [
+        {},
+        {"lora": {"rank": 4}},
+        {"reference": {"kind": "mixture", "every_steps": 2, "num_snapshots": 2}, "kl": {"coef": 0.1}},
+        {"reference": {"kind": "ema", "every_steps": 2, "alpha": 0.1}, "kl": {"coef": 0.1}},
+    ],
+    ids=["whole", "adapter", "two references", "a moving reference"],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # fmt: skip
 def test_weights_gradients_moments_and_references_are_the_bytes_of_the_tensors(
-    accelerator: Accelerator, learner: dict[str, Any]
+    accelerator: Accelerator, learner: dict[str, Any], dtype: str
 ) -> None:
-    run = run_of(learner)
+    run = run_of(learner, dtype)
     trainee = make_trainee(Material(run), accelerator, is_new=True)
     parameters = trainable(trainee.policy).values()
     for parameter in parameters:
@@ -116,7 +150,8 @@ def test_weights_gradients_moments_and_references_are_the_bytes_of_the_tensors(
     trainee.optimizer.step()
     state = trainee.optimizer.state_dict()["state"].values()
     snapshots = [] if trainee.reference is None else trainee.reference._snapshots
-    memory = learner_memory(shape_of(AutoConfig.from_pretrained(resolve_model("tiny:digits"))), run).device
+    whole = learner_memory(shape_of(AutoConfig.from_pretrained(resolve_model("tiny:digits"))), run)
+    memory = whole.device
 
     def size(tensors: Any) -> int:
         return sum(tensor.nbytes for tensor in tensors)
@@ -127,6 +162,9 @@ def test_weights_gradients_moments_and_references_are_the_bytes_of_the_tensors(
     if snapshots:
         full = len(snapshots) + 1 if len(snapshots) < (run.learner.reference.num_snapshots or 1) else len(snapshots)
         assert memory["reference"] == full * size(snapshots[0].values())
+    export = copy_for_export(trainee.published, run, trainee.model_path)
+    copied = [*trained(trainee.policy, trainee.optimizer).values(), *export.model.values()]
+    assert whole.host["checkpoint"] == memory["reference"] + size(tensor for tensor in copied if tensor.numel() > 1)
 
 
 def test_an_adapter_on_named_layers_has_the_parameters_that_peft_gives_it() -> None:
@@ -159,6 +197,19 @@ def seven_b() -> list[str]:
 def test_the_table_of_the_page_is_what_the_functions_give() -> None:
     text = PAGE.read_text()
     assert [row for row in seven_b() if row not in text] == []
+
+
+def test_the_casts_of_a_pass_are_those_of_what_is_trained() -> None:
+    shape = shape_of(TINY["llama"])
+    of_a_layer, head = 2 * 128 * (128 + 64) + 3 * 128 * 384 + 2 * 128, 100 * 128
+    cases: list[tuple[dict[str, Any], int]] = [
+        ({}, shape.num_parameters),
+        ({"gradient_checkpointing": True}, head + of_a_layer + 128 // 3),  # the last norm as if it were the layers'
+        ({"lora": {"rank": 4}}, num_trained(shape, run_of({"lora": {"rank": 4}}).learner)),
+    ]
+    for learner, num_cast in cases:
+        assert learner_memory(shape, run_of(learner, "bfloat16")).device["weights in bfloat16"] == 2 * num_cast
+        assert learner_memory(shape, run_of(learner)).device["weights in bfloat16"] == 0
 
 
 def test_smaller_micro_batches_are_the_remedy_that_the_page_names() -> None:

@@ -8,7 +8,8 @@ import torch
 import transformers
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3_5Config
 
-from learner.policy.model import load_policy, token_logprobs
+from learner.forward.logprobs import token_logprobs
+from learner.policy.model import load_policy
 from protocol.errors import ConfigError
 from protocol.model_files import resolve_model
 from tests.learner.policy.test_reference import a_batch
@@ -19,6 +20,7 @@ def test_gradient_checkpointing_runs_each_block_twice_and_changes_no_number() ->
     gradients = []
     for checkpointing, runs in ((False, 1), (True, 2)):
         policy = load_policy(resolve_model("tiny:digits"), gradient_checkpointing=checkpointing)
+        token_logprobs(policy, a_batch(), 1.0)  # the first one finds out what the model does to its logits
         calls: list[int] = []
         policy.transformer.h[0].ln_1.register_forward_hook(lambda *_, calls=calls: calls.append(1))
         logprobs_BT, _ = token_logprobs(policy, a_batch(), 1.0)
@@ -48,12 +50,12 @@ def test_dropout_of_the_checkpoint_is_off_so_that_two_passes_agree(tmp_path: Pat
 def test_logprobs_and_entropy_are_those_of_the_tempered_softmax() -> None:
     policy = load_policy(resolve_model("tiny:digits"), gradient_checkpointing=False)
     batch = a_batch()
-    logprobs_BT, entropy_BT = token_logprobs(policy, batch, 0.7)
+    logprobs_BT, entropy_BT = token_logprobs(policy, batch, 0.7, entropy="value")
     with torch.no_grad():
-        logits = policy(batch.token_ids_BS).logits[0, :-1].double().numpy() / 0.7
+        logits = policy(batch.token_ids_N[None]).logits[0, 1:].double().numpy() / 0.7
     probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-    targets = batch.token_ids_BS[0, 1:].numpy()
-    np.testing.assert_allclose(logprobs_BT[0].detach(), np.log(probabilities[np.arange(4), targets]), atol=1e-5)
+    targets = batch.targets_M.numpy()
+    np.testing.assert_allclose(logprobs_BT[0].detach(), np.log(probabilities[np.arange(3), targets]), atol=1e-5)
     np.testing.assert_allclose(entropy_BT[0], -(probabilities * np.log(probabilities)).sum(-1), atol=1e-5)
 
 

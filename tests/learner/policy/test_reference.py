@@ -14,12 +14,14 @@ from accelerate.state import AcceleratorState
 from torch import nn
 
 from learner.config import ReferenceConfig
-from learner.policy.model import load_policy, token_logprobs
+from learner.forward.logprobs import token_logprobs
+from learner.forward.pack import Pack, pack
+from learner.policy.compute_dtype import compute_in
+from learner.policy.model import load_policy
 from learner.policy.reference import Reference, ReferenceState, make_reference
-from learner.training.batch import MicroBatch, Row, micro_batches
 from protocol.errors import ConfigError
-from protocol.messages import Completion
 from protocol.model_files import resolve_model
+from tests.learner.checkpoints import save_whole, whole_tensors
 
 Weights = dict[str, torch.Tensor]
 
@@ -39,37 +41,28 @@ REFRESHES = {"fixed": [], "every": [2, 5], "ema": [2, 4, 6, 8], "adaptive": [4, 
 """Worked out by hand for METRICS."""
 
 
-def a_batch(token_ids: tuple[int, ...] = (3, 4, 5)) -> MicroBatch:
-    completion = Completion(
-        token_ids=np.array(token_ids, np.int32),
-        behaviour_logprobs=np.zeros(len(token_ids), np.float32),
-        versions=[(0, len(token_ids))],
-        finish_reason="stop",
-    )
-    row = Row(
-        prompt_token_ids=np.array([1, 2], np.int32),
-        completion=completion,
-        place=0,
-        advantage=1.0,
-        weight=1.0,
-        entered_version=0,
-    )
-    (batch,) = micro_batches([row], 100, torch.device("cpu"))
-    return batch
+PROMPT = (1, 2)
+
+
+def a_batch(token_ids: tuple[int, ...] = (3, 4, 5)) -> Pack:
+    """PROMPT with one completion."""
+    return pack([(np.array(PROMPT), [np.array(token_ids)])], torch.device("cpu"))
 
 
 BATCHES = [a_batch(), a_batch((7, 7, 9, 3, 10))]
 
 
 @pytest.fixture
-def accelerator(request: pytest.FixtureRequest):
+def accelerator():
     AcceleratorState._reset_state(reset_partial_state=True)
-    yield Accelerator(mixed_precision=getattr(request, "param", "no"), cpu=True)
+    yield Accelerator(cpu=True)
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def tiny_policy() -> nn.Module:
-    return load_policy(resolve_model("tiny:digits"), gradient_checkpointing=False)
+def tiny_policy(dtype: torch.dtype = torch.float32) -> nn.Module:
+    policy = load_policy(resolve_model("tiny:digits"), gradient_checkpointing=False)
+    compute_in(dtype, policy, Accelerator(cpu=True))
+    return policy
 
 
 def move(policy: nn.Module, seed: int) -> None:
@@ -90,14 +83,15 @@ def separate_model() -> nn.Module:
     return tiny_policy().double()
 
 
-def probabilities(weights: Weights, batch: MicroBatch) -> torch.Tensor:
+def probabilities(weights: Weights, batch: Pack) -> torch.Tensor:
     """Of a batch's tokens under a separate float64 model with these weights."""
     model = separate_model()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
-        softmax_TV = (model(batch.token_ids_BS).logits[0, :-1] / TEMPERATURE).softmax(-1)
-    return softmax_TV[torch.arange(len(softmax_TV)), batch.token_ids_BS[0, 1:]]
+        logits_SV = model(batch.token_ids_N[None]).logits[0]
+    softmax_TV = (logits_SV[len(PROMPT) - 1 :] / TEMPERATURE).softmax(-1)
+    return softmax_TV[torch.arange(len(softmax_TV)), batch.targets_M]
 
 
 def assert_is(reference: Reference, policy: nn.Module, references: list[Weights], tolerance: float = 1e-5) -> None:
@@ -107,12 +101,12 @@ def assert_is(reference: Reference, policy: nn.Module, references: list[Weights]
         torch.testing.assert_close(logprobs_BT[0].double(), mean_T.log(), atol=tolerance, rtol=0)
 
 
-@pytest.mark.parametrize("accelerator", ["no", "bf16"], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_follows_its_formula_step_by_step(accelerator: Accelerator, kind: str) -> None:
-    tolerance = 1e-5 if accelerator.mixed_precision == "no" else 0.1
+def test_each_kind_follows_its_formula_step_by_step(accelerator: Accelerator, kind: str, dtype: torch.dtype) -> None:
+    tolerance = 1e-5 if dtype == torch.float32 else 0.1
     config = ReferenceConfig(kind=kind, **KINDS[kind])
-    policy = accelerator.prepare(tiny_policy())
+    policy = accelerator.prepare(tiny_policy(dtype))
     reference = Reference(config, policy, accelerator, TEMPERATURE)
     expected, version_of_it = [weights64(policy)], 0
     assert_is(reference, policy, expected, tolerance)
@@ -136,10 +130,9 @@ def test_each_kind_follows_its_formula_step_by_step(accelerator: Accelerator, ki
         assert max((last.log() - other.log()).abs().max() for other in others) > 0.3
 
 
-@pytest.mark.parametrize("accelerator", ["bf16"], indirect=True)
 def test_in_bfloat16_each_snapshot_of_a_mixture_computes_with_its_own_weights(accelerator: Accelerator) -> None:
     config = ReferenceConfig(kind="mixture", every_steps=1, num_snapshots=2)
-    policy = accelerator.prepare(tiny_policy())
+    policy = accelerator.prepare(tiny_policy(torch.bfloat16))
     apart = [copy.deepcopy(accelerator.unwrap_model(policy))]
     reference = Reference(config, policy, accelerator, TEMPERATURE)
     move(policy, seed=1)
@@ -149,19 +142,17 @@ def test_in_bfloat16_each_snapshot_of_a_mixture_computes_with_its_own_weights(ac
     apart.append(copy.deepcopy(accelerator.unwrap_model(policy)))
     separate = []
     for model in apart:
-        with accelerator.autocast(), torch.no_grad():
+        with torch.no_grad():
             separate.append(token_logprobs(model, BATCHES[0], TEMPERATURE)[0].double().exp())
-    with accelerator.autocast():  # what encloses the call must not matter
-        token_logprobs(accelerator.unwrap_model(policy), BATCHES[0], TEMPERATURE)
-        (found_BT,) = reference.logprobs(policy, BATCHES[:1])
-        after_BT, _ = token_logprobs(accelerator.unwrap_model(policy), BATCHES[0], TEMPERATURE)
+    (found_BT,) = reference.logprobs(policy, BATCHES[:1])
+    after_BT, _ = token_logprobs(accelerator.unwrap_model(policy), BATCHES[0], TEMPERATURE)
     torch.testing.assert_close(found_BT.double(), ((separate[0] + separate[1]) / 2).log(), atol=1e-5, rtol=0)
     torch.testing.assert_close(after_BT.detach().double().exp(), separate[2], atol=1e-6, rtol=0)
     assert all((separate[i] - separate[i - 1]).abs().max() > 1e-2 for i in range(3))
 
 
 def test_a_moving_average_keeps_steps_that_bfloat16_would_lose(accelerator: Accelerator) -> None:
-    policy = tiny_policy().to(torch.bfloat16)
+    policy = tiny_policy(torch.bfloat16)
     expected = start = weights64(policy)
     reference = Reference(ReferenceConfig(kind="ema", every_steps=2, alpha=0.001), policy, accelerator, TEMPERATURE)
     move(policy, seed=1)
@@ -178,9 +169,25 @@ def test_a_moving_average_keeps_steps_that_bfloat16_would_lose(accelerator: Acce
     one = next(name for name in snapshot if name.endswith("ln_f.weight"))
     lost = start[one].bfloat16().lerp(now[one].bfloat16(), 0.001)
     assert torch.equal(lost, start[one].bfloat16())
-    assert policy(BATCHES[0].token_ids_BS).logits.dtype == torch.bfloat16
     assert torch.isfinite(reference.logprobs(policy, BATCHES)[0]).all()
-    assert {parameter.dtype for parameter in policy.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_bfloat16_copies_take_half_the_memory_and_change_no_logprob(
+    accelerator: Accelerator, tmp_path: Path, kind: str
+) -> None:
+    config, policy = ReferenceConfig(kind=kind, **KINDS[kind]), tiny_policy(torch.bfloat16)
+    reference = Reference(config, policy, accelerator, TEMPERATURE)
+    with torch.no_grad():
+        expected = [token_logprobs(policy, batch, TEMPERATURE)[0] for batch in BATCHES]
+    move(policy, seed=1)
+    found = reference.logprobs(policy, BATCHES)
+    assert all(torch.equal(*both) for both in zip(found, expected, strict=True))
+    (snapshot,) = reference._snapshots
+    size = sum(tensor.nbytes for tensor in snapshot.values())
+    assert size == sum(parameter.nbytes for parameter in policy.parameters()) // (1 if kind == "ema" else 2)
+    save_whole(reference.tensors(policy), tmp_path)
+    assert sum(tensor.nbytes for tensor in whole_tensors(tmp_path).values()) == size
 
 
 def test_only_the_parameters_that_match_are_refreshed(accelerator: Accelerator) -> None:
@@ -241,7 +248,7 @@ def test_a_resumed_reference_goes_on_as_if_it_had_not_stopped(
     whole = Reference(config, policy, accelerator, TEMPERATURE)
     for version, metrics in enumerate(METRICS, 1):
         if version == 7:
-            whole.save(tmp_path, policy)
+            save_whole(whole.tensors(policy), tmp_path)
             state = msgspec.json.decode(msgspec.json.encode(whole.state), type=ReferenceState)
             resumed = Reference(config, policy, accelerator, TEMPERATURE)  # of another policy than the first
             resumed.load(tmp_path, policy, state)
@@ -258,10 +265,12 @@ def test_a_resumed_reference_goes_on_as_if_it_had_not_stopped(
 def test_weights_of_another_policy_are_refused(accelerator: Accelerator, tmp_path: Path) -> None:
     config = ReferenceConfig(kind="fixed")
     saved = Reference(config, policy := tiny_policy(), accelerator, TEMPERATURE)
-    saved.save(tmp_path, policy)
+    save_whole(saved.tensors(policy), tmp_path)
     policy.transformer.wpe.requires_grad_(False)
     other = Reference(config, policy, accelerator, TEMPERATURE)
-    with pytest.raises(ConfigError, match=r"another policy: transformer\.wpe\.weight is trained in one and not in the"):
+    with pytest.raises(
+        ConfigError, match=r"another policy: it differs in transformer\.wpe\.weight; resume with the model"
+    ):
         other.load(tmp_path, policy, saved.state)
 
 

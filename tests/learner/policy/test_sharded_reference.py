@@ -8,6 +8,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
+from tests.learner.checkpoints import whole_tensors
 from tests.learner.policy.sharded_reference import follow, follow_sharded, load, move, note, odd_policy, save
 from tests.learner.policy.test_reference import KINDS
 from tests.learner.ranks import on_two_ranks
@@ -38,8 +39,7 @@ def test_two_ranks_have_the_reference_of_one_and_read_each_others_checkpoints(
     for name, logprobs_BT in expected.items():
         torch.testing.assert_close(found[name], logprobs_BT, atol=1e-5, rtol=0)
     for kind, policy in policies.items():
-        whole, of_two = load_file(tmp_path / "one" / kind / "reference-0.safetensors"), {}
-        of_two = load_file(tmp_path / "two" / kind / "reference-0.safetensors")
+        whole, of_two = (whole_tensors(tmp_path / ranks / kind) for ranks in ("one", "two"))
         assert whole.keys() == of_two.keys() and not any(".h.0." in name for name in whole)
         for name, tensor in whole.items():
             torch.testing.assert_close(of_two[name], tensor, atol=1e-6, rtol=0)

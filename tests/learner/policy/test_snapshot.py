@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from learner.policy.model import token_logprobs
+from learner.forward.logprobs import token_logprobs
 from learner.policy.snapshot import own_copy, seated, trainable
 from tests.learner.policy.test_reference import a_batch, move, tiny_policy
 
 
 def with_gradients(dtype: torch.dtype) -> torch.nn.Module:
-    policy = tiny_policy().to(dtype)
+    policy = tiny_policy(dtype)
     token_logprobs(policy, a_batch(), 1.0)[0].sum().backward()
     return policy
 
@@ -17,16 +17,17 @@ def with_gradients(dtype: torch.dtype) -> torch.nn.Module:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_and_accumulated_gradients_survive_a_pass(dtype: torch.dtype) -> None:
     policy = with_gradients(dtype)
-    snapshot = {name: own_copy(parameter, None) for name, parameter in trainable(policy).items()}
-    assert {tensor.dtype for tensor in snapshot.values()} == {torch.float32}
+    snapshot = {name: own_copy(parameter, None, dtype) for name, parameter in trainable(policy).items()}
     move(policy, seed=1)
     parameters = dict(policy.named_parameters())
     weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     gradients = {name: parameter.grad.clone() for name, parameter in parameters.items()}
     with seated(policy, snapshot):
         for name, parameter in policy.named_parameters():
-            assert torch.equal(parameter, snapshot[name].to(dtype)) and not torch.equal(parameter, weights[name])
-            assert parameter.dtype == dtype and parameter is parameters[name]
+            assert parameter.data_ptr() == snapshot[name].data_ptr() and not torch.equal(parameter, weights[name])
+        assert policy.lm_head.weight is policy.transformer.wte.weight
+    for name, parameter in policy.named_parameters(remove_duplicate=False):
+        assert parameter is parameters.get(name, policy.transformer.wte.weight)
     for name, parameter in policy.named_parameters():
         assert torch.equal(parameter, weights[name]) and torch.equal(parameter.grad, gradients[name])
 

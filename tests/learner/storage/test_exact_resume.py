@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 
 from learner.config import LearnerRun
 from learner.storage.checkpoint import find_checkpoint
+from tests.learner.checkpoints import tensors_of, weights_of
 from tests.learner.model_engine import tiny_server
-from tests.learner.mortal_learner import Death, Life, live
+from tests.learner.mortal_learner import Death, LateDeath, Life, live
 from tests.learner.ranks import two_places
 from tests.learner.test_train import batches_of, make_run, metrics_of, seeded
 
@@ -33,19 +34,14 @@ def newest_checkpoint(run: LearnerRun) -> Path:
     return checkpoint
 
 
-def tensors_of(run: LearnerRun) -> dict[str, torch.Tensor]:
-    """Everything in the newest checkpoint that is a tensor: policy, export, references, moments, generators."""
+def everything_in(run: LearnerRun) -> dict[str, torch.Tensor]:
+    """In the newest checkpoint that is a tensor: policy, export, references, moments, generators."""
     checkpoint = newest_checkpoint(run)
-    tensors = {
+    return tensors_of(checkpoint) | {
         f"{file.relative_to(checkpoint)}:{name}": tensor
         for file in checkpoint.rglob("*.safetensors")
         for name, tensor in load_file(file).items()
     }
-    moments = torch.load(checkpoint / "optimizer.bin", weights_only=True)["state"]
-    tensors |= {f"optimizer:{i}:{name}": value for i, by_name in moments.items() for name, value in by_name.items()}
-    for file in checkpoint.glob("random_states_*.pkl"):
-        tensors[file.name] = torch.load(file, weights_only=False)["torch_manual_seed"]
-    return tensors
 
 
 def losses_of(run: LearnerRun) -> list[dict[str, float]]:
@@ -55,7 +51,7 @@ def losses_of(run: LearnerRun) -> list[dict[str, float]]:
 
 
 def assert_ends_alike(run: LearnerRun, whole: LearnerRun) -> None:
-    tensors, expected = tensors_of(run), tensors_of(whole)
+    tensors, expected = everything_in(run), everything_in(whole)
     assert tensors.keys() == expected.keys()
     assert [name for name, tensor in tensors.items() if not torch.equal(tensor, expected[name])] == []
     assert newest_checkpoint(run).name == newest_checkpoint(whole).name
@@ -74,15 +70,19 @@ CASES = {
          "updates_per_batch": 2, "optimizer": {"learning_rate": 2e-3, "schedule": "linear", "warmup_steps": 2}},
         CONSUMED,
     ),
+    "every checkpoint but the first is cut short while the next step trains": (
+        {"reference": {"kind": "every", "every_steps": 2}, "kl": {"coef": 0.1}, "steps": 6, "checkpoint": {"every_steps": 2, "keep_last": 1}},
+        [LateDeath("shards written", 3), LateDeath("shards indexed", 2), LateDeath("model exported", 1)],
+    ),
     "ema, controlled KL": (
         {"reference": {"kind": "ema", "every_steps": 1, "alpha": 0.3},
          "kl": {"coef": 0.1, "schedule": "target", "target": 1e-4, "horizon_steps": 3}, "checkpoint": {"every_steps": 2, "keep_last": 1, "keep_best": 0}},
-        [Death("state saved"), Death("model exported"), Death("checkpoint named"), Death("old one removed"),
+        [Death("generators saved"), Death("copied"), Death("model exported"), Death("checkpoint named"), Death("old one removed"),
          Death("old one unnamed", 2)],
     ),
     "fixed, of which each checkpoint shares the file of the one before": (
         {"reference": {"kind": "fixed"}, "kl": {"coef": 0.1}, "checkpoint": {"every_steps": 1, "keep_last": 1}},
-        [Death("state saved", 2), Death("reference linked"), Death("checkpoint named"), Death("best one named", 2),
+        [Death("generators saved", 2), Death("reference linked"), Death("checkpoint named"), Death("best one named", 2),
          Death("old one removed")],
     ),
     "adaptive, active sampling, curriculum": (
@@ -95,14 +95,14 @@ CASES = {
     "mixture, adapter": (
         {"reference": {"kind": "mixture", "every_steps": 2, "num_snapshots": 2}, "kl": {"coef": 0.1},
          "lora": {"rank": 4}},
-        [Death("logged", 3), Death("state saved")],
+        [Death("logged", 3), Death("shards written"), Death("shards indexed", 2)],
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("learner", "deaths"), CASES.values(), ids=CASES.keys())
 def test_a_run_killed_again_and_again_ends_as_one_that_was_not(
-    tmp_path: Path, learner: dict[str, Any], deaths: list[Death]
+    tmp_path: Path, learner: dict[str, Any], deaths: list[Death | LateDeath]
 ) -> None:
     with tiny_server() as server:
         whole = a_run(tmp_path / "whole", server.endpoint, **learner)
@@ -130,7 +130,7 @@ def test_two_ranks_killed_after_a_step_and_in_a_checkpoint_end_as_two_that_were_
     tmp_path: Path, is_sharded: bool
 ) -> None:
     learner = {"reference": {"kind": "every", "every_steps": 2}, "kl": {"coef": 0.1}, "steps": 3}
-    in_checkpoint = "shards saved" if is_sharded else "state saved"
+    in_checkpoint = "shards written" if is_sharded else "copied"
     runs = []
     for name, deaths in (("whole", []), ("killed", [Death("consumed", 3), Death(in_checkpoint)])):
         with tiny_server() as server:
@@ -138,10 +138,10 @@ def test_two_ranks_killed_after_a_step_and_in_a_checkpoint_end_as_two_that_were_
             for i, death in enumerate([*deaths, None]):
                 live_as_two(runs[-1], death, resume=i > 0, is_sharded=is_sharded)
             pushed = server.engine.weights
-        saved = load_file(newest_checkpoint(runs[-1]) / "model.safetensors")
+        saved = weights_of(newest_checkpoint(runs[-1]))
         assert saved.keys() == pushed.keys()
         assert [weight for weight, tensor in saved.items() if not torch.equal(tensor, pushed[weight])] == []
-    killed, whole = map(tensors_of, reversed(runs))
+    killed, whole = map(everything_in, reversed(runs))
     assert killed.keys() == whole.keys() and "random_states_1.pkl" in whole
     for name, tensor in whole.items():
         torch.testing.assert_close(killed[name], tensor, atol=1e-6, rtol=0, msg=name)

@@ -143,19 +143,19 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> LearnerRun:
     return run
 
 
-@pytest.mark.parametrize("num_mib", [3, 5])
+@pytest.mark.parametrize(("num_mib", "num_left"), [(3, 1), (6, 2)])
 def test_a_run_without_room_for_a_checkpoint_ends_and_goes_on_as_if_nothing_had_been(
-    tmp_path: Path, mount: Disk, whole: LearnerRun, num_mib: int
+    tmp_path: Path, mount: Disk, whole: LearnerRun, num_mib: int, num_left: int
 ) -> None:
-    """A checkpoint takes 2 MiB."""
+    """A checkpoint takes 2.4 MiB. While it is written in the background, the ledger or the log may be the first to find no room."""
     with tiny_server() as server:
         run = a_run(tmp_path / "full", server.endpoint, **SETTINGS)
         run_dir = Path(run.run_dir)
         mount(run_dir, num_mib << 10)
         life = Life(run, resume=False)
         assert life.end() == 2, life.log
-        failed = f"step-00000{4 if num_mib == 3 else 5}"
-        assert re.search(rf"{failed}.* could not be written .*free some space.*--resume", error_of(life))
+        assert re.search(r"/run/.*(?:could not be written|full).*free.*space.*--resume", error_of(life))
+        assert len(complete_checkpoints(run_dir / "checkpoints")) == num_left
         assert set(complete_checkpoints(run_dir / "checkpoints")) == set((run_dir / "checkpoints").iterdir()) != set()
         mount(run_dir, 64 << 10)
         assert Life(run, resume=True).end() == 0

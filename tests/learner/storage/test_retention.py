@@ -17,6 +17,7 @@ from learner.storage.retention import prune
 from learner.train import train
 from protocol.errors import ConfigError
 from protocol.model_files import resolve_model
+from tests.learner.checkpoints import whole_tensors
 from tests.learner.model_engine import tiny_server
 from tests.learner.storage.test_exact_resume import assert_ends_alike
 from tests.learner.test_train import make_run, metrics_of, rows_of, seeded
@@ -29,7 +30,8 @@ def checkpoints(directory: Path, rewards: dict[int, float | None]) -> None:
         path.mkdir()
         state = CheckpointState(step=step, version=step, reference=None, kl_coef=0.0, reward_mean=reward)
         (path / STATE_FILE).write_bytes(msgspec.json.encode(state))
-        (path / "optimizer.bin").write_bytes(b"moments")
+        (path / "trained").mkdir()
+        (path / "trained/index.json").write_bytes(b"{}")
         (path / "model").mkdir()
         (path / "model/config.json").write_bytes(b"{}")
 
@@ -66,10 +68,10 @@ def test_the_newest_stay_whole_and_of_the_best_the_model(
 def test_a_better_one_takes_the_place_of_the_best_and_a_kill_in_between_is_made_good(tmp_path: Path) -> None:
     checkpoints(tmp_path, {10: 0.5, 20: 0.1})
     prune(tmp_path, 1, 1)
-    (tmp_path / "step-000010/optimizer.bin").write_bytes(b"left by a kill")
+    (tmp_path / "step-000010/trained").mkdir()
     checkpoints(tmp_path, {30: 0.4})
     prune(tmp_path, 1, 1)
-    assert not (tmp_path / "step-000010/optimizer.bin").exists() and steps_in(tmp_path) == [30]
+    assert not (tmp_path / "step-000010/trained").exists() and steps_in(tmp_path) == [30]
     checkpoints(tmp_path, {40: 0.7, 50: 0.1})
     prune(tmp_path, 1, 1)
     assert [best.score for best in best_models(tmp_path).values()] == [0.7] and steps_in(tmp_path) == [50]
@@ -138,7 +140,7 @@ def test_a_run_goes_on_from_any_of_the_newest_but_not_from_an_older_one(tmp_path
             train(whole, resume=True)
 
 
-@pytest.mark.parametrize("file", ["optimizer.bin", "reference-0.safetensors"])
+@pytest.mark.parametrize("file", ["trained/index.json", "trained/__0_0.distcp", "reference/__0_0.distcp"])
 def test_a_damaged_checkpoint_is_named_and_without_it_the_run_goes_on_from_the_one_before(
     tmp_path: Path, file: str
 ) -> None:
@@ -168,13 +170,15 @@ def test_a_fixed_reference_is_one_file_in_all_checkpoints_and_outlives_the_first
     with tiny_server() as server:
         run = a_run(tmp_path, server.endpoint, steps=5, learner=kl, keep_last=2, keep_best=0)
         train(run, resume=False)
-        four, five = (path / "reference-0.safetensors" for path in complete_checkpoints(checkpoints_of(run)))
+        four, five = (path / "reference" / "__0_0.distcp" for path in complete_checkpoints(checkpoints_of(run)))
         assert four.stat().st_ino == five.stat().st_ino and four.stat().st_nlink == 2, "that of step 2 is gone"
         train(a_run(tmp_path, server.endpoint, steps=6, learner=kl, keep_last=1, keep_best=0), resume=True)
-    (six,) = (path / "reference-0.safetensors" for path in complete_checkpoints(checkpoints_of(run)))
+    (six,) = (path / "reference" / "__0_0.distcp" for path in complete_checkpoints(checkpoints_of(run)))
     assert six.stat().st_nlink == 1
     began_with = load_file(resolve_model("tiny:digits") / "model.safetensors")
-    assert all(torch.equal(tensor, began_with[name]) for name, tensor in load_file(six).items())
+    kept = whole_tensors(six.parent)
+    assert kept.keys() == {f"0/{name}" for name in began_with}
+    assert all(torch.equal(kept[f"0/{name}"], tensor) for name, tensor in began_with.items())
 
 
 def test_where_files_cannot_be_linked_a_fixed_reference_is_written_again(
@@ -188,5 +192,5 @@ def test_where_files_cannot_be_linked_a_fixed_reference_is_written_again(
     with tiny_server() as server:
         run = a_run(tmp_path, server.endpoint, steps=3, learner=kl)
         train(run, resume=False)
-    two, three = (path / "reference-0.safetensors" for path in complete_checkpoints(checkpoints_of(run)))
+    two, three = (path / "reference" / "__0_0.distcp" for path in complete_checkpoints(checkpoints_of(run)))
     assert two.stat().st_ino != three.stat().st_ino and two.read_bytes() == three.read_bytes()

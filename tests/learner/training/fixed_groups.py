@@ -7,11 +7,11 @@ import msgspec
 import numpy as np
 import torch
 from accelerate import Accelerator
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from learner.config import LearnerRun
+from learner.forward.logprobs import sequence_logprobs
 from learner.material import Material
-from learner.policy.model import sequence_logprobs
-from learner.policy.snapshot import shared_out
 from learner.rollouts.scored_group import ScoredGroup
 from learner.training.trainee import Trainee, make_trainee
 from protocol.messages import Completion
@@ -41,7 +41,10 @@ def make_moved_trainee(run: LearnerRun, accelerator: Accelerator) -> Trainee:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in trainee.policy.parameters():
-            parameter.add_(shared_out(0.05 * torch.randn(parameter.shape, generator=generator), parameter))
+            change = 0.05 * torch.randn(parameter.shape, generator=generator)
+            if isinstance(parameter, DTensor):
+                change = distribute_tensor(change, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.add_(change)
     trainee.optimizer = torch.optim.SGD(trainee.policy.parameters(), lr=0.1)
     return trainee
 

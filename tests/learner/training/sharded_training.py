@@ -9,18 +9,21 @@ from pathlib import Path
 import msgspec
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 import learner.policy.published
+from learner.config import ReferenceConfig
+from learner.forward.logprobs import token_logprobs
+from learner.forward.pack import pack
 from learner.material import Material
-from learner.policy.model import load_policy, token_logprobs
+from learner.policy.model import load_policy
 from learner.policy.published import PublishedPolicy
-from learner.policy.snapshot import whole
-from learner.storage.checkpoint import Course, load_checkpoint, save_checkpoint
+from learner.policy.reference import Reference
+from learner.policy.snapshot import trainable, whole
+from learner.storage.checkpoint import load_checkpoint
 from learner.training.batch import trained_rows
 from learner.training.metrics import StepTimer
 from learner.training.ranks import my_batches
@@ -28,9 +31,9 @@ from learner.training.step import advantages, train_on
 from learner.training.survey import survey
 from learner.training.trainee import Trainee, make_trainee
 from protocol.errors import ParityError, RankFailed
+from tests.learner.checkpoints import save
 from tests.learner.training.fixed_groups import VERSION, make_groups, make_moved_trainee, make_run
 from tests.learner.training.gradients import CONFIGS, gradient_of
-from tests.learner.training.sharding import shard_on_cpu
 
 OBJECTIVES = ("grpo", "decoupled", "top entropy and bonus", "kl in the loss", "kl in the reward")
 STEPS = range(VERSION, VERSION + 4)
@@ -81,7 +84,7 @@ def train_and_save(accelerator: Accelerator, directory: Path) -> None:
         metrics.append(train_on(trainee, groups, version, StepTimer()))
         metrics[-1] |= trainee.after_step(version + 1, metrics[-1])
         if version == SAVED_AFTER:
-            save_checkpoint(trainee, directory, version, Course())
+            save(trainee, directory, version)
     tensors |= {f"last/{name}": tensor for name, tensor in weights_of(accelerator, trainee).items()}
     if accelerator.is_main_process:
         save_file(tensors, directory / "found.safetensors")
@@ -178,23 +181,42 @@ def count_bytes(accelerator: Accelerator) -> None:
 
 
 def compare_passes_in_bfloat16(accelerator: Accelerator) -> None:
-    """A survey's pass and a training pass must agree to the bit, or the first ratio is not 1."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    shard_on_cpu()
-    accelerator = Accelerator(mixed_precision="bf16")
+    """A survey's pass, the reference's and a training pass must agree to the bit, or the first ratio is not 1, nor the KL 0."""
     settings = CONFIGS["decoupled"] | {"micro_batch_tokens": 20}
     run = msgspec.structs.replace(make_run(**settings), dtype="bfloat16")
     trainee = make_moved_trainee(run, accelerator)
     groups = make_groups(trainee.policy, num_completions=3)
     rows = trained_rows(groups, advantages(groups, run.learner), run.learner)
-    batches = survey(trainee, my_batches(accelerator, rows, 20), StepTimer())
-    for batch in batches:
-        logprobs_BT, _ = token_logprobs(trainee.policy, batch, run.learner.sampling.temperature)
+    batches = survey(trainee, my_batches(accelerator, trainee.policy, rows, 20), StepTimer())
+    temperature = run.learner.sampling.temperature
+    reference = Reference(ReferenceConfig(kind="fixed"), trainee.policy, accelerator, temperature)
+    references = reference.logprobs(trainee.policy, [batch.pack for batch in batches])
+    for batch, reference_BT in zip(batches, references, strict=True):
+        logprobs_BT, _ = token_logprobs(trainee.policy, batch.pack, temperature)
         assert torch.equal(logprobs_BT, batch.proximal_logprobs_BT)
-    with accelerator.autocast():  # which on a CPU would have left these as they are, and on a GPU would not
-        assert not torch.is_autocast_enabled("cpu")
+        assert torch.equal(logprobs_BT, reference_BT)
     logprobs_BT.sum().backward()
     for parameter in trainee.policy.parameters():
         assert parameter.dtype == parameter.grad.dtype == torch.float32
     gradient = trainee.policy.transformer.h[0].mlp.c_fc.weight.grad
     assert not torch.equal(gradient, gradient.bfloat16().float()), "it was reduced in bfloat16"
+
+
+def pass_in_bfloat16(accelerator: Accelerator, model: Path, *, gradient_checkpointing: bool) -> dict[str, torch.Tensor]:
+    """Logprobs and gradients of a run in bfloat16, by which each rank computes the same rows."""
+    settings = {"gradient_checkpointing": gradient_checkpointing}
+    run = msgspec.structs.replace(make_run(**settings), model=str(model), dtype="bfloat16")
+    policy = make_trainee(Material(run), accelerator, is_new=True).policy
+    rows = torch.randint(1, 16, (3, 20), generator=torch.Generator().manual_seed(0)).numpy()
+    logprobs_BT, _ = token_logprobs(policy, pack([(row[:1], [row[1:]]) for row in rows], accelerator.device), 1.0)
+    accelerator.backward(logprobs_BT.sum())
+    gradients = {name: whole(parameter.grad) for name, parameter in trainable(accelerator.unwrap_model(policy)).items()}
+    return {"logprobs": logprobs_BT.detach()} | gradients
+
+
+def write_pass_in_bfloat16(accelerator: Accelerator, model: Path, path: Path) -> None:
+    found = pass_in_bfloat16(accelerator, model, gradient_checkpointing=False)
+    again = pass_in_bfloat16(accelerator, model, gradient_checkpointing=True)
+    assert all(torch.equal(again[name], tensor) for name, tensor in found.items())
+    if accelerator.is_main_process:
+        save_file(found, path)

@@ -1,15 +1,13 @@
-"""Rows to padded tensors and back: nothing is moved, dropped or trained twice."""
+"""Rows to tensors: nothing is moved, dropped or trained twice."""
 
 import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from learner.config import LearnerConfig
 from learner.rollouts.scored_group import ScoredGroup
-from learner.training.batch import Row, micro_batches, trained_rows
+from learner.training.batch import Row, micro_batch, trained_rows
 from protocol.messages import Completion
 
 CPU = torch.device("cpu")
@@ -29,10 +27,11 @@ def make_completion(token_ids: list[int], versions: list[tuple[int, int]] | None
     )
 
 
-def make_row(prompt: list[int], completion: Completion, advantage: float) -> Row:
+def make_row(prompt: list[int], completion: Completion, advantage: float, group: int = 0) -> Row:
     return Row(
         prompt_token_ids=np.array(prompt, np.int32),
         completion=completion,
+        group=group,
         place=0,
         advantage=advantage,
         weight=2 * advantage,
@@ -52,27 +51,32 @@ def make_group(slot: int = 0) -> ScoredGroup:
     )
 
 
-def test_index_t_belongs_to_token_t_plus_one() -> None:
-    row = make_row([5, 6, 7], make_completion([8, 9], [(1, 1), (2, 1)]), 0.5)
-    short = make_row([4], make_completion([3]), -0.5)
-    (batch,) = micro_batches([short, row], 100, CPU)
-    assert batch.token_ids_BS.tolist() == [[5, 6, 7, 8, 9], [4, 3, 0, 0, 0]]
-    assert batch.attention_mask_BS.tolist() == [[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]]
-    assert batch.mask_BT.tolist() == [[False, False, True, True], [True, False, False, False]]
-    assert batch.versions_BT.tolist() == [[-1, -1, 1, 2], [3, -1, -1, -1]]
-    torch.testing.assert_close(batch.behaviour_logprobs_BT[0], torch.tensor([0.0, 0.0, -0.08, -0.09]))
+def test_index_t_belongs_to_token_t_of_the_completion() -> None:
+    rows = [
+        make_row([5, 6, 7], make_completion([8, 9], [(1, 1), (2, 1)]), 0.5, group=0),
+        make_row([4], make_completion([3]), -0.5, group=1),
+    ]
+    batch = micro_batch(rows, CPU)
+    assert batch.pack.targets_M.tolist() == [8, 9, 3]
+    assert batch.mask_BT.tolist() == batch.pack.is_token_BT.tolist() == [[True, True], [True, False]]
+    assert batch.versions_BT.tolist() == [[1, 2], [3, -1]]
+    torch.testing.assert_close(batch.behaviour_logprobs_BT, torch.tensor([[-0.08, -0.09], [-0.03, 0.0]]))
     assert batch.advantages_B.tolist() == [0.5, -0.5] and batch.weights_B.tolist() == [1.0, -1.0]
 
 
-@given(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=20), st.integers(1, 80))
-def test_every_row_is_in_exactly_one_micro_batch_within_the_budget(lengths: list[tuple[int, int]], budget: int) -> None:
-    rows = [make_row([1] * p, make_completion([2 + i] * c), float(i)) for i, (p, c) in enumerate(lengths)]
-    batches = list(micro_batches(rows, budget, CPU))
-    seen = sorted(advantage for batch in batches for advantage in batch.advantages_B.tolist())
-    assert seen == [float(i) for i in range(len(rows))]
-    for batch in batches:
-        assert batch.token_ids_BS.numel() <= budget or len(batch.token_ids_BS) == 1
-    assert sum(int(batch.mask_BT.sum()) for batch in batches) == sum(c for _, c in lengths)
+def test_a_group_has_its_prompt_once_and_the_last_token_of_no_completion() -> None:
+    rows = [make_row([5, 6], make_completion(ids), 1.0) for ids in ([8, 9, 10], [11])]
+    rows.append(make_row([5, 6], make_completion([12, 13]), 1.0, group=1))
+    batch = micro_batch(rows, CPU)
+    assert batch.pack.token_ids_N.tolist() == [5, 6, 8, 9, 5, 6, 12]
+    assert batch.pack.positions_N.tolist() == [0, 1, 2, 3, 0, 1, 2]
+    assert batch.pack.predicting_M.tolist() == [1, 2, 3, 1, 5, 6], "token 1 predicts the first of both completions"
+
+
+def test_a_logprob_that_is_no_number_takes_its_token_out() -> None:
+    completion = make_completion([8, 9, 10])
+    completion.behaviour_logprobs[1] = np.nan
+    assert micro_batch([make_row([5], completion, 1.0)], CPU).mask_BT.tolist() == [[True, False, True]]
 
 
 def test_groups_without_signal_are_not_trained_on_but_counted_in_the_weights() -> None:
@@ -112,5 +116,5 @@ def test_truncated_completions_can_be_left_out_and_still_count_in_the_weights() 
 
 
 def test_without_rows_there_is_one_that_is_masked_out() -> None:
-    (batch,) = micro_batches([], 100, CPU)
-    assert batch.token_ids_BS.shape == (1, 2) and not batch.mask_BT.any()
+    batch = micro_batch([], CPU)
+    assert batch.mask_BT.shape == (1, 1) and not batch.mask_BT.any()

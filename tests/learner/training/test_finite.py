@@ -22,6 +22,7 @@ from learner.training.metrics import StepTimer
 from learner.training.step import train_on
 from learner.training.trainee import Trainee, make_trainee
 from protocol.model_files import resolve_model
+from tests.learner import checkpoints
 from tests.learner.model_engine import ModelEngine, tiny_server
 from tests.learner.ranks import on_two_ranks
 from tests.learner.test_train import make_run as make_whole_run
@@ -42,9 +43,9 @@ def weights_of(trainee: Trainee) -> dict[str, torch.Tensor]:
 
 
 def poison(trainee: Trainee) -> Any:
-    """From now on the logits of this rank are no numbers; the handle's `remove` ends it."""
-    head = trainee.accelerator.unwrap_model(trainee.policy).get_output_embeddings()
-    return head.register_forward_hook(lambda module, inputs, output: output * math.nan)
+    """From now on what this rank's layers compute are no numbers; the handle's `remove` ends it."""
+    norm = trainee.accelerator.unwrap_model(trainee.policy).transformer.ln_f
+    return norm.register_forward_hook(lambda module, inputs, output: output * math.nan)
 
 
 def is_unchanged(trainee: Trainee, before: dict[str, torch.Tensor]) -> bool:
@@ -159,7 +160,7 @@ def test_a_run_goes_on_after_a_skipped_step_and_pushes_and_saves_numbers_only(
     assert [line["optim/skipped_updates"] for line in metrics_of(run)] == [0, 1, 0, 0]
     assert [order.version for order in engine.orders] == [0, 1, 2, 3, 4]
     one, two, three, _ = [
-        load_file(path / "model.safetensors") for path in complete_checkpoints(Path(run.run_dir) / "checkpoints")
+        checkpoints.weights_of(path) for path in complete_checkpoints(Path(run.run_dir) / "checkpoints")
     ]
     assert all(torch.equal(one[name], two[name]) for name in one) and not all(
         torch.equal(two[name], three[name]) for name in two

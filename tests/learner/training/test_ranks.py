@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from protocol.config import to_toml
 from protocol.model_files import resolve_model
+from tests.learner.checkpoints import weights_of
 from tests.learner.forked_learner import end_of, start_learner
 from tests.learner.model_engine import ModelEngine, tiny_server
 from tests.learner.ranks import ALONE, two_places
@@ -77,8 +77,8 @@ def test_a_sharded_policy_is_pushed_beside_the_next_step_as_it_was_saved(tmp_pat
     push = {"overlap": True, "timeout_s": 20}
     checkpoint = {"every_steps": 4}
     _, pushed = run_ranks(tmp_path / "two", 2, is_sharded=True, max_staleness=2, push=push, checkpoint=checkpoint)
-    (weights,) = (tmp_path / "two").rglob("step-000004/model.safetensors")
-    for name, tensor in load_file(weights).items():
+    (checkpoint,) = (tmp_path / "two").rglob("step-000004")
+    for name, tensor in weights_of(checkpoint).items():
         assert torch.equal(pushed[name], tensor), name
 
 

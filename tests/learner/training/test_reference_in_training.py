@@ -9,10 +9,11 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from learner.material import Material
-from learner.storage.checkpoint import Course, find_checkpoint, load_checkpoint, save_checkpoint
+from learner.storage.checkpoint import find_checkpoint, load_checkpoint
 from learner.train import train
 from learner.training.trainee import make_trainee
 from protocol.errors import ConfigError
+from tests.learner.checkpoints import save, steps_of_moments
 from tests.learner.model_engine import tiny_server
 from tests.learner.test_train import make_run, metrics_of, seeded
 
@@ -24,8 +25,8 @@ RESETTING = {"kind": "every", "every_steps": 5, "reset_optimizer": True}
 def optimizer_steps_of(run: Any) -> set[int]:
     """How many steps the moments in the newest checkpoint have seen."""
     checkpoint = find_checkpoint(Path(run.run_dir) / "checkpoints")
-    optimizer = torch.load(checkpoint / "optimizer.bin", weights_only=True)
-    return {int(state["step"]) for state in optimizer["state"].values()}
+    assert checkpoint is not None
+    return steps_of_moments(checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,7 @@ def trainee_with(accelerator: Accelerator, tmp_path: Path, reference: dict | Non
 def test_a_checkpoint_of_another_kind_of_reference_is_refused(
     accelerator: Accelerator, tmp_path: Path, before: dict | None, now: dict | None
 ) -> None:
-    save_checkpoint(trainee_with(accelerator, tmp_path, before), tmp_path, 3, Course())
+    save(trainee_with(accelerator, tmp_path, before), tmp_path, 3)
     kinds = ["none" if settings is None else settings["kind"] for settings in (before, now)]
     with pytest.raises(ConfigError, match=f'a reference of kind "{kinds[0]}", learner.reference.kind is "{kinds[1]}"'):
         load_checkpoint(trainee_with(accelerator, tmp_path, now), tmp_path / "step-000003")

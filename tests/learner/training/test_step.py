@@ -20,6 +20,7 @@ from learner.training.metrics import StepTimer, group_metrics
 from learner.training.step import train_on
 from learner.training.trainee import make_trainee
 from protocol.messages import Completion
+from tests.learner.policy.plain import plain_logits
 from tests.learner.ranks import on_two_ranks
 from tests.learner.training.fixed_groups import MAX_TOKENS, VERSION, make_groups, make_moved_trainee, make_run
 from tests.learner.training.gradients import CONFIGS, all_gradients, gradient_of, write_gradients
@@ -41,7 +42,7 @@ def tell(model: torch.nn.Module, group: ScoredGroup, completion: Completion) -> 
     """Logprob and entropy of each token of a completion, alone and unpadded."""
     prompt = group.prompt_token_ids.tolist()
     tokens = torch.tensor(prompt + completion.token_ids.tolist())
-    logprobs_TV = model(tokens[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    logprobs_TV = plain_logits(model, tokens[None])[0, len(prompt) - 1 : -1].log_softmax(-1)
     entropy_T = -(logprobs_TV.exp() * logprobs_TV).sum(-1)
     return logprobs_TV.gather(1, tokens[len(prompt) :, None])[:, 0], entropy_T
 

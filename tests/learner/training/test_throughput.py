@@ -14,8 +14,8 @@ from accelerate.state import AcceleratorState
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from learner.forward.logprobs import sequence_logprobs
 from learner.policy.memory import shape_of
-from learner.policy.model import sequence_logprobs
 from learner.rewards.latency import Latencies
 from learner.train import train
 from learner.training.extremes import Extremes

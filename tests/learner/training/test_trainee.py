@@ -24,9 +24,13 @@ def test_a_policy_sharded_otherwise_than_by_fsdp2_is_refused(kind: DistributedTy
 
 @pytest.mark.parametrize(
     ("activation_checkpointing", "learner", "remedy"),
-    [(False, {"lora": {"rank": 4}}, "learner.lora.rank to 0"), (True, {}, "learner.gradient_checkpointing = true")],
+    [
+        (False, {"lora": {"rank": 4}}, "learner.lora.rank to 0"),
+        (False, {"optimizer": {"kind": "adamw_8bit"}}, 'learner.optimizer.kind to "adamw"'),
+        (True, {}, "learner.gradient_checkpointing = true"),
+    ],
 )
-def test_what_fsdp2_cannot_push_is_refused(activation_checkpointing: bool, learner: dict, remedy: str) -> None:
+def test_what_does_not_go_with_fsdp2_is_refused(activation_checkpointing: bool, learner: dict, remedy: str) -> None:
     plugin = SimpleNamespace(activation_checkpointing=activation_checkpointing)
     state = SimpleNamespace(fsdp_plugin=plugin)
     accelerator = SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=True, state=state)

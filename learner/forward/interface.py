@@ -1,0 +1,155 @@
+"""What transformers calls in the place of a mask and of an attention when a policy runs over a pack.
+
+    packed(model, pack): model(…) ─▶ pack_mask: a Ticket instead of a mask ─▶ each layer ─▶ pack_attention(ticket, q, k, v)
+
+Invariant: a model whose layers want anything of their attention that packing does not know raises Unpackable; it never computes
+something else in silence. logprobs.py then takes the padded way.
+
+Suffixes: N packed tokens, H heads, K key-value heads, D of a head.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from learner.forward.pack import Pack
+from learner.forward.parts import parts_of
+from learner.forward.tree_attention import Tree, TreeAttention
+from learner.forward.varlen_attention import varlen_attention
+
+NAME = "slipstream_pack"
+"""Of the attention, among those of transformers."""
+HARMLESS = {
+    "position_ids", "cache_position", "use_cache", "output_attentions", "output_router_logits", "is_causal", "layer_idx",
+    "dropout", "sliding_window",
+}  # fmt: skip
+"""What layers hand to their attention beside its arguments and which changes nothing here."""
+
+
+class Unpackable(RuntimeError):
+    """This model cannot run over a pack; the message says why."""
+
+
+class Pass(msgspec.Struct, frozen=True, eq=False):
+    """One forward pass over a pack."""
+
+    pack: Pack
+    layers: set[int] = msgspec.field(default_factory=set)
+    """The attention modules that came."""
+
+
+class Ticket(msgspec.Struct, frozen=True, eq=False):
+    """Goes through the model in the place of a mask, and so comes again where a layer is computed again in the backward pass."""
+
+    current: Pass
+    window: int | None
+    problem: str | None
+    """Why no layer may use it; some models make masks that none of their layers uses."""
+
+
+_current: ContextVar[Pass | None] = ContextVar("_current", default=None)
+
+
+def is_packed(model: PreTrainedModel) -> bool:
+    """Whether it runs over packs, and over nothing else; see settle.py."""
+    return model.config._attn_implementation == NAME
+
+
+@contextmanager
+def packed(model: PreTrainedModel, pack: Pack) -> Iterator[None]:
+    """Let the next pass of the model run over `pack`. Raises Unpackable if some of its layers went another way."""
+    current = Pass(pack)
+    token = _current.set(current)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+    expected = model.config.get_text_config().num_hidden_layers
+    if len(current.layers) < expected:
+        raise Unpackable(f"only {len(current.layers)} of its {expected} layers have an attention that can be packed")
+
+
+def pack_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., torch.Tensor],
+    local_size: int | None = None,
+    **_: object,
+) -> Ticket:
+    """Called once for each kind of layer in a pass; `local_size` is its sliding window."""
+    current = _current.get()
+    if current is None:
+        raise Unpackable("the model was called without a pack; compute its logprobs with token_logprobs")
+    problem = None
+    if (batch_size, q_length, kv_length) != (1, current.pack.num_tokens, current.pack.num_tokens):
+        problem = f"a mask of shape {(batch_size, q_length, kv_length)} for {current.pack.num_tokens} tokens"
+    elif not _is_causal(mask_function, local_size):
+        problem = "a mask that is neither causal nor a sliding window"
+    return Ticket(current, local_size, problem)
+
+
+def _is_causal(mask_function: Callable[..., torch.Tensor], window: int | None) -> bool:
+    """Ask the model's own function about pairs around its window: chunks (Llama 4) or blocks (images) answer otherwise."""
+    reach = window or 64
+    near = {0, 1, reach // 2, reach - 1, reach, reach + 1, 2 * reach, 3 * reach + 1}
+    queries_Q1 = torch.tensor(sorted(near)).unsqueeze(1)
+    keys_K = torch.tensor(sorted(near | {max(0, query - reach + offset) for query in near for offset in (-1, 0, 1)}))
+    zero = torch.zeros((), dtype=torch.long)
+    is_visible_QK = (keys_K <= queries_Q1) & (keys_K > queries_Q1 - (window or 1 << 40))
+    return torch.equal(mask_function(zero, zero, queries_Q1, keys_K).expand_as(is_visible_QK), is_visible_QK)
+
+
+def pack_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Ticket,
+    **wanted: Any,
+) -> tuple[torch.Tensor, None]:
+    """query (1, H, N, D), key and value (1, K, N, D) → (1, N, H, D). `wanted`: what the family asks of its attention besides."""
+    layer, scale, sinks_H = type(module).__name__, wanted.pop("scaling", None), wanted.pop("s_aux", None)
+    if not isinstance(attention_mask, Ticket):
+        raise Unpackable(f"{layer} has a mask of its own making, a {type(attention_mask).__name__}")
+    pack, window = attention_mask.current.pack, attention_mask.window
+    problem = attention_mask.problem or _problem(wanted, window, key.shape[2], pack.num_tokens)
+    if problem is not None:
+        raise Unpackable(f"{layer} has {problem}")
+    attention_mask.current.layers.add(id(module))
+    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    # The values of multi-head latent attention are narrower than its keys; kernels want one size.
+    values = nn.functional.pad(value, (0, query.shape[-1] - value.shape[-1]))
+    q_NHD, k_NKD, v_NKD = (x[0].transpose(0, 1) for x in (query, key, values))
+    if query.device.type == "cpu":
+        out_NHD = TreeAttention.apply(q_NHD, k_NKD, v_NKD, sinks_H, Tree(parts_of(pack, window), scale))
+    elif sinks_H is None:
+        out_NHD = varlen_attention(q_NHD, k_NKD, v_NKD, pack, window, scale)
+    else:
+        raise Unpackable(f"{layer} has attention sinks, which the kernel for {query.device.type} does not know")
+    return out_NHD[..., : value.shape[-1]].unsqueeze(0), None
+
+
+def _problem(wanted: dict[str, Any], window: int | None, num_keys: int, num_tokens: int) -> str | None:
+    """Why the attention that a layer wants is none of a pack."""
+    told_window = wanted.get("sliding_window")  # the mask's counts: not every family tells its layers' attention
+    if told_window and window not in (None, told_window):
+        return f"a window of {told_window}, and its mask one of {window}"
+    if wanted.get("dropout"):
+        return "dropout"
+    if wanted.get("is_causal") is False:
+        return "no causal order"
+    if num_keys != num_tokens:
+        return f"{num_keys} keys for {num_tokens} tokens"
+    unknown = sorted(name for name, value in wanted.items() if value is not None and name not in HARMLESS)
+    return ", ".join(unknown) or None
+
+
+AttentionInterface.register(NAME, pack_attention)
+AttentionMaskInterface.register(NAME, pack_mask)

@@ -1,0 +1,211 @@
+"""Named tensors in a directory, by torch.distributed.checkpoint (DCP): every rank writes what it has of them, in the background,
+and any number of ranks reads them again, sharded or not.
+
+    __<rank>_0.distcp    what one rank wrote, tensor after tensor
+    index.json           which part of which tensor lies where; the last to be written
+
+The index takes the place of DCP's own, a pickle, which would turn data into code. Between a checkpoint and what is trained.
+"""
+
+import warnings
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from learner.policy.snapshot import trainable
+from protocol.errors import ConfigError
+
+INDEX_FILE = "index.json"
+POLICY, OPTIMIZER = "policy/", "optimizer/"
+"""Begin the names of a parameter, and of what the optimizer keeps of it: `optimizer/<parameter>/<what>`."""
+
+Tensors = dict[str, torch.Tensor]
+
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # said to everyone who is one process
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """A box of a tensor, `sizes` from `offsets` on, and the bytes that hold it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    relative_path: str
+    offset: int
+    length: int
+
+    @property
+    def transform_descriptors(self) -> tuple[str, ...]:
+        """Asked for by DCP's reader: nothing is compressed."""
+        return ()
+
+
+class Kept(msgspec.Struct, frozen=True, kw_only=True):
+    """A tensor of the index."""
+
+    dtype: str
+    size: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    def empty(self, like: torch.Tensor | None) -> torch.Tensor:
+        """Room for it: lying, and shared out, as the tensor it belongs to if it has its shape."""
+        dtype = getattr(torch, self.dtype)
+        if like is not None and like.shape == self.size:
+            return torch.empty_like(like, dtype=dtype)
+        return torch.empty(self.size, dtype=dtype)
+
+
+Index = dict[str, Kept]
+
+
+class ShardWriter(dcp.FileSystemWriter):
+    """DCP's, with an index that anyone may read."""
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        places = {written.index: written.storage_data for of_rank in results for written in of_rank}
+        index = Index()
+        for name, tensor in metadata.state_dict_metadata.items():
+            assert isinstance(tensor, TensorStorageMetadata), f"{name} is no tensor"
+            parts = [(chunk, places[MetadataIndex(name, chunk.offsets)]) for chunk in tensor.chunks]
+            index[name] = Kept(
+                dtype=str(tensor.properties.dtype).removeprefix("torch."),
+                size=tuple(tensor.size),
+                parts=tuple(
+                    Part(
+                        offsets=tuple(chunk.offsets),
+                        sizes=tuple(chunk.sizes),
+                        relative_path=place.relative_path,
+                        offset=place.offset,
+                        length=place.length,
+                    )
+                    for chunk, place in parts
+                ),
+            )
+        Path(self.path, INDEX_FILE).write_bytes(msgspec.json.encode(index))
+
+
+class ShardReader(dcp.FileSystemReader):
+    """DCP's, for that index."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        index = read_index(Path(self.path))
+        return Metadata(
+            state_dict_metadata={
+                name: TensorStorageMetadata(
+                    properties=TensorProperties(dtype=getattr(torch, kept.dtype)),
+                    size=torch.Size(kept.size),
+                    chunks=[
+                        ChunkStorageMetadata(offsets=torch.Size(part.offsets), sizes=torch.Size(part.sizes))
+                        for part in kept.parts
+                    ],
+                )
+                for name, kept in index.items()
+            },
+            storage_data={
+                MetadataIndex(name, part.offsets): part for name, kept in index.items() for part in kept.parts
+            },
+        )
+
+
+def read_index(directory: Path) -> Index:
+    """Raises OSError, or RuntimeError if it is damaged."""
+    path = directory / INDEX_FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Index)
+    except msgspec.DecodeError as error:
+        raise RuntimeError(f"{path} is damaged: {error}") from error
+
+
+def begin_writing(
+    tensors: Tensors, directory: Path, group: dist.ProcessGroup | None, *, is_sharded: bool
+) -> Future[Any]:
+    """Copy the tensors to the host's memory, then write them in the background; see `written`.
+
+    Called by every rank that shares them, each with its shards, on a `group` that nothing else uses meanwhile; if they are not
+    sharded, by one rank alone.
+    """
+    saving = dcp.async_save(
+        dict(tensors), storage_writer=ShardWriter(directory), process_group=group, no_dist=not is_sharded
+    )
+    assert isinstance(saving, Future)
+    return saving
+
+
+def written(saving: Future[Any]) -> None:
+    """Wait until all ranks have written theirs; raises what stopped the first that failed."""
+    try:
+        saving.result()
+    except CheckpointException as failed:  # no Exception
+        error, _ = next(iter(failed.failures.values()))
+        raise error from None
+
+
+def read_into(tensors: Tensors, directory: Path) -> None:
+    """Fill the tensors in place, each rank its shards. Raises OSError or RuntimeError if the directory is damaged."""
+    try:
+        dcp.load(dict(tensors), storage_reader=ShardReader(directory), no_dist=True)
+    except CheckpointException as failed:
+        error, _ = next(iter(failed.failures.values()))
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+
+def trained(policy: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    """Return the parameters and what the optimizer keeps of each, as they lie in memory; a number as a tensor."""
+    tensors = {}
+    for name, parameter in trainable(policy).items():
+        tensors[f"{POLICY}{name}"] = parameter.detach()
+        for what, kept in optimizer.state.get(parameter, {}).items():
+            tensors[f"{OPTIMIZER}{name}/{what}"] = torch.as_tensor(kept)
+    return tensors
+
+
+def read_trained(policy: nn.Module, optimizer: torch.optim.Optimizer, directory: Path) -> None:
+    """Restore both in place. Raises ConfigError if they are of another model, OSError or RuntimeError if they are damaged.
+
+    The optimizer's settings are those of the config.
+    """
+    parameters, index = trainable(policy), read_index(directory)
+    tensors = {f"{POLICY}{name}": parameter.detach() for name, parameter in parameters.items()}
+    require_same(tensors, {name: kept for name, kept in index.items() if name.startswith(POLICY)}, directory)
+    states: dict[str, dict[str, Any]] = {}
+    for name, kept in index.items():
+        if name.startswith(OPTIMIZER):
+            of, _, what = name.removeprefix(OPTIMIZER).rpartition("/")
+            tensors[name] = states.setdefault(of, {})[what] = kept.empty(parameters[of].detach())
+    read_into(tensors, directory)
+    for kept_of in states.values():
+        for what, tensor in kept_of.items():
+            if tensor.dtype == torch.int64 and tensor.dim() == 0:  # AdamW8bit counts its steps in an int
+                kept_of[what] = tensor.item()
+    settings = optimizer.state_dict()["param_groups"]
+    name_of = {id(parameter): name for name, parameter in parameters.items()}
+    order = [name_of[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    state = {place: states[name] for place, name in enumerate(order) if name in states}
+    optimizer.load_state_dict({"state": state, "param_groups": settings})
+
+
+def require_same(tensors: Tensors, index: Index, directory: Path) -> None:
+    """Raise ConfigError unless the directory holds these, in these shapes."""
+    differing = sorted(tensors.keys() ^ index.keys()) or [
+        name for name, tensor in tensors.items() if tensor.shape != index[name].size
+    ]
+    if differing:
+        more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
+        raise ConfigError(
+            f"{directory} holds another policy: it differs in {differing[0].partition('/')[2]}{more}; resume with the model and the "
+            "learner.lora that wrote it"
+        )

@@ -1,0 +1,258 @@
+"""Writing a checkpoint while training goes on.
+
+    main thread, every rank    wait for the one before ─▶ copy what training changes next to the host's memory
+    beside it, every rank      its shards of policy, optimizer and reference (policy/shards.py)
+    then rank 0                the export ─▶ state.json ─▶ fsync ─▶ rename ─▶ what stays (retention.py)
+
+Invariant: at most one is under way, and a kill at any moment leaves the old checkpoints or the new one beside them.
+"""
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+import torch
+import torch.distributed as dist
+from accelerate.checkpointing import save_accelerator_state
+from accelerate.utils import broadcast
+
+from learner.policy.export import Export, copy_for_export
+from learner.policy.shards import begin_writing, trained, written
+from learner.storage.checkpoint import (
+    ASIDE,
+    CURRICULUM_FILE,
+    REFERENCE,
+    STATE_FILE,
+    TRAINED,
+    CheckpointState,
+    Course,
+    checkpoint_of,
+    remove_checkpoint,
+)
+from learner.storage.disk import DiskError, writing
+from learner.training.trainee import Trainee
+from protocol.errors import DeadlineExceeded, SlipstreamError
+
+log = logging.getLogger(__name__)
+
+WAIT_SLICE_S = 1.0
+
+
+class Draft(msgspec.Struct, frozen=True, kw_only=True):
+    """What rank 0 makes a checkpoint of; training changes nothing of it."""
+
+    path: Path
+    """Of the checkpoint to be."""
+    state: CheckpointState
+    course: Course
+    export: Export | None
+    shards: list[Future[Any]]
+
+    def write(self) -> float:
+        """Write it aside, make it durable, rename it into place; return the bytes that were written. Raises DiskError."""
+        aside = self.path.with_suffix(ASIDE)
+        try:
+            with writing(aside):
+                for saving in self.shards:
+                    written(saving)
+                if self.export is not None:
+                    self.export.write(aside)
+                if self.course.pass_rates is not None:
+                    (aside / CURRICULUM_FILE).write_bytes(msgspec.json.encode(self.course.pass_rates))
+                (aside / STATE_FILE).write_bytes(msgspec.json.encode(self.state))
+                num_bytes = make_durable(aside)
+                remove_checkpoint(self.path)
+                aside.rename(self.path)
+                _sync(self.path.parent)
+        except DiskError:
+            wait(self.shards)
+            shutil.rmtree(aside, ignore_errors=True)  # its space is needed for what else has to be written
+            raise
+        return num_bytes
+
+
+class CheckpointWriter:
+    """Of one run, on every rank, which all call the same at the same steps; a context that no checkpoint outlives."""
+
+    def __init__(self, trainee: Trainee, directory: Path) -> None:
+        self._trainee, self._directory = trainee, directory
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._under_way: Future[dict[str, float]] | None = None
+        self._path, self._begun_s = directory, 0.0
+        """Of the newest."""
+        self._metrics: dict[str, float] = {}
+        self._groups: list[dist.ProcessGroup | None] = [None, None]
+        if trainee.accelerator.num_processes > 1:  # what is said in the background must not mix with anything else
+            patience = timedelta(seconds=trainee.config.checkpoint.timeout_s)
+            self._groups = [dist.new_group(backend="gloo", timeout=patience) for _ in self._groups]
+
+    def begin(self, step: int, course: Course, earlier_step: int | None, when_complete: Callable[[], None]) -> None:
+        """Copy what the checkpoint of `step` holds and have it written. Raises DiskError, DeadlineExceeded.
+
+        `earlier_step`: of the checkpoint before, with which this one shares what never changes. `when_complete` is called on
+        rank 0 in the background.
+        """
+        begun_s = time.monotonic()
+        self.wait()
+        trainee, path = self._trainee, checkpoint_of(self._directory, step)
+        aside, is_main = path.with_suffix(ASIDE), trainee.accelerator.is_main_process
+        self._make_room(aside)
+        try:
+            with writing(aside):
+                save_accelerator_state(str(aside), [], [], [], [], trainee.accelerator.process_index, step=0)
+                keeps_reference = self._keeps_reference(aside, earlier_step)
+        except DiskError:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
+        trainee.accelerator.wait_for_everyone()
+        export = self._export()
+        shards = self._begin_shards(aside, with_reference=not keeps_reference)
+        state = CheckpointState(
+            step=step,
+            version=step,
+            reference=None if trainee.reference is None else trainee.reference.state,
+            kl_coef=trainee.kl_coef,
+            reward_mean=course.reward_mean,
+        )
+        draft = Draft(path=path, state=state, course=course, export=export, shards=shards)
+        self._path, self._begun_s = path, begun_s
+        stall_s = time.monotonic() - begun_s
+        work = (_complete, draft, begun_s, stall_s, when_complete) if is_main else (_accompany, shards)
+        self._under_way = self._thread.submit(*work)
+
+    def take_metrics(self) -> dict[str, float]:
+        """What a checkpoint that was completed since the last call took. Raises, on every rank, what stopped it."""
+        with self._trainee.published.led():
+            if self._under_way is not None and self._under_way.done() and self._trainee.accelerator.is_main_process:
+                self._await()
+        taken, self._metrics = self._metrics, {}
+        return taken
+
+    def wait(self) -> None:
+        """Until none is under way. Raises, on every rank, what stopped it, and DeadlineExceeded."""
+        with self._trainee.published.led():
+            if self._trainee.accelerator.is_main_process:
+                self._await()
+        self._await()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """The one under way survives an error that ends the run, but nobody waits for it who wants to stop now."""
+        if kind is None or not issubclass(kind, KeyboardInterrupt):
+            try:
+                self._await()
+            except (SlipstreamError, OSError, RuntimeError) as its_error:
+                log.warning("%s was not completed: %s", self._path, its_error)
+        self._thread.shutdown(wait=False)
+
+    def _await(self) -> None:
+        if self._under_way is None:
+            return
+        timeout_s = self._trainee.config.checkpoint.timeout_s
+        while not wait([self._under_way], WAIT_SLICE_S).done:
+            self._trainee.published.still_waiting()
+            if time.monotonic() - self._begun_s > timeout_s:
+                raise DeadlineExceeded(
+                    f"{self._path} was not written within {timeout_s:g} s; write to a faster disk, save less often "
+                    "(learner.checkpoint.every_steps), or raise learner.checkpoint.timeout_s"
+                )
+        finished, self._under_way = self._under_way, None
+        self._metrics |= finished.result()
+
+    def _make_room(self, aside: Path) -> None:
+        with writing(self._directory):
+            if self._trainee.accelerator.is_main_process:
+                for left_over in self._directory.glob(f"step-*{ASIDE}"):
+                    shutil.rmtree(left_over)
+                aside.mkdir(parents=True)
+        self._trainee.accelerator.wait_for_everyone()
+
+    def _keeps_reference(self, aside: Path, earlier_step: int | None) -> bool:
+        """What never changes is files under several names, which are there as long as one of them is."""
+        accelerator, reference, is_linked = self._trainee.accelerator, self._trainee.reference, False
+        if reference is None or not reference.never_changes or earlier_step is None:
+            return False
+        if accelerator.is_main_process:
+            try:
+                _link_all(checkpoint_of(self._directory, earlier_step) / REFERENCE, aside / REFERENCE)
+                is_linked = True
+            except OSError as error:  # a file system without links, or somebody has removed the one before
+                log.info("the reference is written once more: %s", error)
+                shutil.rmtree(aside / REFERENCE, ignore_errors=True)
+        return bool(broadcast(torch.tensor([is_linked], device=accelerator.device)))
+
+    def _export(self) -> Export | None:
+        trainee, export = self._trainee, None
+        if trainee.config.checkpoint.export_model:
+            with trainee.published.led():
+                if trainee.accelerator.is_main_process:
+                    export = copy_for_export(trainee.published, trainee.run, trainee.model_path)
+        return export
+
+    def _begin_shards(self, aside: Path, *, with_reference: bool) -> list[Future[Any]]:
+        """Of what every rank holds the whole of, rank 0 writes it."""
+        trainee, accelerator = self._trainee, self._trainee.accelerator
+        if not (accelerator.is_fsdp2 or accelerator.is_main_process):
+            return []
+        policy, is_sharded = accelerator.unwrap_model(trainee.policy), accelerator.is_fsdp2
+        rooms = {TRAINED: trained(policy, trainee.optimizer)}
+        if trainee.reference is not None and with_reference:
+            rooms[REFERENCE] = trainee.reference.tensors(policy)
+        return [
+            begin_writing(tensors, aside / room, group, is_sharded=is_sharded)
+            for (room, tensors), group in zip(rooms.items(), self._groups, strict=False)
+        ]
+
+
+def _complete(draft: Draft, begun_s: float, stall_s: float, when_complete: Callable[[], None]) -> dict[str, float]:
+    num_bytes = draft.write()
+    when_complete()
+    return {
+        "checkpoint/seconds": time.monotonic() - begun_s,
+        "checkpoint/stall_seconds": stall_s,
+        "checkpoint/bytes": num_bytes,
+    }
+
+
+def _accompany(shards: list[Future[Any]]) -> dict[str, float]:
+    for saving in shards:
+        written(saving)
+    return {}
+
+
+def make_durable(directory: Path) -> float:
+    """Return the bytes of the files that are not another checkpoint's too."""
+    num_bytes = 0.0
+    for path in directory.rglob("*"):
+        _sync(path)
+        status = path.stat()
+        if path.is_file() and status.st_nlink == 1:
+            num_bytes += status.st_size
+    _sync(directory)
+    return num_bytes
+
+
+def _link_all(directory: Path, into: Path) -> None:
+    into.mkdir()
+    for path in directory.iterdir():
+        os.link(path, into / path.name)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

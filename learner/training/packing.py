@@ -1,0 +1,111 @@
+"""Which rows go together: a step's rows to ranks and micro-batches, so that every prompt is computed as seldom as possible.
+
+    rows ─▶ pieces: a group's rows, cut where they exceed the budget ─▶ ranks, evened out by arithmetic ─▶ micro-batches
+
+Between rows (batch.py) and the forward pass. Invariant: every row is in exactly one micro-batch of one rank, and every rank that
+calls share_out with the same rows gets the same answer.
+"""
+
+import heapq
+import math
+from collections.abc import Sequence
+from itertools import groupby
+
+import msgspec
+
+from learner.training.batch import Row
+
+Piece = list[Row]
+"""Rows of one group that share one computation of their prompt."""
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """How rows lie in a forward pass, and what a pass over them costs."""
+
+    max_tokens: int
+    """Of a micro-batch; a longer row goes alone."""
+    is_packed: bool
+    """Otherwise every row is padded to the longest of its micro-batch, and has its prompt for itself."""
+    pair_cost: float
+    """Arithmetic of a (query, key) pair of the attention, in that of a token through everything else."""
+
+    def cost(self, piece: Piece) -> float:
+        """Of a piece's forward pass, in tokens."""
+        prompt = len(piece[0].prompt_token_ids)
+        lengths = [len(row.completion.token_ids) for row in piece]
+        num_pairs = prompt**2 / 2 + sum(length * (prompt + length / 2) for length in lengths)
+        return prompt + sum(lengths) + self.pair_cost * num_pairs
+
+
+def pieces_of(rows: Sequence[Row], layout: Layout) -> list[Piece]:
+    """Whole groups as far as they fit into a micro-batch; without packing each row by itself."""
+    if not layout.is_packed:
+        return [[row] for row in rows]
+    pieces: list[Piece] = []
+    for _, rows_G in groupby(rows, key=lambda row: row.group):
+        piece: Piece = []
+        for row in rows_G:
+            if piece and num_tokens([*piece, row]) > layout.max_tokens:
+                pieces.append(piece)
+                piece = []
+            piece.append(row)
+        pieces.append(piece)
+    return pieces
+
+
+def num_tokens(piece: Piece) -> int:
+    return len(piece[0].prompt_token_ids) + sum(len(row.completion.token_ids) for row in piece)
+
+
+def share_out(rows: Sequence[Row], num_ranks: int, layout: Layout) -> list[list[Piece]]:
+    """Each rank's pieces, of as even a cost as can be: the dearest first, each to the rank that has least (LPT, Graham 1969).
+
+    A piece that is dearer than a rank's even share is halved, at the price of its prompt.
+    """
+    pieces = pieces_of(rows, layout)
+    if num_ranks == 1:
+        return [pieces]
+    fair = sum(map(layout.cost, pieces)) / num_ranks
+    pieces = [part for piece in pieces for part in _halved(piece, fair, layout)]
+    ranks: list[list[Piece]] = [[] for _ in range(num_ranks)]
+    loads = [(0.0, rank) for rank in range(num_ranks)]
+    for piece in sorted(pieces, key=layout.cost, reverse=True):
+        load, rank = heapq.heappop(loads)
+        ranks[rank].append(piece)
+        heapq.heappush(loads, (load + layout.cost(piece), rank))
+    return ranks
+
+
+def _halved(piece: Piece, most: float, layout: Layout) -> list[Piece]:
+    if len(piece) == 1 or layout.cost(piece) <= most:
+        return [piece]
+    middle = math.ceil(len(piece) / 2)
+    return [*_halved(piece[:middle], most, layout), *_halved(piece[middle:], most, layout)]
+
+
+def cut(pieces: Sequence[Piece], layout: Layout) -> list[list[Row]]:
+    """The rows of each micro-batch, the longest pieces first, each into the first that has room for it."""
+    if not layout.is_packed:
+        return _cut_padded([row for piece in pieces for row in piece], layout.max_tokens)
+    batches: list[list[Row]] = []
+    room: list[int] = []
+    for piece in sorted(pieces, key=num_tokens, reverse=True):
+        needed = num_tokens(piece)
+        place = next((i for i, free in enumerate(room) if free >= needed), None)
+        if place is None:
+            batches.append(list(piece))
+            room.append(layout.max_tokens - needed)
+        else:
+            batches[place] += piece
+            room[place] -= needed
+    return batches
+
+
+def _cut_padded(rows: list[Row], max_tokens: int) -> list[list[Row]]:
+    rows = sorted(rows, key=lambda row: row.num_tokens, reverse=True)
+    batches: list[list[Row]] = []
+    while rows:
+        count = max(1, max_tokens // rows[0].num_tokens)
+        batches.append(rows[:count])
+        rows = rows[count:]
+    return batches

@@ -1,0 +1,54 @@
+"""Checkpoints written and read in one go, for tests of what is in them."""
+
+from pathlib import Path
+
+import torch
+from accelerate.utils.other import load
+
+from learner.policy.shards import OPTIMIZER, POLICY, begin_writing, read_index, read_into, written
+from learner.storage.checkpoint import Course
+from learner.storage.writer import CheckpointWriter
+from learner.training.trainee import Trainee
+
+
+def save(trainee: Trainee, directory: Path, step: int) -> Path:
+    """Called by every rank; returns when it is complete."""
+    with CheckpointWriter(trainee, directory) as writer:
+        writer.begin(step, Course(), None, lambda: None)
+        writer.wait()
+    return directory / f"step-{step:06d}"
+
+
+def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """All that is trained, the moments, the reference's snapshots and the generators."""
+    tensors = {}
+    for room in ("trained", "reference"):
+        if (checkpoint / room).exists():
+            found = whole_tensors(checkpoint / room)
+            tensors |= {f"{room}:{name}": tensor for name, tensor in found.items()}
+    for file in checkpoint.glob("random_states_*.pkl"):
+        tensors[file.name] = load(file)["torch_manual_seed"]
+    return tensors
+
+
+def weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """What is trained, by the names of the parameters."""
+    found = whole_tensors(checkpoint / "trained")
+    return {name.removeprefix(POLICY): tensor for name, tensor in found.items() if name.startswith(POLICY)}
+
+
+def steps_of_moments(checkpoint: Path) -> set[int]:
+    """How many steps the moments have seen."""
+    found = whole_tensors(checkpoint / "trained")
+    return {int(tensor) for name, tensor in found.items() if name.startswith(OPTIMIZER) and name.endswith("/step")}
+
+
+def save_whole(tensors: dict[str, torch.Tensor], directory: Path) -> None:
+    """Of one process."""
+    written(begin_writing(tensors, directory, None, is_sharded=False))
+
+
+def whole_tensors(directory: Path) -> dict[str, torch.Tensor]:
+    tensors = {name: kept.empty(None) for name, kept in read_index(directory).items()}
+    read_into(tensors, directory)
+    return tensors

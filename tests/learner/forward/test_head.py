@@ -1,0 +1,107 @@
+"""Logprobs and entropies in tiles against whole logits in float64, values and gradients."""
+
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from learner.forward import head
+from learner.forward.head import HeadLogprobs, LogitMap, Reading
+
+MAPS = {"none": LogitMap(), "scaled": LogitMap(scale=0.25), "soft cap": LogitMap(scale=1.5, cap=3.0)}
+
+
+def inputs(num_rows: int, vocab_size: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    """hidden_ME, weight_VE, bias_V, targets_M: targets in the first and the last column, too."""
+    torch.manual_seed(0)
+    hidden, weight, bias = torch.randn(num_rows, 16), torch.randn(vocab_size, 16), torch.randn(vocab_size)
+    leaves = [x.to(dtype).requires_grad_() for x in (hidden, weight, bias)]
+    targets = torch.randint(0, vocab_size, (num_rows,))
+    targets[:2] = torch.tensor([0, vocab_size - 1])
+    return [*leaves, targets]
+
+
+def whole(hidden_ME, weight_VE, bias_V, targets_M, reading: Reading) -> tuple[torch.Tensor, torch.Tensor]:
+    logits_MV = reading.logit_map.scale * (hidden_ME @ weight_VE.T + (0 if bias_V is None else bias_V))
+    if reading.logit_map.cap is not None:
+        logits_MV = reading.logit_map.cap * torch.tanh(logits_MV / reading.logit_map.cap)
+    logprobs_MV = (logits_MV / reading.temperature).log_softmax(-1)
+    return logprobs_MV.gather(1, targets_M[:, None])[:, 0], -(logprobs_MV.exp() * logprobs_MV).sum(-1)
+
+
+@pytest.mark.parametrize("vocab_size", [7, 8192, 20_000])
+@pytest.mark.parametrize("logit_map", MAPS.values(), ids=MAPS)
+@pytest.mark.parametrize("entropy", ["none", "value", "gradient"])
+def test_tiles_add_up_to_the_whole(
+    monkeypatch: pytest.MonkeyPatch, vocab_size: int, logit_map: LogitMap, entropy
+) -> None:
+    monkeypatch.setitem(head.TILE_LOGITS, "cpu", 5 * min(vocab_size, head.TILE_COLUMNS))  # five rows a tile
+    hidden, weight, bias, targets = inputs(13, vocab_size)
+    reading = Reading(logit_map, 0.7, entropy)
+    found, found_entropy = HeadLogprobs.apply(hidden, weight, bias, targets, reading)
+    right, right_entropy = whole(hidden, weight, bias, targets, reading)
+    torch.testing.assert_close(found, right, atol=1e-12, rtol=1e-12)
+    use = torch.linspace(-1, 1, 13, dtype=torch.float64)
+    loss, right_loss = (use * found.exp()).sum(), (use * right.exp()).sum()
+    if entropy == "none":
+        assert found_entropy is None
+    else:
+        torch.testing.assert_close(found_entropy, right_entropy, atol=1e-11, rtol=1e-11)
+    if entropy == "gradient":
+        loss, right_loss = loss + (use * found_entropy).sum(), right_loss + (use * right_entropy).sum()
+    elif entropy == "value":
+        assert not found_entropy.requires_grad
+    leaves = (hidden, weight, bias)
+    for mine, theirs in zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(right_loss, leaves), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-11, rtol=1e-10)
+
+
+def test_what_needs_no_gradient_gets_none() -> None:
+    hidden, weight, _, targets = inputs(3, 20, torch.float32)
+    logprobs, _ = HeadLogprobs.apply(hidden, weight.detach(), None, targets, Reading(LogitMap(), 1.0, "none"))
+    logprobs.sum().backward()
+    assert hidden.grad is not None and weight.grad is None
+
+
+def test_logits_far_apart_stay_finite() -> None:
+    hidden, weight, _, targets = inputs(3, 20_000, torch.float32)
+    logprobs, entropy = HeadLogprobs.apply(
+        1e4 * hidden.detach(), weight, None, targets, Reading(LogitMap(), 1.0, "gradient")
+    )
+    (logprobs.sum() + entropy.sum()).backward()
+    assert torch.isfinite(logprobs).all() and torch.isfinite(entropy).all() and torch.isfinite(weight.grad).all()
+
+
+def test_products_in_bfloat16_are_added_up_in_float32() -> None:
+    """As many tiles as there are: the gradient of a weight is off by one rounding, not by one for each tile."""
+    hidden, weight, _, targets = inputs(4096, 9000, torch.bfloat16)
+    reading = Reading(LogitMap(), 1.0, "none")
+    HeadLogprobs.apply(hidden, weight, None, targets, reading)[0].sum().backward()
+    right = torch.autograd.grad(whole(hidden.double(), weight.double(), None, targets, reading)[0].sum(), weight)[0]
+    error = (weight.grad.double() - right.double()).norm() / right.double().norm()
+    assert error < 0.01 and math.isfinite(error)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Of all that is made while it is on."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                self.num_elements = max(self.num_elements, tensor.numel())
+        return out
+
+
+def test_no_tensor_of_rows_times_vocabulary_is_ever_made() -> None:
+    hidden, weight, _, targets = inputs(2000, 20_000, torch.float32)
+    with LargestTensor() as largest:
+        logprobs, entropy = HeadLogprobs.apply(hidden, weight, None, targets, Reading(LogitMap(), 0.7, "gradient"))
+        (logprobs.sum() + entropy.sum()).backward()
+    assert largest.num_elements <= head.TILE_LOGITS["cpu"] < 2000 * 20_000 / 8
+    with LargestTensor() as largest:
+        whole(hidden, weight, None, targets, Reading(LogitMap(), 0.7, "gradient"))
+    assert largest.num_elements == 2000 * 20_000, "it would be seen"

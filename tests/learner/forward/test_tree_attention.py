@@ -1,0 +1,106 @@
+"""Attention over the parts of a pack against one dense mask, in float64, forward and backward."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from learner.forward.pack import Pack, Segment, pack
+from learner.forward.parts import parts_of
+from learner.forward.tree_attention import Tree, TreeAttention
+
+HEADS, KEY_HEADS, DIM = 4, 2, 8
+
+
+def a_pack() -> Pack:
+    """Prompts of one length and of others, completions of none to hundreds of tokens, many of nearly one length."""
+    rng = np.random.default_rng(0)
+    shapes = [(5, (1, 7, 3)), (1, (4, 4)), (13, (30, 2, 12, 12, 300)), (350, (1, 9, 18, 19)), (13, (6,)), (8, (1, 1))]
+    shapes += [(40, tuple(rng.integers(1, 40, 12).tolist()))] * 3
+    return pack([(np.zeros(p, int), [np.zeros(c, int) for c in cs]) for p, cs in shapes], torch.device("cpu"))
+
+
+def a_trie() -> Pack:
+    """Branches that branch again, as turns of an episode do."""
+    root, left, right = Segment(0, 6, 0, 29), Segment(6, 3, 6, 20), Segment(20, 9, 6, 29)
+    twigs = (Segment(9, 5, 9, 14), Segment(14, 6, 9, 20))
+    segments = (root, left, *twigs, right)
+    positions_N = torch.cat([segment.position + torch.arange(segment.length) for segment in segments])
+    none = torch.zeros(0, dtype=torch.long)
+    return Pack(
+        token_ids_N=positions_N, positions_N=positions_N, predicting_M=none, targets_M=none, is_token_BT=none,
+        segments=segments, paths_B=((root, left, twigs[0]), (root, left, twigs[1]), (root, right)),
+    )  # fmt: skip
+
+
+def visible(batch: Pack, window: int | None) -> torch.Tensor:
+    """is_visible_NN: of its own path, what stands before it, as far as the window reaches."""
+    is_visible_NN = torch.zeros(batch.num_tokens, batch.num_tokens, dtype=torch.bool)
+    for path in batch.paths_B:
+        rows = torch.cat([torch.from_numpy(segment.rows) for segment in path])
+        distance_SS = torch.arange(len(rows))[:, None] - torch.arange(len(rows))
+        is_seen_SS = (distance_SS >= 0) & (distance_SS < (window or 1 << 40))
+        is_visible_NN[rows[:, None], rows] |= is_seen_SS
+    return is_visible_NN
+
+
+def dense(q_NHD, k_NKD, v_NKD, sinks_H, is_visible_NN, scale):
+    k_NHD, v_NHD = (x.repeat_interleave(HEADS // KEY_HEADS, 1) for x in (k_NKD, v_NKD))
+    scores_HNN = torch.einsum("qhd,khd->hqk", q_NHD, k_NHD) * scale
+    scores_HNN = scores_HNN.masked_fill(~is_visible_NN, -math.inf)
+    if sinks_H is not None:
+        scores_HNN = torch.cat([scores_HNN, sinks_H[:, None, None].expand(-1, len(q_NHD), 1)], 2)
+    return torch.einsum("hqk,khd->qhd", scores_HNN.softmax(2)[..., : len(k_NHD)], v_NHD)
+
+
+@pytest.mark.parametrize("make", [a_pack, a_trie])
+@pytest.mark.parametrize("window", [None, 1, 5, 100, 400])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_it_is_the_softmax_over_what_a_token_sees_of_its_own_sequence(
+    make, window: int | None, has_sinks: bool
+) -> None:
+    batch = make()
+    torch.manual_seed(0)
+    leaves = [torch.randn(batch.num_tokens, heads, DIM, dtype=torch.float64) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
+    leaves = [leaf.requires_grad_() for leaf in (*leaves, torch.randn(HEADS, dtype=torch.float64))]
+    sinks_H = leaves[3] if has_sinks else None
+    grad_NHD = torch.randn(batch.num_tokens, HEADS, DIM, dtype=torch.float64)
+    found_NHD = TreeAttention.apply(*leaves[:3], sinks_H, Tree(parts_of(batch, window), 0.3))
+    right_NHD = dense(*leaves[:3], sinks_H, visible(batch, window), 0.3)
+    torch.testing.assert_close(found_NHD, right_NHD, atol=1e-12, rtol=0)
+    used = leaves if has_sinks else leaves[:3]
+    for found, right in zip(
+        torch.autograd.grad(found_NHD, used, grad_NHD), torch.autograd.grad(right_NHD, used, grad_NHD), strict=True
+    ):
+        torch.testing.assert_close(found, right, atol=1e-11, rtol=0)
+
+
+@pytest.mark.parametrize("make", [a_pack, a_trie])
+@pytest.mark.parametrize("window", [None, 5, 100])
+def test_every_visible_pair_is_in_exactly_one_part_and_first_parts_come_first(make, window: int | None) -> None:
+    batch = make()
+    counts_NN = torch.zeros(batch.num_tokens, batch.num_tokens, dtype=torch.long)
+    written_N = torch.zeros(batch.num_tokens, dtype=torch.bool)
+    for part in parts_of(batch, window):
+        assert not written_N[part.rows].any() if part.is_first else written_N[part.rows].all()
+        written_N[part.rows] = True
+        for i in range(len(part.queries_nQ)):
+            num_queries, num_keys = part.queries_nQ.shape[1], part.keys_nK.shape[1]
+            is_seen_QK = torch.ones(num_queries, num_keys, dtype=torch.bool)
+            if part.is_causal:
+                is_seen_QK = is_seen_QK.tril()
+            bias = part.bias(torch.float32)
+            if bias is not None:
+                is_seen_QK &= bias[0, 0] == 0
+            if part.is_real_nQ is not None:
+                is_seen_QK &= part.is_real_nQ[i][:, None]
+            counts_NN.index_put_(
+                (part.queries_nQ[i][:, None], part.keys_nK[i][None]), is_seen_QK.long(), accumulate=True
+            )
+    assert torch.equal(counts_NN, visible(batch, window).long())
+
+
+def test_masks_are_made_only_where_a_window_is_shorter_than_a_sequence() -> None:
+    assert all(part.band is None for part in parts_of(a_pack(), None) + parts_of(a_pack(), 400))
+    assert any(part.band is not None for part in parts_of(a_pack(), 100))

@@ -1,0 +1,126 @@
+"""The optimizer against the formula of AdamW."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch import nn
+from transformers import AutoConfig
+
+from learner.config import OptimizerConfig
+from learner.material import Material
+from learner.policy.memory import learner_memory, shape_of
+from learner.storage.checkpoint import load_checkpoint
+from learner.training.metrics import StepTimer
+from learner.training.optimizer import make_optimizer
+from learner.training.step import train_on
+from learner.training.trainee import Trainee, make_trainee
+from protocol.errors import ConfigError
+from protocol.model_files import resolve_model
+from tests.learner.checkpoints import save
+from tests.learner.training.fixed_groups import VERSION, make_groups, make_run
+
+STEPS = 4
+SETTINGS = OptimizerConfig(learning_rate=3e-3, beta1=0.8, beta2=0.95, weight_decay=0.1)
+
+
+def gradients_of(shape: tuple[int, ...]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(shape, generator=generator) for _ in range(STEPS)]
+
+
+def adamw(weights: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Algorithm 2 of arXiv 1711.05101, in float64."""
+    w, m, v = weights.double(), torch.zeros_like(weights.double()), torch.zeros_like(weights.double())
+    for t, gradient in enumerate(gradients, 1):
+        g = gradient.double()
+        m = SETTINGS.beta1 * m + (1 - SETTINGS.beta1) * g
+        v = SETTINGS.beta2 * v + (1 - SETTINGS.beta2) * g * g
+        direction = (m / (1 - SETTINGS.beta1**t)) / ((v / (1 - SETTINGS.beta2**t)).sqrt() + 1e-8)
+        w = w - SETTINGS.learning_rate * (direction + SETTINGS.weight_decay * w)
+    return w
+
+
+def stepped(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, gradients: list[torch.Tensor]) -> torch.Tensor:
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        optimizer.step()
+    return parameter.detach()
+
+
+def test_a_few_steps_are_those_of_the_formula() -> None:
+    weights, gradients = torch.randn(37, 29), gradients_of((37, 29))
+    parameter = nn.Parameter(weights.clone())
+    optimizer = make_optimizer([parameter], SETTINGS, SETTINGS.learning_rate)
+    found = stepped(optimizer, parameter, gradients)
+    torch.testing.assert_close(found.double(), adamw(weights, gradients), atol=1e-6, rtol=0)
+    assert optimizer.param_groups[0]["fused"]
+
+
+def test_the_learning_rate_is_the_callers_and_frozen_parameters_have_no_moments() -> None:
+    trained, frozen = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3), requires_grad=False)
+    optimizer = make_optimizer([trained, frozen], SETTINGS, learning_rate=0.5)
+    stepped(optimizer, trained, [torch.ones(3)])
+    assert list(optimizer.state) == [trained]
+    torch.testing.assert_close(trained.detach(), torch.full((3,), 1 - 0.5 * (1 + 0.1)))
+
+
+@pytest.fixture
+def accelerator() -> Iterator[Accelerator]:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield Accelerator(cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+IN_8_BITS = make_run(optimizer={"kind": "adamw_8bit", "learning_rate": 1e-3})
+
+
+def steps(trainee: Trainee, versions: range) -> None:
+    groups = make_groups(trainee.policy)
+    for version in versions:
+        train_on(trainee, groups, version, StepTimer())
+
+
+def test_moments_of_8_bits_make_nearly_the_same_steps() -> None:
+    pytest.importorskip("bitsandbytes")
+    weights, gradients = torch.randn(64, 96), gradients_of((64, 96))
+    parameter = nn.Parameter(weights.clone())
+    settings = msgspec.structs.replace(SETTINGS, kind="adamw_8bit")
+    found = stepped(make_optimizer([parameter], settings, settings.learning_rate), parameter, gradients)
+    expected = adamw(weights, gradients)
+    error, way = (found - expected).norm() / (expected - weights).norm(), (found - weights).norm()
+    assert 0 < error < 0.03 and way > 0
+
+
+def test_moments_of_8_bits_take_a_quarter_and_resume_exactly(accelerator: Accelerator, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    whole = make_trainee(Material(IN_8_BITS), accelerator, is_new=True)
+    steps(whole, range(VERSION, VERSION + 2))
+    save(whole, tmp_path, VERSION)
+    state = whole.optimizer.state.values()
+    shape = shape_of(AutoConfig.from_pretrained(resolve_model("tiny:digits")))
+    size = sum(
+        moments[key].nbytes for moments in state for key in moments.keys() & {"state1", "state2", "absmax1", "absmax2"}
+    )
+    assert size == pytest.approx(learner_memory(shape, IN_8_BITS).device["optimizer"], rel=0.2)
+    steps(whole, range(VERSION + 2, VERSION + 4))
+    accelerator.free_memory()
+    resumed = make_trainee(Material(IN_8_BITS), accelerator, is_new=False)
+    load_checkpoint(resumed, tmp_path / f"step-{VERSION:06d}")
+    steps(resumed, range(VERSION + 2, VERSION + 4))
+    for (name, found), expected in zip(resumed.policy.named_parameters(), whole.policy.parameters(), strict=True):
+        assert torch.equal(found, expected), name
+
+
+def test_without_its_library_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    monkeypatch.delitem(sys.modules, "bitsandbytes.optim", raising=False)
+    with pytest.raises(
+        ConfigError, match=r'adamw_8bit" needs bitsandbytes .*pip install "slipstream-rl\[adamw-8bit\]"'
+    ):
+        make_optimizer([nn.Parameter(torch.ones(3))], IN_8_BITS.learner.optimizer, 1e-3)

@@ -1,0 +1,80 @@
+"""Rows to ranks and micro-batches: every row once, within the budget, evened out, the prompt as seldom as possible."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from learner.training.batch import Row
+from learner.training.packing import Layout, cut, num_tokens, pieces_of, share_out
+from tests.learner.training.test_batch import make_completion, make_row
+
+Shapes = list[tuple[int, list[int]]]
+"""Of groups: the length of the prompt, those of the completions."""
+SHAPES = st.lists(
+    st.tuples(st.integers(1, 12), st.lists(st.integers(1, 12), min_size=1, max_size=6)), min_size=1, max_size=8
+)
+
+
+def rows_of(shapes: Shapes) -> list[Row]:
+    """Each with an advantage of its own, by which it is known."""
+    lengths = [(group, prompt, length) for group, (prompt, lengths) in enumerate(shapes) for length in lengths]
+    return [
+        make_row([group] * prompt, make_completion([1] * length), float(i), group)
+        for i, (group, prompt, length) in enumerate(lengths)
+    ]
+
+
+def layout(max_tokens: int, *, is_packed: bool = True, pair_cost: float = 0.0) -> Layout:
+    return Layout(max_tokens=max_tokens, is_packed=is_packed, pair_cost=pair_cost)
+
+
+def advantages_of(rows: list[Row]) -> list[float]:
+    return [row.advantage for row in rows]
+
+
+@given(SHAPES, st.integers(1, 80), st.integers(1, 5), st.booleans())
+def test_every_row_is_in_exactly_one_micro_batch_of_one_rank(
+    shapes: Shapes, budget: int, num_ranks: int, is_packed: bool
+) -> None:
+    rows, how = rows_of(shapes), layout(budget, is_packed=is_packed)
+    batches = [batch for pieces in share_out(rows, num_ranks, how) for batch in cut(pieces, how)]
+    assert sorted(value for batch in batches for value in advantages_of(batch)) == advantages_of(rows)
+    for batch in batches:
+        computed = sum(
+            num_tokens([row for row in batch if row.group == group]) for group in {row.group for row in batch}
+        )
+        padded = len(batch) * max(row.num_tokens for row in batch)
+        assert (computed if is_packed else padded) <= budget or len(batch) == 1
+
+
+def test_a_group_that_fits_stays_together_and_a_larger_one_is_cut_as_seldom_as_possible() -> None:
+    rows = rows_of([(10, [5, 5, 5, 5]), (3, [2])])
+    assert [advantages_of(piece) for piece in pieces_of(rows, layout(30))] == [[0, 1, 2, 3], [4]]
+    assert [advantages_of(piece) for piece in pieces_of(rows, layout(20))] == [[0, 1], [2, 3], [4]]
+    assert [advantages_of(batch) for batch in cut(pieces_of(rows, layout(25)), layout(25))] == [[0, 1, 2], [3, 4]]
+
+
+def test_without_packing_a_row_costs_the_longest_of_its_micro_batch() -> None:
+    how = layout(20, is_packed=False)
+    batches = cut(pieces_of(rows_of([(4, [6, 1]), (2, [8])]), how), how)
+    assert [advantages_of(batch) for batch in batches] == [[0, 2], [1]]
+
+
+def test_a_cost_counts_pairs_of_tokens_as_well_as_tokens() -> None:
+    rows = rows_of([(4, [2, 6])])
+    tokens, pairs = 4 + 2 + 6, 4 * 4 / 2 + 2 * 4 + 2 * 2 / 2 + 6 * 4 + 6 * 6 / 2
+    assert layout(100, pair_cost=0.25).cost(rows) == tokens + 0.25 * pairs
+
+
+def test_ranks_are_evened_out_by_arithmetic_not_by_tokens_or_rows() -> None:
+    """One sequence of 64 tokens has the pairs of sixteen of 16."""
+    rows = rows_of([(1, [63]), *[(1, [15])] * 16])
+    how = layout(1000, pair_cost=1.0)
+    loads = sorted(sum(map(how.cost, pieces)) for pieces in share_out(rows, 2, how))
+    assert loads[1] / loads[0] < 1.1
+    by_rank = sorted(share_out(rows, 2, how), key=len)
+    assert len(by_rank[0]) <= 4 and sum(row.num_tokens for row in by_rank[0][0]) == 64
+
+
+def test_one_group_is_halved_so_that_every_rank_has_work() -> None:
+    shares = share_out(rows_of([(4, [8] * 16)]), 4, layout(1000))
+    assert [sum(map(len, pieces)) for pieces in shares] == [4, 4, 4, 4]
