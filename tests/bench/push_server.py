@@ -15,15 +15,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import psutil
 
+from inference_server.config import ServerRun
 from learner.config import LearnerRun
 from learner.servers.connection import Connection
 from learner.servers.link import ServerLink
 from learner.servers.loop_thread import LoopThread
+from protocol.config import to_toml
 from protocol.errors import SlipstreamError
 from protocol.messages import PROTOCOL_VERSION, Generate, Group, GroupFailed, Hello, PushDone, Sampling
 from protocol.model_files import fingerprint, resolve_model
@@ -37,16 +40,13 @@ SAMPLE_EVERY_S = 0.004
 class ServedModel:
     """A server process, killed with all its children at `close`. Raises SlipstreamError if it does not start."""
 
-    def __init__(self, model: str, directory: Path, *, receive_overlap: bool) -> None:
+    def __init__(self, model: str, directory: Path, **settings: Any) -> None:
+        """`settings` are keys of [server] beyond those that every benchmark has."""
         self.model = model
         self.endpoint = f"tcp://127.0.0.1:{_free_port()}"
         directory.mkdir(parents=True, exist_ok=True)
         config, self._log = directory / "run.toml", directory / "server.log"
-        config.write_text(
-            f'model = "{model}"\nrun_dir = "{directory}"\nendpoint = "{self.endpoint}"\ndtype = "float32"\n'
-            "[server]\nenforce_eager = true\nkv_cache_memory_mib = 512\nblock_size = 32\nhttp_port = 0\n"
-            f"receive_overlap = {str(receive_overlap).lower()}\n[learner]\nsteps = 1\n"
-        )
+        config.write_text(to_toml(server_run(model, directory, self.endpoint, settings)))
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "inference_server", str(config)], cwd=ROOT, stdout=log, stderr=log,
@@ -72,6 +72,15 @@ class ServedModel:
                 self.close()
                 raise SlipstreamError(f"the server of {self.model} did not start:\n{said[-3000:]}")
             time.sleep(0.2)
+
+
+def server_run(model: str, directory: Path, endpoint: str, settings: dict[str, Any]) -> ServerRun:
+    """A server's config; every key of it can be read by whoever runs vLLM beside it under the same settings."""
+    server: dict[str, Any] = {
+        "enforce_eager": True, "kv_cache_memory_mib": 512, "block_size": 32, "http_port": 0, **settings,
+    }  # fmt: skip
+    shared = {"model": model, "run_dir": str(directory), "endpoint": endpoint, "dtype": "float32"}
+    return msgspec.convert(shared | {"server": server}, ServerRun)
 
 
 class BusyLink:

@@ -3,28 +3,21 @@
 A cell's run directory is DIR/real/<cell>; one that was interrupted is resumed, one that is finished is only read.
 """
 
-import json
-import socket
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from safetensors.torch import load_model
 
 from learner.config import LearnerRun
 from learner.policy.model import load_policy, load_tokenizer
 from learner.storage.checkpoint import find_checkpoint
-from protocol.config import to_toml
-from protocol.errors import SlipstreamError
 from protocol.model_files import resolve_model
 from tests.bench.cell import Cell
+from tests.bench.colocated import read_metrics, run_colocated
 from tests.bench.sampler import exact_match
 from tests.bench.trial import EVALUATE_EVERY, Trial, held_out_prompts
 
-ROOT = Path(__file__).parent.parent.parent
 SERVER = {
     "max_concurrent_sequences": 256,
     "kv_cache_memory_mib": 64,
@@ -44,8 +37,8 @@ def run_real_cell(cell: Cell, directory: Path) -> dict[str, Any]:
     run_dir = directory / cell.name.replace("/", "-")
     run = cell.run(str(run_dir))
     if _steps_done(run_dir) < run.learner.steps:
-        _colocate(run, resume=(run_dir / "config.toml").exists())
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        run_colocated(run, SERVER, resume=(run_dir / "config.toml").exists())
+    lines = read_metrics(run_dir)
     sampled = [
         statistics.fmean(line["reward/exact_match"] for line in lines[start : start + EVALUATE_EVERY])
         for start in range(0, len(lines), EVALUATE_EVERY)
@@ -60,18 +53,6 @@ def run_real_cell(cell: Cell, directory: Path) -> dict[str, Any]:
     }
 
 
-def _colocate(run: LearnerRun, *, resume: bool) -> None:
-    ports = [_free_port(), _free_port()]
-    run = msgspec.structs.replace(run, endpoint=f"tcp://127.0.0.1:{ports[0]}", server=SERVER | {"http_port": ports[1]})
-    config = Path(run.run_dir).with_suffix(".toml")
-    config.parent.mkdir(parents=True, exist_ok=True)
-    config.write_text(to_toml(run))
-    command = [sys.executable, "-m", "deploy.colocate", str(config), *(["--resume"] if resume else [])]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode:
-        raise SlipstreamError(f"{' '.join(command)} ended with exit code {done.returncode}:\n{done.stdout[-3000:]}")
-
-
 def _steps_done(run_dir: Path) -> int:
     checkpoint = find_checkpoint(run_dir / "checkpoints")
     return int(checkpoint.name.removeprefix("step-")) if checkpoint else 0
@@ -83,7 +64,7 @@ def _final_exact_match(run: LearnerRun, run_dir: Path) -> float:
     assert checkpoint is not None
     model_path = resolve_model(run.model)
     policy = load_policy(model_path, gradient_checkpointing=False)
-    load_model(policy, checkpoint / "model.safetensors")
+    load_model(policy, checkpoint / "model" / "model.safetensors")
     return exact_match(policy, held_out_prompts(run), load_tokenizer(model_path), run.learner.sampling.max_tokens)
 
 
@@ -92,8 +73,3 @@ def _beside(trial: Trial | None) -> dict[str, float] | None:
         return None
     sampled = [point.sampled_exact_match or 0.0 for point in trial.curve[1:]]
     return {"final": trial.final, "best": trial.best, "sampled_final": sampled[-1], "sampled_best": max(sampled)}
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]

@@ -18,6 +18,7 @@ from learner.prompts.prompts import Prompt, Prompts
 from learner.rewards.builtin import BUILT_IN
 from learner.rollouts.scored_group import ScoredGroup
 from protocol.messages import Completion
+from tests.learner.policy.plain import ordinary
 
 
 class StaleSampler:
@@ -132,13 +133,14 @@ def next_logits(
 ) -> torch.Tensor:
     """Return the logits_BV of the token after the given ones. The mask only spares transformers a warning."""
     num_rows, num_seen = len(input_ids_BS), cache.get_seq_length() + input_ids_BS.shape[1]
-    output = model(
-        input_ids=input_ids_BS,
-        attention_mask=mask_BS[:num_rows, :num_seen],
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    )
+    with ordinary(model):
+        output = model(
+            input_ids=input_ids_BS,
+            attention_mask=mask_BS[:num_rows, :num_seen],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
     return output.logits[:, -1]
 
 

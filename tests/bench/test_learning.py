@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from learner.config import LearnerRun
-from learner.policy.model import load_policy, load_tokenizer, sequence_logprobs
+from learner.forward.logprobs import sequence_logprobs
+from learner.policy.model import load_policy, load_tokenizer
 from learner.prompts.prompts import Prompts
 from learner.prompts.tasks import make_rows
 from protocol.errors import ConfigError

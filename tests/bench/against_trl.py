@@ -1,0 +1,136 @@
+"""Our system beside TRL on the same model, prompts, reward and loss: `python -m tests.bench.against_trl [--json] [--cells a b c]`.
+
+    write_model, write_prompts ─▶ TRL in a virtual environment of its own (trl_job.py) ─┐
+                               └▶ server and learner as a user starts them             ─┴▶ DIR/against_trl.json, a table or JSON
+
+Runs alternate; medians over repetitions. The machine should have nothing else to do: both sides use all of its cores.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from protocol.errors import SlipstreamError
+from tests.bench.comparison import compare
+from tests.bench.machine import machine, matrix_rate, versions
+from tests.bench.trl_side import TrlRun, run_trl, trl_job
+from tests.bench.trl_venv import trl_python
+from tests.bench.workload import WORKLOADS, Workload, write_model, write_prompts
+from tests.bench.workload_run import LEARNER_CORES, Run, config_of, run_workload
+
+NUM_STEPS = {"a": 40, "b": 6, "c": 10}
+MAX_STALENESS = 2
+NUM_CORES = len(os.sched_getaffinity(0))
+NOTES = [
+    "TRL generates with transformers and a static cache (on 13-token prompts × 256 a third of the default's processor time). Its "
+    "vLLM modes do not run without a GPU: the server mode broadcasts weights by NCCL alone (VLLMClient.init_communicator refuses "
+    "other devices); the colocated one calls load_weights on the running engine, whose weights vLLM's CPU backend has packed by "
+    "then ('Parameter' object has no attribute 'weight_loader'). Its continuous batching runs on a CPU, slower.",
+    "Both sides compute in float32, on all cores of the machine: TRL with a rank of one thread on each, unless --trl-processes says "
+    "otherwise; ours with one core for the server and one for the learner.",
+    "Lengths: the last norm's weights are small, so a completion ends at each token with probability 1/128 on either side, and the "
+    "reward is the same on average at every length; expected_length is that distribution's mean, length_ratio what came of it.",
+    "Rewards are compared at the same policy versions: a batch that is two versions old shows the policy of two steps ago.",
+]
+
+
+def main() -> None:
+    options = parse_options(sys.argv[1:])
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        result = run(options)
+    except SlipstreamError as error:
+        sys.exit(f"error: {error}")
+    (options.out / "against_trl.json").write_text(json.dumps(result, indent=1))
+    print(json.dumps(result) if options.json else as_text(result))
+
+
+def parse_options(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench.against_trl", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench-against-trl"), help="where runs and results go")
+    parser.add_argument("--cells", nargs="+", choices=sorted(WORKLOADS), default=sorted(WORKLOADS))
+    parser.add_argument("--repetitions", type=int, default=3, help="of each side of each cell")
+    parser.add_argument("--steps", type=int, help=f"of each run; by default {NUM_STEPS}")
+    parser.add_argument("--warm-up", type=int, default=2, help="first steps of each run that are left out, at least 1")
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--trl-processes", type=int, default=NUM_CORES, help="ranks that share the batch and the cores")
+    parser.add_argument("--trl-rows", type=int, default=32, help="rows that TRL puts through the model at once")
+    return parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure every cell; return everything in one object, the headlines first."""
+    python = trl_python()
+    files = options.out / time.strftime("files-%Y%m%d-%H%M%S")
+    files.mkdir(parents=True)
+    files = files.resolve()
+    num_parameters = write_model(files / "model")
+    cells = {name: run_cell(WORKLOADS[name], num_parameters, files, python, options) for name in options.cells}
+    headlines = {
+        f"{key}_{name}": cell[key] for key in ("samples_per_s_ratio", "limit_frac") for name, cell in cells.items()
+    }
+    return headlines | {
+        "cells": cells,
+        "num_parameters": num_parameters,
+        "options": {key: str(value) for key, value in vars(options).items()},
+        "notes": NOTES,
+        "machine": machine(),
+        "versions": {"ours": versions(Path(sys.executable)), "trl": versions(python)},
+    }
+
+
+def run_cell(
+    workload: Workload, num_parameters: int, files: Path, python: Path, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Both sides in turn, each first in every other repetition."""
+    write_prompts(workload, files / f"{workload.name}.jsonl")
+    num_steps = options.steps or NUM_STEPS[workload.name]
+    trl: list[TrlRun] = []
+    ours: list[Run] = []
+    rates = []
+    for seed in range(options.repetitions):
+        config = config_of(
+            workload, files, files / f"ours-{workload.name}-{seed}", steps=num_steps, seed=seed,
+            learning_rate=options.learning_rate, max_staleness=MAX_STALENESS,
+        )  # fmt: skip
+        rates.append(matrix_rate(LEARNER_CORES))
+        for side in ("trl", "ours") if seed % 2 == 0 else ("ours", "trl"):
+            say(f"cell {workload.name}, repetition {seed + 1} of {options.repetitions}: {side}")
+            if side == "trl":
+                trl.append(
+                    run_trl(
+                        trl_job(config, options.trl_rows),
+                        files / f"trl-{workload.name}-{seed}",
+                        python,
+                        options.trl_processes,
+                    )
+                )
+            else:
+                ours.append(run_workload(config, options.warm_up))
+    return compare(workload, trl, ours, rates, num_parameters, options.warm_up)
+
+
+def as_text(result: dict[str, Any]) -> str:
+    lines = [f"{'cell':6}{'TRL s/step':>12}{'ours':>9}{'ratio':>8}{'limit':>8}{'lengths':>16}{'learner idle':>14}"]
+    for name, cell in result["cells"].items():
+        seconds, lengths = cell["s_per_step"], cell["completion_length_mean"]
+        lines.append(
+            f"{name:6}{seconds['trl']:>12.2f}{seconds['ours']:>9.2f}{cell['samples_per_s_ratio']:>8.2f}{cell['limit_frac']:>8.2f}"
+            f"{lengths['trl']:>8.1f}{lengths['ours']:>8.1f}{cell['learner_idle_frac']:>14.1%}"
+        )
+    return "\n".join(lines)
+
+
+def say(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

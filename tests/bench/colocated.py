@@ -1,0 +1,85 @@
+"""A run of the whole system by the user's command, watched: `python -m deploy.colocate` on a config that is written here.
+
+    config ─▶ server and learner ─▶ RUN_DIR/metrics.jsonl, and what the server's /status said meanwhile
+
+A metric samples the server's idleness at the end of a step; /status counts its seconds, whatever the length of a step.
+"""
+
+import http.client
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from learner.config import LearnerRun
+from protocol.config import to_toml
+from protocol.errors import SlipstreamError
+
+ROOT = Path(__file__).parent.parent.parent
+POLL_S = 0.5
+
+
+class ServerSeen(msgspec.Struct):
+    """The server's own account, by the time of day."""
+
+    times: list[float] = msgspec.field(default_factory=list)
+    idle_s: list[float] = msgspec.field(default_factory=list)
+
+    def idle_frac(self, start: float, end: float) -> float:
+        """Share of the time between two times of day in which it had no group to work on."""
+        idle_s = np.interp([start, end], self.times, self.idle_s)
+        return float((idle_s[1] - idle_s[0]) / (end - start))
+
+
+def run_colocated(run: LearnerRun, server: dict[str, Any], *, resume: bool = False) -> ServerSeen:
+    """Run to the end, at ports that are free. Raises SlipstreamError if the command fails."""
+    http_port = free_port()
+    run = msgspec.structs.replace(
+        run, endpoint=f"tcp://127.0.0.1:{free_port()}", server=server | {"http_port": http_port}
+    )
+    config, console = Path(run.run_dir).with_suffix(".toml"), Path(run.run_dir).with_suffix(".log")
+    config.parent.mkdir(parents=True, exist_ok=True)
+    config.write_text(to_toml(run))
+    command = [sys.executable, "-m", "deploy.colocate", str(config), *(["--resume"] if resume else [])]
+    seen = ServerSeen()
+    with console.open("w") as output:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
+        try:
+            while process.poll() is None:
+                _look(seen, f"http://127.0.0.1:{http_port}/status")
+                time.sleep(POLL_S)
+        finally:
+            process.terminate()
+            process.wait()
+    if process.returncode:
+        tail = console.read_text()[-3000:]
+        raise SlipstreamError(f"{' '.join(command)} ended with exit code {process.returncode}:\n{tail}")
+    return seen
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def _look(seen: ServerSeen, url: str) -> None:
+    """Nothing is seen of a server that starts or ends."""
+    try:
+        with urllib.request.urlopen(url, timeout=POLL_S) as reply:
+            status = json.load(reply)
+    except (OSError, http.client.HTTPException):
+        return
+    seen.times.append(time.time())
+    seen.idle_s.append(status["idle_frac"] * status["uptime_s"])

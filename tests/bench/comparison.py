@@ -1,0 +1,76 @@
+"""What two sides did on one workload, side by side: medians over repetitions, ratios of ours to TRL's. Pure."""
+
+import statistics
+from typing import Any
+
+from tests.bench import steps as arithmetic
+from tests.bench.steps import Step
+from tests.bench.trl_side import TrlRun
+from tests.bench.workload import Workload
+from tests.bench.workload_run import LEARNER_CORES, Run
+
+MAX_LENGTH_DIFFERENCE = 0.05
+NUM_LAST_STEPS = 3
+
+
+def compare(
+    workload: Workload, trl: list[TrlRun], ours: list[Run], rates: list[float], num_parameters: int, warm_up: int
+) -> dict[str, Any]:
+    """Medians over repetitions of what each side did, ratios of ours to TRL's."""
+    flops_per_s = statistics.median(rates)
+    s_per_step = {
+        "trl": [arithmetic.seconds_per_step(run.steps, warm_up) for run in trl],
+        "ours": [arithmetic.seconds_per_step(run.steps, warm_up) for run in ours],
+    }
+    lengths = {
+        "trl": statistics.median(arithmetic.length_mean(run.steps, warm_up) for run in trl),
+        "ours": statistics.median(arithmetic.length_mean(run.steps, warm_up) for run in ours),
+    }
+    medians = {side: statistics.median(values) for side, values in s_per_step.items()}
+    length_ratio = lengths["ours"] / lengths["trl"]
+    limits = [arithmetic.limit_frac(workload, run.steps, warm_up, num_parameters, flops_per_s) for run in ours]
+    return {
+        "samples_per_s_ratio": medians["trl"] / medians["ours"],
+        "limit_frac": statistics.median(limits),
+        "s_per_step": medians,
+        "samples_per_s": {side: workload.samples_per_step / value for side, value in medians.items()},
+        "s_per_step_by_repetition": s_per_step,
+        "num_steady_steps": len(ours[0].steps) - warm_up,
+        "completion_length_mean": lengths,
+        "expected_length": workload.mean_length,
+        "length_ratio": length_ratio,
+        "lengths_comparable": abs(length_ratio - 1) <= MAX_LENGTH_DIFFERENCE,
+        **compare_rewards([run.steps for run in trl], [run.steps for run in ours]),
+        "learner_busy_s": statistics.median(
+            value * (1 - run.learner_idle_frac) for value, run in zip(s_per_step["ours"], ours, strict=True)
+        ),
+        "learner_idle_frac": statistics.median(run.learner_idle_frac for run in ours),
+        "server_idle_frac": statistics.median(run.server_idle_frac for run in ours),
+        "learner_phases_s": ours[-1].phases_s,
+        "matrix_gflops_per_s": [rate / 1e9 for rate in rates],
+        "learner_threads": len(LEARNER_CORES),
+        "trl_processes": trl[0].processes,
+        "trl_threads_each": trl[0].threads,
+    }
+
+
+def compare_rewards(trl: list[list[Step]], ours: list[list[Step]]) -> dict[str, Any]:
+    """At the versions that our last batches show. Noise: three standard errors of the difference of the means."""
+    at_trl, at_ours = [], []
+    for theirs, own in zip(trl, ours, strict=True):
+        versions_seen = [step.version for step in own[-NUM_LAST_STEPS:]]
+        at_trl.append(arithmetic.reward_at(theirs, versions_seen))
+        at_ours.append(arithmetic.reward_at(own, versions_seen))
+    difference = statistics.fmean(at_ours) - statistics.fmean(at_trl)
+    found = {
+        "reward_at_same_version": {"trl": statistics.fmean(at_trl), "ours": statistics.fmean(at_ours)},
+        "reward_of_last_step": {
+            side: statistics.fmean(steps[-1].reward_mean for steps in runs)
+            for side, runs in (("trl", trl), ("ours", ours))
+        },
+        "reward_difference": difference,
+    }
+    if len(trl) < 2:
+        return found | {"reward_noise": None, "rewards_equal": None}
+    noise = 3 * ((statistics.variance(at_trl) + statistics.variance(at_ours)) / len(trl)) ** 0.5
+    return found | {"reward_noise": noise, "rewards_equal": abs(difference) <= noise}

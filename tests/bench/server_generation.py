@@ -1,0 +1,236 @@
+"""Groups of completions through the server's front door, against bare vLLM with the same weights on the same cores.
+
+    GroupLink ── Generate ──▶ `python -m inference_server` ── Group ──▶ GroupLink      seconds, token ids
+    BareVllm  ── the same prompts, sampling and seeds ──▶ vllm.LLM.generate            seconds, token ids
+
+The two take turns. Every completion has a seed of its own, so that both must sample the same tokens: that is the oracle, and what
+makes the lengths equal.
+"""
+
+import os
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
+
+from learner.config import PushConfig
+from learner.policy.model import load_policy
+from learner.servers.connection import Connection
+from learner.servers.loop_thread import LoopThread
+from learner.servers.push import Pusher
+from protocol.errors import SlipstreamError
+from protocol.messages import PROTOCOL_VERSION, Generate, Group, GroupFailed, Hello, Sampling
+from protocol.model_files import fingerprint, resolve_model
+from tests.bench.bare_vllm import BareVllm, Generated, Order
+from tests.bench.push_engine import Trainee
+from tests.bench.push_server import ServedModel, bench_run, server_run
+
+EOS = 0
+PROMPT_TOKENS = 13
+NUM_COMPLETIONS = 8
+DEADLINE_S = 200.0
+LOOK_EVERY_S = 1.0
+MAX_SEQUENCES = 256
+SERVER_CORES = (0,)
+"""The client has the others, as the learner has in the recipes."""
+
+
+class Case(NamedTuple):
+    """A model and what is asked of it."""
+
+    name: str
+    config: Qwen2Config
+    num_groups: int
+    max_tokens: int
+
+    def order(self, repetition: int, *, seeded: bool) -> Order:
+        """Random prompts, new ones each time, so that neither side finds them in its cache."""
+        prompts = np.random.default_rng(repetition).integers(
+            1, self.config.vocab_size, (self.num_groups, PROMPT_TOKENS)
+        )
+        samplings = [
+            Sampling(
+                num_completions=NUM_COMPLETIONS, max_tokens=self.max_tokens,
+                seed=(repetition * self.num_groups + group) * NUM_COMPLETIONS if seeded else None,
+            )
+            for group in range(self.num_groups)
+        ]  # fmt: skip
+        return Order(prompts.tolist(), samplings)
+
+
+def qwen2(vocab_size: int, hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int) -> Qwen2Config:
+    return Qwen2Config(
+        vocab_size=vocab_size, hidden_size=hidden_size, intermediate_size=intermediate_size, num_hidden_layers=num_layers,
+        num_attention_heads=num_heads, num_key_value_heads=num_heads, max_position_embeddings=512,
+        bos_token_id=None, eos_token_id=EOS, pad_token_id=EOS, tie_word_embeddings=True,
+    )  # fmt: skip
+
+
+CASES = [
+    Case("2.7m", qwen2(128, 256, 512, 4, 4), num_groups=32, max_tokens=256),
+    Case("49m", qwen2(8192, 768, 2048, 6, 12), num_groups=8, max_tokens=64),
+]
+"""Of the first, an end in one of 128 tokens: 111 tokens on average. The first is the one whose ratio is asked for."""
+
+
+class GroupLink:
+    """The learner's real way to a server, with neither ledger nor rewards behind it."""
+
+    def __init__(self, server: ServedModel) -> None:
+        self._processes = server.processes
+        hello = Hello(
+            run=f"bench-{time.monotonic_ns()}", protocol_version=PROTOCOL_VERSION,
+            model=fingerprint(resolve_model(server.model)),
+        )  # fmt: skip
+        self.connection = Connection(bench_run(server), hello, LoopThread("bench-link"))
+        self._num_asked = 0
+        self._groups: dict[str, Group] = {}
+        self._missing: set[str] = set()
+        self._came = threading.Event()
+        self.connection.start(self._on_group, lambda welcome: None)
+
+    def generate(self, order: Order) -> Generated:
+        """Return once all groups of an order have come."""
+        requests = [
+            self._request(prompt, sampling) for prompt, sampling in zip(order.prompts, order.samplings, strict=True)
+        ]
+        self._groups, self._missing = {}, {request.group_id for request in requests}
+        self._came.clear()
+        began_at, cpu_began_at = time.perf_counter(), self._cpu_seconds()
+        self.connection.loop.spawn(self._ask(requests))
+        while not self._came.wait(LOOK_EVERY_S):
+            self.connection.loop.raise_failure()
+            if time.perf_counter() - began_at > DEADLINE_S:
+                raise SlipstreamError(
+                    f"{len(self._missing)} of {len(requests)} groups have not come: look at the server's log"
+                )
+        seconds, cpu_seconds = time.perf_counter() - began_at, self._cpu_seconds() - cpu_began_at
+        groups = [self._groups[request.group_id] for request in requests]
+        return Generated(
+            seconds, cpu_seconds, [[one.token_ids.tolist() for one in group.completions] for group in groups]
+        )
+
+    def close(self) -> None:
+        self.connection.loop.stop()
+        self.connection.close()
+
+    def _cpu_seconds(self) -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in self._processes)
+
+    def _request(self, prompt: list[int], sampling: Sampling) -> Generate:
+        self._num_asked += 1
+        return Generate(
+            group_id=str(self._num_asked), prompt_token_ids=np.array(prompt, dtype=np.int32), sampling=sampling,
+            deadline_s=DEADLINE_S,
+        )  # fmt: skip
+
+    async def _ask(self, requests: list[Generate]) -> None:
+        for request in requests:
+            await self.connection.link.generate(request)
+
+    def _on_group(self, group: Group | GroupFailed) -> None:
+        assert isinstance(group, Group), group
+        self._groups[group.group_id] = group
+        self._missing.discard(group.group_id)
+        self.connection.loop.spawn(self.connection.link.acknowledge([group.group_id]))
+        if not self._missing:
+            self._came.set()
+
+
+def save(config: Qwen2Config, directory: Path) -> str:
+    """Write a randomly initialised model; return its path."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    AutoTokenizer.from_pretrained(resolve_model("tiny:digits")).save_pretrained(directory)
+    return str(directory)
+
+
+def measure(case: Case, directory: Path, repetitions: int) -> dict[str, Any]:
+    """Return the numbers of one case, of completions with a seed each and of such without, which is what a run asks for."""
+    model = save(case.config, directory.resolve() / case.name)
+    settings = {"cpu_cores": SERVER_CORES, "max_concurrent_sequences": MAX_SEQUENCES}
+    bare = BareVllm(server_run(model, directory, "tcp://127.0.0.1:1", settings), EOS)
+    try:
+        server = ServedModel(model, directory / f"{case.name}-server", **settings)
+        try:
+            with cores_of_the_client():
+                link = pushed_link(server)
+                measured = {
+                    "seeded": compare(*turns(case, link, bare, repetitions, seeded=True)),
+                    "unseeded": compare(*turns(case, link, bare, repetitions, seeded=False)),
+                }
+                link.close()
+        finally:
+            server.close()
+    finally:
+        bare.close()
+    return {"num_groups": case.num_groups, "num_completions": NUM_COMPLETIONS, "max_tokens": case.max_tokens} | measured
+
+
+@contextmanager
+def cores_of_the_client() -> Iterator[None]:
+    """Keep this process off the cores of the two servers, if there are others."""
+    all_cores = sorted(os.sched_getaffinity(0))
+    others = [core for position, core in enumerate(all_cores) if position not in SERVER_CORES]
+    os.sched_setaffinity(0, others or all_cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, all_cores)
+
+
+def pushed_link(server: ServedModel) -> GroupLink:
+    """A link to a server that has weights: its own once more, which a push brings bit for bit."""
+    link = GroupLink(server)
+    policy = load_policy(resolve_model(server.model), gradient_checkpointing=False)
+    pusher = Pusher(link.connection, Trainee(policy, num_tokens=1), PushConfig())
+    pusher.push(0)
+    pusher.close()
+    return link
+
+
+def turns(
+    case: Case, link: GroupLink, bare: BareVllm, repetitions: int, *, seeded: bool
+) -> tuple[list[Generated], list[Generated]]:
+    """What the server and bare vLLM made of the same orders in turns, each first in every other one; the first, cold one is left out."""
+    through: list[Generated] = []
+    alone: list[Generated] = []
+    sides: list[tuple[GroupLink | BareVllm, list[Generated]]] = [(link, through), (bare, alone)]
+    for repetition in range(1 + repetitions):
+        order = case.order(repetition, seeded=seeded)
+        for side, came in sides if repetition % 2 else sides[::-1]:
+            came.append(side.generate(order))
+    return through[1:], alone[1:]
+
+
+def compare(through: list[Generated], alone: list[Generated]) -> dict[str, Any]:
+    """Medians over repetitions of tokens per second, and of CPU time per token, which other work on the machine disturbs less."""
+    tokens_per_s = {
+        side: [num_tokens(one) / one.seconds for one in came] for side, came in (("server", through), ("bare", alone))
+    }
+    cpu_us_per_token = {
+        side: [one.cpu_seconds / num_tokens(one) * 1e6 for one in came]
+        for side, came in (("server", through), ("bare", alone))
+    }
+    rates = {side: statistics.median(of_side) for side, of_side in tokens_per_s.items()}
+    costs = {side: statistics.median(of_side) for side, of_side in cpu_us_per_token.items()}
+    return {
+        "over_bare_vllm": rates["server"] / rates["bare"],
+        "bare_cpu_over_servers": costs["bare"] / costs["server"],
+        "same_tokens": all(one.token_ids == other.token_ids for one, other in zip(through, alone, strict=True)),
+        "tokens_per_s": rates,
+        "cpu_us_per_token": costs,
+        "tokens_per_s_by_repetition": tokens_per_s,
+        "num_tokens": {"server": [num_tokens(one) for one in through], "bare": [num_tokens(one) for one in alone]},
+    }
+
+
+def num_tokens(generated: Generated) -> int:
+    return sum(len(token_ids) for group in generated.token_ids for token_ids in group)

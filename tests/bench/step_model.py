@@ -1,0 +1,82 @@
+"""A policy of a given shape with random weights, ready to train, and rows to train it on.
+
+For tests/bench/step.py. Every row has the advantage 1 and the objective is plain policy gradient, so the step's loss is the sum of
+weighed -log p: what the oracle computes in one line.
+"""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import transformers
+from accelerate import Accelerator
+from transformers import AutoTokenizer
+
+from learner.config import LearnerRun
+from learner.material import Material
+from learner.training.batch import Row
+from learner.training.trainee import Trainee, make_trainee
+from protocol.messages import Completion
+from protocol.model_files import resolve_model
+from tests.bench.push_transport import QWEN2_HALF_B
+
+SMALL = {
+    "vocab_size": 128, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "max_position_embeddings": 4096, "tie_word_embeddings": True,
+}  # fmt: skip
+"""2.66 million parameters, as in tests/bench/against_trl.py."""
+HALF_B = {**QWEN2_HALF_B, "num_hidden_layers": 24, "max_position_embeddings": 32_768, "rope_theta": 1e6}
+VERSION = 0
+
+
+def make_model(shape: dict[str, Any], path: Path) -> None:
+    """Write a random Qwen2 as a checkpoint that `model` may name."""
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(**shape, bos_token_id=None, eos_token_id=0, pad_token_id=0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    AutoTokenizer.from_pretrained(resolve_model("tiny:digits")).save_pretrained(path)
+
+
+def load_trainee(path: Path, **learner: Any) -> Trainee:
+    settings = {
+        "steps": 1,
+        "data": {"task": "reverse"},
+        "reward": {"functions": ["exact_match"]},
+        "loss": {"objective": "reinforce"},
+    }
+    run = {"model": str(path), "dtype": "float32", "run_dir": "unused", "learner": settings | learner}
+    return make_trainee(Material(msgspec.convert(run, LearnerRun)), Accelerator(cpu=True), is_new=True)
+
+
+def make_rows(num_groups: int, group_size: int, num_prompt: int, num_completion: int, vocab_size: int) -> list[Row]:
+    """Groups of one shape; each token of the step has the same weight."""
+    rng = np.random.default_rng(0)
+    places = itertools.count()
+    num_tokens = num_groups * group_size * num_completion
+
+    def ids(count: int) -> np.ndarray:
+        return rng.integers(1, vocab_size, count).astype(np.int32)
+
+    rows: list[Row] = []
+    for group in range(num_groups):
+        prompt = ids(num_prompt)
+        for _ in range(group_size):
+            completion = Completion(
+                token_ids=ids(num_completion),
+                behaviour_logprobs=np.full(num_completion, -np.log(vocab_size), np.float32),
+                versions=[(VERSION, num_completion)],
+                finish_reason="stop",
+            )
+            rows.append(
+                Row(prompt_token_ids=prompt, completion=completion, group=group, place=next(places), advantage=1.0,
+                    weight=1 / num_tokens, entered_version=VERSION)
+            )  # fmt: skip
+    return rows
+
+
+def apart(rows: list[Row]) -> list[Row]:
+    """The same without anything to share."""
+    return [msgspec.structs.replace(row, group=row.place) for row in rows]

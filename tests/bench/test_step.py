@@ -1,0 +1,65 @@
+"""The step benchmark's own parts, run small: what it compares is the same work, and its oracle would see a difference."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+
+from learner.training.trainee import Trainee
+from tests.bench import step
+from tests.bench.live_memory import LiveBytes
+from tests.bench.step_model import SMALL, apart, load_trainee, make_model, make_rows
+
+TINY = SMALL | {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+
+
+@pytest.fixture
+def trainee(tmp_path: Path):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    make_model(TINY, tmp_path)
+    yield load_trainee(tmp_path, micro_batch_tokens=1000)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_both_sides_of_each_comparison_have_one_loss_and_one_gradient(trainee: Trainee) -> None:
+    found = step.against_dense(trainee, 1, num_rows=3)
+    assert found["oracle"]["loss"] < 1e-5 and found["oracle"]["gradient"] < 1e-5
+    assert 0 < found["useful_over_bare"] < 10
+
+
+def test_the_oracle_sees_rows_that_are_others(trainee: Trainee) -> None:
+    rows = make_rows(2, 2, 5, 4, 128)
+    found = step.differences(
+        trainee, lambda: step.our_pass(trainee, rows), lambda: step.our_pass(trainee, rows[:2] + rows[1:2] * 2)
+    )
+    assert found["loss"] > 1e-4 and found["gradient"] > 0.1
+
+
+def test_a_prompt_that_is_shared_is_computed_once(trainee: Trainee) -> None:
+    rows = make_rows(3, 4, 50, 10, 128)
+    assert step.num_computed(trainee, rows) == 3 * (50 + 4 * 9)
+    assert step.num_computed(trainee, apart(rows)) == 3 * 4 * (50 + 9)
+
+
+def test_a_speed_is_the_median_of_turns_without_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0, 9, 9, 18, 20, 21, 30, 33, 40, 45, 50, 54, 60, 62, 70, 71])
+    monkeypatch.setattr(step.time, "perf_counter", lambda: next(clock))
+    turns: list[str] = []
+    seconds = step.alternated({"a": lambda: turns.append("a"), "b": lambda: turns.append("b")}, 3)
+    assert "".join(turns) == "abababab" and seconds == {"a": 2, "b": 3}
+
+
+def test_the_bytes_that_live_at_the_peak_are_counted_exactly() -> None:
+    before = torch.ones(1000)
+    with LiveBytes() as live:
+        one = before + 1  # 4,000 bytes
+        two = one * 2  # 8,000
+        del one
+        two.add_(1).view(10, 100).sum()  # in place and a view: nothing; a number: 4
+    assert (live.peak, live.now) == (8000, 4000)
+
+
+def test_the_head_needs_little_more_than_a_tile() -> None:
+    found = step.head_peak(16_384, num_rows=1024, hidden_size=8)
+    assert 1 <= found["peak_over_chunk"] < 1.5 and found["whole_logits_mib"] == 64

@@ -1,0 +1,75 @@
+"""TRL's side of the comparison: `python -m torch.distributed.run ... -m tests.bench.trl_job JOB.json`, in its own environment.
+
+    the job (model, prompts, the settings of both sides) ─▶ GRPOTrainer ─▶ job["steps_file"]: what each step took and gave
+
+The trainer generates with transformers; why not with vLLM says `NOTES` of against_trl.py. Imports nothing of ours but the reward.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.bench.good_share import good_share
+
+
+def main() -> None:
+    job = json.loads(Path(sys.argv[1]).read_text())
+    cores, num_ranks, rank = sorted(os.sched_getaffinity(0)), int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    os.sched_setaffinity(0, cores[rank::num_ranks])
+    os.environ["OMP_NUM_THREADS"] = str(len(cores[rank::num_ranks]))
+    import torch
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    class Clock(TrainerCallback):
+        """Notes every step when its metrics are logged, which is the last thing that it does."""
+
+        def __init__(self) -> None:
+            self.steps: list[dict[str, float]] = []
+            self.started = 0.0
+
+        def on_train_begin(self, *arguments: Any, **more: Any) -> None:
+            self.started = time.monotonic()
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **more: Any) -> None:
+            if "reward" in logs:
+                self.steps.append(
+                    {
+                        "ended_s": time.monotonic() - self.started,
+                        "version": state.global_step - 1,
+                        "completion_length_mean": logs["completions/mean_length"],
+                        "reward_mean": logs["reward"],
+                    }
+                )
+
+    num_rows = job["groups_per_step"] * job["num_completions"] // num_ranks
+    config = GRPOConfig(
+        output_dir=str(Path(job["steps_file"]).parent / "trl"), save_strategy="no", report_to="none", disable_tqdm=True,
+        logging_steps=1, seed=job["seed"], use_cpu=True, bf16=False, gradient_checkpointing=False,
+        model_init_kwargs={"dtype": "float32"}, max_steps=job["steps"],
+        per_device_train_batch_size=job["micro_batch_rows"], gradient_accumulation_steps=num_rows // job["micro_batch_rows"],
+        num_generations=job["num_completions"], max_completion_length=job["max_tokens"],
+        temperature=1.0, top_p=1.0, top_k=0, cache_implementation="static",
+        beta=0.0, num_iterations=1, epsilon=job["clip_low"], epsilon_high=job["clip_high"], loss_type="dapo",
+        scale_rewards="group", importance_sampling_level="token", mask_truncated_completions=False,
+        learning_rate=job["learning_rate"], lr_scheduler_type="constant", warmup_steps=0, max_grad_norm=job["max_grad_norm"],
+        adam_beta1=job["beta1"], adam_beta2=job["beta2"], weight_decay=job["weight_decay"],
+    )  # fmt: skip
+    rows = [json.loads(line) for line in Path(job["prompts"]).read_text().splitlines()]
+    clock = Clock()
+    trainer = GRPOTrainer(
+        model=job["model"], reward_funcs=good_share, args=config, train_dataset=Dataset.from_list(rows),
+        processing_class=AutoTokenizer.from_pretrained(job["model"]), callbacks=[clock],
+    )  # fmt: skip
+    trainer.train()
+    if rank == 0:
+        said = {"processes": num_ranks, "threads": torch.get_num_threads(), "steps": clock.steps}
+        Path(job["steps_file"]).write_text(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()

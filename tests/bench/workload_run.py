@@ -1,0 +1,77 @@
+"""A workload through our own system, as a user would start it: server and learner on one node, each on cores of its own.
+
+Workload ─▶ a config of defaults but for what both sides must have alike ─▶ colocated.py ─▶ Run: its steps, its idleness
+"""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from learner.config import LearnerRun
+from tests.bench.colocated import read_metrics, run_colocated
+from tests.bench.steps import Step, idle_frac, own_step
+from tests.bench.workload import GROUPS_PER_STEP, NUM_COMPLETIONS, Workload
+
+SERVER = {
+    "max_concurrent_sequences": 256,
+    "kv_cache_memory_mib": 1024,
+    "block_size": 32,
+    "enforce_eager": True,
+    "cpu_cores": [0],
+}
+LEARNER_CORES = (1,)
+NEVER = 10**9
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """What one run gave; idle shares and seconds are of the steady steps."""
+
+    steps: list[Step]
+    server_idle_frac: float
+    """By the server's own count of seconds."""
+    server_idle_frac_at_step_ends: float
+    """perf/server_idle_frac, its mean: samples of the last moments of each step."""
+    learner_idle_frac: float
+    phases_s: dict[str, float]
+    """time/<phase> of the learner, mean per step."""
+
+
+def config_of(
+    workload: Workload, files: Path, run_dir: Path, *, steps: int, learning_rate: float, max_staleness: int, seed: int = 0
+) -> LearnerRun:  # fmt: skip
+    """What the comparison fixes; everything else is the default."""
+    learner = {
+        "steps": steps,
+        "groups_per_step": GROUPS_PER_STEP,
+        "max_staleness": max_staleness,
+        "cpu_cores": LEARNER_CORES,
+        "data": {"path": str(files / f"{workload.name}.jsonl")},
+        "sampling": {"num_completions": NUM_COMPLETIONS, "max_tokens": workload.max_tokens},
+        "reward": {"functions": ["tests.bench.good_share:good_share"]},
+        "optimizer": {"learning_rate": learning_rate},
+        "push": {"overlap": max_staleness > 0},
+        "checkpoint": {"every_steps": NEVER},
+        "report": {"dashboard_port": 0},
+    }
+    run = {"model": str(files / "model"), "run_dir": str(run_dir), "dtype": "float32", "seed": seed}
+    return msgspec.convert(run | {"learner": learner}, LearnerRun)
+
+
+def run_workload(run: LearnerRun, warm_up: int) -> Run:
+    """Train to the end. Raises SlipstreamError if it fails."""
+    seen = run_colocated(run, SERVER)
+    lines = read_metrics(Path(run.run_dir))
+    steps = [own_step(line) for line in lines]
+    steady = lines[warm_up:]
+    return Run(
+        steps=steps,
+        server_idle_frac=seen.idle_frac(lines[warm_up - 1]["time"], lines[-1]["time"]),
+        server_idle_frac_at_step_ends=_mean(steady, "perf/server_idle_frac"),
+        learner_idle_frac=idle_frac(steps, warm_up),
+        phases_s={key: _mean(steady, key) for key in sorted(steady[-1]) if key.startswith("time/")},
+    )
+
+
+def _mean(lines: list[dict[str, Any]], metric: str) -> float:
+    return sum(line.get(metric, 0.0) for line in lines) / len(lines)
