@@ -2,7 +2,7 @@
 which contradict one.
 """
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
 import tyro
@@ -31,8 +31,11 @@ class LearnerConfig(Section):
     """Optimizer steps of the run."""
     groups_per_step: int = 16
     """Groups that make the batch of one optimizer step."""
-    max_staleness: MayChange[int] = 2
-    """How many versions behind the learner the oldest token of a consumed group may be; 0 is the synchronous algorithm."""
+    max_staleness: MayChange[int | Literal["auto"]] = 2
+    """How many versions behind the learner the oldest token of a consumed group may be; 0 is the synchronous algorithm. "auto": as
+    few as keep the learner fed, at least 1, by what the run waits for."""
+    max_auto_staleness: MayChange[int] = 8
+    """With max_staleness = "auto": never more than this."""
     updates_per_batch: int = 1
     """Optimizer updates on each batch; above 1 the later ones go further from the policy that sampled it."""
     micro_batch_tokens: MayChange[int] = 16384
@@ -94,8 +97,14 @@ class LearnerConfig(Section):
             self.attn_implementation != "",
             'attn_implementation is empty; expected "packed", "sdpa" or another attention of transformers',
         )
-        require(self.max_staleness >= 0, f"max_staleness = {self.max_staleness} must not be negative")
+        require(self.staleness_bound >= 0, f"max_staleness = {self.max_staleness} must not be negative")
+        require(self.max_auto_staleness >= 1, f"max_auto_staleness = {self.max_auto_staleness} must be at least 1")
         refuse_contradictions(self)
+
+    @property
+    def staleness_bound(self) -> int:
+        """The most versions that the oldest token of a consumed group may ever be behind."""
+        return self.max_auto_staleness if self.max_staleness == "auto" else self.max_staleness
 
     @property
     def rejects_tokens(self) -> bool:
@@ -135,13 +144,15 @@ def what_is_lacking(config: LearnerConfig) -> dict[str, str]:
     correction, lacking = config.correction, {}
     if not config.active_sampling:
         lacking["max_replacements"] = "active_sampling = true"
+    if config.max_staleness != "auto":
+        lacking["max_auto_staleness"] = 'max_staleness = "auto"'
     if config.max_staleness == 0:  # the next step waits for groups of the version that is pushed
         lacking["push.overlap"] = "max_staleness above 0"
     if sum(weight != 0 for weight in config.reward.weight_by_name.values()) < 2:
         lacking["advantage.combine"] = "two rewards whose weight is not 0"
     if not config.kl.is_on:
         lacking["reference.kind"] = "kl.coef above 0"
-    if correction.max_token_staleness is not None and correction.max_token_staleness >= config.max_staleness:
+    if correction.max_token_staleness is not None and correction.max_token_staleness >= config.staleness_bound:
         lacking["correction.max_token_staleness"] = f"max_staleness above {correction.max_token_staleness}"
     if correction.anchor == "proximal":
         if config.loss.objective == "reinforce":

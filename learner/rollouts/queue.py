@@ -7,6 +7,7 @@ Slots, curriculum, selection and waits are used here alone and know no threads. 
 in the same commit, while the lock is held, so that a group that is handed out is in the ledger as scored.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -17,6 +18,7 @@ from learner.prompts.curriculum import Curriculum, PassRates
 from learner.prompts.prompts import Prompts
 from learner.rewards.workers import GroupRewards
 from learner.rollouts.ledger import Ledger
+from learner.rollouts.lookahead import Lookahead
 from learner.rollouts.outstanding import Outstanding
 from learner.rollouts.request import Request
 from learner.rollouts.scored_group import ScoredGroup, rewards_of
@@ -51,6 +53,10 @@ class GroupQueue:
         self._curriculum.count(self._slots.next_to_take)
         self._selection = Selection(config, self._slots, self._curriculum)
         self._waits = Waits()
+        self._lookahead = Lookahead(config)
+        self._max_running = math.inf
+        """Groups that the server can generate at once."""
+        self._taken_at = time.monotonic()
         self._scoring: set[int] = set()
         self.batch_metrics: dict[str, float] = {}
         """What happened on the way to the batch that was taken last, and what it waited for."""
@@ -66,7 +72,7 @@ class GroupQueue:
         """Ask for all that the rule allows under `version`: what a resume held back, then new slots."""
         num_places = num_places_allowed(
             version=version,
-            max_staleness=self._config.max_staleness,
+            max_staleness=self._lookahead.versions,
             groups_per_step=self._config.groups_per_step,
             total_groups=self._config.steps * self._config.groups_per_step,
         )
@@ -78,6 +84,11 @@ class GroupQueue:
             due = outstanding.due(num_places, self._slots.place)
             self._changed.notify_all()
         return due + new
+
+    def note_capacity(self, max_concurrent_sequences: int) -> None:
+        """A server is there that generates so many completions at once."""
+        with self._changed:
+            self._max_running = max_concurrent_sequences / self._config.sampling.num_completions
 
     def note_arrival(self, round_trip_s: float, server_s: float) -> None:
         """A group came so long after it was asked for; for so long of that it was the server's."""
@@ -135,8 +146,7 @@ class GroupQueue:
                 stale = self._pop_stale(slots or (), version)
                 if slots is not None and not stale:
                     groups = self._selection.take(slots)
-                    self.batch_metrics = self._selection.batch_metrics | self._waits.metrics()
-                    self._waits = Waits()
+                    self._note_taken()
                     return groups
                 for group in stale:
                     on_stale(group)
@@ -156,6 +166,22 @@ class GroupQueue:
         with self._changed:
             return self._lacks(is_connected), len(self._scoring)
 
+    def _note_taken(self) -> None:
+        self.batch_metrics = self._selection.batch_metrics | self._waits.metrics()
+        self.batch_metrics["staleness/allowed"] = float(self._lookahead.versions)
+        step_s, self._taken_at = time.monotonic() - self._taken_at, time.monotonic()
+        self._lookahead.note(
+            waited_share=self._waits.for_groups_s / step_s,
+            has_room=self._num_running() < self._max_running,
+            has_spare=self._slots.head(self._config.groups_per_step) is not None,
+        )
+        self._waits = Waits()
+
+    def _num_running(self) -> int:
+        """Groups that the server owes."""
+        open_slots = set(range(self._slots.next_to_take, self._slots.next_to_admit))
+        return len(open_slots - self._slots.ready.keys() - self._slots.passed_over.keys() - self._scoring)
+
     def _lacks(self, is_connected: bool) -> Part:
         if not is_connected:
             return "link"
@@ -165,6 +191,6 @@ class GroupQueue:
         return "reward" if any(slot in self._scoring for slot in missing) else "push"
 
     def _pop_stale(self, slots: Iterable[int], version: int) -> list[ScoredGroup]:
-        oldest_allowed = version - self._config.max_staleness
+        oldest_allowed = version - self._config.staleness_bound
         stale = [slot for slot in slots if self._slots.ready[slot].oldest_version < oldest_allowed]
         return [self._slots.ready.pop(slot) for slot in stale]

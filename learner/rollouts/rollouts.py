@@ -141,6 +141,7 @@ class Rollouts:
     # --- the loop thread's side ----------------------------------------------------------------------------------
 
     def _on_welcome(self, welcome: Welcome) -> None:
+        self._queue.note_capacity(welcome.max_concurrent_sequences)
         if welcome.server_id == self._served_by:
             self._send_again()
 

@@ -42,6 +42,11 @@ class Waits:
         self._at_server_s += min(server_s, round_trip_s)
         self._on_link_s += max(0.0, round_trip_s - server_s)
 
+    @property
+    def for_groups_s(self) -> float:
+        """For groups that might have been there had they been asked for earlier."""
+        return self._seconds["server"] + self._seconds["push"]
+
     def metrics(self) -> dict[str, float]:
         """wait/<part> in seconds."""
         under_way_s = self._at_server_s + self._on_link_s

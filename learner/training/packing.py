@@ -31,10 +31,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
     def cost(self, piece: Piece) -> float:
         """Of a piece's forward pass, in tokens."""
-        prompt = len(piece[0].prompt_token_ids)
-        lengths = [len(row.completion.token_ids) for row in piece]
-        num_pairs = prompt**2 / 2 + sum(length * (prompt + length / 2) for length in lengths)
-        return prompt + sum(lengths) + self.pair_cost * num_pairs
+        return num_tokens(piece) + self.pair_cost * num_pairs(piece)
 
 
 def pieces_of(rows: Sequence[Row], layout: Layout) -> list[Piece]:
@@ -55,6 +52,13 @@ def pieces_of(rows: Sequence[Row], layout: Layout) -> list[Piece]:
 
 def num_tokens(piece: Piece) -> int:
     return len(piece[0].prompt_token_ids) + sum(len(row.completion.token_ids) for row in piece)
+
+
+def num_pairs(piece: Piece) -> float:
+    """(query, key) pairs of its causal attention."""
+    prompt = len(piece[0].prompt_token_ids)
+    lengths = [len(row.completion.token_ids) for row in piece]
+    return prompt**2 / 2 + sum(length * (prompt + length / 2) for length in lengths)
 
 
 def share_out(rows: Sequence[Row], num_ranks: int, layout: Layout) -> list[list[Piece]]:

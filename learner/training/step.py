@@ -23,7 +23,8 @@ from learner.rollouts.scored_group import ScoredGroup
 from learner.training.batch import MicroBatch, Row, step_rows, trained_rows
 from learner.training.finite import NotFiniteError, require_finite_weights
 from learner.training.metrics import StepTimer, loss_metrics
-from learner.training.ranks import gradient_sync, my_batches
+from learner.training.packing import pieces_of
+from learner.training.ranks import gradient_sync, layout_of, my_batches
 from learner.training.survey import completion_kls, survey
 from learner.training.throughput import TERA, train_flops
 from learner.training.trainee import Trainee
@@ -65,9 +66,11 @@ def train_on(trainee: Trainee, groups: list[ScoredGroup], version: int, timer: S
 
 def train_tflop(trainee: Trainee, rows: list[Row]) -> float:
     """The arithmetic of the step on all ranks."""
-    shape = trainee.shape
-    per_update = train_flops(shape, [row.num_tokens for row in rows]) if shape is not None else math.nan
-    return per_update * trainee.config.updates_per_batch / TERA
+    if trainee.shape is None:
+        return math.nan
+    config = trainee.config
+    layout = layout_of(trainee.accelerator.unwrap_model(trainee.policy), config.micro_batch_tokens)
+    return train_flops(trainee.shape, pieces_of(rows, layout)) * config.updates_per_batch / TERA
 
 
 def advantages(groups: list[ScoredGroup], config: LearnerConfig) -> list[list[float]]:

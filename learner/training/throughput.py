@@ -1,9 +1,10 @@
 """What a step got done with the hardware it had. Pure: counts and seconds in, metrics out.
 
-    arithmetic of a row of S tokens = 6 · P · S + 6 · L · H · S²        forward and backward; P: all parameters but the embedding
+    arithmetic of N tokens and their (query, key) pairs = 6 · P · N + 12 · L · H · pairs
 
-Counted, as everywhere, is what training the whole model needs: no second forward pass of gradient checkpointing, no pass of a
-reference, nothing that LoRA saves.
+forward and backward; P: all parameters but the embedding. Counted, as everywhere, is what training the whole model needs: no
+second forward pass of gradient checkpointing, no pass of a reference, nothing that LoRA saves. A packed group needs its prompt
+once (packing.py), padded rows need it once each; padding is needed nowhere.
 """
 
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import torch
 
 from learner.policy.memory import ModelShape
 from learner.rollouts.scored_group import ScoredGroup
+from learner.training.packing import Piece, num_pairs, num_tokens
 
 PEAK_TFLOPS = {
     "B200": 2250.0, "H200": 989.0, "H100 PCIe": 756.0, "H100": 989.0, "GH200": 989.0, "A100": 312.0, "L40S": 362.0, "A10": 125.0,
@@ -33,10 +35,10 @@ class Devices(NamedTuple):
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
 
 
-def train_flops(shape: ModelShape, row_lengths: Sequence[int]) -> float:
-    """Of one forward and backward pass over rows of these lengths."""
-    linear = 6 * (shape.num_parameters - shape.num_embedding) * sum(row_lengths)
-    attention = 6 * shape.num_layers * shape.hidden_size * sum(length**2 for length in row_lengths)
+def train_flops(shape: ModelShape, pieces: Sequence[Piece]) -> float:
+    """Of one forward and backward pass over these pieces."""
+    linear = 6 * (shape.num_parameters - shape.num_embedding) * sum(map(num_tokens, pieces))
+    attention = 12 * shape.num_layers * shape.hidden_size * sum(map(num_pairs, pieces))
     return float(linear + attention)
 
 

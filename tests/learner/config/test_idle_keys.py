@@ -35,6 +35,7 @@ IDLE: list[tuple[Sections, dict[str, str], Sections]] = [
      {"curriculum": {"hard_weight": 0.5}}),
     ({"sampling": {"allow_partial_support": True}}, {"sampling.allow_partial_support": "top_p below 1 or top_k above 0"},
      {"sampling": {"top_p": 0.9}}),
+    ({"max_auto_staleness": 3}, {"max_auto_staleness": 'max_staleness = "auto"'}, {"max_staleness": "auto"}),
     ({"push": {"overlap": True}, "max_staleness": 0}, {"push.overlap": "max_staleness above 0"}, {"max_staleness": 1}),
     ({"advantage": {"combine": "normalize_then_sum"}}, {"advantage.combine": "two rewards whose weight is not 0"},
      TWO_REWARDS),
@@ -178,7 +179,7 @@ def test_a_sweep_of_the_kl_from_0_on_runs_and_at_0_there_is_neither_kl_nor_refer
 
 
 SWEEPS = {
-    "max_staleness": ([0, 1, 8], {"push": {"overlap": True}, "correction": {"max_token_staleness": 1, "stale_token_weight": 0.5}}),
+    "max_staleness": ([0, 1, 8, "auto"], {"push": {"overlap": True}, "correction": {"max_token_staleness": 1, "stale_token_weight": 0.5}}),
     "updates_per_batch": ([1, 4], DECOUPLED | {"loss": {"clip_low": 0.1}}),
     "active_sampling": ([False, True], {"max_replacements": 3}),
     "lora.rank": ([0, 8], {"lora": {"alpha": 16.0, "target_modules": ["q_proj"]}}),

@@ -81,7 +81,10 @@ def slot_of(request: Generate) -> int:
 class HandServer:
     """Welcomes every learner and answers each Generate by `answer`; records what came."""
 
-    def __init__(self, answer: Callable[["HandServer", Generate], list[Message]]) -> None:
+    def __init__(
+        self, answer: Callable[["HandServer", Generate], list[Message]], max_concurrent_sequences: int = 8
+    ) -> None:
+        self.max_concurrent_sequences = max_concurrent_sequences
         self.version, self.server_id = 0, "server-1"
         self.generated: list[str] = []
         self.requests: list[Generate] = []
@@ -125,8 +128,8 @@ class HandServer:
             case Hello():
                 return [
                     Welcome(server_id=self.server_id, policy_version=self.version, num_workers=1, dtype="float32",
-                            transports=["gloo"], devices=["cpu"], max_model_len=64, max_concurrent_sequences=8,
-                            is_untouched=False)
+                            transports=["gloo"], devices=["cpu"], max_model_len=64,
+                            max_concurrent_sequences=self.max_concurrent_sequences, is_untouched=False)
                 ]  # fmt: skip
             case Generate():
                 self.generated.append(message.group_id)

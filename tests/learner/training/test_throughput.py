@@ -27,6 +27,7 @@ from tests.learner.ranks import on_two_ranks
 from tests.learner.test_train import make_run as make_whole_run
 from tests.learner.test_train import metrics_of
 from tests.learner.training.fixed_groups import VERSION, make_groups, make_moved_trainee, make_run
+from tests.learner.training.test_packing import rows_of
 
 PAGE = Path(__file__).parents[3] / "learner/report/README.md"
 CPU = Devices(torch.device("cpu"), 2)
@@ -46,7 +47,17 @@ def test_the_arithmetic_of_a_step_is_what_torch_counts() -> None:
     with FlopCounterMode(display=False) as counter:
         model(ids).logits.sum().backward()
     # Eager attention computes the half above the diagonal too, which a causal kernel, as the formula has it, leaves out.
-    assert train_flops(shape_of(config), [64, 64]) == pytest.approx(counter.get_total_flops(), rel=0.05)
+    rows = rows_of([(40, [24]), (63, [1])])
+    assert train_flops(shape_of(config), [[row] for row in rows]) == pytest.approx(counter.get_total_flops(), rel=0.05)
+
+
+def test_a_shared_prompt_counts_once_where_it_is_computed_once() -> None:
+    config = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=50)
+    shape = shape_of(config)
+    rows = rows_of([(30, [5, 9])])
+    shared, apart = train_flops(shape, [rows]), train_flops(shape, [[row] for row in rows])
+    parameters = shape.num_parameters - shape.num_embedding
+    assert apart - shared == 6 * parameters * 30 + 12 * 2 * 64 * 30**2 / 2
 
 
 def test_tokens_count_with_their_prompts_for_each_device(accelerator: Accelerator) -> None:
