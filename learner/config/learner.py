@@ -19,6 +19,8 @@ from learner.config.storage import CheckpointConfig
 from learner.config.training import OptimizerConfig, WarmStartConfig
 from protocol.config import MayChange, SharedConfig
 
+AUTO_TOKENS, AUTO_TOKENS_ON_CPU = 16384, 4096
+
 
 class LearnerConfig(Section):
     """What the learner does."""
@@ -38,8 +40,9 @@ class LearnerConfig(Section):
     """With max_staleness = "auto": never more than this."""
     updates_per_batch: int = 1
     """Optimizer updates on each batch; above 1 the later ones go further from the policy that sampled it."""
-    micro_batch_tokens: MayChange[int] = 16384
-    """Tokens per forward pass; lower it when memory runs out. The result does not depend on it."""
+    micro_batch_tokens: MayChange[int | Literal["auto"]] = "auto"
+    """Tokens per forward pass; lower it when memory runs out. The result does not depend on it. "auto": 16,384 on a GPU, and 4,096
+    on a CPU, where larger passes only leave the caches."""
     attn_implementation: MayChange[str] = "packed"
     """packed: sequences without padding, the prompt of a group computed once (a model that cannot is padded, and the log says
     why); or an attention of transformers ("sdpa", "eager", "flash_attention_2"): sequences are padded, each with its prompt."""
@@ -86,11 +89,14 @@ class LearnerConfig(Section):
             "steps",
             "groups_per_step",
             "updates_per_batch",
-            "micro_batch_tokens",
             "max_group_attempts",
             "max_replacements",
         ):
             require(getattr(self, name) >= 1, f"{name} = {getattr(self, name)} must be at least 1")
+        require(
+            self.micro_batch_tokens == "auto" or self.micro_batch_tokens >= 1,
+            f"micro_batch_tokens = {self.micro_batch_tokens} must be at least 1",
+        )
         for name in ("connect_timeout_s", "group_deadline_s", "rank_timeout_s"):
             require(getattr(self, name) > 0, f"{name} = {getattr(self, name)} must be above 0")
         require(
@@ -105,6 +111,12 @@ class LearnerConfig(Section):
     def staleness_bound(self) -> int:
         """The most versions that the oldest token of a consumed group may ever be behind."""
         return self.max_auto_staleness if self.max_staleness == "auto" else self.max_staleness
+
+    def tokens_per_pass(self, device_type: str) -> int:
+        """micro_batch_tokens on a device of this type: "cuda", "cpu"."""
+        if self.micro_batch_tokens != "auto":
+            return self.micro_batch_tokens
+        return AUTO_TOKENS_ON_CPU if device_type == "cpu" else AUTO_TOKENS
 
     @property
     def rejects_tokens(self) -> bool:

@@ -126,7 +126,7 @@ def compare(trainee: Trainee, batches: list[list[ScoredGroup]], temperature: flo
     for groups in batches:
         num_not_finite += sum(num_nonfinite(completion) for group in groups for completion in group.completions)
         rows = rows_of(groups, config)
-        for batch in my_batches(accelerator, trainee.policy, rows, config.micro_batch_tokens):
+        for batch in my_batches(accelerator, trainee.policy, rows, config):
             logprobs_BT = token_logprobs(trainee.policy, batch.pack, temperature)[0].float()
             finite_BT = torch.isfinite(logprobs_BT) & torch.isfinite(batch.behaviour_logprobs_BT)
             mask_BT = batch.mask_BT & finite_BT

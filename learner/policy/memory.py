@@ -118,13 +118,15 @@ def learner_memory(shape: ModelShape, run: LearnerRun, *, num_ranks: int = 1, is
 
 
 def activation_bytes(shape: ModelShape, run: LearnerRun) -> int:
-    """What the layers keep of a micro-batch for its backward pass; with checkpointing the input of each, and one layer whole."""
+    """What the layers keep of a micro-batch on a GPU for its backward pass; with checkpointing the input of each, and one layer
+    whole."""
+    num_tokens = run.learner.tokens_per_pass("cuda")
     of_a_layer = (
         BYTES_PER_HIDDEN[run.dtype] * shape.hidden_size + BYTES_PER_INTERMEDIATE[run.dtype] * shape.intermediate_size
-    ) * run.learner.micro_batch_tokens
+    ) * num_tokens
     if not run.learner.gradient_checkpointing:
         return of_a_layer * shape.num_layers
-    return of_a_layer + _bytes_of(run.dtype) * shape.hidden_size * run.learner.micro_batch_tokens * shape.num_layers
+    return of_a_layer + _bytes_of(run.dtype) * shape.hidden_size * num_tokens * shape.num_layers
 
 
 def head_bytes(shape: ModelShape, run: LearnerRun, *, tile_logits: int) -> int:

@@ -49,7 +49,9 @@ class Lookahead:
         if self._takes_to_come_through > 0:
             self._takes_to_come_through -= 1
         elif waited_share > WAITED_SHARE and has_room:
-            self._change_to(self.versions + 1, f"{waited_share:.0%} of a step was waited for a server with room for more groups")
+            self._change_to(
+                self.versions + 1, f"{waited_share:.0%} of a step was waited for a server with room for more groups"
+            )
         elif self._spare_takes >= SPARE_TAKES:
             self._change_to(self.versions - 1, f"{SPARE_TAKES} batches were ready a whole step early")
 

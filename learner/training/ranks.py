@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, broadcast
 from torch import nn
 
-from learner.config import LearnerRun
+from learner.config import LearnerConfig, LearnerRun
 from learner.forward.interface import is_packed
 from learner.rollouts.scored_group import ScoredGroup
 from learner.training.batch import MicroBatch, Row, micro_batch
@@ -67,9 +67,9 @@ def share_groups(accelerator: Accelerator, groups: list[ScoredGroup] | None) -> 
     return unpack(broadcast(buffer).cpu().numpy().tobytes(), StepBatch).groups
 
 
-def my_batches(accelerator: Accelerator, policy: nn.Module, rows: list[Row], max_tokens: int) -> list[MicroBatch]:
+def my_batches(accelerator: Accelerator, policy: nn.Module, rows: list[Row], config: LearnerConfig) -> list[MicroBatch]:
     """This rank's micro-batches; of a sharded policy's, with masked ones up to the most that a rank has."""
-    layout = layout_of(accelerator.unwrap_model(policy), max_tokens)
+    layout = layout_of(accelerator, policy, config)
     shares = share_out(rows, accelerator.num_processes, layout)
     batches = [micro_batch(cut_rows, accelerator.device) for cut_rows in cut(shares[accelerator.process_index], layout)]
     # Every rank takes part in the backward pass, and in every pass of a sharded policy.
@@ -77,13 +77,15 @@ def my_batches(accelerator: Accelerator, policy: nn.Module, rows: list[Row], max
     return batches + [micro_batch([], accelerator.device) for _ in range(least - len(batches))]
 
 
-def layout_of(policy: Any, max_tokens: int) -> Layout:
-    """How rows lie in a pass of the (unwrapped) policy, by its attention and its shape."""
-    text = policy.config.get_text_config()
-    num_parameters = sum(parameter.numel() for parameter in policy.parameters())
+def layout_of(accelerator: Accelerator, policy: nn.Module, config: LearnerConfig) -> Layout:
+    """How rows lie in a pass of the policy, by its attention and its shape."""
+    model: Any = accelerator.unwrap_model(policy)
+    text = model.config.get_text_config()
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     # 2 operations a parameter and token; 4 a dimension, layer and pair of tokens: its score and its share of the value.
     pair_cost = 2 * text.num_hidden_layers * text.hidden_size / num_parameters
-    return Layout(max_tokens=max_tokens, is_packed=is_packed(policy), pair_cost=pair_cost)
+    max_tokens = config.tokens_per_pass(accelerator.device.type)
+    return Layout(max_tokens=max_tokens, is_packed=is_packed(model), pair_cost=pair_cost)
 
 
 def gradient_sync(accelerator: Accelerator, policy: nn.Module, *, is_last: bool) -> AbstractContextManager[None]:

@@ -44,7 +44,7 @@ def train_on(trainee: Trainee, groups: list[ScoredGroup], version: int, timer: S
     with timer("batch"):
         advantages_P_G = advantages(groups, config)
         rows = trained_rows(groups, advantages_P_G, config)
-        batches = my_batches(accelerator, trainee.policy, rows, config.micro_batch_tokens)
+        batches = my_batches(accelerator, trainee.policy, rows, config)
     batches = survey(trainee, batches, timer)
     total: Sums = {}
     num_skipped = 0
@@ -68,9 +68,8 @@ def train_tflop(trainee: Trainee, rows: list[Row]) -> float:
     """The arithmetic of the step on all ranks."""
     if trainee.shape is None:
         return math.nan
-    config = trainee.config
-    layout = layout_of(trainee.accelerator.unwrap_model(trainee.policy), config.micro_batch_tokens)
-    return train_flops(trainee.shape, pieces_of(rows, layout)) * config.updates_per_batch / TERA
+    layout = layout_of(trainee.accelerator, trainee.policy, trainee.config)
+    return train_flops(trainee.shape, pieces_of(rows, layout)) * trainee.config.updates_per_batch / TERA
 
 
 def advantages(groups: list[ScoredGroup], config: LearnerConfig) -> list[list[float]]:
@@ -85,7 +84,7 @@ def less_kl(trainee: Trainee, groups: list[ScoredGroup], timer: StepTimer) -> tu
     """Take kl_coef times its KL to the reference off each completion's reward; also return the mean KL per token."""
     rows_P_G = step_rows(groups, [[0.0] * len(group.completions) for group in groups], trainee.config)
     rows = [row for rows_G in rows_P_G for row in rows_G]
-    batches = my_batches(trainee.accelerator, trainee.policy, rows, trainee.config.micro_batch_tokens)
+    batches = my_batches(trainee.accelerator, trainee.policy, rows, trainee.config)
     kls_N, kl_per_token = completion_kls(trainee, batches, len(rows), timer)
     shaped = [
         msgspec.structs.replace(

@@ -111,7 +111,7 @@ def _answer_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: Lear
 
 def _train_on_answers(accelerator: Accelerator, policy: nn.Module, rows: list[Row], config: LearnerConfig) -> float:
     """Accumulate the gradient of the rows' mean cross-entropy; return the mean over all ranks' tokens."""
-    batches = my_batches(accelerator, policy, rows, config.micro_batch_tokens)
+    batches = my_batches(accelerator, policy, rows, config)
     total = torch.zeros((), device=accelerator.device)
     for i, batch in enumerate(batches):
         with gradient_sync(accelerator, policy, is_last=i == len(batches) - 1):

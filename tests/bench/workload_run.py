@@ -17,7 +17,6 @@ SERVER = {
     "max_concurrent_sequences": 256,
     "kv_cache_memory_mib": 1024,
     "block_size": 32,
-    "enforce_eager": True,
     "cpu_cores": [0],
 }
 LEARNER_CORES = (1,)

@@ -172,8 +172,11 @@ BETWEEN_SECTIONS = [
         {"reference": {"every_steps": 2}},
     ),
     ({"max_staleness": -1}, r"max_staleness = -1 must not be negative", {"max_staleness": 0}),
-    ({"max_staleness": "auto", "max_auto_staleness": 0}, r"max_auto_staleness = 0 must be at least 1",
-     {"max_auto_staleness": 1}),
+    (
+        {"max_staleness": "auto", "max_auto_staleness": 0},
+        r"max_auto_staleness = 0 must be at least 1",
+        {"max_auto_staleness": 1},
+    ),
     ({"updates_per_batch": 0}, r"updates_per_batch = 0 must be at least 1", {"updates_per_batch": 1}),
 ]
 

@@ -56,7 +56,9 @@ def simulate(lookahead: Lookahead, latency: float, num_at_once: int, jitter: flo
 def test_it_ends_at_the_least_lookahead_that_keeps_the_learner_fed(
     tmp_path: Path, latency: float, least: int, jitter: float
 ) -> None:
-    seen, step_s = simulate(Lookahead(config_of(tmp_path, max_staleness="auto")), latency, num_at_once=20, jitter=jitter)
+    seen, step_s = simulate(
+        Lookahead(config_of(tmp_path, max_staleness="auto")), latency, num_at_once=20, jitter=jitter
+    )
     assert set(seen[NUM_STEPS // 2 :]) == {least}
     assert step_s == pytest.approx(1.0, rel=0.02)
     if least > 1:  # and none below it would have

@@ -53,7 +53,7 @@ def gradient_of(trainee: Trainee, groups: list[ScoredGroup]) -> torch.Tensor:
     if config.kl.place == "reward":
         groups, _ = less_kl(trainee, groups, StepTimer())
     rows = trained_rows(groups, advantages(groups, config), config)
-    batches = my_batches(trainee.accelerator, trainee.policy, rows, config.micro_batch_tokens)
+    batches = my_batches(trainee.accelerator, trainee.policy, rows, config)
     batches = survey(trainee, batches, StepTimer())
     forward_backward(trainee, batches, VERSION, is_first_update=True)
     gradient = torch.cat([whole(parameter.grad).flatten() for parameter in trainee.policy.parameters()])

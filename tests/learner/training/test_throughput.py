@@ -52,7 +52,9 @@ def test_the_arithmetic_of_a_step_is_what_torch_counts() -> None:
 
 
 def test_a_shared_prompt_counts_once_where_it_is_computed_once() -> None:
-    config = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=50)
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=50
+    )
     shape = shape_of(config)
     rows = rows_of([(30, [5, 9])])
     shared, apart = train_flops(shape, [rows]), train_flops(shape, [[row] for row in rows])
