@@ -177,6 +177,7 @@ BETWEEN_SECTIONS = [
         r"max_auto_staleness = 0 must be at least 1",
         {"max_auto_staleness": 1},
     ),
+    ({"micro_batch_tokens": 0}, r"micro_batch_tokens = 0 must be at least 1", {"micro_batch_tokens": "auto"}),
     ({"updates_per_batch": 0}, r"updates_per_batch = 0 must be at least 1", {"updates_per_batch": 1}),
 ]
 

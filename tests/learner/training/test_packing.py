@@ -1,10 +1,13 @@
 """Rows to ranks and micro-batches: every row once, within the budget, evened out, the prompt as seldom as possible."""
 
+from pathlib import Path
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from learner.training.batch import Row
 from learner.training.packing import Layout, cut, num_tokens, pieces_of, share_out
+from tests.learner.config.settings import ALWAYS, load
 from tests.learner.training.test_batch import make_completion, make_row
 
 Shapes = list[tuple[int, list[int]]]
@@ -51,6 +54,12 @@ def test_a_group_that_fits_stays_together_and_a_larger_one_is_cut_as_seldom_as_p
     assert [advantages_of(piece) for piece in pieces_of(rows, layout(30))] == [[0, 1, 2, 3], [4]]
     assert [advantages_of(piece) for piece in pieces_of(rows, layout(20))] == [[0, 1], [2, 3], [4]]
     assert [advantages_of(batch) for batch in cut(pieces_of(rows, layout(25)), layout(25))] == [[0, 1, 2], [3, 4]]
+
+
+def test_passes_are_smaller_on_a_cpu_unless_a_number_is_set(tmp_path: Path) -> None:
+    by_default, chosen = (load(tmp_path, ALWAYS | keys).learner for keys in ({}, {"micro_batch_tokens": 9000}))
+    assert [by_default.tokens_per_pass(device) for device in ("cpu", "cuda")] == [4096, 16384]
+    assert [chosen.tokens_per_pass(device) for device in ("cpu", "cuda")] == [9000, 9000]
 
 
 def test_without_packing_a_row_costs_the_longest_of_its_micro_batch() -> None:
