@@ -1,0 +1,45 @@
+"""Every message on the wire.
+
+    learner ── Hello, Generate, Ack, Cancel, Score, PushBegin, PushAbort ──▶ server
+    learner ◀── Welcome, Refused, Pulse, Group, GroupFailed, Scores, PushReady, PushDone, PushFailed ── server
+
+Frozen and tagged: one typed decoder per direction tells them apart (codec.py), `match` dispatches them. Arrays are checked
+as a message is made, so an invalid one exists on neither side. One file for each thing that is talked about.
+"""
+
+from protocol.messages.generation import (
+    MAX_STOP_LENGTH,
+    MAX_STOPS,
+    Ack,
+    Cancel,
+    Completion,
+    Generate,
+    Group,
+    GroupFailed,
+    Sampling,
+    Score,
+    Scores,
+)
+from protocol.messages.handshake import PROTOCOL_VERSION, Hello, ModelFingerprint, Pulse, Refused, Welcome
+from protocol.messages.parts import DTYPES, Message, Part
+from protocol.messages.push import (
+    Manifest,
+    PushAbort,
+    PushBegin,
+    PushDone,
+    PushFailed,
+    PushReady,
+    Rendezvous,
+    TensorSpec,
+    Transport,
+)
+
+__all__ = [
+    "DTYPES", "MAX_STOPS", "MAX_STOP_LENGTH", "PROTOCOL_VERSION", "Ack", "Cancel", "Completion", "Generate", "Group", "GroupFailed",
+    "Hello", "LearnerMessage", "Manifest", "Message", "ModelFingerprint", "Part", "Pulse", "PushAbort", "PushBegin", "PushDone",
+    "PushFailed", "PushReady", "Refused", "Rendezvous", "Sampling", "Score", "Scores", "ServerMessage", "TensorSpec", "Transport",
+    "Welcome",
+]  # fmt: skip
+
+LearnerMessage = Hello | Generate | Ack | Cancel | Score | PushBegin | PushAbort
+ServerMessage = Welcome | Refused | Pulse | Group | GroupFailed | Scores | PushReady | PushDone | PushFailed
