@@ -1,4 +1,5 @@
 """`inference-server run.toml`: read the config, bind cores, take the ports, start vLLM, serve until a signal comes.
+`inference-server doctor run.toml` looks instead whether it could.
 
 Nothing heavy is imported before the cores are bound: torch reads the number of threads only once.
 """
@@ -9,19 +10,19 @@ import logging
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, NoReturn
 
-from inference_server.config import ServerConfig, ServerRun
+from inference_server.config import ServerRun
 from inference_server.engine.interface import EngineDead
 from inference_server.engine.socket_directory import socket_directory
+from inference_server.listener import listen
 from protocol.config import load_config, to_toml, until_its_reader_leaves
 from protocol.cores import bind_cores
 from protocol.endpoint import exposure
-from protocol.errors import ConfigError, SlipstreamError
+from protocol.errors import SlipstreamError
 
 log = logging.getLogger("inference_server")
 
@@ -46,6 +47,10 @@ def main() -> None:
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signal_number, _quit_while_starting)
     try:
+        if sys.argv[1:2] == ["doctor"]:
+            from inference_server.doctor import doctor_command
+
+            sys.exit(doctor_command(sys.argv[2:]))
         arguments = [argument for argument in sys.argv[1:] if argument != "--dry-run"]
         run = load_config(ServerRun, arguments, program="inference-server", switches="[--dry-run]")
         if "--dry-run" in sys.argv:
@@ -95,19 +100,6 @@ def _set_environment(run: ServerRun) -> None:
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
 
 
-def _listen(config: ServerConfig) -> socket.socket | None:
-    """Take the HTTP port before the engine starts; None when HTTP is off."""
-    if config.http_port == 0:
-        return None
-    try:
-        return socket.create_server((config.http_host, config.http_port))
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {config.http_host}:{config.http_port}: {os.strerror(error.errno or 0)}. "
-            "Stop the process that holds the port, or choose another with server.http_port (0 turns HTTP off)."
-        ) from error
-
-
 async def _serve(run: ServerRun) -> None:
     """Start everything in the order in which it can fail cheaply, serve, and take it down again."""
     from inference_server.api_key import read_api_key
@@ -124,7 +116,7 @@ async def _serve(run: ServerRun) -> None:
         open_things.callback(channel.close)
         if note := exposure(run.endpoint, has_keys=keys is not None):
             log.warning(note)
-        listener = _listen(run.server)
+        listener = listen(run.server)
         if listener is not None:
             open_things.callback(listener.close)
         model_path = resolve_model(run.model)

@@ -1,6 +1,7 @@
 """The server's loop: one ROUTER socket in front of one engine, for one learner at a time.
 
 learner ── Hello, Generate, Ack, Cancel, Score, PushBegin, PushAbort ──▶ receive ▸ match ▸ task per group, score, push
+doctor ── Probe, Trial ──▶ receive ▸ visits.py, whoever is served meanwhile
 learner ◀── Welcome, Refused, Group, GroupFailed, Scores, PushReady, PushDone, PushFailed ── the tasks
 learner ◀── Pulse ── pulse, every 0.4 s
 
@@ -30,6 +31,7 @@ from inference_server.groups import Groups, why_invalid
 from inference_server.push import Pushes
 from inference_server.refusals import Refusals
 from inference_server.scores import scores_of
+from inference_server.visits import Visits
 from protocol.channel.sockets import ServerChannel
 from protocol.errors import ProtocolError
 from protocol.messages import (
@@ -41,11 +43,13 @@ from protocol.messages import (
     Hello,
     Message,
     ModelFingerprint,
+    Probe,
     Pulse,
     PushAbort,
     PushBegin,
     Refused,
     Score,
+    Trial,
     Welcome,
 )
 
@@ -80,6 +84,7 @@ class Server:
         self._life = EngineLife(engine, self._tasks, config.max_engine_restarts, self._look, self._forget_engine)
         self._pushes = Pushes(engine, self._deliver, config.pause_timeout_s, receive_overlap=config.receive_overlap)
         self._groups = Groups(engine, self._deliver, self._life.spawn, self._pushes.generating_s)
+        self._visits = Visits(channel, engine, model, self._life)
         self._stall = StallWatch(engine, self._pushes.generating_s, config.stall_timeout_s)
 
     async def serve(self) -> None:
@@ -139,6 +144,10 @@ class Server:
                     await self._ignore(peer, str(message))
                 case Hello():
                     await self._greet(peer, message)
+                case Probe():
+                    await self._visits.answer(peer, message, self._learner.run if self._learner else None)
+                case Trial():
+                    self._tasks.create_task(self._visits.try_transfer(peer, message))
                 case _ if self._learner is None or self._learner.peer != peer:
                     # A connection that was lost and made again. It hears no pulse and so will say Hello: an answer here
                     # would only keep it from noticing.

@@ -1,6 +1,7 @@
-"""The learner's commands: train, self-test, report.
+"""The learner's commands: train, doctor, self-test, report.
 
     learner train run.toml [--resume] [--key value ...]
+    learner doctor run.toml [--json] [--key value ...]
     learner self-test run.toml [--json] [--key value ...]
     learner report RUN_DIR [--json]
 
@@ -17,6 +18,7 @@ from protocol.errors import ConfigError, ParityError, SlipstreamError
 log = logging.getLogger(__name__)
 
 USAGE = """usage: learner train run.toml [--resume] [--dry-run] [--key value ...]   train; --help lists the keys
+       learner doctor run.toml [--json] [--key value ...]               what would keep the run from beginning, and remedies
        learner self-test run.toml [--json] [--key value ...]            the noise between the server and this learner
        learner report RUN_DIR [--json]                                  the report of a run"""
 
@@ -30,6 +32,8 @@ def main() -> None:
         match sys.argv[1:]:
             case ["train", *arguments]:
                 train_command(arguments)
+            case ["doctor", *arguments]:
+                sys.exit(doctor_command(arguments))
             case ["self-test", *arguments]:
                 self_test_command(arguments)
             case ["report", run_dir, *flags] if set(flags) <= {"--json"} and not run_dir.startswith("-"):
@@ -76,6 +80,20 @@ def train_command(arguments: list[str]) -> None:
         report_command(run_dir, as_json=False)
     except SlipstreamError as error:  # the run itself has ended well
         log.warning("the report of the run could not be written: %s", error)
+
+
+def doctor_command(arguments: list[str]) -> int:
+    """Return the exit status: 1 with any problem."""
+    from learner.config import LearnerRun
+    from protocol.checkup import tell
+    from protocol.config import load_config
+
+    as_json = "--json" in arguments
+    arguments = [argument for argument in arguments if argument != "--json"]
+    run = load_config(LearnerRun, arguments, "learner doctor", switches="[--json]").in_effect()
+    from learner.evaluation.doctor import examine
+
+    return tell(examine(run), as_json=as_json)
 
 
 def self_test_command(arguments: list[str]) -> None:

@@ -65,6 +65,21 @@ def resolve_model(name: str) -> Path:
     return _with_safetensors(_download(name), name)
 
 
+def local_model(name: str) -> Path | None:
+    """Return what `resolve_model` would, without downloading anything; None for a model that is not on this machine.
+
+    Raises ConfigError as `resolve_model` does.
+    """
+    if name.startswith("tiny:") or Path(name).expanduser().is_dir():
+        return resolve_model(name)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_DOWNLOADED, local_files_only=True))
+    except (OSError, ValueError):  # not in its cache, or no name of the hub
+        return None
+
+
 def _with_safetensors(path: Path, name: str) -> Path:
     """Older weight files are pickles, which may run code when they are read."""
     if not any(path.glob("*.safetensors")):

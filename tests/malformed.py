@@ -23,6 +23,7 @@ from protocol.messages import (
     GroupFailed,
     Hello,
     Manifest,
+    Probe,
     Pulse,
     PushAbort,
     PushBegin,
@@ -34,6 +35,9 @@ from protocol.messages import (
     Score,
     Scores,
     TensorSpec,
+    Trial,
+    TrialEnded,
+    Vitals,
     Welcome,
 )
 from tests.fingerprint import MODEL
@@ -55,6 +59,8 @@ TO_SERVER = [
     PushBegin(epoch="e", version=3, rendezvous=RENDEZVOUS, manifest=MANIFEST),
     PushAbort(epoch="e"),
 ]
+OF_A_DOCTOR = [Probe(probe_id="p"), Trial(trial_id="t", rendezvous=RENDEZVOUS, num_bytes=1)]
+"""Which the server answers to everybody."""
 TO_LEARNER = [
     Welcome(
         server_id="s", policy_version=3, num_workers=1, dtype="float32", transports=["gloo"], devices=["cpu"],
@@ -67,6 +73,11 @@ TO_LEARNER = [
     PushReady(epoch="e", version=3),
     PushDone(epoch="e", version=3, checksum="f", pause_s=0.0, receive_s=0.0, load_s=0.0, stall_s=0.0),
     PushFailed(epoch="e", version=3, state="receiving", message="no", weights_intact=True),
+    Vitals(
+        probe_id="p", protocol_version=PROTOCOL_VERSION, package_version="0", clock_s=0.0, run=None, model=MODEL, dtype="float32",
+        transports=["gloo"], devices=["cpu"],
+    ),
+    TrialEnded(trial_id="t", error="no"),
 ]  # fmt: skip
 
 WRONG_VALUES: list[Any] = [
@@ -89,7 +100,7 @@ def without_end(messages: list[msgspec.Struct], seed: int) -> Iterator[Frames]:
 
 def drawn_by_hypothesis() -> list[Frames]:
     """Values of every msgpack type, nested, under the tags of real messages, beside frames of any bytes."""
-    tags = [type(message).__name__ for message in [*TO_SERVER, *TO_LEARNER]]
+    tags = [type(message).__name__ for message in [*TO_SERVER, *OF_A_DOCTOR, *TO_LEARNER]]
     names = ["group_id", "group_ids", "token_ids", "sampling", "deadline_s", "version", "completions", "run", "model"]
     scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary()
     values = st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8)

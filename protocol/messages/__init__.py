@@ -2,6 +2,7 @@
 
     learner ── Hello, Generate, Ack, Cancel, Score, PushBegin, PushAbort ──▶ server
     learner ◀── Welcome, Refused, Pulse, Group, GroupFailed, Scores, PushReady, PushDone, PushFailed ── server
+    a doctor ── Probe, Trial ──▶ server ── Vitals, TrialEnded ──▶ the doctor
 
 Frozen and tagged: one typed decoder per direction tells them apart (codec.py), `match` dispatches them. Arrays are checked
 as a message is made, so an invalid one exists on neither side. One file for each thing that is talked about.
@@ -22,6 +23,7 @@ from protocol.messages.generation import (
 )
 from protocol.messages.handshake import PROTOCOL_VERSION, Hello, ModelFingerprint, Pulse, Refused, Welcome
 from protocol.messages.parts import DTYPES, Message, Part
+from protocol.messages.probe import MAX_TRIAL_BYTES, Probe, Trial, TrialEnded, Vitals
 from protocol.messages.push import (
     Manifest,
     PushAbort,
@@ -35,11 +37,13 @@ from protocol.messages.push import (
 )
 
 __all__ = [
-    "DTYPES", "MAX_STOPS", "MAX_STOP_LENGTH", "PROTOCOL_VERSION", "Ack", "Cancel", "Completion", "Generate", "Group", "GroupFailed",
-    "Hello", "LearnerMessage", "Manifest", "Message", "ModelFingerprint", "Part", "Pulse", "PushAbort", "PushBegin", "PushDone",
-    "PushFailed", "PushReady", "Refused", "Rendezvous", "Sampling", "Score", "Scores", "ServerMessage", "TensorSpec", "Transport",
-    "Welcome",
+    "DTYPES", "MAX_STOPS", "MAX_STOP_LENGTH", "MAX_TRIAL_BYTES", "PROTOCOL_VERSION", "Ack", "Cancel", "Completion", "Generate", "Group",
+    "GroupFailed", "Hello", "LearnerMessage", "Manifest", "Message", "ModelFingerprint", "Part", "Probe", "Pulse", "PushAbort",
+    "PushBegin", "PushDone", "PushFailed", "PushReady", "Refused", "Rendezvous", "Sampling", "Score", "Scores", "ServerMessage",
+    "TensorSpec", "Transport", "Trial", "TrialEnded", "Vitals", "Welcome",
 ]  # fmt: skip
 
-LearnerMessage = Hello | Generate | Ack | Cancel | Score | PushBegin | PushAbort
-ServerMessage = Welcome | Refused | Pulse | Group | GroupFailed | Scores | PushReady | PushDone | PushFailed
+LearnerMessage = Hello | Generate | Ack | Cancel | Score | PushBegin | PushAbort | Probe | Trial
+ServerMessage = (
+    Welcome | Refused | Pulse | Group | GroupFailed | Scores | PushReady | PushDone | PushFailed | Vitals | TrialEnded
+)

@@ -7,7 +7,7 @@ import pytest
 from tests.fakes import ScriptedEngine, Serving
 from tests.inference_server.scripted_learner import ScriptedLearner
 from tests.inference_server.test_intruders import TIMEOUT_S, assert_shut_out, intrude, run_with_server, work_until
-from tests.malformed import TO_SERVER, without_end
+from tests.malformed import OF_A_DOCTOR, TO_SERVER, without_end
 from tests.memory import MemoryWatch
 
 MAX_GROWTH_MIB = 32.0
@@ -46,7 +46,7 @@ def test_a_frame_that_claims_a_gibibyte_costs_its_sender_the_connection() -> Non
 
 def test_a_learner_that_was_welcomed_and_goes_mad_does_not_end_the_server() -> None:
     async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        messages = without_end(TO_SERVER[1:], seed=1)
+        messages = without_end([*TO_SERVER[1:], *OF_A_DOCTOR], seed=1)
         for _ in range(100):
             mad = ScriptedLearner(running.endpoint, run=learner.run)
             await mad.join()

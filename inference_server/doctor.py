@@ -1,0 +1,162 @@
+"""`inference-server doctor`: whether a server could start here; each problem is one line with its remedy.
+
+Ports are taken for a moment and given back, nothing is loaded. What only two can know, whether they reach each other and have the
+same keys, versions and time, `learner doctor` asks while the server runs.
+"""
+
+import asyncio
+import errno
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+
+from inference_server.api_key import read_api_key
+from inference_server.config import ServerRun
+from inference_server.engine.memory import gpu_memory_bytes
+from inference_server.listener import listen
+from protocol.channel.keys import learner_keys, server_keys
+from protocol.channel.sockets import ServerChannel
+from protocol.checkup import (
+    Finding,
+    free_memory_bytes,
+    of_disk,
+    of_memory,
+    ok,
+    package_version,
+    problem,
+    problem_of,
+    tell,
+    unknown,
+)
+from protocol.config import load_config
+from protocol.endpoint import split_endpoint
+from protocol.errors import ConfigError
+from protocol.messages import PROTOCOL_VERSION
+from protocol.model_files import cache_dir, fingerprint, local_model
+
+MIB = 1 << 20
+
+
+def doctor_command(arguments: Sequence[str]) -> int:
+    """Return the exit status: 1 with any problem."""
+    as_json = "--json" in arguments
+    arguments = [argument for argument in arguments if argument != "--json"]
+    run = load_config(ServerRun, arguments, "inference-server doctor", switches="[--json]")
+    return tell(examine(run), as_json=as_json)
+
+
+def examine(run: ServerRun) -> Iterator[Finding]:
+    found = names(run.endpoint)
+    yield found
+    if found.verdict == "ok":
+        yield port(run.endpoint)
+    yield http(run)
+    yield keys(run.keys)
+    yield ok("versions", f"slipstream-rl {package_version()}, protocol {PROTOCOL_VERSION}")
+    yield unknown("clock", "compared, like keys and bandwidth, by `learner doctor` while this server runs")
+    yield from resources(run)
+
+
+def names(endpoint: str) -> Finding:
+    """Whether the endpoint's host is an address of this machine."""
+    host, _ = split_endpoint(endpoint)
+    if host == "*":
+        return ok("names", "every IPv4 address of this machine")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        return problem(
+            "names", f"{host} does not resolve ({error.strerror or error})",
+            "correct `endpoint`, or enter the name in DNS or /etc/hosts; tcp://*:PORT listens at every address",
+        )  # fmt: skip
+    with socket.socket(family, socket.SOCK_STREAM) as trial:
+        try:
+            trial.bind((address[0], 0, *address[2:]))
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            return problem(
+                "names", f"{host} ({address[0]}) is no address of this machine",
+                "set `endpoint` to one of its own, or to tcp://*:PORT for all of them",
+            )  # fmt: skip
+    return ok("names", f"{host} is this machine's {address[0]}")
+
+
+def port(endpoint: str) -> Finding:
+    async def bind() -> str:
+        with closing(ServerChannel(endpoint, insecure=True)) as channel:  # the doctor answers nobody
+            return channel.endpoint
+
+    try:
+        return ok("port", f"{asyncio.run(bind())} is free")
+    except ConfigError as error:
+        return problem_of("port", error, "choose another with `endpoint`")
+
+
+def http(run: ServerRun) -> Finding:
+    try:
+        key = read_api_key(run.server, insecure=run.insecure)
+        listener = listen(run.server)
+    except ConfigError as error:
+        return problem_of("http", error, "choose another with server.http_port")
+    if listener is None:
+        return ok("http", "off (server.http_port = 0)")
+    with listener:
+        host, number = listener.getsockname()[:2]
+    return ok("http", f"{host}:{number} is free, {'with' if key else 'without'} an API key")
+
+
+def keys(directory: str | None) -> Finding:
+    """Whether they can be read, somebody would be let in, and the server.pub that lies there is this server's."""
+    if directory is None:
+        return ok("keys", "none: whoever reaches the endpoint is let in")
+    try:
+        own = server_keys(directory)
+    except ConfigError as error:
+        return problem_of("keys", error, "make keys with `make keys`")
+    if (Path(directory) / "learner.key").exists():
+        try:
+            learner = learner_keys(directory)
+        except ConfigError as error:
+            return problem_of("keys", error, "make keys with `make keys`")
+        if learner.server != own.public:
+            return problem(
+                "keys", f"{directory}/server.pub does not belong to {directory}/server.key",
+                "copy it anew from where the key was made: a learner that has this one is turned away",
+            )  # fmt: skip
+        if learner.public not in own.allowed():
+            return problem(
+                "keys", f"{directory}/allowed does not list {directory}/learner.key",
+                f"copy that learner's public key, its allowed/learner.pub, into {directory}/allowed",
+            )  # fmt: skip
+    return ok("keys", f"{len(own.allowed())} learner(s) would be let in")
+
+
+def resources(run: ServerRun) -> Iterator[Finding]:
+    """What the weights take; keys and values take what is left of the share that the config gives."""
+    try:
+        path = local_model(run.model)
+        if path is not None:
+            yield ok("model", f"{fingerprint(path).architecture} in {path}")
+    except ConfigError as error:
+        yield problem_of("model", error, "set `model` to one that can be had here")
+        return
+    if path is None:
+        yield unknown("model", f"{run.model} is not on this machine yet; the server will download it")
+        yield of_disk(cache_dir(), "the download, as far as is known,", 0)
+        return
+    config = run.server
+    weights = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    of_kv = (config.kv_cache_memory_mib or 0) * MIB
+    gpu = gpu_memory_bytes()
+    if gpu is None:
+        remedy = "lower server.kv_cache_memory_mib, or choose a smaller model"
+        yield of_memory("the server", weights + of_kv, free_memory_bytes(), remedy)
+        return
+    free, total = gpu
+    share = int(total * config.gpu_memory_utilization)
+    remedy = "lower server.gpu_memory_utilization, or end what else uses the GPU"
+    yield of_memory(f"{config.gpu_memory_utilization:.0%} of the GPU for the server", share, free, remedy)
+    remedy = "raise server.tensor_parallel_size or server.gpu_memory_utilization"
+    yield of_memory("a worker's weights", weights // config.tensor_parallel_size + of_kv, share, remedy)

@@ -1,0 +1,62 @@
+"""Answers to a doctor, who looks in and is not served: the server's vitals, and one trial of the way for weights at a time.
+
+Invariant: a visit changes nothing about the run that is served.
+"""
+
+import asyncio
+import logging
+import time
+
+from inference_server.engine.interface import Engine
+from inference_server.engine.life import EngineLife
+from protocol.channel.sockets import ServerChannel
+from protocol.checkup import package_version
+from protocol.messages import PROTOCOL_VERSION, ModelFingerprint, Probe, Trial, TrialEnded, Vitals
+
+log = logging.getLogger(__name__)
+
+
+class Visits:
+    """Of whoever may speak to this server."""
+
+    def __init__(self, channel: ServerChannel, engine: Engine, model: ModelFingerprint, life: EngineLife) -> None:
+        self._channel, self._engine, self._model, self._life = channel, engine, model, life
+        self._is_trying = False
+
+    async def answer(self, peer: bytes, probe: Probe, run: str | None) -> None:
+        """Say who this server is; `run` is the one it serves."""
+        vitals = Vitals(
+            probe_id=probe.probe_id,
+            protocol_version=PROTOCOL_VERSION,
+            package_version=package_version(),
+            clock_s=time.time(),
+            run=run,
+            model=self._model,
+            dtype=self._engine.limits.dtype,
+            transports=self._life.transports,
+            devices=[place.device for place in self._life.places],
+        )
+        await self._channel.send(peer, vitals)
+
+    async def try_transfer(self, peer: bytes, trial: Trial) -> None:
+        """Take the bytes of a trial in a thread, and say how it went."""
+        if self._is_trying:
+            ended = TrialEnded(trial_id=trial.trial_id, error="another trial is under way at this server")
+        else:
+            self._is_trying = True
+            try:
+                ended = await asyncio.to_thread(_ended, trial)
+            finally:
+                self._is_trying = False
+        await self._channel.send(peer, ended)
+
+
+def _ended(trial: Trial) -> TrialEnded:
+    from protocol.collective.trial import receive_trial  # imports torch
+
+    try:
+        return TrialEnded(trial_id=trial.trial_id, receive_s=receive_trial(trial))
+    except Exception as error:
+        # The address is a stranger's: whatever comes of it is for him to hear, and ends nothing here.
+        log.info("a trial of the way for weights failed: %s", error)
+        return TrialEnded(trial_id=trial.trial_id, error=str(error) or repr(error))

@@ -1,0 +1,171 @@
+"""`learner doctor`: whether a run could begin, seen from the learner; each problem is one line with its remedy.
+
+    names ─▶ port ─▶ keys ─▶ Probe, Vitals ─▶ versions, model, clock, transport ─▶ Trial ─▶ bandwidth       memory, disk
+
+The server is asked as it stands, also while it serves a run, and nothing is changed. What cannot be reached is not asked further.
+"""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from contextlib import closing, suppress
+
+import msgspec
+import torch
+
+from learner.config import LearnerRun, PushConfig
+from learner.evaluation.reach import ANSWER_TIMEOUT_S, NotReached, answer, ask, names, port
+from learner.evaluation.resources import resources
+from protocol.channel.keys import learner_keys
+from protocol.channel.sockets import LearnerChannel
+from protocol.checkup import Finding, in_one_line, ok, package_version, problem, problem_of, unknown
+from protocol.collective.group import Meeting, address_towards
+from protocol.collective.nccl import ranks_may_share_a_gpu
+from protocol.collective.transport import choose_transport, offered_transports, own_device_name
+from protocol.collective.trial import MAX_TRIAL_S, send_trial
+from protocol.errors import ConfigError, HandshakeRefused, PushError
+from protocol.messages import PROTOCOL_VERSION, ModelFingerprint, Trial, TrialEnded, Vitals
+from protocol.model_files import fingerprint, local_model
+
+MAX_CLOCK_OFFSET_S = 5.0
+TRIAL_BYTES = 64 << 20
+MIB = 1 << 20
+
+
+def examine(run: LearnerRun) -> Iterator[Finding]:
+    """Look at everything, slowest last."""
+    with asyncio.Runner() as runner:
+        findings = examine_server(run, run.endpoint)
+        while (finding := runner.run(_next(findings))) is not None:
+            yield finding
+    yield from resources(run)
+
+
+async def _next(findings: AsyncIterator[Finding]) -> Finding | None:
+    return await anext(findings, None)
+
+
+async def examine_server(run: LearnerRun, endpoint: str) -> AsyncIterator[Finding]:
+    """Go to one server, as far as it can be reached."""
+    found = names(endpoint)
+    yield found
+    if found.verdict == "problem":
+        return
+    found = port(endpoint)
+    yield found
+    if found.verdict == "problem":
+        return
+    try:
+        keys = learner_keys(run.keys) if run.keys is not None else None
+    except ConfigError as error:
+        yield problem_of("keys", error, "make keys with `make keys`, or copy them here with `scp -p`")
+        return
+    with closing(LearnerChannel(endpoint, keys, insecure=run.insecure)) as channel:
+        try:
+            vitals, offset_s, slack_s = await ask(channel, keys)
+        except HandshakeRefused as error:
+            yield problem_of("keys", error, "use the same keys on both sides")
+            return
+        except NotReached as reason:
+            yield reason.finding
+            return
+        yield ok("keys", f"{endpoint} knows this learner" if keys else "none on either side")
+        for finding in (versions(vitals), model(vitals.model, run.model), clock(offset_s, slack_s)):
+            yield finding
+        found = transport(run, vitals)
+        yield found
+        if found.verdict != "problem":
+            yield await bandwidth(run, channel)
+
+
+def versions(vitals: Vitals) -> Finding:
+    theirs, ours = (vitals.protocol_version, vitals.package_version), (PROTOCOL_VERSION, package_version())
+    text = f"slipstream-rl {theirs[1]} (protocol {theirs[0]}) at the server, {ours[1]} (protocol {ours[0]}) here"
+    return ok("versions", text) if theirs == ours else problem("versions", text, "install the same on both sides")
+
+
+def model(theirs: ModelFingerprint, name: str) -> Finding:
+    """Whether both sides have the same, as the handshake will ask."""
+    try:
+        path = local_model(name)
+        if path is None:
+            return unknown("model", f"{name} is not on this machine yet; the run will download it")
+        ours = fingerprint(path)
+    except ConfigError as error:
+        return problem_of("model", error, "set `model` to one that both sides have")
+    differ = [
+        f"{field} {getattr(theirs, field)} at the server, {getattr(ours, field)} here"
+        for field in theirs.__struct_fields__
+        if getattr(theirs, field) != getattr(ours, field)
+    ]
+    if differ:
+        return problem("model", f"the models differ: {'; '.join(differ)}", "start both sides with the same `model`")
+    return ok("model", f"the same {theirs.architecture} of {theirs.size} on both sides")
+
+
+def clock(offset_s: float, slack_s: float) -> Finding:
+    """`offset_s`: how far the server's is ahead, known to within `slack_s`."""
+    text = f"the server's clock is {abs(offset_s):.1f} s {'ahead of' if offset_s > 0 else 'behind'} this machine's"
+    if abs(offset_s) - slack_s > MAX_CLOCK_OFFSET_S:
+        remedy = "let NTP set both (`timedatectl set-ntp true`): logs and reports of the two cannot be put in order"
+        return problem("clock", text, remedy)
+    return ok("clock", f"{text}, to within {slack_s:.1g} s")
+
+
+def transport(run: LearnerRun, vitals: Vitals) -> Finding:
+    """What a push would travel by, as the push itself would choose."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    offered = offered_transports()
+    try:
+        chosen = choose_transport(
+            run.learner.push.transport,
+            own_device_name(device),
+            vitals.devices,
+            learner_transports=offered,
+            server_transports=vitals.transports,
+            ranks_may_share_a_gpu="nccl" in offered and ranks_may_share_a_gpu(),
+        )
+    except (ConfigError, PushError) as error:
+        return problem_of("transport", error, 'set learner.push.transport = "auto"')
+    return ok("transport", f"weights will travel by {chosen} to {len(vitals.devices)} worker(s)")
+
+
+async def bandwidth(run: LearnerRun, channel: LearnerChannel) -> Finding:
+    """Send bytes as a push over gloo would, which takes ports that both sides open as they need them."""
+    push, own_host = run.learner.push, address_towards(channel.endpoint)
+    timeout_s = min(push.timeout_s, MAX_TRIAL_S)
+    remedy = f"let the firewalls pass TCP between {own_host} and the server on all ports, in both directions"
+    with closing(Meeting(own_host, timeout_s)) as meeting:
+        trial = Trial(trial_id=uuid.uuid4().hex, rendezvous=meeting.rendezvous(1, "gloo"), num_bytes=TRIAL_BYTES)
+        await channel.send(trial, ANSWER_TIMEOUT_S)
+        sending = asyncio.create_task(asyncio.to_thread(send_trial, meeting, trial))
+        try:
+            ended = await answer(channel, TrialEnded, 3 * timeout_s)
+        except NotReached as reason:
+            return problem("bandwidth", f"the trial of the way for weights did not end: {reason.finding.text}", remedy)
+        finally:
+            meeting.call_off(trial.trial_id, "the doctor has seen enough")
+            with suppress(PushError):  # what went wrong the other side has told
+                (await sending).close()
+    if ended.error is not None:
+        return problem("bandwidth", f"weights would not arrive: {in_one_line(ended.error)}", remedy)
+    found = fast_enough(TRIAL_BYTES / max(ended.receive_s, 1e-6), weights_bytes(run), push)
+    return msgspec.structs.replace(found, text=f"{found.text}, workers call {own_host} back")
+
+
+def fast_enough(rate: float, num_bytes: int | None, push: PushConfig) -> Finding:
+    """Whether so many bytes a second bring a bucket in time, of weights that may be smaller than one."""
+    bucket = push.bucket_mib * MIB if num_bytes is None else min(push.bucket_mib * MIB, num_bytes)
+    text = f"{rate / MIB:,.0f} MiB/s to the server over TCP"
+    if bucket / rate > push.timeout_s:
+        remedy = (
+            f"lower learner.push.bucket_mib ({push.bucket_mib}) or raise learner.push.timeout_s ({push.timeout_s:g})"
+        )
+        return problem("bandwidth", f"{text}, so that one bucket takes longer than a push may wait", remedy)
+    return ok("bandwidth", text)
+
+
+def weights_bytes(run: LearnerRun) -> int | None:
+    """Of the model's files; None if they are not on this machine yet."""
+    path = local_model(run.model)
+    return None if path is None else sum(file.stat().st_size for file in path.glob("*.safetensors"))

@@ -1,0 +1,144 @@
+"""`inference-server doctor` at real ports and files: each fault in one line; and what a server lets its visitors do."""
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from inference_server.config import ServerRun
+from inference_server.doctor import examine
+from protocol.channel.keys import make_keys
+from protocol.config import load_config
+from protocol.messages import MAX_TRIAL_BYTES, Rendezvous, Trial, TrialEnded
+from tests.fakes import ScriptedEngine, serving
+from tests.inference_server.scripted_learner import ScriptedLearner
+
+ROOT = Path(__file__).parent.parent.parent
+RECIPE = "deploy/recipes/reverse.toml"
+HTTP_OFF = ("--server.http-port", "0")
+
+
+def problems(*flags: str, recipe: str = RECIPE) -> dict[str, str]:
+    """By subject, as they are told."""
+    run = load_config(ServerRun, [str(ROOT / recipe), *flags], "test")
+    return {found.subject: str(found) for found in examine(run) if found.verdict == "problem"}
+
+
+def free_endpoint() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_a_machine_that_is_well_costs_no_complaint(tmp_path: Path) -> None:
+    make_keys(tmp_path / "keys")
+    assert problems("--endpoint", free_endpoint(), *HTTP_OFF) == {}
+    assert problems("--endpoint", free_endpoint(), "--keys", str(tmp_path / "keys"), *HTTP_OFF) == {}
+
+
+def test_ports_that_others_hold() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
+        ports = one.getsockname()[1], two.getsockname()[1]
+        found = problems("--endpoint", f"tcp://127.0.0.1:{ports[0]}", "--server.http-port", str(ports[1]))
+    assert set(found) == {"port", "http"}
+    assert f"cannot listen on tcp://127.0.0.1:{ports[0]}: Address already in use" in found["port"]
+    assert "; Stop the process that holds the port" in found["port"]
+    assert "server.http_port" in found["http"]
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("203.0.113.7", "is no address of this machine; set `endpoint`"), ("nowhere.invalid", "does not resolve")],
+)
+def test_an_address_that_is_not_this_machines(host: str, expected: str) -> None:
+    found = problems("--endpoint", f"tcp://{host}:5757", "--insecure", *HTTP_OFF)
+    assert set(found) == {"names"} and expected in found["names"]
+
+
+def test_keys_that_would_keep_the_learner_out(tmp_path: Path) -> None:
+    make_keys(tmp_path / "keys")
+    make_keys(tmp_path / "other")
+    flags = ("--endpoint", free_endpoint(), "--keys", str(tmp_path / "keys"), *HTTP_OFF)
+    pub, allowed = tmp_path / "keys/server.pub", tmp_path / "keys/allowed/learner.pub"
+    own_pub, own_allowed = pub.read_bytes(), allowed.read_bytes()
+    pub.write_bytes((tmp_path / "other/server.pub").read_bytes())
+    assert "does not belong to" in problems(*flags)["keys"]
+    pub.write_bytes(own_pub)
+    allowed.write_bytes((tmp_path / "other/allowed/learner.pub").read_bytes())
+    assert "does not list" in problems(*flags)["keys"]
+    allowed.unlink()
+    assert "allowed holds no public key" in problems(*flags)["keys"]
+    allowed.write_bytes(own_allowed)
+    (tmp_path / "keys/server.key").chmod(0o644)
+    assert "run: chmod 600" in problems(*flags)["keys"]
+
+
+def test_an_open_http_port_without_a_key() -> None:
+    if os.environ.get("VLLM_API_KEY"):
+        pytest.skip("VLLM_API_KEY is set here")
+    found = problems("--endpoint", free_endpoint(), "--server.http-host", "0.0.0.0")
+    assert set(found) == {"http"} and "set server.api_key_file" in found["http"]
+
+
+def test_a_model_that_is_none_and_one_that_does_not_fit(tmp_path: Path) -> None:
+    flags = ("--endpoint", free_endpoint(), *HTTP_OFF)
+    assert "directory without config.json" in problems(*flags, "--model", str(tmp_path))["model"]
+    found = problems(*flags, "--server.kv-cache-memory-mib", str(1 << 30))
+    assert "lower server.kv_cache_memory_mib" in found["memory"]
+
+
+def test_the_command_exits_1_with_a_problem_and_0_without() -> None:
+    def doctor(*flags: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "inference_server", "doctor", RECIPE, *flags, *HTTP_OFF]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        done = doctor("--json", "--endpoint", f"tcp://127.0.0.1:{taken.getsockname()[1]}")
+    assert done.returncode == 1 and done.stderr == "1 problem found\n"
+    assert [found["subject"] for found in json.loads(done.stdout) if found["verdict"] == "problem"] == ["port"]
+    done = doctor("--endpoint", free_endpoint())
+    assert done.returncode == 0 and done.stderr == ""
+
+
+def trial(trial_id: str, timeout_s: float = 0.5, world_size: int = 2) -> Trial:
+    """Of somebody who is not there."""
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    rendezvous = Rendezvous(transport="gloo", host="127.0.0.1", port=port, world_size=world_size, timeout_s=timeout_s)
+    return Trial(trial_id=trial_id, rendezvous=rendezvous, num_bytes=MAX_TRIAL_BYTES)
+
+
+def test_a_trial_that_comes_to_nothing_is_told_and_harms_nobody() -> None:
+    async def visit() -> None:
+        async with serving(ScriptedEngine()) as server:
+            visitor = ScriptedLearner(server.endpoint)
+            await visitor.send(trial("a"))
+            assert "cannot reach the learner's rendezvous" in (await visitor.receive(TrialEnded)).error
+            await visitor.send(trial("b", world_size=3))
+            assert "expected gloo and 2" in (await visitor.receive(TrialEnded)).error
+            await visitor.join()
+            visitor.close()
+
+    asyncio.run(visit())
+
+
+def test_one_trial_at_a_time() -> None:
+    async def visit() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as mute:  # takes the call, and says nothing
+            rendezvous = Rendezvous(
+                transport="gloo", host="127.0.0.1", port=mute.getsockname()[1], world_size=2, timeout_s=1.0
+            )
+            async with serving(ScriptedEngine()) as server:
+                visitor = ScriptedLearner(server.endpoint)
+                await visitor.send(Trial(trial_id="a", rendezvous=rendezvous, num_bytes=1))
+                await visitor.send(Trial(trial_id="b", rendezvous=rendezvous, num_bytes=1))
+                second, first = await visitor.receive(TrialEnded), await visitor.receive(TrialEnded)
+                assert (second.trial_id, first.trial_id) == ("b", "a")
+                assert second.error == "another trial is under way at this server" and first.error
+                visitor.close()
+
+    asyncio.run(visit())
