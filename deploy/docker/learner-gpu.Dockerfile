@@ -1,0 +1,24 @@
+# The learner on GPUs. Torch brings its CUDA libraries; the machine gives the driver.
+#   docker build -f deploy/docker/learner-gpu.Dockerfile -t slipstream-learner .
+FROM python:3.12-slim-bookworm
+
+# gcc: triton compiles kernels when it runs
+# hadolint ignore=DL3008  # Debian keeps only the newest of each
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
+
+WORKDIR /opt/slipstream
+COPY pyproject.toml README.md LICENSE ./
+COPY protocol protocol
+COPY inference_server inference_server
+COPY learner learner
+COPY deploy deploy
+# hadolint ignore=DL3013  # the versions are in pyproject.toml
+RUN pip install --no-cache-dir '.[learner,nccl]'
+
+ENV HOME=/cache USER=slipstream
+RUN install -d -o 1000 /cache /runs
+USER 1000
+ENTRYPOINT ["/opt/slipstream/deploy/train_or_resume.sh"]
+CMD ["/config/run.toml", "/runs/run"]

@@ -1,0 +1,19 @@
+# The inference server on GPUs: vLLM's own image, whose torch, CUDA and kernels fit together, and Slipstream in it.
+#   docker build -f deploy/docker/server-gpu.Dockerfile -t slipstream-server .
+FROM vllm/vllm-openai:v0.32.0
+
+WORKDIR /opt/slipstream
+COPY pyproject.toml README.md LICENSE ./
+COPY protocol protocol
+COPY inference_server inference_server
+COPY learner learner
+COPY deploy deploy
+# server-gpu is satisfied by the image; were it not, this would fail rather than replace its torch.
+RUN uv pip install --system --no-cache '.[server-gpu,nccl]' --constraint deploy/docker/vllm.constraints
+
+ENV HOME=/cache USER=slipstream
+RUN install -d -o 1000 /cache /runs
+USER 1000
+EXPOSE 5757 8000
+ENTRYPOINT ["inference-server"]
+CMD ["/config/run.toml"]

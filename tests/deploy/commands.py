@@ -1,0 +1,46 @@
+"""The command lines that stand in images, manifests, units and scripts, held against what the commands take: a flag that was renamed
+fails the artefact that still has it.
+"""
+
+import importlib.util
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from inference_server.config import ServerRun
+from learner.config import LearnerRun
+from protocol.config import load_config
+
+ROOT = Path(__file__).parent.parent.parent
+DEPLOY = ROOT / "deploy"
+RECIPE = str(DEPLOY / "recipes/gsm8k.toml")
+
+
+def check(words: list[str]) -> ServerRun | LearnerRun | None:
+    """Raise what the command would say of its arguments; its config file is taken for a recipe. Returns what it would run."""
+    match words:
+        case [command, _, *flags] if command.endswith("inference-server"):
+            return load_config(ServerRun, [RECIPE, *flags], "inference-server")
+        case [command, _, run_dir, *flags] if command.endswith("train_or_resume.sh"):
+            return check(["learner", "train", RECIPE, "--run-dir", run_dir, *flags])
+        case ["learner", "train", _, *flags]:
+            return load_config(LearnerRun, [RECIPE, *(flag for flag in flags if flag != "--resume")], "learner train")
+        case [_, "-m", "deploy.colocate", recipe, *flags]:
+            return load_config(LearnerRun, [str(ROOT / recipe), *flags], "colocate")
+        case [_, "-m", module, *_]:
+            assert importlib.util.find_spec(module) is not None, f"there is no module {module}"
+            return None
+        case [_, "-c", program]:
+            compile(program, "command", "exec")
+            return None
+    raise AssertionError(f"no known command: {words}")
+
+
+def tool(name: str) -> str:
+    """Return where a checker is; skip the test without it."""
+    found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
+    if found is None:
+        pytest.skip(f"{name} is not on this machine; pip install -e '.[dev]' brings those that are Python packages")
+    return found

@@ -1,0 +1,135 @@
+"""The images and the compose file: well-formed, their sources there, their commands ours, and no secret in them."""
+
+import fnmatch
+import re
+import shlex
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+from deploy.colocate import colocate
+from inference_server.config import ServerRun
+from learner.config import LearnerRun
+from protocol.errors import ConfigError
+from tests.deploy.commands import DEPLOY, ROOT, check, tool
+
+IMAGES = sorted((DEPLOY / "docker").glob("*.Dockerfile"))
+COMPOSE = DEPLOY / "docker/compose.yaml"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+each_image = pytest.mark.parametrize("image", IMAGES, ids=[image.name for image in IMAGES])
+
+
+def instructions(image: Path) -> list[tuple[str, str]]:
+    """Of a Dockerfile, as (FROM, python:3.11)."""
+    text = re.sub(r"\\\n\s*", "", image.read_text())
+    lines = (line for line in text.splitlines() if line and not line.startswith("#"))
+    return [(line.split(" ", 1)[0], line.split(" ", 1)[1]) for line in lines]
+
+
+def all_of(image: Path, name: str) -> list[str]:
+    return [value for found, value in instructions(image) if found == name]
+
+
+def words_of(image: Path) -> list[str]:
+    """What a container runs without arguments."""
+    return [word for name in ("ENTRYPOINT", "CMD") for value in all_of(image, name) for word in yaml.safe_load(value)]
+
+
+def compose() -> dict[str, Any]:
+    return yaml.safe_load(COMPOSE.read_text())
+
+
+@each_image
+def test_hadolint_has_no_complaint(image: Path) -> None:
+    done = subprocess.run([tool("hadolint"), "--no-color", str(image)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@each_image
+def test_an_image_has_all_packages_and_what_their_build_reads(image: Path) -> None:
+    sources = {source for value in all_of(image, "COPY") for source in value.split()[:-1]}
+    assert all((ROOT / source).exists() for source in sources)
+    project = PROJECT["project"]
+    needed = {
+        *PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"],
+        project["readme"],
+        *project["license-files"],
+    }
+    assert needed | {"pyproject.toml"} <= sources
+
+
+@each_image
+def test_an_image_runs_a_command_of_ours_as_nobody_in_particular(image: Path) -> None:
+    check(words_of(image))
+    assert all_of(image, "USER") == ["1000"] and "HOME=/cache USER=slipstream" in all_of(image, "ENV")[0]
+
+
+@each_image
+def test_an_image_asks_for_extras_that_there_are(image: Path) -> None:
+    extras = {
+        extra
+        for run in all_of(image, "RUN")
+        for found in re.findall(r"'\.\[([\w,-]+)\]'", run)
+        for extra in found.split(",")
+    }
+    assert extras <= set(PROJECT["project"]["optional-dependencies"])
+
+
+def test_the_servers_image_has_a_vllm_that_the_server_works_with() -> None:
+    (base,) = all_of(DEPLOY / "docker/server-gpu.Dockerfile", "FROM")
+    version = base.removeprefix("vllm/vllm-openai:v")
+    (wanted,) = map(Requirement, PROJECT["project"]["optional-dependencies"]["server-gpu"])
+    assert wanted.specifier.contains(version)
+    assert f"vllm=={version}" in (DEPLOY / "docker/vllm.constraints").read_text().splitlines()
+
+
+def test_the_demo_of_the_cpu_image_is_one_that_colocate_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = words_of(DEPLOY / "docker/cpu.Dockerfile")
+    assert colocate([str(ROOT / words[3]), *words[4:], "--dry-run"]) == 0
+    assert 'run_dir = "/runs/demo"' in capsys.readouterr().out
+
+
+def test_no_secret_and_no_run_gets_into_an_image() -> None:
+    ignored = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
+    for name in ("keys", "runs", ".venv", ".git"):
+        assert any(fnmatch.fnmatch(name, pattern) for pattern in ignored), name
+    assert not any(name == "ADD" or value.startswith(". ") for image in IMAGES for name, value in instructions(image))
+
+
+def test_the_compose_file_is_one() -> None:
+    done = subprocess.run(
+        [tool("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", str(COMPOSE)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_services_of_the_compose_file_meet_each_other() -> None:
+    services = compose()["services"]
+    runs = {}
+    for name, service in services.items():
+        image = ROOT / service["build"]["dockerfile"]
+        assert (COMPOSE.parent / service["build"]["context"]).resolve() == ROOT
+        (entry,) = (yaml.safe_load(value) for value in all_of(image, "ENTRYPOINT"))
+        runs[name] = check([*entry, *service["command"]])
+    server, learner = runs["server"], runs["learner"]
+    assert isinstance(server, ServerRun) and isinstance(learner, LearnerRun)
+    assert learner.endpoint == server.endpoint.replace("*", "server")
+    assert server.keys == learner.keys == "/keys"
+    assert server.server.http_host == "0.0.0.0" and "VLLM_API_KEY" in services["server"]["environment"]
+    assert check(services["server"]["healthcheck"]["test"][1:]) is None
+    gpus = [service["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"] for service in services.values()]
+    assert gpus == [["0"], ["1"]]
+
+
+def test_a_renamed_flag_of_an_artefact_would_be_found() -> None:
+    with pytest.raises(ConfigError, match=r"unknown flag --server\.http-prt; did you mean --server\.http-port"):
+        check(shlex.split("inference-server /config/run.toml --server.http-prt 1"))
+    with pytest.raises(AssertionError, match="no known command"):
+        check(["inference-sever", "run.toml"])

@@ -1,0 +1,152 @@
+"""The manifests: valid, their names and ports fit together, their commands are ours."""
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deploy.drain import TIMEOUT_S
+from inference_server.api_key import OPEN_PATHS
+from inference_server.config import ServerConfig, ServerRun
+from learner.config import LearnerRun
+from protocol.endpoint import split_endpoint
+from tests.deploy.commands import DEPLOY, check, tool
+
+BASE, MONITORED = DEPLOY / "kubernetes/base", DEPLOY / "kubernetes/monitored"
+MANIFESTS = sorted(path for path in BASE.glob("*.yaml") if path.name != "kustomization.yaml")
+NAME = "app.kubernetes.io/name"
+
+
+def objects(*paths: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """By kind and name."""
+    found = [one for path in paths for one in yaml.safe_load_all(path.read_text())]
+    return {(one["kind"], one["metadata"]["name"]): one for one in found}
+
+
+ALL = objects(*MANIFESTS)
+SERVER, LEARNER = ALL["StatefulSet", "slipstream-server"]["spec"], ALL["Job", "slipstream-learner"]["spec"]
+PODS = {"server": SERVER["template"], "learner": LEARNER["template"]}
+each_pod = pytest.mark.parametrize("pod", PODS.values(), ids=PODS)
+
+
+def container(pod: dict[str, Any]) -> dict[str, Any]:
+    (only,) = pod["spec"]["containers"]
+    return only
+
+
+def run_of(pod: dict[str, Any]) -> ServerRun | LearnerRun | None:
+    return check([*container(pod)["command"], *container(pod)["args"]])
+
+
+@pytest.mark.parametrize("manifest", MANIFESTS, ids=[path.name for path in MANIFESTS])
+def test_a_manifest_is_valid(manifest: Path) -> None:
+    done = subprocess.run([tool("kubernetes-validate"), "--strict", str(manifest)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("folder", [BASE, MONITORED], ids=lambda folder: folder.name)
+def test_a_kustomization_names_all_that_lies_beside_it(folder: Path) -> None:
+    kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    named = set(kustomization["resources"])
+    named |= {file for made in kustomization.get("configMapGenerator", []) for file in made["files"]}
+    assert named - {"../base"} == {path.name for path in folder.iterdir()} - {"kustomization.yaml"}
+
+
+@pytest.mark.parametrize("folder", [BASE, MONITORED], ids=lambda folder: folder.name)
+def test_kustomize_makes_one_whole_of_it(folder: Path) -> None:
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not on this machine")
+    done = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    made = {(one["kind"], one["metadata"]["name"]) for one in yaml.safe_load_all(done.stdout)}
+    assert set(ALL) <= made
+    (config,) = (name for kind, name in made if kind == "ConfigMap")
+    assert f"name: {config}" in done.stdout.replace(f"  name: {config}\n---", "")  # with its hash, in the pods too
+
+
+def test_both_sides_run_what_they_would_by_hand_and_meet() -> None:
+    server, learner = run_of(PODS["server"]), run_of(PODS["learner"])
+    assert isinstance(server, ServerRun) and isinstance(learner, LearnerRun)
+    host, port = split_endpoint(learner.endpoint)
+    service = ALL["Service", "slipstream-server"]["spec"]
+    assert host == "slipstream-server-0.slipstream-server" == f"{SERVER['serviceName']}-0.{SERVER['serviceName']}"
+    assert port == split_endpoint(server.endpoint)[1] == str(service["ports"][0]["port"])
+    assert service["clusterIP"] == "None" and service["publishNotReadyAddresses"] is True
+
+
+def test_the_config_is_the_recipe() -> None:
+    assert (BASE / "run.toml").read_bytes() == (DEPLOY / "recipes/gsm8k.toml").read_bytes()
+
+
+@each_pod
+def test_what_selects_a_pod_and_what_names_a_port_finds_it(pod: dict[str, Any]) -> None:
+    labels, ports = pod["metadata"]["labels"], {port["name"] for port in container(pod).get("ports", [])}
+    selecting = [one for one in ALL.values() if one["kind"] == "Service" and one["spec"]["selector"] == labels]
+    assert {port["targetPort"] for service in selecting for port in service["spec"]["ports"]} == ports
+    policies = [one["spec"] for one in ALL.values() if one["kind"] == "NetworkPolicy"]
+    (policy,) = (one for one in policies if one["podSelector"]["matchLabels"] == labels)
+    named = {port["port"] for rule in policy["ingress"] for port in rule.get("ports", [])}
+    assert named <= ports
+
+
+def test_each_side_may_connect_to_the_other_on_all_ports() -> None:
+    def peers(name: str) -> set[str]:
+        """Whose pods may connect to those of this name, wherever they like."""
+        (rule, *_) = ALL["NetworkPolicy", name]["spec"]["ingress"]
+        assert "ports" not in rule
+        selectors = [peer["podSelector"] for peer in rule["from"]]
+        listed = {name for one in selectors for it in one.get("matchExpressions", []) for name in it["values"]}
+        return listed | {one["matchLabels"][NAME] for one in selectors if "matchLabels" in one}
+
+    assert "slipstream-learner" in peers("slipstream-server") and peers("slipstream-learner") == {"slipstream-server"}
+
+
+@each_pod
+def test_every_mount_has_its_volume_and_keys_are_files_of_the_pod_alone(pod: dict[str, Any]) -> None:
+    claims = {claim["metadata"]["name"] for claim in SERVER["volumeClaimTemplates"]}
+    volumes = {volume["name"] for volume in pod["spec"]["volumes"]} | claims
+    (copying,) = pod["spec"]["initContainers"]
+    for one in (copying, container(pod)):
+        assert {mount["name"] for mount in one["volumeMounts"]} <= volumes
+    copied = " ".join(copying["args"])
+    assert "install -m 600" in copied
+    side = run_of(pod)
+    files = ["learner.key", "server.pub"] if isinstance(side, LearnerRun) else ["server.key", "learner.pub", "api.key"]
+    assert all(f"/secret/{file}" in copied for file in files)
+    if isinstance(side, ServerRun):
+        assert side.server.api_key_file == f"{side.keys}/api.key"
+
+
+def test_probes_ask_what_answers_without_a_key_and_torn_weights_restart_nobody() -> None:
+    probes = {
+        name: container(PODS["server"])[name]["httpGet"] for name in ("startupProbe", "readinessProbe", "livenessProbe")
+    }
+    assert {probe["path"] for probe in probes.values()} <= OPEN_PATHS
+    assert probes["readinessProbe"]["path"] == "/health" and probes["livenessProbe"]["path"] == "/status"
+    startup = container(PODS["server"])["startupProbe"]
+    assert startup["periodSeconds"] * startup["failureThreshold"] > ServerConfig().start_timeout_s
+
+
+def test_a_server_is_drained_within_the_time_it_is_given() -> None:
+    words = container(PODS["server"])["lifecycle"]["preStop"]["exec"]["command"]
+    check(words)
+    assert float(words[-1]) == TIMEOUT_S < PODS["server"]["spec"]["terminationGracePeriodSeconds"]
+
+
+def test_a_learner_that_was_ended_early_is_started_again_and_one_in_error_is_not() -> None:
+    rules = LEARNER["podFailurePolicy"]["rules"]
+    actions = {code: rule["action"] for rule in rules for code in rule.get("onExitCodes", {}).get("values", [])}
+    assert actions == {75: "Ignore", 2: "FailJob"}
+    assert {rule["onExitCodes"]["containerName"] for rule in rules if "onExitCodes" in rule} == {"learner"}
+    assert PODS["learner"]["spec"]["restartPolicy"] == "Never"  # podFailurePolicy wants it
+
+
+def test_the_monitor_finds_the_service_and_its_port() -> None:
+    (monitor,) = objects(MONITORED / "service-monitor.yaml").values()
+    service = ALL["Service", "slipstream-http"]
+    assert monitor["spec"]["selector"]["matchLabels"] == service["metadata"]["labels"]
+    (endpoint,) = monitor["spec"]["endpoints"]
+    assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]} and endpoint["path"] in OPEN_PATHS

@@ -1,0 +1,189 @@
+"""The scripts that start a learner again, with commands that only write down what becomes of them: nothing is lost by a signal."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from learner.config import LearnerRun
+from tests.deploy.commands import DEPLOY, ROOT, check, tool
+
+TIMEOUT_S = 60.0
+SCRIPT = str(DEPLOY / "train_or_resume.sh")
+JOB = str(DEPLOY / "slurm/slipstream.sbatch")
+AGAIN = 75
+"""Exit status of a learner that a signal has ended."""
+
+LIVE = """
+trap 'echo "{name} TERM" >> "$STORY"; exit "${DIES_WITH:-0}"' TERM
+echo "{name} begins" >> "$STORY"
+while [ ! -e "$STORY.{name}-ends" ]; do sleep 0.05; done
+exit "$(cat "$STORY.{name}-ends")"
+"""
+WRITE_DOWN = '\nprintf "%s\\n" "{name}" "$@" >> "$STORY.words"; echo "" >> "$STORY.words"\n'
+COMMANDS = {
+    "learner": 'mkdir -p "$4" && touch "$4/config.toml"' + WRITE_DOWN + LIVE,
+    "inference-server": WRITE_DOWN + LIVE,
+    "accelerate": WRITE_DOWN,
+    "srun": '\nwhile [ "${1#--}" != "$1" ]; do shift; done; exec "$@"\n',
+    "scontrol": '\nif [ "$1" = show ]; then echo node1; echo node2; else echo "scontrol $*" >> "$STORY"; fi\n',
+}
+
+
+class Stage:
+    """A folder with these commands in it, and what they have done."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run_dir, self.story_file = folder / "run", folder / "story"
+        (folder / "bin").mkdir()
+        for name, body in COMMANDS.items():
+            command = folder / "bin" / name
+            command.write_text("#!/bin/bash\n" + body.replace("{name}", name))
+            command.chmod(0o755)
+        path = f"{folder / 'bin'}:{os.environ['PATH']}"
+        job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_SUBMIT_DIR": str(ROOT)}
+        self.environment = os.environ | job | {"PATH": path, "STORY": str(self.story_file), "HOME": str(folder)}
+
+    def story(self) -> list[str]:
+        return self.story_file.read_text().splitlines() if self.story_file.exists() else []
+
+    def words(self) -> list[list[str]]:
+        """Of each command that was started, with its name."""
+        text = self.story_file.with_name("story.words").read_text()
+        return [part.split("\n") for part in text.strip("\n").split("\n\n")]
+
+    def end(self, name: str, status: int) -> None:
+        self.story_file.with_name(f"story.{name}-ends").write_text(str(status))
+
+    def wait_for(self, *events: str) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not set(events) <= set(self.story()):
+            assert time.monotonic() < deadline, f"{events} did not come: {self.story()}"
+            time.sleep(0.02)
+
+    @contextmanager
+    def play(self, script: str, *flags: str, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+        command = ["bash", script, "run.toml", str(self.run_dir), *flags]
+        process = subprocess.Popen(command, env=self.environment | environment, start_new_session=True)
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Stage:
+    return Stage(tmp_path)
+
+
+@pytest.mark.parametrize("status", [0, 2, 1])
+def test_what_the_learner_ends_with_is_passed_on(stage: Stage, status: int) -> None:
+    stage.end("learner", status)
+    with stage.play(SCRIPT) as script:
+        assert script.wait(TIMEOUT_S) == status
+
+
+def test_the_first_start_begins_a_run_and_the_second_goes_on_with_it(stage: Stage) -> None:
+    stage.end("learner", 0)
+    for _ in range(2):
+        with stage.play(SCRIPT, "--learner.steps", "3") as script:
+            assert script.wait(TIMEOUT_S) == 0
+    first, second = stage.words()
+    assert first == ["learner", "train", "run.toml", "--run-dir", str(stage.run_dir), "--learner.steps", "3"]
+    assert [word for word in second if word not in first] == ["--resume"]
+    for words in (first, second):
+        run = check(words)
+        assert isinstance(run, LearnerRun) and run.learner.steps == 3
+
+
+@pytest.mark.parametrize("is_whole_group", [False, True], ids=["to it alone", "to all of its group"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_reaches_the_learner_once_and_asks_for_another_start(
+    stage: Stage, number: int, is_whole_group: bool
+) -> None:
+    with stage.play(SCRIPT) as script:
+        stage.wait_for("learner begins")
+        (os.killpg if is_whole_group else os.kill)(script.pid, number)
+        assert script.wait(TIMEOUT_S) == AGAIN
+    assert stage.story() == ["learner begins", "learner TERM"]
+
+
+@pytest.mark.parametrize(("status", "expected"), [(143, AGAIN), (1, AGAIN), (2, 2)])
+def test_a_learner_that_a_signal_ends_out_of_order_is_started_again_unless_it_says_why(
+    stage: Stage, status: int, expected: int
+) -> None:
+    with stage.play(SCRIPT, DIES_WITH=str(status)) as script:
+        stage.wait_for("learner begins")
+        script.terminate()
+        assert script.wait(TIMEOUT_S) == expected
+
+
+def test_several_ranks_are_started_by_accelerate(stage: Stage) -> None:
+    with stage.play(SCRIPT, RANKS="4") as script:
+        assert script.wait(TIMEOUT_S) == 0
+    (words,) = stage.words()
+    assert words[:7] == ["accelerate", "launch", "--num-processes", "4", "-m", "learner", "train"]
+    check(words[5:])
+
+
+def test_without_arguments_both_say_what_they_take() -> None:
+    for script in (SCRIPT, JOB):
+        done = subprocess.run(["bash", script], capture_output=True, text=True)
+        assert done.returncode == 2 and done.stderr.startswith("usage: ")
+
+
+def test_a_job_ends_its_server_once_the_learner_is_done(stage: Stage) -> None:
+    with stage.play(JOB, "--learner.steps", "3") as job:
+        stage.wait_for("inference-server begins", "learner begins")
+        stage.end("learner", 0)
+        assert job.wait(TIMEOUT_S) == 0
+    assert stage.story()[2:] == ["inference-server TERM"]
+    runs = {words[0]: check(words) for words in stage.words()}
+    assert runs["inference-server"].endpoint == "tcp://*:20007" and runs["learner"].endpoint == "tcp://node1:20007"
+    assert runs["inference-server"].keys == runs["learner"].keys is not None
+
+
+def test_a_job_near_its_time_limit_is_queued_again_after_the_checkpoint_and_resumes(stage: Stage) -> None:
+    with stage.play(JOB) as job:
+        stage.wait_for("inference-server begins", "learner begins")
+        job.send_signal(signal.SIGUSR1)
+        assert job.wait(TIMEOUT_S) == 0
+    assert stage.story()[2:] == ["learner TERM", "inference-server TERM", "scontrol requeue 7"]
+    stage.end("learner", 0)
+    with stage.play(JOB) as job:
+        assert job.wait(TIMEOUT_S) == 0
+    assert "--resume" in next(words for words in reversed(stage.words()) if words[0] == "learner")
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_a_job_whose_server_ends_first_ends_the_learner_with_a_checkpoint_and_fails(stage: Stage, status: int) -> None:
+    with stage.play(JOB) as job:
+        stage.wait_for("inference-server begins", "learner begins")
+        stage.end("inference-server", status)
+        assert job.wait(TIMEOUT_S) == 1
+    assert stage.story()[2:] == ["learner TERM"]
+
+
+def test_a_job_whose_learner_fails_is_not_queued_again(stage: Stage) -> None:
+    stage.end("learner", 2)
+    with stage.play(JOB) as job:
+        assert job.wait(TIMEOUT_S) == 2
+    assert "scontrol requeue 7" not in stage.story()
+
+
+@pytest.mark.parametrize("script", sorted({JOB, *map(str, DEPLOY.rglob("*.sh"))}), ids=os.path.basename)
+def test_shellcheck_has_no_complaint(script: str) -> None:
+    done = subprocess.run([tool("shellcheck"), script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_directives_of_the_job_are_ones_that_requeue_it() -> None:
+    directives = [line.split()[1] for line in Path(JOB).read_text().splitlines() if line.startswith("#SBATCH")]
+    assert {"--requeue", "--signal=B:USR1@600", "--open-mode=append"} <= set(directives)
