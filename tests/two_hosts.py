@@ -64,7 +64,7 @@ class TwoHosts:
         return self
 
     def wire(self, **changes: Any) -> dict[str, int]:
-        """Change `cut`, `delay_s` or `loss`; return how many packets were carried and lost so far."""
+        """Change `cut`, `delay_s`, `loss` or `only_port`; return how many packets were carried and lost so far."""
         assert self._wire.stdin is not None and self._wire.stdout is not None
         self._wire.stdin.write(json.dumps(changes) + "\n")
         self._wire.stdin.flush()

@@ -3,7 +3,7 @@
     TUN device in one namespace ◀──▶ this process: delays, loses, cuts ◀──▶ TUN device in the other
 
 Works where the kernel has no netem. Reads commands from stdin, one JSON object a line: {"cut": true}, {"delay_s": 0.1,
-"loss": 0.01}; answers each with a line that counts the packets so far, and ends with its stdin.
+"loss": 0.01}, {"only_port": 5757}; answers each with a line that counts the packets so far, and ends with its stdin.
 """
 
 import asyncio
@@ -28,6 +28,8 @@ class Wire:
         self._ends = ends
         self._random = random.Random(0)
         self.delay_s, self.loss, self.cut = 0.0, 0.0, False
+        self.only_port: int | None = None
+        """As a firewall that lets one TCP port pass, in both directions."""
         self.num_carried = self.num_lost = 0
 
     def start(self) -> None:
@@ -38,11 +40,15 @@ class Wire:
     def _carry(self, source: int, target: int) -> None:
         packet = os.read(source, MAX_PACKET_BYTES)
         is_ipv4 = packet[0] >> 4 == 4  # IPv6 begins to look for routers before the other device is up
-        if not is_ipv4 or self.cut or self._random.random() < self.loss:
+        if not is_ipv4 or self.cut or self._is_walled_off(packet) or self._random.random() < self.loss:
             self.num_lost += 1
             return
         self.num_carried += 1
         asyncio.get_running_loop().call_later(self.delay_s, os.write, target, packet)
+
+    def _is_walled_off(self, packet: bytes) -> bool:
+        ports = struct.unpack_from("!HH", packet, 4 * (packet[0] & 0xF))
+        return self.only_port is not None and self.only_port not in ports
 
 
 def open_end(namespace: str) -> int:
