@@ -20,7 +20,6 @@ from inference_server.engine.interface import EngineDead
 from inference_server.engine.socket_directory import socket_directory
 from inference_server.listener import listen
 from protocol.config import load_config, to_toml, until_its_reader_leaves
-from protocol.cores import bind_cores
 from protocol.endpoint import exposure
 from protocol.errors import SlipstreamError
 
@@ -58,7 +57,6 @@ def main() -> None:
                 print(to_toml(run))
             return
         _start_logging()
-        bind_cores(run.server.cpu_cores)
         _set_environment(run)
         asyncio.run(_serve(run))
     except SlipstreamError as error:

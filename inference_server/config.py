@@ -38,7 +38,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """File with the key that clients of the OpenAI API must send, mode 600; by default VLLM_API_KEY of the environment, if
     set. Needed where http_host is not loopback."""
     cpu_cores: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(min_length=1)] | None = None
-    """Bind to these positions within the cores this process may use, one compute thread each."""
+    """Bind the engine to these positions within the cores this process may use, one compute thread each; the rest of the server
+    runs wherever there is room."""
     orphan_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0
     """How long the groups of a learner that cannot be reached are kept."""
     start_timeout_s: Annotated[int, msgspec.Meta(gt=0)] = 600

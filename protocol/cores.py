@@ -5,6 +5,8 @@ Two processes whose OpenMP threads spin on the same cores slow each other down t
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 log = logging.getLogger(__name__)
 
@@ -22,3 +24,14 @@ def bind_cores(positions: tuple[int, ...] | None) -> None:
         log.warning("cpu_cores = %s, but only %d cores may be used; sharing core(s) %s", positions, len(allowed), cores)
     os.sched_setaffinity(0, cores)
     os.environ["OMP_NUM_THREADS"] = str(len(cores))
+
+
+@contextmanager
+def bound_to_cores(positions: tuple[int, ...] | None) -> Iterator[None]:
+    """Bind this thread meanwhile, and for good the processes and threads that it starts."""
+    before = os.sched_getaffinity(0)
+    bind_cores(positions)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

@@ -56,7 +56,7 @@ def recomputing_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rea
     make_keys(directory / "keys")
     write_secret(directory / "api.key", API_KEY)
     flags = ["--keys", str(directory / "keys"), "--server.api-key-file", str(directory / "api.key")]
-    flags += ["--server.max-engine-restarts", "1"]
+    flags += ["--server.max-engine-restarts", "1", "--server.cpu-cores", "0"]
     for server in running_server(directory, "--server.kv-on-push", "recompute", *flags, is_forked=True):
         server.keys = learner_keys(str(directory / "keys"))
         yield server
@@ -361,6 +361,13 @@ def test_the_api_key_is_asked_for_wherever_the_model_can_be_used(recomputing_ser
     assert API_KEY not in recomputing_server.log
 
 
+def assert_only_the_engine_is_bound(server: RealServer) -> None:
+    parent, *children = server.family()
+    (engine,) = [child for child in children if "EngineCore" in child.name()]
+    assert parent.cpu_affinity() == psutil.Process().cpu_affinity()
+    assert engine.cpu_affinity() == parent.cpu_affinity()[:1]
+
+
 def test_a_killed_engine_is_started_again_and_one_death_too_many_ends_the_server(
     recomputing_server: RealServer,
 ) -> None:
@@ -371,11 +378,13 @@ def test_a_killed_engine_is_started_again_and_one_death_too_many_ends_the_server
     async def test(learner: ScriptedLearner) -> None:
         await push(learner, 0, OLD)
         await sample(learner, "finished")
+        assert_only_the_engine_is_bound(server)
         server.kill_process("EngineCore")
         await asyncio.to_thread(server.wait_for, "Starting it again, 1 of 1")
         with pytest.raises(urllib.error.HTTPError, match="503"):
             await asyncio.to_thread(server.get, "/health")
         await asyncio.to_thread(server.wait_for, "the engine is back after")
+        assert_only_the_engine_is_bound(server)
         assert (await learner.join()).policy_version is None
         status = json.loads(await asyncio.to_thread(server.get, "/status"))
         assert (status["groups_unacked"], status["engine_restarts"]) == (1, 1)
