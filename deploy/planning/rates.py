@@ -1,0 +1,161 @@
+"""The rates of a run's parts, which are all that a simulation knows of models and hardware.
+
+    flags, or a run directory (measured.py) ─▶ Rates ─▶ simulation.py
+
+Pure. Every formula that stands for hardware is in this file, in a line of `ASSUMPTIONS` too, and nowhere else.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from protocol.errors import ConfigError
+
+BISECTIONS = 60
+BENT_BY = (0.02, 50.0)
+MEAN_TOLERANCE = 0.01
+
+
+class Lengths(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of completions: the measured quantiles, and between them what gives the measured mean."""
+
+    p10: float
+    p50: float
+    p90: float
+    mean: float
+    max: float
+    """The sampling's max_tokens, or the longest that was seen."""
+    truncated_frac: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.p10 <= self.p50 <= self.p90 <= self.max or not 0 <= self.truncated_frac <= 1:
+            raise ValueError(
+                f"completion lengths p10 {self.p10:g}, p50 {self.p50:g}, p90 {self.p90:g}, max {self.max:g}, truncated "
+                f"{self.truncated_frac:g}: expected 1 ≤ p10 ≤ p50 ≤ p90 ≤ max, and a share between 0 and 1"
+            )
+
+    @classmethod
+    def constant(cls, tokens: float) -> "Lengths":
+        return cls(p10=tokens, p50=tokens, p90=tokens, mean=tokens, max=tokens)
+
+    def sampler(self) -> "LengthSampler":
+        return LengthSampler(self)
+
+
+class LengthSampler:
+    """Draws lengths. Raises ConfigError for a mean that these quantiles cannot have."""
+
+    def __init__(self, lengths: Lengths) -> None:
+        self._lengths = lengths
+        least = lengths.max if lengths.p10 == lengths.max else 1.0
+        points = {0.0: least, 0.1: lengths.p10, 0.5: lengths.p50, 0.9: lengths.p90}
+        not_truncated = 1 - lengths.truncated_frac
+        kept = {share: tokens for share, tokens in points.items() if share < not_truncated}
+        self._shares = np.array([*kept, not_truncated, 1.0 + 1e-9])
+        self._tokens = np.array([*kept.values(), lengths.max, lengths.max])
+        self._power = self._bend()
+
+    def draw(self, rng: np.random.Generator, num: int) -> np.ndarray:
+        """Whole tokens, at least one."""
+        return self._quantiles(rng.random(num), self._power)
+
+    def _quantiles(self, shares: np.ndarray, power: float) -> np.ndarray:
+        i = np.searchsorted(self._shares, shares, side="right") - 1
+        place = (shares - self._shares[i]) / (self._shares[i + 1] - self._shares[i])
+        low, high = self._tokens[i], self._tokens[i + 1]
+        return np.maximum(1.0, np.rint(low + (high - low) * place**power))
+
+    def _bend(self) -> float:
+        """The power of the place between two measured quantiles, by bisection."""
+        shares = (np.arange(10_000) + 0.5) / 10_000
+        low, high = BENT_BY
+        for _ in range(BISECTIONS):
+            middle = (low * high) ** 0.5
+            is_too_long = self._quantiles(shares, middle).mean() > self._lengths.mean
+            low, high = (middle, high) if is_too_long else (low, middle)
+        mean = self._quantiles(shares, low).mean()
+        if abs(mean - self._lengths.mean) > max(MEAN_TOLERANCE * self._lengths.mean, 0.5):
+            raise ConfigError(
+                f"a mean completion length of {self._lengths.mean:g} does not go with {self._lengths}: the nearest is {mean:.1f}"
+            )
+        return low
+
+
+class Rates(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds that things take."""
+
+    lengths: Lengths
+    decode_step_s: float
+    """Of one decoding step of a server, whatever it has to decode."""
+    decode_token_s: float
+    """More for each sequence that is running."""
+    score_s: float = 0.0
+    """From a group's arrival until it is scored and in the ledger."""
+    learner_step_s: float = 0.0
+    """Of an optimizer step, whatever its tokens: optimizer, books, the copy that an overlapped push sends."""
+    learner_token_s: float
+    """More for each token of a completion, on one rank; what its prompt costs is in it."""
+    learner_sync_s: float = 0.0
+    """More for each step of several ranks: the reduction of the gradient."""
+    push_s: float = 0.0
+    """Of a push, whatever the number of servers: pausing, loading, checking."""
+    push_feed_s: float = 0.0
+    """More for each server: the learner sends the weights to every one of them through its own link."""
+    push_stall_s: float = 0.0
+    """Of a push, the time for which nothing is generated, the feeding apart."""
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__[1:]:
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} = {getattr(self, name)} must not be negative")
+        if self.decode_step_s + self.decode_token_s <= 0 or self.learner_step_s + self.learner_token_s <= 0:
+            raise ValueError("a server that decodes and a learner that trains in no time leave nothing to plan")
+
+    def decode_s(self, num_running: int) -> float:
+        """Of one decoding step, which gives every running sequence a token."""
+        return self.decode_step_s + self.decode_token_s * num_running
+
+    def train_s(self, num_tokens: float, longest: float, num_ranks: int) -> float:
+        """Of an optimizer step. Groups are divided between ranks, completions are not."""
+        of_fullest = max(num_tokens / num_ranks, min(longest, num_tokens))
+        sync_s = self.learner_sync_s if num_ranks > 1 else 0.0
+        return self.learner_step_s + sync_s + self.learner_token_s * of_fullest
+
+    def push_seconds(self, num_servers: float) -> float:
+        return self.push_s + self.push_feed_s * num_servers
+
+    def stall_seconds(self, num_servers: float, *, receive_overlap: bool) -> float:
+        """Of a push, at its end."""
+        feed_s = 0.0 if receive_overlap else self.push_feed_s * num_servers
+        return min(self.push_seconds(num_servers), self.push_stall_s + feed_s)
+
+
+ASSUMPTIONS = (
+    "a decoding step takes a + b · (running sequences) s, prefill included: tokens/s rise with them and level off at 1/b",
+    "completions of a group are as long as those of others, independent of each other and of the policy's version",
+    "m ranks divide a step's tokens evenly, down to single completions; c + d · tokens / m s, and s s more for several ranks",
+    "a push takes e + f · servers s: one learner feeds all at once through one link, and all resume when the last has it",
+    "nothing takes longer in one step than in the next but for its tokens, and checkpoints take no more than they did",
+    "servers are alike, and a group goes to the one with the fewest; links and reward workers never are the slowest part",
+)
+
+
+def decode_rate(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """`decode_step_s` and `decode_token_s` that fit (running sequences, tokens/s) best: seconds of a step = a + b · running.
+
+    Raises ConfigError unless two different numbers of sequences are among them.
+    """
+    if len({running for running, _ in points}) < 2 or any(running < 1 or rate <= 0 for running, rate in points):
+        given = " ".join(f"{running:g}:{rate:g}" for running, rate in points)
+        raise ConfigError(
+            f"--decode {given}: expected the tokens/s of one server at two or more numbers of running sequences, each at "
+            "least 1, such as --decode 1:90 256:7200"
+        )
+    running = np.array([running for running, _ in points])
+    step_s = running / np.array([rate for _, rate in points])
+    weights = 1 / step_s  # the error that counts is the relative one
+    (base_s, token_s), *_ = np.linalg.lstsq(np.stack([weights, weights * running], 1), weights * step_s, rcond=None)
+    if base_s < 0 or token_s < 0:
+        base_s, token_s = (0.0, float(np.mean(step_s / running))) if base_s < 0 else (float(np.mean(step_s)), 0.0)
+    return float(base_s), float(token_s)

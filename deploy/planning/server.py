@@ -1,0 +1,133 @@
+"""One simulated server: sequences that run at a common pace, and groups that are done when all of theirs are.
+
+    groups ─▶ waiting ─▶ running, at most `capacity` sequences ─▶ on_done(group)
+
+Since all that runs gets a token in every decoding step, progress is one number, counted in decoding steps, and a sequence ends
+when it has grown by its length. So an event is needed for each sequence that ends, and none for tokens. Invariant: whatever
+changes the pace (a start, an end, a pause) first brings the progress up to the present.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import simpy
+
+from deploy.planning.rates import Rates
+
+ROUNDING = 1e-9
+
+
+class Group:
+    """A group on its way from its slot to its batch."""
+
+    __slots__ = ("asked_at", "lengths", "num_left", "oldest_version", "slot")
+
+    def __init__(self, slot: int, lengths: list[float], asked_at: float) -> None:
+        self.slot, self.lengths, self.asked_at = slot, lengths, asked_at
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        """What was sampled of it, if anything, is lost."""
+        self.num_left, self.oldest_version = len(self.lengths), -1
+
+
+class Server:
+    """Of one engine."""
+
+    def __init__(self, env: simpy.Environment, rates: Rates, capacity: int, on_done: Callable[[Group], None]) -> None:
+        self.groups: dict[int, Group] = {}
+        """By slot: those running and waiting."""
+        self.is_ready = True
+        """It is there and has the weights, so groups may be sent."""
+        self.idle_s = self.stalled_s = self.sequence_s = self.group_s = 0.0
+        """As in Sums."""
+        self._env, self._rates, self._capacity, self._on_done = env, rates, capacity, on_done
+        self._version = 0
+        self._progress, self._at = 0.0, env.now
+        self._running: list[tuple[float, int, Group]] = []
+        """A heap of (progress at which it ends, slot, group)."""
+        self._waiting: deque[tuple[float, Group]] = deque()
+        self._is_paused = False
+        self._alarm = 0
+        """Number of the one alarm that still counts; what was set before it is out of date."""
+
+    def submit(self, groups: Iterable[Group]) -> None:
+        self.catch_up()
+        for group in groups:
+            self.groups[group.slot] = group
+            self._waiting.extend((length, group) for length in group.lengths)
+        self._go_on()
+
+    def pause(self) -> None:
+        self.catch_up()
+        self._is_paused = True
+        self._go_on()
+
+    def resume(self, version: int) -> None:
+        """Go on with new weights."""
+        self.catch_up()
+        self._is_paused, self._version = False, version
+        self._go_on()
+
+    def die(self) -> list[Group]:
+        """Return what was asked of it, to be asked elsewhere from the start."""
+        self.catch_up()
+        lost = list(self.groups.values())
+        for group in lost:
+            group.begin_again()
+        self.groups.clear()
+        self._running.clear()
+        self._waiting.clear()
+        self.is_ready = False
+        self._go_on()
+        return lost
+
+    def join(self, version: int) -> None:
+        """Be there again, with weights."""
+        self.is_ready = True
+        self.resume(version)
+
+    def catch_up(self) -> None:
+        """Bring progress and seconds up to the present."""
+        elapsed_s, self._at = self._env.now - self._at, self._env.now
+        self.group_s += elapsed_s * len(self.groups)
+        if not self.groups:
+            self.idle_s += elapsed_s
+        elif self._is_paused:
+            self.stalled_s += elapsed_s
+        elif num_running := len(self._running):
+            self.sequence_s += elapsed_s * num_running
+            self._progress += elapsed_s / self._rates.decode_s(num_running)
+
+    def _go_on(self) -> None:
+        """Fill the free places and set the alarm for the next sequence that ends."""
+        self._alarm += 1
+        if self._is_paused:
+            return
+        running, waiting = self._running, self._waiting
+        while waiting and len(running) < self._capacity:
+            length, group = waiting.popleft()
+            if group.oldest_version < 0:
+                group.oldest_version = self._version
+            heapq.heappush(running, (self._progress + length, group.slot, group))
+        if running:
+            steps = max(0.0, running[0][0] - self._progress)
+            alarm = self._env.timeout(steps * self._rates.decode_s(len(running)), self._alarm)
+            alarm.callbacks.append(self._ring)
+
+    def _ring(self, alarm: simpy.Event) -> None:
+        if alarm.value != self._alarm:
+            return
+        self.catch_up()
+        running = self._running
+        self._progress = max(self._progress, running[0][0])
+        done = []
+        while running and running[0][0] <= self._progress + ROUNDING:
+            group = heapq.heappop(running)[2]
+            group.num_left -= 1
+            if group.num_left == 0:
+                done.append(self.groups.pop(group.slot))
+        self._go_on()
+        for group in done:
+            self._on_done(group)

@@ -1,0 +1,198 @@
+"""A run of n servers and m ranks as a discrete-event simulation: who waits for whom, how stale, how many samples/s.
+
+    take ─▶ train ─▶ push ─▶ take …       a push that is done publishes its version, and the rule lets new groups be asked for
+    fleet.py: groups ─▶ done ─▶ scored ─▶ ready, and taken in slot order alone, as rollouts/slots.py has it
+
+How many groups are asked for is decided by the real run's own code (`num_places_allowed`, and `Lookahead` for "auto").
+Invariants: every slot is taken once and in order, no staler than the bound, which the rule alone sees to; the same seed gives
+the same run, and the same completions whatever n and m are.
+
+More servers than `most_servers` are stood for by fewer, each with its share of the groups; for the push all of them count.
+"""
+
+import math
+from collections.abc import Generator
+from typing import Any
+
+import msgspec
+import numpy as np
+import simpy
+
+from deploy.planning.fleet import Events, Failures, Fleet
+from deploy.planning.outcome import Outcome, Sums
+from deploy.planning.rates import Rates
+from deploy.planning.server import Group
+from inference_server.config import ServerConfig
+from learner.config import LearnerConfig
+from learner.rollouts.lookahead import Lookahead
+from learner.rollouts.slots import num_places_allowed
+
+MOST_SERVERS = 256
+WARM_UP_SHARE = 0.25
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """What is simulated."""
+
+    learner: LearnerConfig
+    server: ServerConfig
+    rates: Rates
+    num_servers: int
+    num_ranks: int
+    failures: Failures | None = None
+
+
+def simulate(setup: Setup, *, steps: int, seed: int = 0, most_servers: int = MOST_SERVERS) -> Outcome:
+    """Simulate so many optimizer steps, of which the first quarter is not counted."""
+    run = Simulation(setup, seed, most_servers)
+    before = run.after(max(1, math.ceil(steps * WARM_UP_SHARE)))
+    run.staleness_max = 0
+    return run.outcome(run.after(steps).since(before))
+
+
+def representatives(groups_per_step: int, num_servers: int, most_servers: int) -> tuple[int, int]:
+    """How many groups of a step and servers stand for so many."""
+    if num_servers <= most_servers:
+        return groups_per_step, num_servers
+    num_groups = max(1, round(groups_per_step * most_servers / num_servers))
+    return num_groups, max(1, round(num_servers * num_groups / groups_per_step))
+
+
+class Simulation:
+    """The learner, and the slots of its groups."""
+
+    def __init__(self, setup: Setup, seed: int, most_servers: int) -> None:
+        self._setup, self._rates, config = setup, setup.rates, setup.learner
+        self._groups_per_step, self._num_servers = representatives(
+            config.groups_per_step, setup.num_servers, most_servers
+        )
+        self._weight = config.groups_per_step / self._groups_per_step
+        """Groups that each simulated one stands for."""
+        self._num_completions = config.sampling.num_completions
+        self._env = simpy.Environment()
+        self._lengths = setup.rates.lengths.sampler()
+        self._rng = np.random.default_rng(seed)
+        capacity = setup.server.max_concurrent_sequences
+        self._fleet = Fleet(self._env, setup.rates, self._num_servers, capacity, self._done)
+        if setup.failures is not None:
+            self._fleet.begin_failures(setup.failures, self._rng.spawn(1)[0])
+        self._lookahead = Lookahead(config)
+        self._next_to_admit = self._next_to_take = 0
+        self._ready: dict[int, Group] = {}
+        self._num_missing = 0
+        """Of the batch that is waited for."""
+        self._complete = self._env.event()
+        self._push: simpy.Process | None = None
+        self._taken_at = 0.0
+        self._sums = Sums()
+        self.staleness_max = 0
+        self._publish(0)
+
+    def after(self, steps: int) -> Sums:
+        """Go on to the end of this step."""
+        while self._sums.steps < steps:
+            self._env.run(self._env.process(self._step(self._sums.steps)))
+        self._sums.time_s = self._env.now
+        self._fleet.add_to(self._sums)
+        return msgspec.structs.replace(self._sums)
+
+    def outcome(self, sums: Sums) -> Outcome:
+        """In numbers of the whole run, not of those that stand for it."""
+        time_s, server_s = sums.time_s, sums.time_s * self._num_servers
+        capacity = self._setup.server.max_concurrent_sequences
+        return Outcome(
+            num_servers=self._setup.num_servers,
+            num_ranks=self._setup.num_ranks,
+            samples_per_s=self._weight * sums.groups * self._num_completions / time_s,
+            tokens_per_s=self._weight * sums.tokens / time_s,
+            step_s=time_s / sums.steps,
+            learner_idle_frac=sums.wait_s / time_s,
+            learner_push_frac=sums.push_s / time_s,
+            server_idle_frac=sums.idle_s / server_s,
+            server_stalled_frac=sums.stalled_s / server_s,
+            server_fill_frac=sums.sequence_s / server_s / capacity,
+            staleness_mean=sums.staleness / sums.groups,
+            staleness_max=self.staleness_max,
+            groups_in_flight=self._weight * sums.group_s / time_s,
+            group_latency_s=sums.latency_s / max(sums.groups_done, 1),
+        )
+
+    def _step(self, version: int) -> Events:
+        env, sums = self._env, self._sums
+        began = env.now
+        groups = yield from self._take(version)
+        sums.wait_s += env.now - began
+        lengths = [length for group in groups for length in group.lengths]
+        yield env.timeout(self._rates.train_s(self._weight * sum(lengths), max(lengths), self._setup.num_ranks))
+        trained = env.now
+        if self._push is not None:
+            yield self._push
+        self._push = env.process(self._push_weights(version + 1))
+        if not self._setup.learner.push.overlap:
+            yield self._push
+        sums.push_s += env.now - trained
+        sums.tokens += sum(lengths)
+        sums.groups += len(groups)
+        sums.steps += 1
+
+    def _take(self, version: int) -> Generator[simpy.Event, Any, list[Group]]:
+        """The groups of the next slots."""
+        began = self._env.now
+        slots = range(self._next_to_take, self._next_to_take + self._groups_per_step)
+        self._num_missing = sum(slot not in self._ready for slot in slots)
+        if self._num_missing:
+            self._complete = self._env.event()
+            yield self._complete
+        self._next_to_take = slots.stop
+        groups = [self._ready.pop(slot) for slot in slots]
+        stalenesses = [version - group.oldest_version for group in groups]
+        self._sums.staleness += sum(stalenesses)
+        self.staleness_max = max(self.staleness_max, *stalenesses)
+        self._note_taken(self._env.now - began)
+        return groups
+
+    def _note_taken(self, waited_s: float) -> None:
+        step_s, self._taken_at = self._env.now - self._taken_at, self._env.now
+        next_slots = range(self._next_to_take, self._next_to_take + self._groups_per_step)
+        self._lookahead.note(
+            waited_share=waited_s / step_s if step_s > 0 else 0.0,
+            has_room=self._fleet.num_groups * self._num_completions < self._fleet.num_places,
+            has_spare=all(slot in self._ready for slot in next_slots),
+        )
+
+    def _push_weights(self, version: int) -> Events:
+        num_servers = self._setup.num_servers
+        stall_s = self._rates.stall_seconds(num_servers, receive_overlap=self._setup.server.receive_overlap)
+        yield self._env.timeout(self._rates.push_seconds(num_servers) - stall_s)
+        self._fleet.pause()
+        yield self._env.timeout(stall_s)
+        self._fleet.resume(version)
+        self._publish(version)
+
+    def _publish(self, version: int) -> None:
+        """The servers have `version`: ask for all that the rule allows, in a run that has no last step."""
+        num_places = num_places_allowed(
+            version=version,
+            max_staleness=self._lookahead.versions,
+            groups_per_step=self._groups_per_step,
+            total_groups=self._next_to_admit + (1 << 40),
+        )
+        slots = range(self._next_to_admit, num_places)
+        if not slots:
+            return
+        self._next_to_admit = slots.stop
+        lengths = self._lengths.draw(self._rng, len(slots) * self._num_completions).reshape(len(slots), -1).tolist()
+        self._fleet.send([Group(slot, of_slot, self._env.now) for slot, of_slot in zip(slots, lengths, strict=True)])
+
+    def _done(self, group: Group) -> None:
+        self._sums.groups_done += 1
+        self._sums.latency_s += self._env.now - group.asked_at
+        scored = self._env.timeout(self._rates.score_s, group)
+        scored.callbacks.append(lambda event: self._scored(event.value))
+
+    def _scored(self, group: Group) -> None:
+        self._ready[group.slot] = group
+        if self._num_missing and group.slot < self._next_to_take + self._groups_per_step:
+            self._num_missing -= 1
+            if self._num_missing == 0:
+                self._complete.succeed()

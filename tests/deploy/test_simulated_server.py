@@ -1,0 +1,82 @@
+"""One simulated server, second by second: a decoding step takes 1 s, and 1 s more for each running sequence."""
+
+from collections.abc import Callable
+
+import simpy
+
+from deploy.planning.rates import Lengths, Rates
+from deploy.planning.server import Group, Server
+
+RATES = Rates(lengths=Lengths.constant(1), decode_step_s=1.0, decode_token_s=1.0, learner_token_s=1.0)
+
+
+def ends(capacity: int, *events: tuple[float, Callable[[Server], object]]) -> dict[int, float]:
+    """When each group is done of a server to which this happens at these times."""
+    env = simpy.Environment()
+    done_at: dict[int, float] = {}
+    server = Server(env, RATES, capacity, lambda group: done_at.__setitem__(group.slot, env.now))
+    for time, act in events:
+        env.timeout(time).callbacks.append(lambda _, act=act: act(server))
+    env.run()
+    return done_at
+
+
+def asks(slot: int, *lengths: float) -> Callable[[Server], None]:
+    return lambda server: server.submit([Group(slot, list(lengths), 0.0)])
+
+
+def test_a_sequence_alone_takes_its_length_times_a_step() -> None:
+    assert ends(4, (3.0, asks(0, 10))) == {0: 23.0}
+
+
+def test_what_arrives_later_slows_what_runs_from_then_on() -> None:
+    assert ends(4, (0.0, asks(0, 10)), (10.0, asks(1, 5))) == {0: 25.0, 1: 25.0}
+
+
+def test_what_ends_speeds_up_the_rest_and_a_group_is_done_with_its_longest() -> None:
+    assert ends(4, (0.0, asks(0, 2, 6))) == {0: 2 * 3 + 4 * 2}
+
+
+def test_beyond_its_places_sequences_wait_in_order() -> None:
+    assert ends(1, (0.0, asks(0, 3, 1)), (0.0, asks(1, 2))) == {0: 8.0, 1: 12.0}
+
+
+def test_a_pause_costs_its_seconds_and_nothing_else() -> None:
+    pause = (4.0, lambda server: server.pause()), (9.0, lambda server: server.resume(1))
+    assert ends(4, (0.0, asks(0, 10)), *pause) == {0: 25.0}
+    assert ends(4, (5.0, asks(0, 1)), *pause) == {0: 11.0}
+
+
+def test_a_group_is_as_old_as_its_first_token() -> None:
+    group, late = Group(0, [4.0, 4.0], 0.0), Group(1, [1.0], 0.0)
+    ends(
+        1,
+        (0.0, lambda server: server.submit([group, late])),
+        (3.0, lambda server: server.pause()),
+        (4.0, lambda server: server.resume(1)),  # the second sequence begins after this
+    )
+    assert (group.oldest_version, late.oldest_version) == (0, 1)
+
+
+def test_seconds_are_counted_as_idle_stalled_or_running() -> None:
+    counted: dict[str, float] = {}
+
+    def look(server: Server) -> None:
+        server.catch_up()
+        names = ("idle_s", "stalled_s", "sequence_s", "group_s")
+        counted.update({name: getattr(server, name) for name in names})
+
+    ends(
+        4,
+        (3.0, asks(0, 2, 2)),  # until 3 + 6, were it not for the pause
+        (5.0, lambda server: server.pause()),
+        (7.0, lambda server: server.resume(1)),
+        (20.0, look),
+    )
+    assert counted == {"idle_s": 3.0 + 9.0, "stalled_s": 2.0, "sequence_s": 12.0, "group_s": 8.0}
+
+
+def test_what_a_server_that_dies_had_is_given_back_untouched() -> None:
+    lost: list[Group] = []
+    assert ends(4, (0.0, asks(7, 1, 5)), (4.0, lambda server: lost.extend(server.die()))) == {}
+    assert [(group.slot, group.num_left, group.oldest_version) for group in lost] == [(7, 2, -1)]

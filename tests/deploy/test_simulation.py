@@ -1,0 +1,190 @@
+"""The simulation against closed forms, its own invariants, and what more hardware must never do."""
+
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+import pytest
+
+from deploy.planning.fleet import Failures
+from deploy.planning.rates import Rates
+from deploy.planning.server import Group
+from deploy.planning.simulation import Setup, Simulation, simulate
+from tests.deploy.planned_run import CONSTANT, SPREAD, setup
+
+BATCH_TOKENS = 8 * 8 * 100
+GENERATION_S = 100 * (0.01 + 64 * 1e-4)
+"""Of a batch of constant lengths that fills the server."""
+OVERLAP = {"push": {"overlap": True}}
+
+
+def with_rates(**changes: float) -> Rates:
+    return msgspec.structs.replace(CONSTANT, **changes)
+
+
+@pytest.mark.parametrize("train_s", [0.2, 1.0, 1.64, 4.0])
+def test_of_two_sides_with_constant_work_the_faster_waits_for_the_slower(train_s: float) -> None:
+    outcome = simulate(setup(with_rates(learner_token_s=train_s / BATCH_TOKENS)), steps=100)
+    step_s = max(train_s, GENERATION_S)
+    assert outcome.step_s == pytest.approx(step_s, rel=0.01)
+    assert outcome.samples_per_s == pytest.approx(64 / step_s, rel=0.01)
+    assert outcome.learner_idle_frac == pytest.approx(1 - train_s / step_s, abs=0.01)
+    assert outcome.server_idle_frac == pytest.approx(1 - GENERATION_S / step_s, abs=0.01)
+
+
+def test_at_staleness_0_a_step_is_the_sum_of_its_parts() -> None:
+    rates = with_rates(push_s=0.3, push_stall_s=0.2, push_feed_s=0.1, score_s=0.05, learner_step_s=0.15)
+    outcome = simulate(setup(rates, learner={"max_staleness": 0}), steps=40)
+    train_s, push_s = 0.15 + 1e-4 * BATCH_TOKENS, 0.4
+    assert outcome.step_s == pytest.approx(GENERATION_S + 0.05 + train_s + push_s, rel=1e-6)
+    assert outcome.learner_idle_frac == pytest.approx((GENERATION_S + 0.05) / outcome.step_s, rel=1e-6)
+    assert outcome.learner_push_frac == pytest.approx(push_s / outcome.step_s, rel=1e-6)
+    assert outcome.server_idle_frac == pytest.approx(1 - GENERATION_S / outcome.step_s, rel=1e-6)
+    assert outcome.staleness_max == 0
+
+
+@pytest.mark.parametrize("push_s", [0.1, 3.0])
+def test_a_push_beside_the_next_step_holds_the_one_after_it_up(push_s: float) -> None:
+    rates = with_rates(decode_step_s=1e-4, decode_token_s=0.0, push_s=push_s)
+    outcome = simulate(setup(rates, learner={"max_staleness": 4} | OVERLAP), steps=40)
+    assert outcome.step_s == pytest.approx(max(push_s, 1e-4 * BATCH_TOKENS), rel=0.01)
+
+
+def test_lengths_that_differ_take_what_the_longest_and_all_tokens_take() -> None:
+    rates = msgspec.structs.replace(CONSTANT, lengths=SPREAD, decode_step_s=0.0)
+    outcome = simulate(setup(rates, learner={"max_staleness": 0}), steps=40)
+    tokens = outcome.tokens_per_s * outcome.step_s
+    assert outcome.step_s == pytest.approx(tokens * (1e-4 + 1e-4), rel=1e-6)
+    assert tokens == pytest.approx(64 * SPREAD.mean, rel=0.03)
+
+
+def test_a_full_server_works_off_what_waits_at_its_highest_rate() -> None:
+    outcome = simulate(setup(capacity=16, learner={"max_staleness": 0}), steps=40)
+    generation_s = 4 * 100 * (0.01 + 16 * 1e-4)
+    assert outcome.step_s == pytest.approx(generation_s + 1e-4 * BATCH_TOKENS, rel=1e-6)
+
+
+def test_groups_in_flight_are_their_rate_times_their_latency() -> None:
+    rates = msgspec.structs.replace(CONSTANT, lengths=SPREAD, push_s=0.1, push_stall_s=0.1)
+    outcome = simulate(setup(rates, servers=3, learner={"groups_per_step": 24} | OVERLAP), steps=400)
+    rate = outcome.samples_per_s / 8
+    assert outcome.groups_in_flight == pytest.approx(rate * outcome.group_latency_s, rel=0.01)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2, 5])
+@pytest.mark.parametrize("failures", [None, Failures(every_s=40.0, restart_s=5.0)])
+def test_no_group_is_taken_that_is_staler_than_the_bound(max_staleness: int, failures: Failures | None) -> None:
+    rates = msgspec.structs.replace(CONSTANT, lengths=SPREAD, learner_token_s=4e-4, push_s=0.2, push_stall_s=0.1)
+    learner = {"max_staleness": max_staleness} | OVERLAP
+    outcome = simulate(setup(rates, servers=2, learner=learner, failures=failures), steps=60)
+    assert outcome.staleness_max <= max_staleness
+    if failures is None:
+        assert outcome.staleness_mean == pytest.approx(max_staleness, abs=0.1)  # the learner is the slow side
+
+
+def test_a_learner_that_waits_gets_groups_less_stale_than_the_bound() -> None:
+    outcome = simulate(setup(with_rates(learner_token_s=1e-6), learner={"max_staleness": 4}), steps=60)
+    assert outcome.learner_idle_frac > 0.9
+    assert outcome.staleness_mean < 4
+
+
+def test_more_servers_never_give_fewer_samples() -> None:
+    rates = msgspec.structs.replace(CONSTANT, lengths=SPREAD, push_s=0.05, push_stall_s=0.05)
+    learner = {"groups_per_step": 32} | OVERLAP
+    of_n = [simulate(setup(rates, servers=n, ranks=4, learner=learner), steps=60).samples_per_s for n in range(1, 13)]
+    assert all(more >= 0.99 * fewer for fewer, more in pairwise(of_n))
+    assert of_n[1] > 1.5 * of_n[0]
+
+
+def test_more_ranks_never_give_fewer_samples() -> None:
+    rates = msgspec.structs.replace(CONSTANT, lengths=SPREAD)
+    of_m = [simulate(setup(rates, servers=4, ranks=m), steps=60).samples_per_s for m in range(1, 9)]
+    assert all(more >= 0.99 * fewer for fewer, more in pairwise(of_m))
+
+
+def test_a_seed_gives_the_same_run_and_another_seed_another() -> None:
+    spread = setup(
+        msgspec.structs.replace(CONSTANT, lengths=SPREAD), servers=2, failures=Failures(every_s=30, restart_s=2)
+    )
+    first, again, other = (simulate(spread, steps=30, seed=seed) for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_every_push_stalls_all_servers_for_what_all_of_them_are_fed() -> None:
+    rates = with_rates(push_s=0.1, push_stall_s=0.05, push_feed_s=0.02)
+    assert rates.push_seconds(10) == pytest.approx(0.3)
+    assert rates.stall_seconds(10, receive_overlap=False) == pytest.approx(0.25)
+    assert rates.stall_seconds(10, receive_overlap=True) == pytest.approx(0.05)
+    few, many = (simulate(setup(rates, servers=n, learner=OVERLAP), steps=40) for n in (1, 20))
+    assert many.server_stalled_frac > few.server_stalled_frac
+
+
+def test_a_fleet_that_dies_and_returns_loses_the_share_of_time_that_it_is_away() -> None:
+    rates = with_rates(learner_token_s=1e-6)
+    failures = Failures(every_s=400.0, restart_s=97.0)
+    base = setup(rates, servers=16, learner={"groups_per_step": 256, "max_staleness": 4})
+    whole = simulate(base, steps=300)
+    broken = simulate(msgspec.structs.replace(base, failures=failures), steps=300)
+    availability = 400 / (400 + 100)
+    assert broken.samples_per_s / whole.samples_per_s == pytest.approx(availability, abs=0.08)
+
+
+def test_with_no_server_left_groups_are_held_until_one_is_back() -> None:
+    broken = setup(CONSTANT, failures=Failures(every_s=10.0, restart_s=20.0))
+    outcome = simulate(broken, steps=40)
+    assert outcome.server_idle_frac > 0.4
+    assert outcome.staleness_max <= 2
+
+
+def test_few_servers_stand_for_many() -> None:
+    rates = msgspec.structs.replace(CONSTANT, lengths=SPREAD, push_s=0.1, push_feed_s=0.002, push_stall_s=0.1)
+    many = setup(rates, servers=128, ranks=96, learner={"groups_per_step": 1024} | OVERLAP)
+    whole, by_few = (simulate(many, steps=24, most_servers=most) for most in (128, 16))
+    assert by_few.samples_per_s == pytest.approx(whole.samples_per_s, rel=0.02)
+    assert by_few.groups_in_flight == pytest.approx(whole.groups_in_flight, rel=0.05)
+    assert by_few.learner_idle_frac == pytest.approx(whole.learner_idle_frac, abs=0.02)
+    assert by_few.server_idle_frac == pytest.approx(whole.server_idle_frac, abs=0.02)
+
+
+def test_auto_staleness_is_as_fast_as_its_bound_and_less_stale() -> None:
+    rates = msgspec.structs.replace(CONSTANT, lengths=SPREAD, learner_token_s=2e-4)
+    bound, auto = (
+        simulate(setup(rates, servers=4, learner={"max_staleness": most} | OVERLAP), steps=200) for most in (8, "auto")
+    )
+    assert auto.samples_per_s > 0.97 * bound.samples_per_s
+    assert auto.staleness_mean < 0.6 * bound.staleness_mean
+
+
+def test_auto_staleness_comes_down_for_a_learner_that_is_the_slow_side() -> None:
+    outcome = simulate(setup(with_rates(learner_token_s=1e-3), learner={"max_staleness": "auto"}), steps=120)
+    assert outcome.learner_idle_frac < 0.01
+    assert outcome.staleness_mean < 1.1
+
+
+def test_every_slot_is_taken_once_and_in_order() -> None:
+    taken: list[int] = []
+
+    class Watched(Simulation):
+        def _take(self, version: int):  # type: ignore[no-untyped-def]
+            groups: list[Group] = yield from super()._take(version)
+            taken.extend(group.slot for group in groups)
+            return groups
+
+    rates = msgspec.structs.replace(CONSTANT, lengths=SPREAD)
+    broken: Setup = setup(rates, servers=3, failures=Failures(every_s=20.0, restart_s=3.0))
+    Watched(broken, seed=3, most_servers=3).after(50)
+    assert taken == list(range(50 * 8))
+
+
+def test_ranks_divide_tokens_but_no_completion() -> None:
+    rates = with_rates(learner_step_s=0.5, learner_sync_s=0.25)
+    assert rates.train_s(6400, 100, 1) == pytest.approx(0.5 + 0.64)
+    assert rates.train_s(6400, 100, 4) == pytest.approx(0.75 + 0.16)
+    assert rates.train_s(6400, 100, 1000) == pytest.approx(0.75 + 0.01)
+
+
+def test_completions_of_a_seed_are_the_same_for_every_number_of_servers() -> None:
+    rates = msgspec.structs.replace(CONSTANT, lengths=SPREAD)
+    outcomes = [simulate(setup(rates, servers=n), steps=20, seed=5) for n in (1, 4)]
+    tokens = [outcome.tokens_per_s * outcome.step_s for outcome in outcomes]
+    assert np.ptp(tokens) == pytest.approx(0, abs=1e-6)
