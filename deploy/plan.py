@@ -1,0 +1,231 @@
+"""How to divide GPUs, and what comes of it: `python -m deploy.plan run.toml --gpus 8 64 --measured runs/demo`.
+
+    run.toml ─▶ what is asked for and taken    ┐
+    a run directory, or flags ─▶ rates         ├─▶ simulations of the splits that could be best ─▶ a table, or JSON
+    GPUs ─▶ n servers × m ranks                ┘
+
+With --measured that run itself is simulated too, so that the prediction stands beside what was measured. Keys of the config
+are flags as elsewhere: --learner.max-staleness 4 --server.max-concurrent-sequences 512.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from deploy.planning.fleet import Failures
+from deploy.planning.measured import PROGRAM, learner_section, observed, rates_of, read_run, server_section
+from deploy.planning.outcome import Outcome
+from deploy.planning.rates import ASSUMPTIONS, Rates, decode_rate
+from deploy.planning.simulation import MOST_SERVERS, Setup, simulate
+from deploy.planning.split import Split, search, splits
+from deploy.planning.table import as_text
+from protocol.config import until_its_reader_leaves
+from protocol.errors import ConfigError, SlipstreamError
+
+LEAST_STEPS = 8
+SEARCHED_STEPS = 24
+SEARCHED_SERVERS = 64
+"""For the search, which only compares; what is told of the best is simulated at length."""
+RATE_FLAGS = {
+    "score_s": "from a group's arrival until it is scored and in the ledger",
+    "learner_step_s": "of an optimizer step, whatever its tokens",
+    "learner_sync_s": "of an optimizer step, more with several ranks",
+    "push_s": "of a push, whatever the number of servers",
+    "push_feed_s": "of a push, more for each server",
+    "push_stall_s": "of a push, for which nothing is generated, the feeding apart",
+}
+
+
+def main() -> None:
+    options, flags = parse_options(sys.argv[1:])
+    try:
+        result = plan(options, flags)
+    except SlipstreamError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    with until_its_reader_leaves():
+        print(json.dumps(result) if options.json else as_text(result))
+
+
+def parse_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The planner's own options, and the config's flags."""
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("config", help="the run's config")
+    add("--gpus", type=int, nargs="+", default=[], help="numbers of GPUs to divide")
+    add("--split", nargs="+", default=[], metavar="NxM", help="n servers and m ranks, simulated as they are")
+    add("--groups-per-gpu", type=float, metavar="G", help="groups_per_step for each GPU, instead of the config's")
+    add(
+        "--failures",
+        type=float,
+        nargs=2,
+        metavar=("EVERY_S", "RESTART_S"),
+        help="how often a server dies, and for how long",
+    )
+    add("--measured", type=Path, metavar="RUN_DIR", help="take the rates from this run")
+    add("--measured-ranks", type=int, default=1, metavar="M", help="ranks that it had, and those of --beside")
+    add("--beside", type=Path, nargs="+", default=[], metavar="RUN_DIR", help="runs to predict from the same rates")
+    add("--steps", type=int, default=60, help="optimizer steps to simulate")
+    add("--most-servers", type=int, default=MOST_SERVERS, metavar="N", help="more are stood for by so many")
+    add("--seed", type=int, default=0)
+    add("--json", action="store_true", help="print one JSON object instead of the table")
+    add = parser.add_argument_group("rates", "each instead of the measured one; seconds").add_argument
+    add("--lengths", type=float, nargs=5, metavar=("P10", "P50", "P90", "MEAN", "MAX"), help="tokens of a completion")
+    add("--decode", nargs="+", metavar="K:RATE", help="tokens/s of one server at K running sequences; two or more K")
+    add("--train-tokens-per-s", type=float, metavar="RATE", help="of one rank, tokens of completions")
+    for name, what in RATE_FLAGS.items():
+        add(f"--{name.replace('_', '-')}", type=float, metavar="S", help=what)
+    return parser.parse_known_args(arguments)
+
+
+def plan(options: argparse.Namespace, flags: Sequence[str]) -> dict[str, Any]:
+    """Everything in one object. Raises ConfigError."""
+    if options.steps < LEAST_STEPS or options.most_servers < 1:
+        raise ConfigError(
+            f"--steps {options.steps} --most-servers {options.most_servers}: expected {LEAST_STEPS} or more, and 1 or more"
+        )
+    if not (options.gpus or options.split or options.measured or options.beside):
+        raise ConfigError("there is nothing to plan: name --gpus, --split or --measured")
+    rates, decoding_error = rates_from(options)
+    setup = setup_of(options, flags, rates)
+    run = partial(simulate, steps=options.steps, seed=options.seed, most_servers=options.most_servers)
+    rows = [divided(setup, num_gpus, options, run) for num_gpus in options.gpus]
+    for split in map(split_of, options.split):
+        num_gpus = split.num_servers * setup.server.tensor_parallel_size + split.num_ranks
+        rows.append(row_of(num_gpus, with_split(setup, split, num_gpus, options.groups_per_gpu), run))
+    measured = [run_dir for run_dir in (options.measured, *options.beside) if run_dir is not None]
+    return {
+        "rows": rows,
+        "rates": msgspec.to_builtins(rates),
+        "decoding_error": decoding_error,
+        "checks": [check(run_dir, setup, options.measured_ranks, run) for run_dir in measured],
+        "assumptions": list(ASSUMPTIONS),
+    }
+
+
+Simulate = Callable[[Setup], Outcome]
+
+
+def divided(setup: Setup, num_gpus: int, options: argparse.Namespace, run: "partial[Outcome]") -> dict[str, Any]:
+    """The best split of so many GPUs, and in short the others that could have been."""
+    candidates = {
+        split: with_split(setup, split, num_gpus, options.groups_per_gpu)
+        for split in splits(num_gpus, setup.server.tensor_parallel_size)
+    }
+    in_short = partial(run, steps=min(SEARCHED_STEPS, options.steps), most_servers=SEARCHED_SERVERS)
+    found = search(candidates.values(), in_short)
+    best = candidates[Split(found[0].num_servers, found[0].num_ranks)]
+    return row_of(num_gpus, best, run) | {"searched": msgspec.to_builtins(found)}
+
+
+def row_of(num_gpus: int, setup: Setup, run: Simulate) -> dict[str, Any]:
+    return {
+        "gpus": num_gpus,
+        "groups_per_step": setup.learner.groups_per_step,
+        "outcome": msgspec.to_builtins(run(setup)),
+    }
+
+
+def check(run_dir: Path, setup: Setup, num_ranks: int, run: Simulate) -> dict[str, Any]:
+    """A run as it was, and as it would be at these rates."""
+    measured = read_run(run_dir)
+    as_it_was = msgspec.structs.replace(
+        setup,
+        learner=measured.learner,
+        server=measured.server,
+        num_servers=measured.num_servers,
+        num_ranks=num_ranks,
+        failures=None,
+    )
+    return {
+        "run_dir": str(run_dir),
+        "servers": measured.num_servers,
+        "measured": msgspec.to_builtins(observed(measured)),
+        "predicted": msgspec.to_builtins(run(as_it_was)),
+    }
+
+
+def setup_of(options: argparse.Namespace, flags: Sequence[str], rates: Rates) -> Setup:
+    """Of one server and one rank."""
+    learner_flags, server_flags = flags_of_each(flags)
+    learner = learner_section([options.config, *learner_flags])
+    server = server_section([options.config, *server_flags])
+    failures = Failures(every_s=options.failures[0], restart_s=options.failures[1]) if options.failures else None
+    if failures and (failures.every_s <= 0 or failures.restart_s < 0):
+        raise ConfigError(
+            f"--failures {failures.every_s:g} {failures.restart_s:g}: expected above 0 s, and 0 s or more"
+        )
+    return Setup(learner=learner, server=server, rates=rates, num_servers=1, num_ranks=1, failures=failures)
+
+
+def rates_from(options: argparse.Namespace) -> tuple[Rates, float | None]:
+    """The measured ones, but for those that flags name; and how well those of decoding fit, if they were measured."""
+    given: dict[str, Any] = {name: value for name in RATE_FLAGS if (value := getattr(options, name)) is not None}
+    if options.lengths:
+        given["lengths"] = dict(zip(("p10", "p50", "p90", "mean", "max"), options.lengths, strict=True))
+    if options.decode:
+        given["decode_step_s"], given["decode_token_s"] = decode_rate([_point(text) for text in options.decode])
+    if options.train_tokens_per_s:
+        given["learner_token_s"] = 1 / options.train_tokens_per_s
+    decoding_error = None
+    if options.measured:
+        measured, decoding_error = rates_of(read_run(options.measured), num_ranks=options.measured_ranks)
+        given = msgspec.to_builtins(measured) | given
+    elif missing := [flag for flag in ("lengths", "decode", "train_tokens_per_s") if not getattr(options, flag)]:
+        named = ", ".join(f"--{flag.replace('_', '-')}" for flag in missing)
+        raise ConfigError(f"rates are missing: name {named}, or a run to take them from with --measured RUN_DIR")
+    try:
+        return msgspec.convert(given, Rates), decoding_error
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"these rates cannot be: {error}") from error
+
+
+def with_split(setup: Setup, split: Split, num_gpus: int, groups_per_gpu: float | None) -> Setup:
+    learner = setup.learner
+    if groups_per_gpu is not None:
+        groups_per_step = max(1, round(groups_per_gpu * num_gpus))
+        learner = msgspec.structs.replace(learner, groups_per_step=groups_per_step)
+    return msgspec.structs.replace(setup, learner=learner, num_servers=split.num_servers, num_ranks=split.num_ranks)
+
+
+def split_of(text: str) -> Split:
+    num_servers, _, num_ranks = text.partition("x")
+    if not (num_servers.isdecimal() and num_ranks.isdecimal() and int(num_servers) and int(num_ranks)):
+        raise ConfigError(f"--split {text}: expected servers and ranks, such as 6x2")
+    return Split(int(num_servers), int(num_ranks))
+
+
+def flags_of_each(flags: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Those of the learner and those of the server. Raises ConfigError for what belongs to neither."""
+    learner: list[str] = []
+    server: list[str] = []
+    target: list[str] | None = None
+    for flag in flags:
+        if flag.startswith("--"):
+            target = learner if flag.startswith("--learner.") else server if flag.startswith("--server.") else None
+        if target is None:
+            raise ConfigError(
+                f"unknown flag {flag}; {PROGRAM} --help lists them, keys begin with --learner. or --server."
+            )
+        target.append(flag)
+    return learner, server
+
+
+def _point(text: str) -> tuple[float, float]:
+    running, _, rate = text.partition(":")
+    try:
+        return float(running), float(rate)
+    except ValueError:
+        raise ConfigError(f"--decode {text}: expected running sequences and tokens/s, such as 64:3000") from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""`python -m deploy.plan`: what it finds, what it prints, what it refuses."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from deploy.plan import parse_options, plan
+from deploy.planning.outcome import Outcome
+from deploy.planning.simulation import Setup, simulate
+from deploy.planning.split import Split, most_samples_per_s, search, splits
+from deploy.planning.table import as_text
+from protocol.errors import ConfigError
+from tests.deploy.planned_run import CONSTANT, SPREAD, setup, write_run
+
+ROOT = Path(__file__).parent.parent.parent
+RECIPE = str(ROOT / "deploy/recipes/gsm8k.toml")
+RATES = ["--lengths", "80", "200", "450", "250", "768", "--decode", "1:90", "64:4000", "256:9000", "--train-tokens-per-s", "9000"]  # fmt: skip
+
+
+def planned(*arguments: str) -> dict[str, Any]:
+    return plan(*parse_options([RECIPE, *arguments]))
+
+
+def test_the_best_split_of_gpus_is_found_and_told_with_what_is_assumed() -> None:
+    result = planned(*RATES, "--gpus", "4", "8", "--push-s", "0.5", "--push-feed-s", "0.1", "--steps", "30")
+    small, large = (row["outcome"] for row in result["rows"])
+    assert large["num_servers"] + large["num_ranks"] == 8
+    assert large["samples_per_s"] > 1.2 * small["samples_per_s"]
+    text = as_text(result)
+    assert f"{large['num_servers']} × {large['num_ranks']}" in text and "through one link" in text
+
+
+def test_the_search_finds_what_trying_every_split_finds() -> None:
+    rates = replace(CONSTANT, lengths=SPREAD, push_s=0.1, push_feed_s=0.02, push_stall_s=0.05)
+    learner = {"groups_per_step": 64, "push": {"overlap": True}}
+    candidates = [
+        setup(rates, servers=each.num_servers, ranks=each.num_ranks, learner=learner) for each in splits(12, 1)
+    ]
+    every = [simulate(candidate, steps=24) for candidate in candidates]
+    simulated: list[Split] = []
+
+    def noted(candidate: Setup) -> Outcome:
+        simulated.append(Split(candidate.num_servers, candidate.num_ranks))
+        return simulate(candidate, steps=24)
+
+    found = search(candidates, noted)
+    assert found[0].samples_per_s >= 0.99 * max(outcome.samples_per_s for outcome in every)
+    assert len(simulated) < len(candidates)
+
+
+def test_what_promises_most_need_not_be_best() -> None:
+    candidates = [setup(servers=each.num_servers, ranks=each.num_ranks) for each in splits(12, 1)]
+    first, second = sorted(set(map(most_samples_per_s, candidates)), reverse=True)[:2]
+    one = simulate(candidates[0], steps=8)
+
+    def disappointing(candidate: Setup) -> Outcome:
+        bound = most_samples_per_s(candidate)
+        return replace(one, samples_per_s=min(0.97 * second, bound) if bound == first else 0.99 * bound)
+
+    assert search(candidates, disappointing)[0].samples_per_s == 0.99 * second
+
+
+def test_of_splits_as_good_as_each_other_the_least_stale_is_best() -> None:
+    candidates = [setup(servers=n, ranks=1) for n in (1, 2, 3, 4)]
+    first = simulate(candidates[0], steps=8)
+    of_n = {1: (99.5, 3.0), 2: (100.0, 2.0), 3: (99.2, 1.0), 4: (90.0, 0.0)}
+    outcomes = iter(
+        replace(first, samples_per_s=rate, staleness_mean=stale, num_servers=n) for n, (rate, stale) in of_n.items()
+    )
+    many = replace(CONSTANT, decode_step_s=1e-6, decode_token_s=0.0, learner_token_s=1e-6)
+    found = search([replace(each, rates=many) for each in candidates], lambda _: next(outcomes))
+    assert [outcome.num_servers for outcome in found] == [3, 2, 1, 4]
+
+
+@pytest.mark.parametrize("learner", [{}, {"push": {"overlap": True}}, {"max_staleness": 0}, {"max_staleness": 8}])
+@pytest.mark.parametrize("servers", [1, 3, 9])
+def test_no_split_does_more_than_its_slower_side_alone(learner: dict[str, Any], servers: int) -> None:
+    rates = replace(CONSTANT, lengths=SPREAD, push_s=0.1, push_feed_s=0.01, push_stall_s=0.05)
+    one = setup(rates, servers=servers, ranks=2, learner=learner | {"groups_per_step": 24})
+    assert simulate(one, steps=100).samples_per_s <= 1.03 * most_samples_per_s(one)
+
+
+def test_splits_use_every_gpu_and_tensor_parallel_servers_take_several() -> None:
+    assert splits(4, 1) == [Split(1, 3), Split(2, 2), Split(3, 1)]
+    assert splits(9, 4) == [Split(1, 5), Split(2, 1)]
+    many = splits(4096, 1)
+    assert len(many) == 64 and many[0] == Split(1, 4095) and many[-1] == Split(4095, 1)
+
+
+def test_a_split_can_be_named_and_the_batch_can_grow_with_the_gpus() -> None:
+    result = planned(*RATES, "--split", "6x2", "12x4", "--groups-per-gpu", "8", "--steps", "20")
+    assert [row["gpus"] for row in result["rows"]] == [8, 16]
+    assert [row["groups_per_step"] for row in result["rows"]] == [64, 128]
+    first, second = (row["outcome"]["samples_per_s"] for row in result["rows"])
+    assert second == pytest.approx(2 * first, rel=0.1)
+
+
+def test_keys_of_the_config_are_flags() -> None:
+    stale, fresh = (
+        planned(*RATES, "--split", "1x1", "--learner.max-staleness", staleness, "--steps", "20") for staleness in ("6", "0")
+    )  # fmt: skip
+    assert stale["rows"][0]["outcome"]["samples_per_s"] > fresh["rows"][0]["outcome"]["samples_per_s"]
+    assert fresh["rows"][0]["outcome"]["staleness_max"] == 0
+
+
+def test_a_measured_run_is_predicted_beside_what_it_was(tmp_path: Path) -> None:
+    rates = replace(CONSTANT, lengths=SPREAD, score_s=0.01, push_s=0.05, push_stall_s=0.05)
+    write_run(tmp_path / "run", setup(rates), steps=24)
+    write_run(tmp_path / "two", setup(rates, servers=2), steps=24)
+    result = planned("--measured", str(tmp_path / "run"), "--beside", str(tmp_path / "two"))
+    assert [check["servers"] for check in result["checks"]] == [1, 2]
+    for check in result["checks"]:
+        assert check["predicted"]["samples_per_s"] == pytest.approx(check["measured"]["samples_per_s"], rel=0.15)
+    text = as_text(result)
+    assert "measured" in text and "predicted" in text and "2 servers" in text
+
+
+def test_flags_stand_before_what_was_measured(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", setup(replace(CONSTANT, lengths=SPREAD)), steps=16)
+    measured = planned("--measured", str(tmp_path / "run"))["rates"]
+    changed = planned("--measured", str(tmp_path / "run"), "--push-s", "7", "--train-tokens-per-s", "100")["rates"]
+    assert changed == measured | {"push_s": 7.0, "learner_token_s": 0.01}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([*RATES], "nothing to plan: name --gpus"),
+        (["--gpus", "8"], "rates are missing: name --lengths, --decode, --train-tokens-per-s, or a run"),
+        (["--gpus", "8", *RATES[:6]], "rates are missing: name --decode, --train-tokens-per-s"),
+        ([*RATES, "--gpus", "1"], "--gpus 1: a server takes 1 .* so 2 or more are needed"),
+        ([*RATES, "--gpus", "4", "--server.tensor-parallel-size", "4"], "a server takes 4 .* so 5 or more"),
+        ([*RATES, "--split", "6"], "--split 6: expected servers and ranks, such as 6x2"),
+        ([*RATES, "--split", "0x2"], "--split 0x2: expected"),
+        ([*RATES, "--gpus", "8", "--steps", "2"], "--steps 2 .* expected 8 or more"),
+        ([*RATES, "--gpus", "8", "--push-s", "-1"], "these rates cannot be: push_s = -1"),
+        ([*RATES, "--gpus", "8", "--lengths", "9", "5", "3", "4", "2"], "these rates cannot be: completion lengths p10 9, p50 5"),
+        ([*RATES, "--gpus", "8", "--decode", "64:fast"], "--decode 64:fast: expected running sequences and tokens/s"),
+        ([*RATES, "--gpus", "8", "--decode", "64:100"], "two or more numbers of running sequences"),
+        ([*RATES, "--gpus", "8", "--failures", "0", "1"], "--failures 0 1: expected above 0 s"),
+        ([*RATES, "--gpus", "8", "--gpu", "9"], "unknown flag --gpu; "),
+        ([*RATES, "--gpus", "8", "--learner.max-stalenes", "1"], r"did you mean --learner\.max-staleness"),
+        (["--gpus", "8", "--measured", "/nowhere"], "there is no config file /nowhere/config.toml"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_planned_is_refused_with_the_remedy(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        planned(*arguments)
+
+
+def test_the_command_prints_a_table_or_json_and_errors_in_a_line() -> None:
+    command = [sys.executable, "-m", "deploy.plan", RECIPE, "--split", "2x1", "--steps", "8"]
+    table, as_json, error = (
+        subprocess.run([*command, *more], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        for more in (RATES, [*RATES, "--json"], [])
+    )
+    assert "servers × ranks" in table.stdout and "2 × 1" in table.stdout and table.returncode == 0
+    assert json.loads(as_json.stdout)["rows"][0]["outcome"]["num_servers"] == 2
+    assert (
+        error.returncode == 2
+        and error.stderr.startswith("error: rates are missing")
+        and "Traceback" not in error.stderr
+    )
