@@ -1,6 +1,7 @@
 """How colocate shares flags and cores between the two processes, and that it leaves none of them behind."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -57,7 +58,8 @@ def test_a_closed_terminal_and_a_killed_colocate_leave_no_process_behind(tmp_pat
     with (tmp_path / "out").open("w") as out:
         colocate = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out)
     deadline = time.monotonic() + 180  # the first import in a fresh environment, on a busy machine
-    while "waiting for the inference server" not in (tmp_path / "out").read_text():
+    both_are_up = re.compile("waiting for the inference server|connected to the server")
+    while not both_are_up.search((tmp_path / "out").read_text()):
         assert colocate.poll() is None and time.monotonic() < deadline, (tmp_path / "out").read_text()
         time.sleep(0.1)
     children = psutil.Process(colocate.pid).children(recursive=True)
