@@ -5,7 +5,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 import tyro
 
-from protocol.config import SharedConfig
+from protocol.config import DEFAULT_ENDPOINT, SharedConfig
+from protocol.errors import ConfigError
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,4 +60,11 @@ class ServerRun(SharedConfig):
 
     server: ServerConfig = ServerConfig()
     learner: Annotated[dict[str, Any], tyro.conf.Suppress] = msgspec.field(default_factory=dict)
+
+    def check(self) -> None:
+        if self.endpoints and self.endpoint == DEFAULT_ENDPOINT and self.endpoint not in self.endpoints:
+            raise ConfigError(
+                f"endpoints = {list(self.endpoints)}: which of them is this server? Say so with --endpoint {self.endpoints[0]}"
+            )
+
     """The learner's section, unread here."""

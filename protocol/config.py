@@ -29,6 +29,9 @@ MayChange = Annotated[T, MAY_CHANGE]
 advises to change. All others are fixed when the run begins."""
 
 
+DEFAULT_ENDPOINT = "tcp://127.0.0.1:5757"
+
+
 class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Keys that server and learner must agree on."""
 
@@ -36,8 +39,10 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """A local directory, a hub name, or `tiny:digits` (a 0.1M-parameter model made at first use)."""
     run_dir: MayChange[str]
     """Directory of this run: metrics, ledger, checkpoints, report."""
-    endpoint: MayChange[str] = "tcp://127.0.0.1:5757"
+    endpoint: MayChange[str] = DEFAULT_ENDPOINT
     """Where the server listens and the learner connects; an IPv6 address stands in brackets: tcp://[::1]:5757."""
+    endpoints: MayChange[tuple[str, ...]] = ()
+    """Of several servers, in place of `endpoint`; each of them is told its own: `inference-server run.toml --endpoint …`."""
     keys: MayChange[str | None] = None
     """Directory of the CURVE keys that `make keys` made; needed where endpoint is not loopback."""
     insecure: MayChange[bool] = False
@@ -47,6 +52,14 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """In which the server computes, and in which weights travel."""
     seed: int = 0
     """Seeds the data order, the sampling and the learner."""
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """Where the learner connects to."""
+        return self.endpoints or (self.endpoint,)
+
+    def check(self) -> None:
+        """Raise ConfigError for what can be told only when all flags are in."""
 
 
 C = TypeVar("C", bound=SharedConfig)
@@ -60,7 +73,9 @@ def load_config(config_type: type[C], argv: Sequence[str], program: str, switche
     path, flags = _split(argv, program)
     base = _from_file(config_type, path) if path else None
     config = _with_flags(config_type, base, flags, f"{program} run.toml {switches}".strip())
-    check_endpoint(config.endpoint, has_keys=config.keys is not None, insecure=config.insecure)
+    config.check()
+    for endpoint in (config.endpoint, *config.endpoints):
+        check_endpoint(endpoint, has_keys=config.keys is not None, insecure=config.insecure)
     return config
 
 

@@ -17,7 +17,8 @@ from learner.config.section import Section, require, value_at
 from learner.config.servers import ParityConfig, PushConfig
 from learner.config.storage import CheckpointConfig
 from learner.config.training import OptimizerConfig, WarmStartConfig
-from protocol.config import MayChange, SharedConfig
+from protocol.config import DEFAULT_ENDPOINT, MayChange, SharedConfig
+from protocol.errors import ConfigError
 
 AUTO_TOKENS, AUTO_TOKENS_ON_CPU = 16384, 4096
 
@@ -137,6 +138,16 @@ class LearnerRun(SharedConfig):
     """What the learner does."""
     server: MayChange[Annotated[dict[str, Any], tyro.conf.Suppress]] = msgspec.field(default_factory=dict)
     """The server's section: not read here."""
+
+    def check(self) -> None:
+        if self.endpoints and self.endpoint != DEFAULT_ENDPOINT:
+            raise ConfigError(
+                f"endpoint = {self.endpoint!r} and endpoints = {list(self.endpoints)} both say where the servers are; keep one of them"
+            )
+        if len(set(self.endpoints)) < len(self.endpoints):
+            raise ConfigError(
+                f"endpoints = {list(self.endpoints)} names a server twice; each has an endpoint of its own"
+            )
 
     def in_effect(self) -> Self:
         """Return the same without the keys that do nothing."""

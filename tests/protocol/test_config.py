@@ -88,6 +88,7 @@ def test_the_resolved_config_reads_back_as_the_same(tmp_path: Path) -> None:
         ('model = "m"\nrun_dir = "r"\n[learner]\nnames = []\n', (), "missing required field `steps` - at `.*learner`"),
         (TOML, ("--learner.stpes", "1"), r"unknown flag --learner\.stpes; did you mean --learner\.steps\?"),
         (TOML, ("--bogus", "1"), r"unknown flag --bogus; see --help"),
+        (TOML, ("--endpoints", "tcp://127.0.0.1:1", "tcp://10.0.0.5:1"), r"tcp://10\.0\.0\.5:1.*leaves this machine"),
         (TOML, ("--seed", "x"), r"invalid literal for int.*'x'"),
     ],
 )

@@ -1,0 +1,54 @@
+"""Where the servers are: one endpoint or several, and each side told what it needs to know."""
+
+from pathlib import Path
+
+import pytest
+
+from inference_server.config import ServerRun
+from learner.config import LearnerRun
+from protocol.config import load_config
+from protocol.errors import ConfigError
+
+ONE, OTHER = "tcp://127.0.0.1:6001", "tcp://127.0.0.1:6002"
+LEARNER = '[learner]\nsteps = 1\ndata.task = "reverse"\nreward.functions = ["exact_match"]\n'
+
+
+def file(tmp_path: Path, endpoints: str) -> str:
+    path = tmp_path / "run.toml"
+    path.write_text(f'model = "tiny:digits"\nrun_dir = "run"\n{endpoints}\n{LEARNER}')
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "expected"),
+    [
+        ("", ("tcp://127.0.0.1:5757",)),
+        (f'endpoint = "{ONE}"', (ONE,)),
+        (f'endpoints = ["{ONE}"]', (ONE,)),
+        (f'endpoints = ["{ONE}", "{OTHER}"]', (ONE, OTHER)),
+    ],
+)
+def test_the_learner_connects_to_all_endpoints_or_to_the_one(
+    tmp_path: Path, endpoints: str, expected: tuple[str, ...]
+) -> None:
+    assert load_config(LearnerRun, [file(tmp_path, endpoints)], "learner train").servers == expected
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "expected"),
+    [
+        (f'endpoint = "{ONE}"\nendpoints = ["{OTHER}"]', "both say where the servers are; keep one of them"),
+        (f'endpoints = ["{ONE}", "{ONE}"]', "names a server twice"),
+        ('endpoints = ["127.0.0.1:6001"]', "expected tcp://HOST:PORT"),
+    ],
+)
+def test_two_answers_to_one_question_are_refused(tmp_path: Path, endpoints: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        load_config(LearnerRun, [file(tmp_path, endpoints)], "learner train")
+
+
+def test_a_server_of_several_is_told_which_it_is(tmp_path: Path) -> None:
+    path = file(tmp_path, f'endpoints = ["{ONE}", "{OTHER}"]')
+    assert load_config(ServerRun, [path, "--endpoint", OTHER], "inference-server").endpoint == OTHER
+    with pytest.raises(ConfigError, match=f"which of them is this server. Say so with --endpoint {ONE}"):
+        load_config(ServerRun, [path], "inference-server")
