@@ -1,4 +1,4 @@
-"""What rank 0 alone has and does: the rollouts, the way to the server, the books. train.py says when.
+"""What rank 0 alone has and does: the rollouts, the way to the servers, the books. train.py says when.
 
     connect ─▶ (next_batch ─▶ push ─▶ record) for every step ─▶ finish
 
@@ -30,19 +30,20 @@ from learner.rollouts.queue import GroupQueue
 from learner.rollouts.rollouts import Rollouts
 from learner.rollouts.scored_group import ScoredGroup
 from learner.rollouts.waits import learner_s
-from learner.servers.connection import Connection
-from learner.servers.identity import check_identity, score_untouched
+from learner.servers.fleet import Fleet
+from learner.servers.identity import Untouched, check_identity, score_untouched
 from learner.servers.loop_thread import LoopThread
+from learner.servers.member import Member
 from learner.servers.parity import NUM_SEQUENCES, Expected, ParityProbe, check_mismatch
-from learner.servers.push import Pusher
+from learner.servers.pusher import Pusher
 from learner.storage.checkpoint import read_pass_rates, read_state
 from learner.storage.data_record import check_data, record_data
 from learner.storage.run_dir import RunDir
 from learner.training.metrics import StepTimer, memory_metrics, staleness
 from learner.training.throughput import Devices, throughput
 from protocol.endpoint import exposure
-from protocol.errors import ConfigError, DataError, DeadlineExceeded, ServerLost
-from protocol.messages import PROTOCOL_VERSION, Hello, Welcome
+from protocol.errors import ConfigError, DataError, DeadlineExceeded, ParityError, ServerLost
+from protocol.messages import PROTOCOL_VERSION, Hello
 from protocol.model_files import fingerprint
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """The parts of rank 0, and the verbs of the main loop that need several of them."""
 
     material: Material
-    connection: Connection
+    fleet: Fleet
     queue: GroupQueue
     rewards: RewardWorkers
     rollouts: Rollouts
@@ -78,7 +79,8 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         """Open the books at the checkpoint, start the reward workers and the rollouts; close them in reverse."""
         run, config = material.run, material.run.learner
         version = read_state(checkpoint).version if checkpoint else 0
-        if note := exposure(run.endpoint, has_keys=run.keys is not None):
+        notes = [exposure(endpoint, has_keys=run.keys is not None) for endpoint in run.servers]
+        for note in filter(None, notes):
             log.warning(note)
         if run_dir.has_begun:
             check_data(run_dir.data_digests, material.prompts)
@@ -92,29 +94,29 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             cleanup.callback(workers.close)
             model = fingerprint(material.model_path)
             hello = Hello(run=run_dir.run_id, protocol_version=PROTOCOL_VERSION, model=model)
-            connection = Connection(run, hello, LoopThread("learner"))
-            connection.on_wait = published.still_waiting
-            cleanup.callback(connection.close)
-            cleanup.callback(connection.loop.stop)
+            fleet = Fleet(run, hello, LoopThread("learner"))
+            fleet.on_wait = published.still_waiting
+            cleanup.callback(fleet.close)
+            cleanup.callback(fleet.loop.stop)
             queue = GroupQueue(run, material.prompts, ledger, read_pass_rates(checkpoint) if checkpoint else None)
             outstanding = Outstanding(ledger, material.prompts, config.max_group_attempts)
             scorer = Scorer(config, material.tokenizer, workers)
-            rollouts = Rollouts(run, connection, queue, outstanding, scorer, ledger)
+            rollouts = Rollouts(run, fleet, queue, outstanding, scorer, ledger)
             cleanup.callback(rollouts.close)
             rollouts.start(version)
-            dashboard = start_dashboard(connection.loop, run_dir, config.report.dashboard_port, cleanup)
+            dashboard = start_dashboard(fleet.loop, run_dir, config.report.dashboard_port, cleanup)
             run_log = RunLog(run_dir, config.report, config.steps, dashboard)
             cleanup.callback(run_log.close)
-            pusher = Pusher(connection, published, config.push)
+            pusher = Pusher(fleet, published, config.push)
             cleanup.callback(pusher.close)
             yield cls(
                 material=material,
-                connection=connection,
+                fleet=fleet,
                 queue=queue,
                 rewards=workers,
                 rollouts=rollouts,
                 pusher=pusher,
-                parity=ParityProbe(run, connection, published.logprobs, prompts),
+                parity=ParityProbe(run, fleet, published.logprobs, prompts),
                 ledger=ledger,
                 log=run_log,
                 run_dir=run_dir,
@@ -122,15 +124,11 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             )
 
     def connect(self, version: int) -> None:
-        """Wait for the server, give it this run's weights, check that both sides agree, and open admission."""
-        run = self.material.run
-        if self.connection.welcome is None:
-            log.info("waiting for the inference server at %s", run.endpoint)
-        mismatch = None
-        while mismatch is None:
-            welcome = self.connection.wait()
-            check_fits(run, self.material.prompts, welcome)
-            mismatch = self._push_and_measure(version, welcome)
+        """Wait for a server, give it this run's weights, check that both sides agree, and open admission."""
+        if not self.fleet.is_connected:
+            log.info("waiting for %s", self.fleet.in_words())
+        while (mismatch := self._sync(self.fleet.wait(), version)) is None:
+            pass
         record_data(self.run_dir.data_digests, self.material.prompts)
         self.run_dir.begin()
         log.info("parity: mean |Δ logprob| = %.1e between server and learner", mismatch)
@@ -138,27 +136,26 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         self.log.start_clock()
 
     def publish(self, version: int, expected: Expected | None = None) -> None:
-        """Let rollouts send what the staleness rule allows now that the server has `version`, and ask whether it has it right."""
-        server_id = self.pusher.server_id
-        if server_id is not None:
-            self.rollouts.publish(version, server_id)
-            self.parity.ask(expected)
+        """Let rollouts ask for what the staleness rule allows, of the servers that have `version`, and ask whether they have it right."""
+        holders = self.pusher.holders(version)
+        self.rollouts.publish(version, *(member.link.welcome.server_id for member in holders if member.link.welcome))
+        self.parity.ask(holders, expected)
 
     def next_batch(self, version: int, interrupt: Interrupt) -> list[ScoredGroup] | None:
-        """Return the groups of the next step, or None when interrupted. A server that came back is given the weights.
+        """Return the groups of the next step, or None when interrupted. A server that came, or came back, is given the weights.
 
         Raises ParityError before tokens of this version are trained on that come from other weights.
         """
         last_connected = last_note = time.monotonic()
         while not interrupt.requested:
-            if self.connection.welcome is not None:
+            if self.fleet.is_connected:
                 last_connected = time.monotonic()
-                if not self.pusher.is_pushing and not self.pusher.server_has_weights:
-                    self.pusher.push(version)
-                    self.publish(version, self.parity.expect(version))
+                if not self.pusher.is_pushing and (joiners := self.pusher.joiners()):
+                    self._sync(joiners, version)
+                    self.publish(version)
             elif time.monotonic() - last_connected > self.material.run.learner.connect_timeout_s:
-                raise self.connection.no_server()
-            self.connection.on_wait()
+                raise self.fleet.no_server()
+            self.fleet.on_wait()
             groups = self.rollouts.take(version, WAIT_SLICE_S)
             if groups is not None:
                 if any(group.newest_version >= version for group in groups):
@@ -176,6 +173,10 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         self.ledger.consume([(group.group_id, staleness(group, step - 1)) for group in groups], step)
         report = self.pusher.wait()
         self.parity.check()
+        if self.pusher.holders() and (joiners := self.pusher.joiners()):
+            self._sync(
+                joiners, step
+            )  # a push that is always under way when a batch is waited for must not keep them out
         when_done = partial(self.publish, step, self.parity.expect(step))
         if self.material.run.learner.push.overlap:
             self.pusher.begin(step, when_done)
@@ -193,11 +194,9 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         metrics["perf/learner_idle_frac"] = times["time/wait_for_batch"] / times["time/step"]
         metrics |= throughput(groups, metrics.pop("perf/train_tflop", None), times["time/step"], self.devices)
         metrics |= memory_metrics(self.devices.device)
-        server_idle_frac = self.connection.link.server_idle_frac
-        if server_idle_frac is not None:
-            metrics["perf/server_idle_frac"] = server_idle_frac
-            metrics["wait/learner"] = learner_s(metrics, server_idle_frac)
-        metrics["rollout/messages_refused"] = float(self.connection.link.num_refused)
+        metrics |= self.fleet.metrics()
+        if "perf/server_idle_frac" in metrics:
+            metrics["wait/learner"] = learner_s(metrics, metrics["perf/server_idle_frac"])
         metrics |= self.rollouts.batch_metrics | self.material.prompts.metrics | self.rewards.latencies.take()
         self.log.step(step, metrics)
         self.log.sample(step, groups[0], self.material.tokenizer)
@@ -208,26 +207,50 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         if "policy/mismatch_abs_logprob" in metrics:
             run = self.material.run
             bound = run.learner.parity.bound(run.dtype)
-            check_mismatch(metrics["policy/mismatch_abs_logprob"], bound, run.dtype, "fresh tokens")
+            check_mismatch(
+                metrics["policy/mismatch_abs_logprob"], bound, run.dtype, "fresh tokens", ", ".join(run.servers)
+            )
 
     def finish(self) -> None:
         """Wait for the last push and its check."""
         self.pusher.wait()
         self.parity.check()
 
-    def _push_and_measure(self, version: int, welcome: Welcome) -> float | None:
-        """Compare both sides on the fixed sequences; None if the server went away meanwhile. Raises ParityError."""
-        run = self.material.run
+    def _sync(self, members: list[Member], version: int) -> float | None:
+        """Give servers that have no weights of this run what the learner has now, and compare both sides on the fixed sequences.
+
+        Returns the largest mean |Δ logprob|, None if no server was there to the end. Raises what is wrong with the last server:
+        ConfigError, DataError, ParityError, DeadlineExceeded.
+        """
+        run, mismatches = self.material.run, []
+        untouched: dict[Member, Untouched | None] = {}
+        for member in members:
+            with self._at_the_cost_of(member):
+                check_fits(run, self.material.prompts, member)
+                untouched[member] = score_untouched(run, self.parity, member, version)
+        if untouched:
+            self.pusher.push(version, list(untouched))
+        for member, before in untouched.items():
+            if member in self.pusher.holders(version):
+                with self._at_the_cost_of(member):
+                    mismatch = self.parity.measure(member, version)
+                    if before is not None:
+                        check_identity(run, self.parity, member, before, version)
+                    mismatches.append(mismatch)
+        return max(mismatches, default=None)
+
+    @contextmanager
+    def _at_the_cost_of(self, member: Member) -> Iterator[None]:
+        """What goes wrong with one server costs that server; with the last one, the run."""
         try:
-            untouched = score_untouched(run, self.parity, welcome, version)
-            self.pusher.push(version)
-            mismatch = self.parity.measure(version)
-            if untouched is not None:
-                check_identity(run, self.parity, untouched, version)
-        except ServerLost as error:
+            yield
+        except (ConfigError, DataError, ParityError) as error:
+            self.fleet.expel(member, error)
+        except (ServerLost, DeadlineExceeded) as error:
+            if isinstance(error, DeadlineExceeded) and not self.fleet.is_several:
+                raise
             log.warning("parity could not be measured: %s", error)
-            return None
-        return mismatch
+            self.pusher.failed(member)
 
 
 class Lead:
@@ -241,18 +264,21 @@ class Lead:
             return act(self._leader, *args, **kwargs) if self._leader is not None else None
 
 
-def check_fits(run: LearnerRun, prompts: Prompts, welcome: Welcome) -> None:
-    """Raise ConfigError or DataError when the run asks for what the server does not have."""
+def check_fits(run: LearnerRun, prompts: Prompts, member: Member) -> None:
+    """Raise ConfigError or DataError when the run asks for what the server does not have, ServerLost if it is not there."""
+    welcome = member.welcome
+    if welcome is None:
+        raise ServerLost(f"the server at {member.endpoint} went away before it was looked at")
     if welcome.dtype != run.dtype:
         raise ConfigError(
-            f"the server computes in {welcome.dtype}, this run says dtype = {run.dtype!r}; start both with the same"
+            f"the server at {member.endpoint} computes in {welcome.dtype}, this run says dtype = {run.dtype!r}; start both with the same"
         )
     row, num_tokens = prompts.longest()
     max_tokens = run.learner.sampling.max_tokens
     if num_tokens + max_tokens > welcome.max_model_len:
         raise DataError(
             f"the prompt in row {row} has {num_tokens} tokens; with learner.sampling.max_tokens = {max_tokens} that is more "
-            f"than the server's {welcome.max_model_len}. Raise server.max_model_len, lower max_tokens or filter the data"
+            f"than the {welcome.max_model_len} of the server at {member.endpoint}. Raise server.max_model_len, lower max_tokens or filter the data"
         )
 
 

@@ -262,5 +262,10 @@ class ServerThread:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._thread.is_alive():
+            self.die()
+            self._thread.join(timeout=60)
+
+    def die(self) -> None:
+        """From any thread: end without a word."""
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(timeout=60)

@@ -32,9 +32,9 @@ from learner.rollouts.outstanding import Outstanding
 from learner.rollouts.queue import GroupQueue
 from learner.rollouts.rollouts import Rollouts
 from learner.rollouts.scored_group import ScoredGroup
-from learner.servers.connection import Connection as ServerConnection
+from learner.servers.fleet import Fleet
 from learner.servers.loop_thread import LoopThread
-from learner.servers.push import Pusher
+from learner.servers.pusher import Pusher
 from protocol.errors import PushError, SlipstreamError
 from protocol.messages import PROTOCOL_VERSION, Hello, ModelFingerprint, Sampling
 from protocol.weights.buckets import make_manifest
@@ -225,13 +225,13 @@ def run_learner(pipe: Connection, log: Path, setup: LearnerSetup) -> None:
     config, words, at_once = run.learner, cast(Any, _Words()), cast(Any, _AtOnce())
     ledger = Ledger(log.with_suffix(".db"))
     hello = Hello(run="run", protocol_version=PROTOCOL_VERSION, model=setup.model)
-    connection = ServerConnection(run, hello, LoopThread("learner"))
+    fleet = Fleet(run, hello, LoopThread("learner"))
     prompts = Prompts(config.data, words, run.seed)
     queue, outstanding = GroupQueue(run, prompts, ledger), Outstanding(ledger, prompts, config.max_group_attempts)
-    rollouts = Rollouts(run, connection, queue, outstanding, Scorer(config, words, at_once), ledger)
+    rollouts = Rollouts(run, fleet, queue, outstanding, Scorer(config, words, at_once), ledger)
     rollouts.start(0)
     scripted = ScriptedWeights(setup.weights)
-    pusher = Pusher(connection, scripted, config.push)
+    pusher = Pusher(fleet, scripted, config.push)
     pipe.send("ready")
     while True:
         match _next_command(pipe):
@@ -261,8 +261,7 @@ def _push(pusher: Pusher, rollouts: Rollouts, version: int, overlap: bool) -> Ex
             pusher.push(version)
     except SlipstreamError as error:
         return error
-    assert pusher.server_id is not None
-    rollouts.publish(version, pusher.server_id)
+    rollouts.publish(version, *(member.link.welcome.server_id for member in pusher.holders() if member.link.welcome))
     return None
 
 

@@ -16,13 +16,15 @@ MIN_SURVIVORS = 2
 
 
 class Request(msgspec.Struct, kw_only=True, eq=False):
-    """A group the server owes us."""
+    """A group that a server owes us, or is to."""
 
     slot: int
     attempt: int
     prompt: Prompt
     sent_at: float | None = None
-    """When it was last handed to the connection."""
+    """When it was last handed to a connection."""
+    owed_by: str | None = None
+    """The endpoint of the server that was asked last and may still answer."""
 
     @property
     def group_id(self) -> str:

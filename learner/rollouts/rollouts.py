@@ -1,4 +1,4 @@
-"""Rollouts: keeps the server busy within the staleness bound and hands out scored groups in slot order.
+"""Rollouts: keeps the servers busy within the staleness bound and hands out scored groups in slot order.
 
     loop           consumes              produces                        waits for                    unblocked by
     _admit         prompts, as the       ledger: admitted, Generate      room under the admission     publish (a new version),
@@ -19,21 +19,22 @@ and makes the batches the same after a resume. What is shared between the thread
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
 
 from learner.config import LearnerRun
 from learner.rewards.scoring import Scorer
+from learner.rollouts.asking import Asking
 from learner.rollouts.ledger import Ledger
 from learner.rollouts.outstanding import Outstanding
 from learner.rollouts.queue import GroupQueue, Scored
-from learner.rollouts.request import Request, message_of, survivors
+from learner.rollouts.request import Request, survivors
 from learner.rollouts.scored_group import ScoredGroup, recalled, received, scored_group
 from learner.rollouts.together import Together
 from learner.rollouts.waits import IN_WORDS
-from learner.servers.connection import Connection
+from learner.servers.fleet import Fleet
+from learner.servers.member import Member
 from protocol.codec import pack
 from protocol.errors import DataError, ProtocolError
-from protocol.messages import Group, GroupFailed, Welcome
+from protocol.messages import Group, GroupFailed
 
 log = logging.getLogger(__name__)
 
@@ -43,23 +44,22 @@ LOOK_EVERY_S = 0.2
 
 
 class Rollouts:
-    """Runs in the connection's loop; `take` and `publish` are the main thread's side."""
+    """Runs in the fleet's loop; `take` and `publish` are the main thread's side."""
 
     def __init__(
         self,
         run: LearnerRun,
-        connection: Connection,
+        fleet: Fleet,
         queue: GroupQueue,
         outstanding: Outstanding,
         scorer: Scorer,
         ledger: Ledger,
     ) -> None:
         self._run, self._config = run, run.learner
-        self._connection, self._link, self._loop = connection, connection.link, connection.loop
+        self._fleet, self._loop = fleet, fleet.loop
         self._queue, self._outstanding, self._scorer, self._ledger = queue, outstanding, scorer, ledger
+        self._asking = Asking(run, fleet, outstanding)
         self._version = 0
-        self._served_by: str | None = None
-        """The server that has this run's weights."""
         self._wake = asyncio.Event()
         self._arrived = Together(self._receive)
         self._scored = Together(self._book)
@@ -67,17 +67,17 @@ class Rollouts:
     # --- the main thread's side ----------------------------------------------------------------------------------
 
     def start(self, version: int) -> None:
-        """Take up every group where the ledger has it (a new run has none) and greet the server."""
+        """Take up every group where the ledger has it (a new run has none) and greet the servers."""
         self._version = version
         self._take_up()
-        self._connection.start(self._on_group, self._on_welcome)
+        self._fleet.start(self._on_group, self._on_welcome, self._on_lost)
         for work in (self._admit(), self._arrived.run(), self._scored.run()):
             self._loop.spawn(work)
 
-    def publish(self, version: int, server_id: str) -> None:
-        """The server `server_id` now generates with `version`: admit what the rule allows."""
+    def publish(self, version: int, *server_ids: str) -> None:
+        """These servers now generate with `version`: admit what the rule allows."""
         self._version = version
-        self._loop.call_soon(self._published, server_id)
+        self._loop.call_soon(self._published, version, server_ids)
 
     def take(self, version: int, timeout_s: float) -> list[ScoredGroup] | None:
         """Return the groups of the next step in slot order, or None if they are not there within `timeout_s`.
@@ -92,7 +92,7 @@ class Rollouts:
             remaining_s = deadline - time.monotonic()
             groups = self._queue.take(
                 version, min(LOOK_EVERY_S, max(0.0, remaining_s)),
-                is_connected=self._link.connected, on_stale=lambda group: self._too_old(group, version),
+                is_connected=self._fleet.is_connected, on_stale=lambda group: self._too_old(group, version),
             )  # fmt: skip
             if groups is not None or remaining_s <= 0:
                 return groups
@@ -105,10 +105,10 @@ class Rollouts:
     @property
     def waits_for(self) -> str:
         """In words, what the next batch waits for."""
-        part, num_scoring = self._queue.lacks(is_connected=self._link.connected)
+        part, num_scoring = self._queue.lacks(is_connected=self._fleet.is_connected)
         match part:
             case "link":
-                return f"the server at {self._run.endpoint}"
+                return self._fleet.in_words()
             case "server":
                 return f"{len(self._outstanding)} groups from the server"
             case "reward":
@@ -117,9 +117,9 @@ class Rollouts:
                 return IN_WORDS["push"]
 
     def close(self) -> None:
-        """Let the server forget what was asked for; the ledger remembers it for a resume."""
-        if self._link.connected:
-            self._loop.call(self._link.cancel(self._outstanding.group_ids), CALL_TIMEOUT_S)
+        """Let the servers forget what was asked for; the ledger remembers it for a resume."""
+        for member in self._fleet.connected():
+            self._loop.call(member.link.cancel(self._outstanding.group_ids), CALL_TIMEOUT_S)
 
     def _take_up(self) -> None:
         for row in self._ledger.outstanding():
@@ -140,48 +140,48 @@ class Rollouts:
 
     # --- the loop thread's side ----------------------------------------------------------------------------------
 
-    def _on_welcome(self, welcome: Welcome) -> None:
-        self._queue.note_capacity(welcome.max_concurrent_sequences)
-        if welcome.server_id == self._served_by:
-            self._send_again()
+    def _on_welcome(self, member: Member) -> None:
+        self._note_capacity()
+        if self._fleet.is_ready(member):
+            self._loop.spawn(self._asking.ask_again(member))
+            self._loop.spawn(self._asking.ask_rest())
 
-    def _published(self, served_by: str) -> None:
-        if served_by != self._served_by:
-            self._served_by = served_by
-            self._send_again()
+    def _on_lost(self, member: Member) -> None:
+        self._note_capacity()
+        self._asking.lost(member)
+        self._loop.spawn(self._asking.ask_rest())
+
+    def _published(self, version: int, server_ids: tuple[str, ...]) -> None:
+        self._fleet.published(version, server_ids)
+        self._note_capacity()
+        self._loop.spawn(self._asking.ask_rest())
         self._wake.set()
 
-    def _send_again(self) -> None:
-        """All that was sent and has not come; an id the server still knows costs it nothing."""
-        self._loop.spawn(self._send(self._outstanding.sent()))
+    def _note_capacity(self) -> None:
+        if num_sequences := self._fleet.max_concurrent_sequences:
+            self._queue.note_capacity(num_sequences)
 
     async def _admit(self) -> None:
-        """Send prompts whenever the rule has room and the server has this run's weights."""
+        """Ask for prompts whenever the rule has room, once this run has been published."""
         while True:
             await self._wake.wait()
             self._wake.clear()
-            if self._served_by is not None:
-                await self._send(self._queue.admit(self._outstanding, self._version))
+            if self._fleet.version is not None:
+                await self._asking.ask(self._queue.admit(self._outstanding, self._version))
 
-    async def _send(self, requests: Iterable[Request]) -> None:
-        config = self._config
-        for request in requests:
-            message = message_of(request, config.sampling, self._run.seed, config.group_deadline_s)
-            request.sent_at = time.monotonic()
-            if not await self._link.generate(message):
-                return  # all that is outstanding is sent again when the server is back
-
-    def _on_group(self, message: Group | GroupFailed) -> None:
+    def _on_group(self, member: Member, message: Group | GroupFailed) -> None:
         if isinstance(message, Group):
-            self._arrived.put(message)
+            self._arrived.put((member, message))
             return
         request = self._outstanding.get(message.group_id)
         match message:
             case GroupFailed(retryable=False) if request is not None:
-                raise DataError(f"the server cannot complete prompt {request.prompt.prompt_id}: {message.message}")
+                raise DataError(
+                    f"the server at {member.endpoint} cannot complete prompt {request.prompt.prompt_id}: {message.message}"
+                )
             case GroupFailed(code="not_ready"):
                 pass  # it is sent again after the next push
-            case GroupFailed() if request is not None:
+            case GroupFailed() if request is not None and request.owed_by in (None, member.endpoint):
                 log.warning("group %s failed (%s): %s", message.group_id, message.code, message.message)
                 self._outstanding.pop(request.group_id)
                 self._loop.spawn(self._failed(request, message.code))
@@ -194,33 +194,34 @@ class Rollouts:
         """Drop a group and ask for its prompt under the next attempt, or give the slot up."""
         request = self._outstanding.ask_again(group_id, slot, reason, self._version)
         if request is not None:
-            await self._send([request])
+            await self._asking.ask([request])
             return
         self._queue.fail(slot)
         self._wake.set()
 
-    async def _receive(self, groups: list[Group]) -> None:
+    async def _receive(self, arrived: list[tuple[Member, Group]]) -> None:
         """Commit groups, then acknowledge them, then score them. A duplicate is only acknowledged."""
         usable: list[tuple[Request, Group]] = []
-        for group in groups:
+        for member, group in arrived:
             request = self._outstanding.pop(group.group_id)
-            if request is not None and (kept := await self._usable(request, group)) is not None:
+            if request is not None and (kept := await self._usable(request, member, group)) is not None:
                 usable.append((request, kept))
         if usable:
             await asyncio.to_thread(self._commit, [group for _, group in usable])
-        await self._link.acknowledge([group.group_id for group in groups])
+        came = {member: [group.group_id for sender, group in arrived if sender is member] for member, _ in arrived}
+        await asyncio.gather(*(member.link.acknowledge(group_ids) for member, group_ids in came.items()))
         for request, group in usable:
             self._loop.spawn(self._score(request, group))
 
-    async def _usable(self, request: Request, group: Group) -> Group | None:
+    async def _usable(self, request: Request, member: Member, group: Group) -> Group | None:
         """The group without what cannot be trained on; None, and its prompt is asked for again, if too little is left."""
         if request.sent_at is not None:
             self._queue.note_arrival(time.monotonic() - request.sent_at, group.server_s)
         usable, reason = None, "too_few_survivors"
         try:
-            usable = survivors(group, self._config.sampling, self._connection.hello.model.vocab_size)
+            usable = survivors(group, self._config.sampling, self._fleet.hello.model.vocab_size)
         except ProtocolError as error:
-            self._link.refuse(str(error))
+            member.link.refuse(str(error))
             reason = "malformed"
         if usable is None:
             log.warning("group %s cannot be used: %s", group.group_id, reason)

@@ -5,7 +5,6 @@ the epoch is closed and never used again, with everything that was remembered of
 """
 
 import uuid
-from collections.abc import Callable
 
 import torch
 
@@ -73,14 +72,13 @@ class Epoch:
 
 
 class Epochs:
-    """Begins epochs; keeps what outlives them: the place to meet, and the manifest, for the model stays the same."""
+    """Begins epochs with one server; keeps what outlives them: the place to meet."""
 
-    def __init__(self, link: ServerLink, wire_dtype: torch.dtype, config: PushConfig, device: torch.device) -> None:
-        self._link, self._wire_dtype, self._config, self._device = link, wire_dtype, config, device
+    def __init__(self, link: ServerLink, config: PushConfig, device: torch.device) -> None:
+        self._link, self._config, self._device = link, config, device
         self._meeting: Meeting | None = None
-        self._manifest: Manifest | None = None
 
-    def begin(self, tensors: Callable[[], NamedTensors]) -> Epoch:
+    def begin(self, manifest: Manifest) -> Epoch:
         """Return a new epoch with the server now connected.
 
         Raises PushError if there is none, ConfigError if weights cannot travel as the config says.
@@ -90,12 +88,8 @@ class Epochs:
             raise PushError(f"no server is connected at {self._link.endpoint}")
         if self._meeting is None:
             self._meeting = Meeting(address_towards(self._link.endpoint), self._config.timeout_s)
-        if self._manifest is None:
-            self._manifest = make_manifest(
-                tensors(), self._wire_dtype, self._config.bucket_mib << 20, self._config.wire
-            )
         return Epoch(
-            welcome.server_id, self._manifest,
+            welcome.server_id, manifest,
             self._meeting.rendezvous(welcome.num_workers, self._transport(welcome)), self._meeting, self._device,
         )  # fmt: skip
 
@@ -113,3 +107,8 @@ class Epochs:
     def close(self) -> None:
         if self._meeting is not None:
             self._meeting.close()
+
+
+def manifest_of(tensors: NamedTensors, wire_dtype: torch.dtype, config: PushConfig) -> Manifest:
+    """What every epoch of a run sends, for the model stays the same. Raises ConfigError if it cannot travel as the config says."""
+    return make_manifest(tensors, wire_dtype, config.bucket_mib << 20, config.wire)

@@ -10,9 +10,9 @@ import msgspec
 import torch
 
 from learner.config import LearnerRun
+from learner.servers.member import Member
 from learner.servers.parity import ParityProbe
 from protocol.errors import ParityError
-from protocol.messages import Welcome
 
 NOISE_FACTOR = 3.0
 """The noise is of one pair of scorings; that of another may be larger."""
@@ -26,21 +26,22 @@ class Untouched(msgspec.Struct, frozen=True, eq=False):
     """Mean |Δ logprob| between two scorings of the same weights: 0, unless it computes other requests beside."""
 
 
-def score_untouched(run: LearnerRun, probe: ParityProbe, welcome: Welcome, version: int) -> Untouched | None:
+def score_untouched(run: LearnerRun, probe: ParityProbe, member: Member, version: int) -> Untouched | None:
     """Before the first push; None if the policy is not what the server has loaded. Raises ServerLost, DeadlineExceeded."""
-    if version > 0 or run.learner.warm_start.steps > 0 or not welcome.is_untouched:
+    welcome = member.welcome
+    if version > 0 or run.learner.warm_start.steps > 0 or welcome is None or not welcome.is_untouched:
         return None
-    logprobs_T = probe.server_logprobs(None)
-    return Untouched(logprobs_T, _distance(logprobs_T, probe.server_logprobs(None)))
+    logprobs_T = probe.server_logprobs(member, None)
+    return Untouched(logprobs_T, _distance(logprobs_T, probe.server_logprobs(member, None)))
 
 
-def check_identity(run: LearnerRun, probe: ParityProbe, untouched: Untouched, version: int) -> None:
+def check_identity(run: LearnerRun, probe: ParityProbe, member: Member, untouched: Untouched, version: int) -> None:
     """After the first push. Raises ParityError if it has changed the logprobs, ServerLost, DeadlineExceeded."""
-    changed = _distance(untouched.logprobs_T, probe.server_logprobs(version))
+    changed = _distance(untouched.logprobs_T, probe.server_logprobs(member, version))
     bound = run.learner.parity.identity_bound(run.dtype) + NOISE_FACTOR * untouched.noise
     if not changed <= bound:
         raise ParityError(
-            f"the first push brought the weights that the server had loaded by itself, and yet its logprobs changed by {changed:.2g} "
+            f"the first push brought the weights that the server at {member.endpoint} had loaded by itself, and yet its logprobs changed by {changed:.2g} "
             f"(mean |Δ logprob| of fixed sequences); the bound is {bound:.2g} for {run.dtype} with a noise of {untouched.noise:.2g} "
             "(learner.parity.max_identity_abs_logprob). Either vLLM does not load this model a second time as it did the first, or "
             "the files of the model differ on both sides"

@@ -63,7 +63,7 @@ OnWelcome = Callable[[Welcome], None]
 R = TypeVar("R", PushReady, PushDone)
 
 
-def _ignore(message: object) -> None:
+def _ignore(*message: object) -> None:
     """Of a link that nobody asks for groups through."""
 
 
@@ -87,6 +87,8 @@ class ServerLink:
         self._last_heard_s = time.monotonic()
         self._last_pulse: tuple[Pulse, float] | None = None
         self._connected = False
+        self.on_lost: Callable[[], None] = _ignore
+        """Called whenever the server is no longer connected."""
         self._connection = 0
         """Counts the welcomes after a silence or by another server."""
         self._push: tuple[str, int] | None = None
@@ -118,7 +120,7 @@ class ServerLink:
             if self._connected and (silent_s > DEAD_AFTER_S or self._channel.num_broken > self._num_broken):
                 why = f"no sign for {silent_s:.1f} s" if silent_s > DEAD_AFTER_S else "the connection broke"
                 log.warning("lost the server at %s (%s); waiting for it to come back", self.endpoint, why)
-                self._connected = False
+                self._lose()
             self._num_broken = self._channel.num_broken
             if not self._connected:
                 await self._try_send(self._hello, HELLO_INTERVAL_S)
@@ -189,11 +191,15 @@ class ServerLink:
             log.warning(
                 "the server at %s has lost its engine, and the weights with it; waiting for the next one", self.endpoint
             )
-            self._connected = False
+            self._lose()
         now, before = time.monotonic(), self._last_pulse
         if before is not None and before[0].server_id == pulse.server_id:
             self.server_idle_frac = min(1.0, (pulse.idle_s - before[0].idle_s) / max(now - before[1], 1e-3))
         self._last_pulse = (pulse, now)
+
+    def _lose(self) -> None:
+        self._connected = False
+        self.on_lost()
 
     async def _try_send(self, message: Message, timeout_s: float) -> bool:
         try:
@@ -271,7 +277,8 @@ class ServerLink:
 
     async def greet_again(self) -> None:
         """Take the server for gone until it has welcomed this run again, which tells sooner than its silence."""
-        self._connected = False
+        if self._connected:
+            self._lose()
 
     async def _push_reply(self, wanted: type[R], epoch: str) -> R:
         connection = self._connection

@@ -6,21 +6,22 @@
     next batch ─▶ check        before any token of the new version is trained on, at the latest before the next push
 
 A wrong model, a stale LM head, a lost tensor or another dtype shows here at once instead of as a run that silently does not
-learn. Invariant: an answer is compared only with logprobs of the version that it is for.
+learn. Every server is compared by itself. Invariant: an answer is compared only with logprobs of the version that it is for.
 """
 
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 
 import msgspec
 import torch
 
 from learner.config import LearnerRun
-from learner.servers.connection import Connection
+from learner.servers.fleet import Fleet
+from learner.servers.member import Member
 from protocol.errors import DeadlineExceeded, ParityError, SlipstreamError
-from protocol.messages import Scores
+from protocol.messages import Scores, Welcome
 
 log = logging.getLogger(__name__)
 
@@ -46,97 +47,104 @@ class ParityProbe:
     def __init__(
         self,
         run: LearnerRun,
-        connection: Connection,
+        fleet: Fleet,
         logprobs: Callable[[list[int]], torch.Tensor],
         prompts: list[list[int]],
     ) -> None:
         """`logprobs` gives the learner's of a sequence, after its first token; of `prompts` the first NUM_SEQUENCES are used."""
-        generator, vocab_size = random.Random(0), connection.hello.model.vocab_size
+        generator, vocab_size = random.Random(0), fleet.hello.model.vocab_size
         self._sequences = [
             prompt[-MAX_PROMPT_TOKENS:] + [generator.randrange(vocab_size) for _ in range(NUM_RANDOM_TOKENS)]
             for prompt in prompts[:NUM_SEQUENCES]
         ]
         self._logprobs = logprobs
-        self._link, self._loop = connection.link, connection.loop
+        self._fleet, self._loop = fleet, fleet.loop
         self._timeout_s, self._every_steps = run.learner.push.timeout_s, run.learner.parity.every_steps
         self._bound, self._dtype = run.learner.parity.bound(run.dtype), run.dtype
-        self._asked: tuple[Expected, Future[Scores]] | None = None
+        self._asked: list[tuple[Member, Expected, Future[Scores]]] = []
         self._measured: float | None = None
 
-    def measure(self, version: int) -> float:
+    def measure(self, member: Member, version: int) -> float:
         """Return the mean |Δ logprob| over all tokens. Raises ParityError above the bound, ServerLost, DeadlineExceeded."""
-        return self._compare((self._of_all(self._logprobs) - self.server_logprobs(version)).abs())
+        own = self._of_all(member, self._logprobs)
+        return self._compare(member, (own - self.server_logprobs(member, version)).abs())
 
-    def server_logprobs(self, version: int | None) -> torch.Tensor:
+    def server_logprobs(self, member: Member, version: int | None) -> torch.Tensor:
         """The server's of all fixed sequences; None: of the model's own weights. Raises like `measure`."""
 
         def score(token_ids: list[int]) -> torch.Tensor:
-            scoring = self._link.score(token_ids, self._timeout_s)
+            scoring = member.link.score(token_ids, self._timeout_s)
             try:
-                return _of_version(self._loop.call(scoring, self._timeout_s + CALL_SLACK_S), version)
+                return _of_version(member, self._loop.call(scoring, self._timeout_s + CALL_SLACK_S), version)
             except DeadlineExceeded as error:
                 raise DeadlineExceeded(f"{error} (learner.push.timeout_s)") from error
 
-        return self._of_all(score)
+        return self._of_all(member, score)
 
     def expect(self, version: int) -> Expected | None:
-        """Return what to `ask` for when the server has `version`, which the learner has now; None if it is not its turn."""
+        """Return what to `ask` for when the servers have `version`, which the learner has now; None if it is not its turn."""
         if self._every_steps == 0 or version % self._every_steps:
             return None
-        return self._expected(version, version // self._every_steps % len(self._sequences))
+        index = version // self._every_steps % len(self._sequences)
+        welcomes = [member.link.welcome for member in self._fleet.members]
+        token_ids = self._sequences[index][-min(_longest(welcome) for welcome in welcomes if welcome is not None) :]
+        return Expected(version, token_ids, self._logprobs(token_ids))
 
-    def ask(self, expected: Expected | None) -> None:
-        """Have the server score what is expected, without waiting for it. May be called from another thread."""
+    def ask(self, members: Collection[Member], expected: Expected | None) -> None:
+        """Have servers score what is expected, without waiting for it. May be called from another thread."""
         if expected is not None:
-            self._asked = expected, self._loop.submit(self._link.score(expected.token_ids, ASK_TIMEOUT_S))
+            self._asked = [
+                (member, expected, self._loop.submit(member.link.score(expected.token_ids, ASK_TIMEOUT_S)))
+                for member in members
+            ]
 
     def check(self) -> None:
-        """Wait for the answer to what was asked, and compare. Raises ParityError above the bound."""
-        asked, self._asked = self._asked, None
-        if asked is None:
-            return
-        expected, answer = asked
-        try:
-            theirs = answer.result(ASK_TIMEOUT_S + CALL_SLACK_S)
-        except (SlipstreamError, TimeoutError) as error:
-            log.warning("parity of version %d could not be checked: %s", expected.version, error or repr(error))
-        else:
-            self._compare((expected.logprobs_T - _of_version(theirs, expected.version)).abs())
+        """Wait for the answers to what was asked, and compare. Raises ParityError above the bound."""
+        asked, self._asked = self._asked, []
+        for member, expected, answer in asked:
+            try:
+                theirs = answer.result(ASK_TIMEOUT_S + CALL_SLACK_S)
+            except (SlipstreamError, TimeoutError) as error:
+                log.warning("parity of version %d could not be checked: %s", expected.version, error or repr(error))
+            else:
+                theirs_T = _of_version(member, theirs, expected.version)
+                self._compare(member, (expected.logprobs_T - theirs_T).abs())
 
     def take_metrics(self) -> dict[str, float]:
         """What was measured since the last call."""
         measured, self._measured = self._measured, None
         return {} if measured is None else {"parity/abs_logprob": measured}
 
-    def _of_all(self, logprobs: Callable[[list[int]], torch.Tensor]) -> torch.Tensor:
-        return torch.cat([logprobs(self._fitting(index)) for index in range(len(self._sequences))])
+    def _of_all(self, member: Member, logprobs: Callable[[list[int]], torch.Tensor]) -> torch.Tensor:
+        assert member.link.welcome is not None
+        longest = _longest(member.link.welcome)
+        return torch.cat([logprobs(sequence[-longest:]) for sequence in self._sequences])
 
-    def _fitting(self, index: int) -> list[int]:
-        assert self._link.welcome is not None
-        longest = self._link.welcome.max_model_len - 1  # vLLM scores a prompt on the way to one more token
-        return self._sequences[index][-longest:]
-
-    def _expected(self, version: int, index: int) -> Expected:
-        token_ids = self._fitting(index)
-        return Expected(version, token_ids, self._logprobs(token_ids))
-
-    def _compare(self, difference_T: torch.Tensor) -> float:
-        self._measured = difference_T.mean().item()
-        check_mismatch(self._measured, self._bound, self._dtype, "fixed sequences")
-        return self._measured
+    def _compare(self, member: Member, difference_T: torch.Tensor) -> float:
+        mismatch = difference_T.mean().item()
+        self._measured = max(self._measured or 0.0, mismatch)
+        check_mismatch(mismatch, self._bound, self._dtype, "fixed sequences", member.endpoint)
+        return mismatch
 
 
-def check_mismatch(mean_abs_logprob: float, bound: float, dtype: str, tokens: str) -> None:
+def check_mismatch(mean_abs_logprob: float, bound: float, dtype: str, tokens: str, endpoint: str) -> None:
     """Raise ParityError when the mean |Δ logprob| is above the bound (or NaN)."""
     if not mean_abs_logprob <= bound:
         raise ParityError(
             f"server and learner disagree: mean |Δ logprob| of {tokens} is {mean_abs_logprob:.2g}, the bound is {bound:.2g} "
-            f"for {dtype} (learner.parity.max_mean_abs_logprob). The server may run another model, dtype or temperature, or a "
-            "push did not load every tensor."
+            f"for {dtype} (learner.parity.max_mean_abs_logprob). The server, at {endpoint}, may run another model, dtype or "
+            "temperature, or a push did not load every tensor."
         )
 
 
-def _of_version(scores: Scores, version: int | None) -> torch.Tensor:
+def _longest(welcome: Welcome) -> int:
+    """Tokens of a sequence that the server scores: vLLM does so on the way to one more."""
+    return welcome.max_model_len - 1
+
+
+def _of_version(member: Member, scores: Scores, version: int | None) -> torch.Tensor:
     if scores.policy_version != version:
-        raise ParityError(f"the server scored with version {scores.policy_version}, pushed was {version}")
+        raise ParityError(
+            f"the server at {member.endpoint} scored with version {scores.policy_version}, pushed was {version}"
+        )
     return torch.from_numpy(scores.logprobs.copy())

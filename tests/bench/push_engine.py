@@ -17,7 +17,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from learner.config import PushConfig
 from learner.policy.model import load_policy
-from learner.servers.push import Pusher, PushReport
+from learner.servers.push import PushReport
+from learner.servers.pusher import Pusher
 from protocol.messages import Sampling
 from protocol.model_files import resolve_model
 from protocol.weights.buckets import cut, make_manifest
@@ -66,15 +67,15 @@ def measure(model: str, directory: Path, num_pushes: int, num_groups: int, sampl
         try:
             link = BusyLink(server, num_groups, sampling)
             trainee = Trainee(load_policy(resolve_model(model), gradient_checkpointing=False), num_tokens=64)
-            pusher = Pusher(link.connection, trainee, PushConfig(bucket_mib=BUCKET_MIB))
+            pusher = Pusher(link.fleet, trainee, PushConfig(bucket_mib=BUCKET_MIB))
             side = "server_overlap" if receive_overlap else "no_overlap"
             memory = first_pushes(server, pusher, trainee)
             result |= {f"memory_{side}": memory}
             link.keep_busy()
             time.sleep(SETTLE_S)
-            result[side] = blocking_pushes(pusher, link, trainee, num_pushes)
+            result[side] = blocking_pushes(pusher, trainee, num_pushes)
             result["both_overlap" if receive_overlap else "learner_overlap"] = overlapped_pushes(
-                pusher, link, trainee, num_pushes
+                pusher, trainee, num_pushes
             )
             pusher.close()
             link.close()
@@ -101,18 +102,19 @@ def first_pushes(server: ServedModel, pusher: Pusher, trainee: Trainee) -> dict[
     return memory
 
 
-def blocking_pushes(pusher: Pusher, link: BusyLink, trainee: Trainee, num_pushes: int) -> dict[str, float]:
+def blocking_pushes(pusher: Pusher, trainee: Trainee, num_pushes: int) -> dict[str, float]:
     """A step, then a push that training waits for."""
     costs = []
     for version in range(10, 10 + num_pushes):
         trainee.step()
         started = time.monotonic()
         report = pusher.push(version)
-        costs.append(cost(report, link, time.monotonic() - started))
+        assert report is not None
+        costs.append(cost(report, time.monotonic() - started))
     return medians(costs)
 
 
-def overlapped_pushes(pusher: Pusher, link: BusyLink, trainee: Trainee, num_pushes: int) -> dict[str, float]:
+def overlapped_pushes(pusher: Pusher, trainee: Trainee, num_pushes: int) -> dict[str, float]:
     """Steps for as long as the push before takes, then the next push, for which training waits only to copy."""
     costs = []
     for version in range(100, 101 + num_pushes):
@@ -124,16 +126,16 @@ def overlapped_pushes(pusher: Pusher, link: BusyLink, trainee: Trainee, num_push
             trainee.step()
         report = pusher.wait()
         assert report is not None
-        costs.append(cost(report, link, blocked_s, blocked_s))
+        costs.append(cost(report, blocked_s, blocked_s))
     return medians(costs[1:])  # the first copy meets fresh memory
 
 
-def cost(report: PushReport, link: BusyLink, blocked_s: float, before_s: float = 0.0) -> dict[str, float]:
+def cost(report: PushReport, blocked_s: float, before_s: float = 0.0) -> dict[str, float]:
     """One push in numbers; `before_s` of it passed before the report's clock began."""
     total_s = before_s + report.total_s
     return {
         "push_seconds": total_s, "transfer_seconds": report.transfer_s, "apply_seconds": report.load_s,
-        "pause_seconds": link.connection.link.last_done.pause_s, "stall_seconds": report.stall_s,
+        "pause_seconds": report.pause_s, "stall_seconds": report.stall_s,
         "stall_over_push": report.stall_s / total_s,
         "learner_blocked_seconds": blocked_s, "learner_blocked_over_push": blocked_s / total_s,
     }  # fmt: skip

@@ -23,12 +23,12 @@ import psutil
 
 from inference_server.config import ServerRun
 from learner.config import LearnerRun
-from learner.servers.connection import Connection
-from learner.servers.link import ServerLink
+from learner.servers.fleet import Fleet
 from learner.servers.loop_thread import LoopThread
+from learner.servers.member import Member
 from protocol.config import to_toml
 from protocol.errors import SlipstreamError
-from protocol.messages import PROTOCOL_VERSION, Generate, Group, GroupFailed, Hello, PushDone, Sampling
+from protocol.messages import PROTOCOL_VERSION, Generate, Group, GroupFailed, Hello, Sampling
 from protocol.model_files import fingerprint, resolve_model
 
 ROOT = Path(__file__).parent.parent.parent
@@ -95,16 +95,16 @@ class BusyLink:
             run=f"bench-{time.monotonic_ns()}", protocol_version=PROTOCOL_VERSION,
             model=fingerprint(resolve_model(server.model)),
         )  # fmt: skip
-        self.connection = _RecordingConnection(bench_run(server), hello, LoopThread("bench-link"))
-        self.connection.start(self._on_group, lambda welcome: None)
+        self.fleet = Fleet(bench_run(server), hello, LoopThread("bench-link"))
+        self.fleet.start(self._on_group)
 
     def keep_busy(self) -> None:
         for _ in range(self.num_groups):
-            self.connection.loop.spawn(self._ask())
+            self.fleet.loop.spawn(self._ask())
 
     def close(self) -> None:
-        self.connection.loop.stop()
-        self.connection.close()
+        self.fleet.loop.stop()
+        self.fleet.close()
 
     async def _ask(self) -> None:
         self._num_asked += 1
@@ -112,17 +112,17 @@ class BusyLink:
         request = Generate(
             group_id=str(self._num_asked), prompt_token_ids=prompt, sampling=self._sampling, deadline_s=DEADLINE_S
         )
-        await self.connection.link.generate(request)
+        await self.fleet.members[0].link.generate(request)
 
-    def _on_group(self, group: Group | GroupFailed) -> None:
+    def _on_group(self, member: Member, group: Group | GroupFailed) -> None:
         assert isinstance(group, Group), group
         self.num_tokens += sum(len(completion.token_ids) for completion in group.completions)
-        self.connection.loop.spawn(self.connection.link.acknowledge([group.group_id]))
-        self.connection.loop.spawn(self._ask())
+        self.fleet.loop.spawn(member.link.acknowledge([group.group_id]))
+        self.fleet.loop.spawn(self._ask())
 
 
 def bench_run(server: ServedModel) -> LearnerRun:
-    """What a connection reads of a run."""
+    """What a fleet reads of a run."""
     learner = {
         "steps": 1,
         "connect_timeout_s": 60.0,
@@ -131,21 +131,6 @@ def bench_run(server: ServedModel) -> LearnerRun:
     }
     shared = {"model": server.model, "run_dir": "unused", "endpoint": server.endpoint, "dtype": "float32"}
     return msgspec.convert(shared | {"learner": learner}, LearnerRun)
-
-
-class _RecordingLink(ServerLink):
-    last_done: PushDone
-
-    async def finish_push(self, epoch: str) -> PushDone:
-        self.last_done = await super().finish_push(epoch)
-        return self.last_done
-
-
-class _RecordingConnection(Connection):
-    link: _RecordingLink
-
-    async def _open_link(self) -> _RecordingLink:
-        return _RecordingLink(self._run.endpoint, self.hello)
 
 
 class PeakMemory:

@@ -22,9 +22,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 from learner.config import PushConfig
 from learner.policy.model import load_policy
-from learner.servers.connection import Connection
+from learner.servers.fleet import Fleet
 from learner.servers.loop_thread import LoopThread
-from learner.servers.push import Pusher
+from learner.servers.member import Member
+from learner.servers.pusher import Pusher
 from protocol.errors import SlipstreamError
 from protocol.messages import PROTOCOL_VERSION, Generate, Group, GroupFailed, Hello, Sampling
 from protocol.model_files import fingerprint, resolve_model
@@ -89,12 +90,12 @@ class GroupLink:
             run=f"bench-{time.monotonic_ns()}", protocol_version=PROTOCOL_VERSION,
             model=fingerprint(resolve_model(server.model)),
         )  # fmt: skip
-        self.connection = Connection(bench_run(server), hello, LoopThread("bench-link"))
+        self.fleet = Fleet(bench_run(server), hello, LoopThread("bench-link"))
         self._num_asked = 0
         self._groups: dict[str, Group] = {}
         self._missing: set[str] = set()
         self._came = threading.Event()
-        self.connection.start(self._on_group, lambda welcome: None)
+        self.fleet.start(self._on_group)
 
     def generate(self, order: Order) -> Generated:
         """Return once all groups of an order have come."""
@@ -104,9 +105,9 @@ class GroupLink:
         self._groups, self._missing = {}, {request.group_id for request in requests}
         self._came.clear()
         began_at, cpu_began_at = time.perf_counter(), self._cpu_seconds()
-        self.connection.loop.spawn(self._ask(requests))
+        self.fleet.loop.spawn(self._ask(requests))
         while not self._came.wait(LOOK_EVERY_S):
-            self.connection.loop.raise_failure()
+            self.fleet.loop.raise_failure()
             if time.perf_counter() - began_at > DEADLINE_S:
                 raise SlipstreamError(
                     f"{len(self._missing)} of {len(requests)} groups have not come: look at the server's log"
@@ -118,8 +119,8 @@ class GroupLink:
         )
 
     def close(self) -> None:
-        self.connection.loop.stop()
-        self.connection.close()
+        self.fleet.loop.stop()
+        self.fleet.close()
 
     def _cpu_seconds(self) -> float:
         return sum(sum(process.cpu_times()[:2]) for process in self._processes)
@@ -133,13 +134,13 @@ class GroupLink:
 
     async def _ask(self, requests: list[Generate]) -> None:
         for request in requests:
-            await self.connection.link.generate(request)
+            await self.fleet.members[0].link.generate(request)
 
-    def _on_group(self, group: Group | GroupFailed) -> None:
+    def _on_group(self, member: Member, group: Group | GroupFailed) -> None:
         assert isinstance(group, Group), group
         self._groups[group.group_id] = group
         self._missing.discard(group.group_id)
-        self.connection.loop.spawn(self.connection.link.acknowledge([group.group_id]))
+        self.fleet.loop.spawn(member.link.acknowledge([group.group_id]))
         if not self._missing:
             self._came.set()
 
@@ -190,7 +191,7 @@ def pushed_link(server: ServedModel) -> GroupLink:
     """A link to a server that has weights: its own once more, which a push brings bit for bit."""
     link = GroupLink(server)
     policy = load_policy(resolve_model(server.model), gradient_checkpointing=False)
-    pusher = Pusher(link.connection, Trainee(policy, num_tokens=1), PushConfig())
+    pusher = Pusher(link.fleet, Trainee(policy, num_tokens=1), PushConfig())
     pusher.push(0)
     pusher.close()
     return link

@@ -25,7 +25,8 @@ from learner.__main__ import main
 from learner.leader import Leader
 from learner.rollouts.ledger import Ledger
 from learner.servers.link import ServerLink
-from learner.servers.push import Pusher
+from learner.servers.push import ServerPush
+from learner.servers.pusher import Pusher
 from learner.storage.run_dir import RunDir
 from protocol.channel.sockets import LearnerChannel
 from protocol.collective.gloo import GlooCollective
@@ -59,7 +60,7 @@ def _set_traps(traps: Traps) -> None:
     traps.wrap(Ledger, "consume", "before step is committed")
     traps.wrap(ServerLink, "begin_push", "before ready")
     traps.wrap(learner.servers.epoch.Epoch, "join", "joining")
-    traps.wrap(Pusher, "_result", "before done")
+    traps.wrap(ServerPush, "_result", "before done")
     traps.wrap(learner.storage.writer, "make_durable", "checkpoint written, not renamed")
     traps.wrap(learner.storage.retention, "prune", "checkpoint renamed")
     traps.wrap(LearnerChannel, "receive", "moment")
@@ -86,11 +87,11 @@ def _keep_books(traps: Traps) -> None:
     directory = traps.directory
     push, receive, consume = Pusher._push_until_done, Ledger.receive, Ledger.consume
 
-    def keep_weights(pusher: Pusher, version: int, tensors: Callable[[], Any]) -> Any:
+    def keep_weights(pusher: Pusher, version: int, tensors: Callable[[], Any], *members: Any) -> Any:
         content = save({name: tensor.detach().contiguous().clone() for name, tensor in tensors()})
         digest = hashlib.sha256(content).hexdigest()[:12]
         _write_whole(directory / WEIGHTS / f"{version}-{digest}.safetensors", content)
-        return push(pusher, version, tensors)
+        return push(pusher, version, tensors, *members)
 
     def keep_received(ledger: Ledger, group_id: str, payload: bytes, *args: Any) -> bool:
         _write_whole(directory / RECEIVED / f"{group_id}-{time.monotonic_ns()}", payload)

@@ -67,7 +67,7 @@ class ModelEngine(ScriptedEngine):
         return logprobs_TV.gather(1, ids[1:, None])[:, 0].numpy(), self.version
 
 
-def tiny_server(engine: ScriptedEngine | None = None) -> ServerThread:
-    """A server of the tiny model on a free port."""
+def tiny_server(engine: ScriptedEngine | None = None, endpoint: str = "tcp://127.0.0.1:*") -> ServerThread:
+    """A server of the tiny model, on a free port if none is given."""
     path = resolve_model("tiny:digits")
-    return ServerThread(engine or ModelEngine(path), model=fingerprint(path))
+    return ServerThread(engine or ModelEngine(path), model=fingerprint(path), endpoint=endpoint)

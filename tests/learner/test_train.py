@@ -21,7 +21,7 @@ from inference_server.engine.interface import EngineDead, PushOrder, WorkerRepor
 from learner.config import LearnerRun
 from learner.policy.model import load_tokenizer
 from learner.prompts.prompts import Prompts
-from learner.servers.push import Pusher
+from learner.servers.pusher import Pusher
 from learner.storage.checkpoint import find_checkpoint
 from learner.train import train
 from protocol.errors import (
@@ -41,7 +41,7 @@ from tests.learner.model_engine import ModelEngine, sample, tiny_server
 GROUPS_PER_STEP, NUM_COMPLETIONS, MAX_TOKENS = 3, 4, 5
 
 
-def make_run(tmp_path: Path, endpoint: str, **learner: Any) -> LearnerRun:
+def make_run(tmp_path: Path, *endpoints: str, **learner: Any) -> LearnerRun:
     """A run of a few seconds: reverse 4 digits, everything else as a test wants it."""
     settings = {
         "steps": 4,
@@ -58,7 +58,7 @@ def make_run(tmp_path: Path, endpoint: str, **learner: Any) -> LearnerRun:
         {
             "model": "tiny:digits",
             "run_dir": str(tmp_path / "run"),
-            "endpoint": endpoint,
+            **({"endpoint": endpoints[0]} if len(endpoints) == 1 else {"endpoints": endpoints}),
             "dtype": "float32",
             "learner": settings | learner,
         },

@@ -22,7 +22,7 @@ from learner.rollouts.outstanding import Outstanding
 from learner.rollouts.queue import GroupQueue
 from learner.rollouts.rollouts import Rollouts
 from learner.rollouts.scored_group import ScoredGroup
-from learner.servers.connection import Connection
+from learner.servers.fleet import Fleet
 from learner.servers.loop_thread import LoopThread
 from protocol.channel.sockets import ServerChannel
 from protocol.codec import pack
@@ -147,36 +147,41 @@ class HandServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(TIMEOUT_S)
+        self.close()
+
+    def close(self) -> None:
+        """End, if it has not ended."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(TIMEOUT_S)
 
 
 @contextmanager
-def rollouts_of(run: LearnerRun) -> Iterator[tuple[Connection, Rollouts]]:
+def rollouts_of(run: LearnerRun) -> Iterator[tuple[Fleet, Rollouts]]:
     """The rollouts of a run, not started."""
     material, directory = Material(run), Path(run.run_dir).parent
     ledger = Ledger(directory / "ledger.db")
-    connection = Connection(run, Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL), LoopThread("test"))
+    fleet = Fleet(run, Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL), LoopThread("test"))
     with RewardWorkers(run.learner.reward) as workers:
         queue = GroupQueue(run, material.prompts, ledger)
         outstanding = Outstanding(ledger, material.prompts, run.learner.max_group_attempts)
         scorer = Scorer(run.learner, material.tokenizer, workers)
-        rollouts = Rollouts(run, connection, queue, outstanding, scorer, ledger)
+        rollouts = Rollouts(run, fleet, queue, outstanding, scorer, ledger)
         try:
-            yield connection, rollouts
+            yield fleet, rollouts
         finally:
             rollouts.close()
-            connection.loop.stop()
-            connection.close()
+            fleet.loop.stop()
+            fleet.close()
             ledger.close()
 
 
 @contextmanager
 def rollouts_on(server: HandServer, tmp_path: Path, version: int = 0, **learner: object) -> Iterator[Rollouts]:
     run = make_run(tmp_path, server.endpoint, **({"steps": 10, "max_staleness": 1} | learner))
-    with rollouts_of(run) as (connection, rollouts):
+    with rollouts_of(run) as (fleet, rollouts):
         rollouts.start(version)
-        connection.wait()
+        fleet.wait()
         yield rollouts
 
 
@@ -252,9 +257,9 @@ def test_a_new_server_is_asked_again_for_everything_that_has_not_come(tmp_path: 
         assert rollouts.take(0, 0.5) is None
         before = list(server.generated)
         server.server_id = "server-2"
-        connection = rollouts._connection
-        connection.loop.call(connection.link._channel.send(connection.hello, TIMEOUT_S), TIMEOUT_S)
-        while connection.wait().server_id != "server-2":
+        (member,) = rollouts._fleet.members
+        rollouts._loop.call(member.link._channel.send(rollouts._fleet.hello, TIMEOUT_S), TIMEOUT_S)
+        while member.welcome is None or member.welcome.server_id != "server-2":
             rollouts.take(0, 0.1)
         rollouts.publish(0, server.server_id)
         assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 1, 2]
@@ -288,7 +293,7 @@ def test_groups_that_come_together_are_committed_together_beside_the_loop_and_on
         while len(rollouts._outstanding) == 6 or len(rollouts._outstanding) > len(rollouts._arrived):
             assert time.monotonic() < deadline, "the groups did not come"
             rollouts._loop.call(asyncio.sleep(0.01), TIMEOUT_S)
-        rollouts._loop.call(rollouts._link.cancel(["a later message"]), TIMEOUT_S)
+        rollouts._loop.call(rollouts._fleet.members[0].link.cancel(["a later message"]), TIMEOUT_S)
         while not server.cancelled:
             assert time.monotonic() < deadline, "the server does not hear the learner"
             time.sleep(0.01)
@@ -342,10 +347,10 @@ def test_a_server_that_never_answers_ends_the_wait_with_the_remedy(tmp_path: Pat
     run = make_run(tmp_path, endpoint, connect_timeout_s=1.0)
     with (
         pytest.raises(DeadlineExceeded, match=f"no inference server answers at {endpoint} after 1 s"),
-        rollouts_of(run) as (connection, rollouts),
+        rollouts_of(run) as (fleet, rollouts),
     ):
         rollouts.start(0)
-        connection.wait()
+        fleet.wait()
 
 
 def dropped(tmp_path: Path) -> list[tuple[str, str]]:
@@ -463,7 +468,7 @@ def test_a_group_that_is_not_what_was_asked_for_is_refused_counted_and_asked_for
         rollouts.publish(0, server.server_id)
         taken = rollouts.take(0, TIMEOUT_S)
         assert [group.group_id for group in taken or []] == ["0.1", "1.1", "2.1"]
-        assert rollouts._connection.link.num_refused >= 3
+        assert rollouts._fleet.members[0].link.num_refused >= 3
     assert {reason for _, reason in dropped(tmp_path)} == {"malformed"}
     assert {"0.0", "1.0", "2.0"} <= set(server.acked)
 

@@ -1,4 +1,4 @@
-"""The way to one server and the loop it lives in: what is waited for, and what becomes of what fails in the background."""
+"""The servers of a run and the loop they live in: what is waited for, and what becomes of what fails in the background."""
 
 import asyncio
 import inspect
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from learner.servers.connection import Connection
+from learner.servers.fleet import Fleet
 from learner.servers.loop_thread import LoopThread
 from protocol.errors import DeadlineExceeded, HandshakeRefused, RewardError, ServerLost
 from protocol.messages import PROTOCOL_VERSION, Hello
@@ -29,14 +29,14 @@ def loop() -> Iterator[LoopThread]:
 
 
 @contextmanager
-def a_connection(tmp_path: Path, endpoint: str) -> Iterator[Connection]:
+def a_fleet(tmp_path: Path, *endpoints: str) -> Iterator[Fleet]:
     """Started, and closed as the leader closes it."""
-    run = make_run(tmp_path, endpoint, connect_timeout_s=1.0)
-    connection = Connection(run, Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL), LoopThread("test"))
-    connection.start(lambda group: None, lambda welcome: None)
-    yield connection
-    connection.loop.stop()
-    connection.close()
+    run = make_run(tmp_path, *endpoints, connect_timeout_s=1.0)
+    fleet = Fleet(run, Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL), LoopThread("test"))
+    fleet.start(lambda member, group: None)
+    yield fleet
+    fleet.loop.stop()
+    fleet.close()
 
 
 def ended(loop: LoopThread) -> None:
@@ -87,19 +87,19 @@ def test_what_is_spawned_as_the_loop_stops_is_cancelled_too(is_busy: bool) -> No
 
 def test_a_wait_for_no_server_ends_with_the_remedy_and_one_that_is_called_off_at_once(tmp_path: Path) -> None:
     closing = threading.Event()
-    with a_connection(tmp_path, NOWHERE) as connection:
-        assert connection.welcome is None
+    with a_fleet(tmp_path, NOWHERE) as fleet:
+        assert not fleet.is_connected
         with pytest.raises(DeadlineExceeded, match=rf"at {NOWHERE} after 1 s.*raise learner\.connect_timeout_s"):
-            connection.wait(closing)
+            fleet.wait(closing)
         closing.set()
         with pytest.raises(ServerLost, match="no longer waited for"):
-            connection.wait(closing)
+            fleet.wait(closing)
 
 
 def test_a_wait_ends_when_anything_in_the_background_fails(tmp_path: Path) -> None:
     with (
         tiny_server() as server,
-        a_connection(tmp_path, server.endpoint) as connection,  # with another model
+        a_fleet(tmp_path, server.endpoint) as fleet,  # with another model
         pytest.raises(HandshakeRefused, match="start both with the same `model`"),
     ):
-        connection.wait()
+        fleet.wait()

@@ -1,0 +1,151 @@
+"""The weights read once and given to several servers' pushes, each at its own pace.
+
+    reader (the thread that may read the policy) ─▶ window of tensors ─▶ one Share per server, in a thread of its own
+
+Between the policy and the epochs of a push. Invariant: every share that is not ended early gives every tensor, in order, and no
+more than `window_bytes` wait between the fastest and the slowest (one tensor that is larger waits alone). A server that keeps the
+others waiting for longer than `patience_s` is cut off: they would miss deadlines of their own.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+
+import torch
+
+from protocol.errors import PushError
+from protocol.weights.buckets import NamedTensors
+
+LOOK_EVERY_S = 0.1
+
+
+class _Item:
+    """A tensor in the window."""
+
+    def __init__(self, name: str, tensor: torch.Tensor, num_left: int) -> None:
+        self.name, self.tensor, self.num_left = name, tensor, num_left
+        self.num_bytes = tensor.numel() * tensor.element_size()
+
+
+class Share:
+    """One server's view of the weights: an iterator, to be closed when its push has ended in any way."""
+
+    def __init__(self, fan_out: "FanOut") -> None:
+        self.waiting: deque[_Item] = deque()
+        self.failure: str | None = None
+        self.is_closed = False
+        self._fan_out = fan_out
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        item = self._fan_out.next_of(self)
+        return item.name, item.tensor
+
+    def close(self) -> None:
+        self._fan_out.close(self)
+
+
+class FanOut:
+    """Of one push. `timeout_s` is how long a share waits for its next tensor."""
+
+    def __init__(self, num_shares: int, window_bytes: float, timeout_s: float) -> None:
+        self.shares = [Share(self) for _ in range(num_shares)]
+        self._window_bytes, self._timeout_s, self._patience_s = window_bytes, timeout_s, timeout_s / 2
+        self._changed = threading.Condition()
+        """Held around every use of what follows, and of the shares' fields."""
+        self._num_bytes = 0
+        """In the window."""
+        self._is_read = False
+
+    def read(self, tensors: NamedTensors) -> None:
+        """Give every tensor to the shares; return when the last is in the window, or nobody wants more. Raises what `tensors` raises."""
+        try:
+            for name, tensor in tensors:
+                if not self._offer(name, tensor):
+                    return
+        except BaseException as error:
+            self._fail(self.shares, f"the policy could not be read: {error or repr(error)}")
+            raise
+        with self._changed:
+            self._is_read = True
+            self._changed.notify_all()
+
+    def next_of(self, share: Share) -> _Item:
+        """Take the next item of a share. Raises PushError, StopIteration."""
+        with self._changed:
+            has_come = self._changed.wait_for(
+                lambda: share.failure or share.waiting or self._is_read, timeout=self._timeout_s
+            )
+            if share.failure is not None:
+                raise PushError(share.failure)
+            if not has_come:
+                raise PushError(
+                    f"the policy's next tensor was not there within {self._timeout_s:g} s (learner.push.timeout_s)"
+                )
+            if not share.waiting:
+                raise StopIteration
+            item = share.waiting.popleft()
+            self._let_go(item)
+            return item
+
+    def close(self, share: Share) -> None:
+        """Nobody takes from it any more."""
+        with self._changed:
+            self._end(share)
+
+    def _offer(self, name: str, tensor: torch.Tensor) -> bool:
+        """Put a tensor into the window once there is room; False if nobody wants it."""
+        with self._changed:
+            item = _Item(name, tensor, 0)
+            self._wait_for_room(item.num_bytes)
+            takers = self._takers()
+            item.num_left = len(takers)
+            for share in takers:
+                share.waiting.append(item)
+            self._num_bytes += item.num_bytes if takers else 0
+            self._changed.notify_all()
+            return bool(takers)
+
+    def _wait_for_room(self, num_bytes: int) -> None:
+        starving_since: float | None = None
+        while self._num_bytes > 0 and self._num_bytes + num_bytes > self._window_bytes:
+            takers = self._takers()
+            slowest = max(len(share.waiting) for share in takers)
+            if all(share.waiting for share in takers):
+                starving_since = None  # nobody waits for another
+            elif starving_since is None:
+                starving_since = time.monotonic()
+            elif time.monotonic() - starving_since > self._patience_s:
+                late = [share for share in takers if len(share.waiting) == slowest]
+                self._fail(
+                    late,
+                    f"it kept other servers waiting for {self._patience_s:g} s, half of learner.push.timeout_s, and gets a push "
+                    "of its own",
+                )
+                starving_since = None
+                continue
+            self._changed.wait(LOOK_EVERY_S)
+
+    def _takers(self) -> list[Share]:
+        return [share for share in self.shares if not share.is_closed]
+
+    def _fail(self, shares: list[Share], reason: str) -> None:
+        with self._changed:
+            for share in shares:
+                share.failure = reason
+                self._end(share)
+
+    def _end(self, share: Share) -> None:
+        share.is_closed = True
+        while share.waiting:
+            self._let_go(share.waiting.popleft())
+        self._changed.notify_all()
+
+    def _let_go(self, item: _Item) -> None:
+        item.num_left -= 1
+        if item.num_left == 0:
+            self._num_bytes -= item.num_bytes
+        self._changed.notify_all()

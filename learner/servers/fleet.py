@@ -1,0 +1,205 @@
+"""The inference servers of a run: their links, kept up in the learner's event loop, which of them is asked next, and the waiting
+for them.
+
+    consumes: welcomes, losses and groups of the links      produces: the server to ask, its groups, what became of whom
+    waits for: a welcome of any                             unblocked by: whatever server listens at one of the endpoints
+
+Rollouts, pushes and the parity probe talk to servers through the members of one fleet (member.py has their states), and nothing
+else knows how. A server that does not fit the run is left out with an error in the log; what is wrong with the last one ends the
+run, as a failure of the loop's background if it came there. Invariant: only a ready server is chosen: one that is connected and
+has the version that was published last.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+
+from learner.config import LearnerRun
+from learner.servers.link import ServerLink
+from learner.servers.loop_thread import LoopThread
+from learner.servers.member import Member, State
+from learner.servers.routing import Load, least_loaded
+from protocol.channel.keys import learner_keys
+from protocol.errors import DeadlineExceeded, HandshakeRefused, ServerLost, SlipstreamError
+from protocol.messages import Group, GroupFailed, Hello, Welcome
+
+log = logging.getLogger(__name__)
+
+OPEN_TIMEOUT_S = 10.0
+LOOK_EVERY_S = 0.05
+OnGroup = Callable[[Member, Group | GroupFailed], None]
+OnMember = Callable[[Member], None]
+
+
+def _ignore(member: Member) -> None:
+    """Of a fleet that nobody asks for groups."""
+
+
+class Fleet:
+    """The servers of one run, reached from any thread."""
+
+    def __init__(self, run: LearnerRun, hello: Hello, loop: LoopThread) -> None:
+        self.hello, self.loop = hello, loop
+        self.on_wait: Callable[[], object] = lambda: None
+        """Called again and again by whoever waits for a server, or for what it gives."""
+        self.version: int | None = None
+        """The one that was published last."""
+        self._run = run
+        self._num_choices = 0
+        self._on_welcome: OnMember = _ignore
+        self._on_lost: OnMember = _ignore
+        self.members: tuple[Member, ...] = loop.call(self._open(run.servers), OPEN_TIMEOUT_S)
+
+    def start(self, on_group: OnGroup, on_welcome: OnMember = _ignore, on_lost: OnMember = _ignore) -> None:
+        """Begin to greet the servers. All are called in the loop; the last when what a server owes may never come from it."""
+        self._on_welcome, self._on_lost = on_welcome, on_lost
+        for member in self.members:
+            self.loop.spawn(self._keep(member, on_group))
+
+    def close(self) -> None:
+        """Close the sockets; the loop has stopped."""
+        for member in self.members:
+            member.link.close()
+
+    # --- from any thread -----------------------------------------------------------------------------------------
+
+    @property
+    def is_several(self) -> bool:
+        return len(self.members) > 1
+
+    def connected(self) -> list[Member]:
+        """The members whose server is there now, ready or not."""
+        return [member for member in self.members if member.state(self.version) in ("syncing", "ready")]
+
+    @property
+    def is_connected(self) -> bool:
+        return bool(self.connected())
+
+    def wait(self, closing: threading.Event | None = None) -> list[Member]:
+        """Block until a server has welcomed this run. Raises DeadlineExceeded, HandshakeRefused, ServerLost when `closing`."""
+        deadline = time.monotonic() + self._run.learner.connect_timeout_s
+        while not (members := self.connected()):
+            self.loop.raise_failure()
+            self.on_wait()
+            if closing is not None and closing.is_set():
+                raise ServerLost(f"{self.in_words()} is no longer waited for: the learner ends")
+            if time.monotonic() > deadline:
+                raise self.no_server()
+            time.sleep(min(LOOK_EVERY_S, max(0.0, deadline - time.monotonic())))
+        return members
+
+    def no_server(self) -> DeadlineExceeded:
+        """The error when none has answered for `learner.connect_timeout_s`."""
+        handshakes_fail = any(member.link.handshakes_fail for member in self.members)
+        keys = " and `keys` (what listens there ends every handshake)" if handshakes_fail else ""
+        return DeadlineExceeded(
+            f"no inference server answers at {self._places()} after {self._run.learner.connect_timeout_s:.0f} s; start one "
+            f"with `inference-server run.toml`, check `endpoint{'s' * self.is_several}`{keys}, or raise learner.connect_timeout_s"
+        )
+
+    def in_words(self) -> str:
+        """Who is waited for."""
+        return f"{'any of the inference servers' if self.is_several else 'the inference server'} at {self._places()}"
+
+    def expel(self, member: Member, error: SlipstreamError) -> None:
+        """Leave a server out for good that does not fit this run. Raises `error` if it is the last."""
+        if all(other is member or other.is_gone for other in self.members):
+            raise error
+        log.error("the server at %s is left out from now on: %s", member.endpoint, error)
+        member.is_gone = True
+        self.loop.call_soon(self._leave, member)
+
+    def drop(self, member: Member) -> None:
+        """Its last push failed: it must be pushed to again before it is asked for groups."""
+        self.loop.call_soon(self._dropped, member)
+
+    def metrics(self) -> dict[str, float]:
+        """How busy the servers are, what of theirs could not be used, and, of several, how many are in which state."""
+        links = [member.link for member in self.members]
+        metrics = {"rollout/messages_refused": float(sum(link.num_refused for link in links))}
+        idle = [link.server_idle_frac for link in links if link.server_idle_frac is not None]
+        if idle:
+            metrics["perf/server_idle_frac"] = sum(idle) / len(idle)
+        if self.is_several:
+            states = Counter(member.state(self.version) for member in self.members)
+            names: tuple[State, ...] = ("joining", "syncing", "ready", "draining", "gone")
+            metrics |= {f"servers/{name}": float(states[name]) for name in names}
+        return metrics
+
+    # --- in the loop ---------------------------------------------------------------------------------------------
+
+    def published(self, version: int, server_ids: Collection[str]) -> None:
+        """These servers now generate with `version`; whoever has an older one is not asked until it has this one."""
+        self.version = version
+        for member in self.members:
+            if member.welcome is not None and member.welcome.server_id in server_ids:
+                member.served = (member.welcome.server_id, version)
+            self._note(member)
+
+    def is_ready(self, member: Member) -> bool:
+        return member.state(self.version) == "ready"
+
+    def choose(self, num_owed: Mapping[str, int], without: Collection[Member] = ()) -> Member | None:
+        """Return the ready server to ask next, given how many groups each endpoint owes; None if there is none."""
+        ready = [member for member in self.members if member not in without and self.is_ready(member)]
+        index = least_loaded([Load(num_owed.get(member.endpoint, 0), member.chosen_at) for member in ready])
+        if index is None:
+            return None
+        self._num_choices += 1
+        ready[index].chosen_at = self._num_choices
+        return ready[index]
+
+    @property
+    def max_concurrent_sequences(self) -> int:
+        """Of all ready servers."""
+        welcomes = [member.welcome for member in self.members if self.is_ready(member)]
+        return sum(welcome.max_concurrent_sequences for welcome in welcomes if welcome is not None)
+
+    async def _open(self, endpoints: Collection[str]) -> tuple[Member, ...]:
+        run = self._run
+        keys = learner_keys(run.keys) if run.keys is not None else None
+        return tuple(
+            Member(endpoint, ServerLink(endpoint, self.hello, keys=keys, insecure=run.insecure))
+            for endpoint in endpoints
+        )
+
+    async def _keep(self, member: Member, on_group: OnGroup) -> None:
+        member.task, member.link.on_lost = asyncio.current_task(), partial(self._lost, member)
+        try:
+            await member.link.run(partial(on_group, member), partial(self._welcomed, member))
+        except* HandshakeRefused as refused:
+            error = refused.exceptions[0]
+            assert isinstance(error, HandshakeRefused)
+            self.expel(member, error)
+
+    def _welcomed(self, member: Member, welcome: Welcome) -> None:
+        if member.served is not None and member.served[0] != welcome.server_id:
+            self._dropped(member)
+        self._note(member)
+        self._on_welcome(member)
+
+    def _lost(self, member: Member) -> None:
+        self._note(member)
+        self._on_lost(member)
+
+    def _dropped(self, member: Member) -> None:
+        member.served = None
+        self._lost(member)
+
+    def _leave(self, member: Member) -> None:
+        self._lost(member)
+        if member.task is not None:
+            member.task.cancel()
+
+    def _note(self, member: Member) -> None:
+        state, before = member.state(self.version), member.noted_state
+        member.noted_state = state
+        if self.is_several and state != before:
+            log.info("the server at %s: %s → %s", member.endpoint, before, state)
+
+    def _places(self) -> str:
+        return ", ".join(member.endpoint for member in self.members)

@@ -1,0 +1,244 @@
+"""Pushes of the policy to all servers of the fleet: whom, when, and what becomes of those that fail (push.py is one of them).
+
+    new weights ─▶ all that have older ones of this run      read once, given to each at its own pace (fan_out.py)
+    a server that has none ─▶ a push of its own              while the others go on generating
+
+A push has succeeded when one server has it. Whoever failed is not asked for groups until it has been pushed to again, by itself
+and after a while; while nobody has the weights it is tried again at once, `learner.push.max_attempts` times.
+
+With `learner.push.overlap` a push works on a copy of the weights in a thread of its own; at most one is under way.
+"""
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Protocol
+
+import torch
+
+from learner.config import PushConfig
+from learner.servers.epoch import manifest_of
+from learner.servers.fan_out import FanOut, Share
+from learner.servers.fleet import Fleet
+from learner.servers.member import Member
+from learner.servers.push import PushReport, ServerPush
+from learner.servers.weight_copy import WeightCopy
+from protocol.errors import ConfigError, DeadlineExceeded, PushError, PushIncomplete
+from protocol.messages import Manifest
+from protocol.weights.buckets import NamedTensors
+
+log = logging.getLogger(__name__)
+
+WAIT_SLICE_S = 0.5
+LEAST_PAUSE_S, MOST_PAUSE_S = 1.0, 60.0
+"""After a failed push, while other servers have the weights; doubled with every failure in a row."""
+Tensors = Callable[[], NamedTensors]
+Failure = PushError | DeadlineExceeded | ConfigError
+
+
+class Weights(Protocol):
+    """What a push sends: policy/published.py, or whatever gives weights by name."""
+
+    wire_dtype: torch.dtype
+    device: torch.device
+    copy_device: torch.device | None
+    """Where `begin` keeps its copy of them; None: where they lie."""
+
+    def tensors(self) -> NamedTensors:
+        """Yield (checkpoint name, tensor) layer by layer."""
+        ...
+
+
+class Pusher:
+    """Pushes weights to the servers of one fleet."""
+
+    def __init__(self, fleet: Fleet, weights: Weights, config: PushConfig) -> None:
+        self._fleet, self._weights, self._config = fleet, weights, config
+        self._pushes: dict[Member, ServerPush] = {}
+        self._failures: dict[Member, tuple[int, float]] = {}
+        """How often in a row a server's push has failed, and until when it is left alone."""
+        self._newest: int | None = None
+        """The last version that a server has got."""
+        self._manifest: Manifest | None = None
+        self._copy = WeightCopy(weights.wire_dtype, weights.copy_device)
+        self._thread = ThreadPoolExecutor(1, "push")
+        self._pending: Future[PushReport | None] | None = None
+        self._closing = threading.Event()
+
+    @property
+    def is_pushing(self) -> bool:
+        return self._pending is not None and not self._pending.done()
+
+    def holders(self, version: int | None = None) -> list[Member]:
+        """The servers that have this version, or any of this run."""
+        had = {member: self._push_of(member).version for member in self._fleet.connected()}
+        return [member for member, has in had.items() if has is not None and version in (None, has)]
+
+    def joiners(self) -> list[Member]:
+        """The servers that lack the newest weights and want a push of their own now."""
+        holders, now = self.holders(self._newest) if self._newest is not None else [], time.monotonic()
+        without = [member for member in self._fleet.connected() if member not in holders]
+        return [member for member in without if not holders or self._failures.get(member, (0, 0.0))[1] <= now]
+
+    def push(self, version: int, members: list[Member] | None = None) -> PushReport | None:
+        """Send the current weights as `version`: to these, or to all that have older ones.
+
+        Raises PushError after `max_attempts` failures that leave no server with it, PushIncomplete of the last server. None: the
+        others have it already.
+        """
+        self.wait()
+        return self._push_until_done(version, self._weights.tensors, members)
+
+    def begin(self, version: int, when_done: Callable[[], object]) -> None:
+        """Copy the weights and push the copy from a thread, which then calls `when_done`.
+
+        Raises what a push before has failed with.
+        """
+        self.wait()
+        self._copy.take(self._weights.tensors())
+
+        def push() -> PushReport | None:
+            report = self._push_until_done(version, self._copy.tensors)
+            when_done()
+            return report
+
+        self._pending = self._thread.submit(push)
+
+    def wait(self) -> PushReport | None:
+        """Wait for the push that was begun, which keeps deadlines of its own. Raises what it has failed with."""
+        pending, self._pending = self._pending, None
+        while pending is not None and not pending.done():
+            self._fleet.on_wait()
+            wait([pending], timeout=WAIT_SLICE_S)
+        return pending.result() if pending is not None else None
+
+    def failed(self, member: Member) -> None:
+        """Its push, or the check after it, went wrong: it has a pause, and is asked for no groups until its next push."""
+        num_failures = self._failures.get(member, (0, 0.0))[0] + 1
+        pause_s = min(LEAST_PAUSE_S * 2 ** (num_failures - 1), MOST_PAUSE_S)
+        self._failures[member] = (num_failures, time.monotonic() + pause_s)
+        self._fleet.drop(member)
+        self._push_of(member).give_up(greet_again=not self._closing.is_set())
+
+    def close(self) -> None:
+        """Give up whatever is under way."""
+        self._closing.set()
+        for push in self._pushes.values():
+            push.abort()
+        self._thread.shutdown()
+        for push in self._pushes.values():
+            push.close()
+
+    def _push_of(self, member: Member) -> ServerPush:
+        if member not in self._pushes:
+            self._pushes[member] = ServerPush(member, self._fleet.loop, self._config, self._weights.device)
+        return self._pushes[member]
+
+    def _push_until_done(
+        self, version: int, tensors: Tensors, members: list[Member] | None = None
+    ) -> PushReport | None:
+        reason = ""
+        for attempt in range(1, self._config.max_attempts + 1):
+            due = self._due(version, members)
+            reports, failures = self._round(version, tensors, due)
+            for member, error in failures.items():
+                self._note(member, error, version, attempt)
+                reason = str(error)  # only its words: its traceback would keep the sockets of the epoch open
+            if reports:
+                return self._summary(version, reports)
+            if self.holders(version if members is None else None):
+                return None
+        raise PushError(
+            f"version {version} could not be pushed in {self._config.max_attempts} attempts (learner.push.max_attempts); "
+            f"the last failure: {reason}"
+        )
+
+    def _due(self, version: int, members: list[Member] | None) -> list[Member]:
+        """Those asked for that are still there, or all with older weights of this run; while nobody has any, whoever is there."""
+        connected = self._fleet.wait(self._closing)
+        holders, up_to_date = self.holders(), self.holders(version)
+        wanted = [member for member in holders if member not in up_to_date] if members is None else members
+        return [member for member in wanted if member in connected] or ([] if holders else connected)
+
+    def _round(
+        self, version: int, tensors: Tensors, members: list[Member]
+    ) -> tuple[dict[Member, PushReport], dict[Member, Failure]]:
+        """One attempt at each of these servers."""
+        if self._manifest is None:
+            self._manifest = manifest_of(tensors(), self._weights.wire_dtype, self._config)
+        manifest = self._manifest
+        reports: dict[Member, PushReport] = {}
+        failures: dict[Member, Failure] = {}
+
+        def push(member: Member, source: NamedTensors) -> None:
+            try:
+                reports[member] = self._push_of(member).push(version, manifest, source)
+            except (PushError, DeadlineExceeded, ConfigError) as error:
+                failures[member] = error
+            finally:
+                if isinstance(source, Share):
+                    source.close()
+
+        if len(members) == 1:
+            push(members[0], tensors())
+        elif members:
+            self._read_once(tensors, members, push)
+        return reports, failures
+
+    def _read_once(self, tensors: Tensors, members: list[Member], push: Callable[[Member, NamedTensors], None]) -> None:
+        is_copied = tensors == self._copy.tensors  # it is there in any case
+        window_bytes = math.inf if is_copied else float(self._config.bucket_mib << 20)
+        fan_out = FanOut(len(members), window_bytes, self._config.timeout_s)
+        with ThreadPoolExecutor(len(members), "push-server") as threads:
+            pushing = [
+                threads.submit(push, member, share) for member, share in zip(members, fan_out.shares, strict=True)
+            ]
+            try:
+                fan_out.read(tensors())
+            except BaseException:
+                for member in members:
+                    self._push_of(member).abort()
+                raise
+            while not all(future.done() for future in pushing):
+                self._fleet.on_wait()
+                wait(pushing, timeout=WAIT_SLICE_S)
+        for future in pushing:
+            future.result()
+
+    def _note(self, member: Member, error: Failure, version: int, attempt: int) -> None:
+        """What follows from a failure. Raises it if this cannot go on."""
+        push = self._push_of(member)
+        if isinstance(error, PushIncomplete | ConfigError):  # and would be again
+            push.give_up(greet_again=False)
+            self._fleet.expel(member, error)
+            return
+        if self._closing.is_set():
+            push.give_up(greet_again=False)
+            raise error
+        to = f" to {member.endpoint}" if self._fleet.is_several else ""
+        log.warning("push of version %d%s failed while %s (attempt %d): %s", version, to, push.state, attempt, error)
+        self.failed(member)
+
+    def _summary(self, version: int, reports: dict[Member, PushReport]) -> PushReport:
+        """The longest of everything, and all bytes."""
+        self._newest = version
+        for member in reports:
+            self._failures.pop(member, None)
+        each = list(reports.values())
+        if self._fleet.is_several:
+            told = ", ".join(
+                f"{member.endpoint} in {report.total_s:.2f} s ({report.stall_s:.2f} s stalled)"
+                for member, report in reports.items()
+            )
+            log.info("version %d pushed to %s", version, told)
+        return PushReport(
+            total_s=max(report.total_s for report in each),
+            transfer_s=max(report.transfer_s for report in each),
+            load_s=max(report.load_s for report in each),
+            stall_s=max(report.stall_s for report in each),
+            num_bytes=sum(report.num_bytes for report in each),
+            pause_s=max(report.pause_s for report in each),
+        )

@@ -1,0 +1,149 @@
+"""Which server is asked for which group: hand-driven servers on real sockets, lost, late and behind."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from learner.rollouts.rollouts import Rollouts
+from learner.servers.fleet import Fleet
+from protocol.messages import Generate, Hello, Message
+from tests.learner.rollouts.test_rollouts import TIMEOUT_S, HandServer, counts, group_of, rollouts_of, slots
+from tests.learner.test_train import make_run
+from tests.link import Link
+
+
+def answers(server: HandServer, request: Generate) -> list[Message]:
+    return [group_of(request, server.version)]
+
+
+def is_silent(server: HandServer, request: Generate) -> list[Message]:
+    return []
+
+
+class Late(HandServer):
+    """Silent at first; when it is greeted again it answers all that it was asked before."""
+
+    def _answers(self, message: object) -> list[Message]:
+        late = [group_of(request, 0) for request in self.requests] if isinstance(message, Hello) else []
+        return super()._answers(message) + late
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+@contextmanager
+def rollouts_on(tmp_path: Path, *endpoints: str) -> Iterator[tuple[Fleet, Rollouts]]:
+    run = make_run(tmp_path, *endpoints, steps=10, max_staleness=1)
+    with rollouts_of(run) as (fleet, rollouts):
+        rollouts.start(0)
+        until(lambda: len(fleet.connected()) == len(endpoints), "all are connected")
+        yield fleet, rollouts
+
+
+@contextmanager
+def hand_servers(*servers: HandServer) -> Iterator[None]:
+    with ExitStack() as cleanup:
+        for number, server in enumerate(servers):
+            server.server_id = f"server-{number}"
+            cleanup.enter_context(server)
+        yield
+
+
+def test_groups_are_shared_out_evenly(tmp_path: Path) -> None:
+    one, other = HandServer(is_silent), HandServer(is_silent)
+    with hand_servers(one, other), rollouts_on(tmp_path, one.endpoint, other.endpoint) as (_, rollouts):
+        rollouts.publish(0, "server-0", "server-1")
+        until(lambda: len(one.generated) == len(other.generated) == 3, "each is asked for three of six")
+    assert sorted(one.generated + other.generated) == [f"{slot}.0" for slot in range(6)]
+    assert sorted(one.cancelled) == sorted(other.cancelled) == [f"{slot}.0" for slot in range(6)]
+
+
+def test_what_a_lost_server_owes_is_asked_for_elsewhere_under_the_same_ids(tmp_path: Path) -> None:
+    one, other = HandServer(is_silent), HandServer(answers)
+    with hand_servers(one, other), rollouts_on(tmp_path, one.endpoint, other.endpoint) as (fleet, rollouts):
+        rollouts.publish(0, "server-0", "server-1")
+        until(lambda: len(one.generated) == 3, "it owes three")
+        one.close()
+        assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 1, 2]
+        assert slots(rollouts.take(0, TIMEOUT_S)) == [3, 4, 5]
+        assert [member.state(0) for member in fleet.members] == ["joining", "ready"]
+    assert sorted(other.generated) == [f"{slot}.0" for slot in range(6)]
+    assert counts(tmp_path).lost == 0
+
+
+def test_a_late_answer_of_a_server_that_was_given_up_is_only_acknowledged(tmp_path: Path) -> None:
+    late, other = Late(is_silent), HandServer(answers)
+    with hand_servers(late, other):
+        wire = Link(int(late.endpoint.rpartition(":")[2]))
+        with rollouts_on(tmp_path, f"tcp://127.0.0.1:{wire.port}", other.endpoint) as (_, rollouts):
+            rollouts.publish(0, "server-0", "server-1")
+            until(lambda: len(late.generated) == 3, "it owes three")
+            asked = list(late.generated)
+            wire.cut()
+            assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 1, 2]
+            assert slots(rollouts.take(0, TIMEOUT_S)) == [3, 4, 5]
+            wire.restore()
+            until(lambda: set(late.acked) == set(asked), "what came late is acknowledged")
+            assert rollouts.take(0, 0.3) is None
+            assert counts(tmp_path).admitted == 6
+        wire.close()
+    assert sorted(other.acked) == [f"{slot}.0" for slot in range(6)]
+
+
+def test_whoever_comes_back_first_answers_and_the_other_is_only_acknowledged(tmp_path: Path) -> None:
+    late, other = Late(is_silent), HandServer(is_silent)
+    with hand_servers(late, other):
+        wire = Link(int(late.endpoint.rpartition(":")[2]))
+        with rollouts_on(tmp_path, f"tcp://127.0.0.1:{wire.port}", other.endpoint) as (_, rollouts):
+            rollouts.publish(0, "server-0", "server-1")
+            until(lambda: len(late.generated) == 3, "it owes three")
+            wire.cut()
+            until(lambda: len(other.generated) == 6, "all are asked for elsewhere")
+            wire.restore()
+            until(lambda: len(late.acked) == 3, "it answers first")
+            other._answer = answers
+            until(lambda: len(rollouts._outstanding) == 3, "three are still owed")
+            assert rollouts._outstanding.num_owed.total() == 3
+        wire.close()
+
+
+def test_a_server_that_lacks_the_version_is_asked_for_nothing_until_it_has_it(tmp_path: Path) -> None:
+    one, other = HandServer(answers), HandServer(answers)
+    with hand_servers(one, other), rollouts_on(tmp_path, one.endpoint, other.endpoint) as (fleet, rollouts):
+        rollouts.publish(0, "server-1")
+        assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 1, 2] and slots(rollouts.take(0, TIMEOUT_S)) == [3, 4, 5]
+        assert one.generated == [] and [member.state(0) for member in fleet.members] == ["syncing", "ready"]
+        one.version = 1
+        rollouts.publish(1, "server-0")
+        assert slots(rollouts.take(1, TIMEOUT_S)) == [6, 7, 8]
+        assert sorted(one.generated) == ["6.0", "7.0", "8.0"] and len(other.generated) == 6
+        one.version = other.version = 2
+        rollouts.publish(2, "server-0", "server-1")
+        assert slots(rollouts.take(2, TIMEOUT_S)) == [9, 10, 11]
+        assert len(one.generated) in (4, 5) and len(one.generated) + len(other.generated) == 12
+
+
+def test_a_server_that_was_dropped_is_not_asked_though_it_is_connected(tmp_path: Path) -> None:
+    one, other = HandServer(is_silent), HandServer(answers)
+    with hand_servers(one, other), rollouts_on(tmp_path, one.endpoint, other.endpoint) as (fleet, rollouts):
+        rollouts.publish(0, "server-0", "server-1")
+        until(lambda: len(one.generated) == 3, "it owes three")
+        fleet.drop(fleet.members[0])
+        assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 1, 2] and slots(rollouts.take(0, TIMEOUT_S)) == [3, 4, 5]
+        assert fleet.members[0].state(0) == "syncing" and len(one.generated) == 3
+
+
+def test_capacity_is_that_of_all_ready_servers(tmp_path: Path) -> None:
+    one, other = HandServer(is_silent, max_concurrent_sequences=8), HandServer(is_silent, max_concurrent_sequences=24)
+    with hand_servers(one, other), rollouts_on(tmp_path, one.endpoint, other.endpoint) as (_, rollouts):
+        rollouts.publish(0, "server-1")
+        until(lambda: rollouts._queue._max_running == 24 / 4, "one is ready")
+        rollouts.publish(0, "server-0")
+        until(lambda: rollouts._queue._max_running == 32 / 4, "both are")
+        one.close()
+        until(lambda: rollouts._queue._max_running == 24 / 4, "one is gone")

@@ -1,0 +1,190 @@
+"""Whole runs on several servers (the real server code with a transformers model): each is used, and none is needed."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from learner.config import LearnerRun
+from learner.train import train
+from protocol.errors import ConfigError, DeadlineExceeded, ParityError, PushError
+from protocol.model_files import resolve_model
+from tests.fakes import ServerThread, report
+from tests.learner.model_engine import TINY_LIMITS, ModelEngine, tiny_server
+from tests.learner.test_train import make_run, metrics_of, rows_of
+
+TIMEOUT_S = 60.0
+
+
+class Engine(ModelEngine):
+    """Tells when it gets a version."""
+
+    def __init__(self) -> None:
+        super().__init__(resolve_model("tiny:digits"))
+        self.on_version: dict[int, Any] = {}
+        self.versions: list[int] = []
+
+    async def set_version(self, version: int) -> None:
+        await super().set_version(version)
+        self.versions.append(version)
+        if act := self.on_version.pop(version, None):
+            act()
+
+
+@contextmanager
+def servers(*engines: ModelEngine) -> Iterator[list[ServerThread]]:
+    with ExitStack() as cleanup:
+        yield [cleanup.enter_context(tiny_server(engine)) for engine in engines]
+
+
+def assert_each_prompt_once(run: LearnerRun, num_steps: int) -> None:
+    """In every epoch of the 8 prompts, of which a step consumes 3; no attempt was spent."""
+    consumed = rows_of(run, "epoch, prompt_id", "state = 'consumed'")
+    assert sorted(consumed) == [(index // 8, index % 8) for index in range(3 * num_steps)]
+    assert rows_of(run, "max(attempt), count(*)") == [(0, 3 * num_steps)]
+
+
+def free_endpoint() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_run_on_two_servers_uses_both_and_consumes_every_prompt_once(tmp_path: Path, overlap: bool) -> None:
+    with servers(Engine(), Engine()) as (one, other):
+        run = make_run(tmp_path, one.endpoint, other.endpoint, steps=8, push={"overlap": overlap})
+        train(run, resume=False)
+    assert_each_prompt_once(run, 8)
+    assert len(one.engine.prompts) + len(other.engine.prompts) == 24
+    assert min(len(one.engine.prompts), len(other.engine.prompts)) >= 8
+    metrics = metrics_of(run)
+    assert all(line["staleness/max"] <= 2 for line in metrics) and metrics[-1]["servers/ready"] == 2
+    for name, tensor in one.engine.weights.items():
+        assert torch.equal(tensor, other.engine.weights[name]), name
+    assert one.engine.versions == other.engine.versions == list(range(9))
+
+
+def test_one_server_alone_is_told_of_as_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "learner")
+    with servers(Engine()) as (one,):
+        run = make_run(tmp_path, one.endpoint, steps=2)
+        train(run, resume=False)
+    assert not any(name.startswith("servers/") for name in metrics_of(run)[-1])
+    assert "pushed to" not in caplog.text and "→" not in caplog.text
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_server_that_dies_costs_nothing_but_its_speed(
+    tmp_path: Path, overlap: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "learner")
+    mortal, survivor = Engine(), Engine()
+    with servers(mortal, survivor) as (one, other):
+        mortal.on_version[3] = lambda: (mortal.release.clear(), one.die())  # with groups in it
+        run = make_run(tmp_path, one.endpoint, other.endpoint, steps=8, push={"overlap": overlap})
+        train(run, resume=False)
+    assert_each_prompt_once(run, 8)
+    assert mortal.versions[-1] == 3 and survivor.versions == list(range(9))
+    assert f"the server at {one.endpoint}: ready → joining" in caplog.text
+    assert metrics_of(run)[-1]["servers/ready"] == 1
+
+
+def test_a_server_that_comes_late_gets_a_push_of_its_own_and_then_groups(tmp_path: Path) -> None:
+    late, first = Engine(), Engine()
+    endpoint = free_endpoint()
+    with servers(first) as (one,), ExitStack() as cleanup:
+        started = threading.Event()
+
+        def start() -> None:
+            cleanup.enter_context(tiny_server(late, endpoint))
+            started.set()
+
+        first.on_version[2] = lambda: threading.Thread(target=start).start()
+        run = make_run(tmp_path, one.endpoint, endpoint, steps=40)
+        train(run, resume=False)
+        assert started.wait(TIMEOUT_S)
+    assert_each_prompt_once(run, 40)
+    assert first.versions == list(range(41))
+    assert late.versions[0] >= 2 and late.versions == list(range(late.versions[0], 41)) and late.prompts
+
+
+def test_a_server_whose_push_fails_is_left_to_itself_and_pushed_to_again_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clumsy, other = Engine(), Engine()
+    clumsy.reports_from_version[3] = [report(ok=False, state="receiving", error="scripted failure")]
+    with servers(clumsy, other) as (one, two):
+        run = make_run(tmp_path, one.endpoint, two.endpoint, steps=40, push={"timeout_s": 5})
+        train(run, resume=False)
+    assert_each_prompt_once(run, 40)
+    assert other.versions == list(range(41))
+    assert f"push of version 3 to {one.endpoint} failed while" in caplog.text and "scripted failure" in caplog.text
+    assert clumsy.versions[:3] == [0, 1, 2] and 3 not in clumsy.versions
+    assert clumsy.versions[-1] == 40, "it has come back"
+
+
+def test_the_run_ends_when_no_server_can_be_pushed_to(tmp_path: Path) -> None:
+    bad = [report(ok=False, state="receiving", error="scripted failure")]
+    one, other = Engine(), Engine()
+    one.reports_from_version[2] = other.reports_from_version[2] = bad
+    with (
+        servers(one, other) as running,
+        pytest.raises(PushError, match=r"version 2 could not be pushed in 2 attempts.*scripted failure"),
+    ):
+        train(
+            make_run(tmp_path, *(server.endpoint for server in running), push={"timeout_s": 2, "max_attempts": 2}),
+            resume=False,
+        )
+
+
+def test_a_server_that_does_not_fit_is_left_out_and_the_last_one_ends_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrong, right = Engine(), Engine()
+    wrong.limits = msgspec.structs.replace(TINY_LIMITS, dtype="bfloat16")
+    with servers(wrong, right) as (one, other):
+        run = make_run(tmp_path / "two", one.endpoint, other.endpoint)
+        train(run, resume=False)
+        assert (
+            f"the server at {one.endpoint} is left out from now on: the server at {one.endpoint} computes in"
+            in caplog.text
+        )
+        assert wrong.prompts == [] and len(metrics_of(run)) == 4
+        with pytest.raises(ConfigError, match=f"the server at {one.endpoint} computes in bfloat16"):
+            train(make_run(tmp_path / "one", one.endpoint), resume=False)
+
+
+def test_a_server_with_other_weights_is_named(tmp_path: Path) -> None:
+    class LosesATensor(Engine):
+        """From version 3 on."""
+
+        async def set_version(self, version: int) -> None:
+            before = self.model.transformer.wpe.weight.detach().clone()
+            await super().set_version(version)
+            if version >= 3:
+                with torch.no_grad():
+                    self.model.transformer.wpe.weight.copy_(before)
+
+    with servers(Engine(), LosesATensor()) as (one, other):
+        run = make_run(tmp_path, one.endpoint, other.endpoint, steps=8)
+        with pytest.raises(
+            ParityError, match=rf"of fixed sequences is 0\.\d+.*The server, at {other.endpoint}, may run"
+        ):
+            train(run, resume=False)
+
+
+def test_when_none_of_several_answers_all_are_named(tmp_path: Path) -> None:
+    one, other = free_endpoint(), free_endpoint()
+    began = time.monotonic()
+    with pytest.raises(
+        DeadlineExceeded, match=rf"no inference server answers at {one}, {other} after 1 s.*`endpoints`"
+    ):
+        train(make_run(tmp_path, one, other, connect_timeout_s=1), resume=False)
+    assert time.monotonic() - began < TIMEOUT_S
