@@ -34,12 +34,13 @@ from learner.servers.fleet import Fleet
 from learner.servers.identity import Untouched, check_identity, score_untouched
 from learner.servers.loop_thread import LoopThread
 from learner.servers.member import Member
-from learner.servers.parity import NUM_SEQUENCES, Expected, ParityProbe, check_mismatch
+from learner.servers.parity import NUM_SEQUENCES, Expected, ParityProbe, check_fresh
 from learner.servers.pusher import Pusher
 from learner.storage.checkpoint import read_pass_rates, read_state
 from learner.storage.data_record import check_data, record_data
 from learner.storage.run_dir import RunDir
 from learner.training.metrics import StepTimer, memory_metrics, staleness
+from learner.training.mismatch import take_mismatches
 from learner.training.throughput import Devices, throughput
 from protocol.endpoint import exposure
 from protocol.errors import ConfigError, DataError, DeadlineExceeded, ParityError, ServerLost
@@ -187,6 +188,7 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
     def record(self, step: int, groups: list[ScoredGroup], metrics: dict[str, float], timer: StepTimer) -> None:
         """Log the step everywhere, and stop the run when server and learner no longer agree."""
+        of_servers = take_mismatches(metrics, groups)
         metrics |= self.parity.take_metrics()
         times = timer.metrics()
         metrics |= times
@@ -204,12 +206,7 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             log.warning(
                 "step %d: no completion could be scored: every reward function gave None (or was too slow)", step
             )
-        if "policy/mismatch_abs_logprob" in metrics:
-            run = self.material.run
-            bound = run.learner.parity.bound(run.dtype)
-            check_mismatch(
-                metrics["policy/mismatch_abs_logprob"], bound, run.dtype, "fresh tokens", ", ".join(run.servers)
-            )
+        check_fresh(self.material.run, of_servers)
 
     def finish(self) -> None:
         """Wait for the last push and its check."""
@@ -219,8 +216,7 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     def _sync(self, members: list[Member], version: int) -> float | None:
         """Give servers that have no weights of this run what the learner has now, and compare both sides on the fixed sequences.
 
-        Returns the largest mean |Δ logprob|, None if no server was there to the end. Raises what is wrong with the last server:
-        ConfigError, DataError, ParityError, DeadlineExceeded.
+        Returns the largest mean |Δ logprob|, None if no server was there to the end. Raises what is wrong with the last server.
         """
         run, mismatches = self.material.run, []
         untouched: dict[Member, Untouched | None] = {}

@@ -7,6 +7,7 @@ has its keys and values: here. Invariant: a request keeps its id wherever it goe
 twice, is recognised.
 """
 
+import asyncio
 import time
 from collections.abc import Iterable
 
@@ -15,6 +16,7 @@ from learner.rollouts.outstanding import Outstanding
 from learner.rollouts.request import Request, message_of
 from learner.servers.fleet import Fleet
 from learner.servers.member import Member
+from protocol.messages import Group
 
 
 class Asking:
@@ -44,6 +46,11 @@ class Asking:
         for request in self._outstanding.owed_by(member.endpoint):
             if not await self._send(member, request):
                 return
+
+    async def acknowledge(self, arrived: list[tuple[Member, Group]]) -> None:
+        """Let each server forget the groups that came from it."""
+        came = {member: [group.group_id for sender, group in arrived if sender is member] for member, _ in arrived}
+        await asyncio.gather(*(member.link.acknowledge(group_ids) for member, group_ids in came.items()))
 
     def lost(self, member: Member) -> None:
         """What the server owes may never come from it."""

@@ -25,6 +25,8 @@ class Request(msgspec.Struct, kw_only=True, eq=False):
     """When it was last handed to a connection."""
     owed_by: str | None = None
     """The endpoint of the server that was asked last and may still answer."""
+    answered_by: str = ""
+    """Likewise, of the one whose group has come."""
 
     @property
     def group_id(self) -> str:

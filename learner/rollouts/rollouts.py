@@ -205,11 +205,11 @@ class Rollouts:
         for member, group in arrived:
             request = self._outstanding.pop(group.group_id)
             if request is not None and (kept := await self._usable(request, member, group)) is not None:
+                request.answered_by = member.endpoint
                 usable.append((request, kept))
         if usable:
             await asyncio.to_thread(self._commit, [group for _, group in usable])
-        came = {member: [group.group_id for sender, group in arrived if sender is member] for member, _ in arrived}
-        await asyncio.gather(*(member.link.acknowledge(group_ids) for member, group_ids in came.items()))
+        await self._asking.acknowledge(arrived)
         for request, group in usable:
             self._loop.spawn(self._score(request, group))
 
@@ -242,7 +242,8 @@ class Rollouts:
             self._queue.unscorable(slot, rewards)
             await self._failed(request, "unscorable")
             return
-        self._scored.put(Scored(scored_group(slot, prompt, group, rewards), prompt.prompt_id, rewards))
+        ready = scored_group(slot, prompt, group, rewards, request.answered_by)
+        self._scored.put(Scored(ready, prompt.prompt_id, rewards))
 
     async def _book(self, scored: list[Scored]) -> None:
         await asyncio.to_thread(self._queue.scored, scored)

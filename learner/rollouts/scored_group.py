@@ -30,6 +30,8 @@ class ScoredGroup(Part):
     rewards_by_function: dict[str, list[float | None]]
     entered_version: int
     """The policy version when the group entered the engine; UNKNOWN_VERSION if a restart lies between."""
+    server: str = ""
+    """The endpoint of the server that sent it; nobody knows after a restart."""
     logged_metrics: dict[str, list[float]] = msgspec.field(default_factory=dict)
     """What reward functions logged of it, by name."""
     logged_extra: dict[str, list[Any]] = msgspec.field(default_factory=dict)
@@ -65,7 +67,7 @@ def rewards_of(row: Row) -> GroupRewards:
     return msgspec.json.decode(row.rewards, type=GroupRewards)
 
 
-def scored_group(slot: int, prompt: Prompt, group: Group, rewards: GroupRewards) -> ScoredGroup:
+def scored_group(slot: int, prompt: Prompt, group: Group, rewards: GroupRewards, server: str = "") -> ScoredGroup:
     """Put a group, its prompt and its rewards together."""
     return ScoredGroup(
         group_id=group.group_id,
@@ -75,6 +77,7 @@ def scored_group(slot: int, prompt: Prompt, group: Group, rewards: GroupRewards)
         rewards_G=rewards.rewards,
         rewards_by_function=rewards.by_function,
         entered_version=group.entered_version,
+        server=server,
         logged_metrics=rewards.logged_metrics,
         logged_extra=rewards.logged_extra,
     )

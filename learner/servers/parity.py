@@ -11,7 +11,7 @@ learn. Every server is compared by itself. Invariant: an answer is compared only
 
 import logging
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 
 import msgspec
@@ -125,6 +125,12 @@ class ParityProbe:
         self._measured = max(self._measured or 0.0, mismatch)
         check_mismatch(mismatch, self._bound, self._dtype, "fixed sequences", member.endpoint)
         return mismatch
+
+
+def check_fresh(run: LearnerRun, mean_abs_logprob: Mapping[str, float]) -> None:
+    """Raise ParityError when, on tokens of the current version, that of a server is above the bound."""
+    for endpoint, mismatch in mean_abs_logprob.items():
+        check_mismatch(mismatch, run.learner.parity.bound(run.dtype), run.dtype, "fresh tokens", endpoint)
 
 
 def check_mismatch(mean_abs_logprob: float, bound: float, dtype: str, tokens: str, endpoint: str) -> None:

@@ -58,6 +58,7 @@ def train_on(trainee: Trainee, groups: list[ScoredGroup], version: int, timer: S
     require_finite_weights(accelerator, trainee.policy, _told_of_weights(version, metrics))
     total = {name: accelerator.reduce(value, "sum") for name, value in total.items()}
     metrics = loss_metrics(total, config) | trainee.log_ratios.take(accelerator) | metrics
+    metrics |= trainee.mismatch.take(accelerator, groups)
     metrics["perf/train_tflop"] = train_tflop(trainee, rows)
     metrics["batch/no_signal_groups"] = float(sum(not any(advantages_G) for advantages_G in advantages_P_G))
     metrics["optim/skipped_updates"] = float(num_skipped)
@@ -188,6 +189,7 @@ def _micro_batch_loss(
     mismatch_BT = (logprobs_BT.detach() - batch.behaviour_logprobs_BT).abs()
     log_ratio_BT = masked(inputs.logprobs_BT.detach() - batch.behaviour_logprobs_BT, batch.mask_BT)
     trainee.log_ratios.see(log_ratio_BT)
+    trainee.mismatch.see(batch.places_B, fresh_BT, mismatch_BT)
     sums["entropy"] = torch.where(batch.mask_BT, entropy_BT.detach(), 0.0).sum()
     sums["fresh_tokens"] = fresh_BT.sum().float()
     sums["fresh_mismatch"] = torch.where(fresh_BT, mismatch_BT, 0.0).sum()

@@ -20,6 +20,7 @@ from learner.policy.published import PublishedPolicy
 from learner.policy.reference import Reference, make_reference
 from learner.training.extremes import Extremes
 from learner.training.finite import require_finite_weights
+from learner.training.mismatch import Mismatch
 from learner.training.optimizer import make_optimizer
 from learner.training.warm_start import warm_start
 from protocol.errors import ConfigError
@@ -39,6 +40,7 @@ class Trainee(msgspec.Struct, eq=False, kw_only=True):
     kl_coef: float
     shape: ModelShape | None
     log_ratios: Extremes = msgspec.field(default_factory=Extremes)
+    mismatch: Mismatch = msgspec.field(default_factory=Mismatch)
     num_skipped_in_a_row: int = 0
     """Updates whose gradient was no number, up to the newest."""
 

@@ -188,3 +188,24 @@ def test_when_none_of_several_answers_all_are_named(tmp_path: Path) -> None:
     ):
         train(make_run(tmp_path, one, other, connect_timeout_s=1), resume=False)
     assert time.monotonic() - began < TIMEOUT_S
+
+
+def test_a_server_whose_fresh_tokens_are_off_is_named_though_the_mean_of_all_would_pass(tmp_path: Path) -> None:
+    class Off(Engine):
+        """Scores as it should and samples with other logprobs."""
+
+        async def sample(self, prompt_token_ids: Any, sampling: Any) -> Any:
+            completions, version = await super().sample(prompt_token_ids, sampling)
+            return [
+                msgspec.structs.replace(one, behaviour_logprobs=one.behaviour_logprobs - 0.05) for one in completions
+            ], version
+
+    with servers(Engine(), Off()) as (one, other):
+        run = make_run(
+            tmp_path, one.endpoint, other.endpoint, steps=8, max_staleness=0, parity={"max_mean_abs_logprob": 0.045},
+            loss={"entropy_coef": 1e-6},  # so that all groups count, also those without signal
+        )  # fmt: skip
+        with pytest.raises(ParityError, match=rf"of fresh tokens is 0\.05,.*The server, at {other.endpoint}, may run"):
+            train(run, resume=False)
+    assert metrics_of(run)[-1]["policy/mismatch_abs_logprob"] < 0.045
+    assert not any("tcp://" in name for name in metrics_of(run)[-1])
