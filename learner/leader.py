@@ -80,9 +80,6 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         """Open the books at the checkpoint, start the reward workers and the rollouts; close them in reverse."""
         run, config = material.run, material.run.learner
         version = read_state(checkpoint).version if checkpoint else 0
-        notes = [exposure(endpoint, has_keys=run.keys is not None) for endpoint in run.servers]
-        for note in filter(None, notes):
-            log.warning(note)
         if run_dir.has_begun:
             check_data(run_dir.data_digests, material.prompts)
         num_prompts = min(NUM_SEQUENCES, len(material.prompts))  # read before there are threads, for it may fork
@@ -97,6 +94,8 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             hello = Hello(run=run_dir.run_id, protocol_version=PROTOCOL_VERSION, model=model)
             fleet = Fleet(run, hello, LoopThread("learner"))
             fleet.on_wait = published.still_waiting
+            for note in filter(None, (exposure(one.endpoint, has_keys=run.keys is not None) for one in fleet.members)):
+                log.warning(note)
             cleanup.callback(fleet.close)
             cleanup.callback(fleet.loop.stop)
             queue = GroupQueue(run, material.prompts, ledger, read_pass_rates(checkpoint) if checkpoint else None)

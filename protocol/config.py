@@ -43,6 +43,8 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Where the server listens and the learner connects; an IPv6 address stands in brackets: tcp://[::1]:5757."""
     endpoints: MayChange[tuple[str, ...]] = ()
     """Of several servers, in place of `endpoint`; each of them is told its own: `inference-server run.toml --endpoint …`."""
+    endpoints_from: MayChange[str | None] = None
+    """Likewise, when servers come and go: file:PATH (one endpoint a line) or dns:NAME:PORT; the learner reads it again every 5 s."""
     keys: MayChange[str | None] = None
     """Directory of the CURVE keys that `make keys` made; needed where endpoint is not loopback."""
     insecure: MayChange[bool] = False

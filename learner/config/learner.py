@@ -71,6 +71,9 @@ class LearnerConfig(Section):
     report: ReportConfig = ReportConfig()
     connect_timeout_s: MayChange[float] = 600.0
     """How long to wait for the server, at the start and whenever it is gone."""
+    drain_timeout_s: MayChange[float] = 60.0
+    """How long a server whose endpoint was taken out of `endpoints_from` may finish the groups that it owes; then they are asked for
+    elsewhere."""
     group_deadline_s: MayChange[float] = 600.0
     """How long a group that the server has begun may go without a token, pushes aside, before it is asked for again; if two or
     more of its completions had ended by then, it goes on with those."""
@@ -98,7 +101,7 @@ class LearnerConfig(Section):
             self.micro_batch_tokens == "auto" or self.micro_batch_tokens >= 1,
             f"micro_batch_tokens = {self.micro_batch_tokens} must be at least 1",
         )
-        for name in ("connect_timeout_s", "group_deadline_s", "rank_timeout_s"):
+        for name in ("connect_timeout_s", "drain_timeout_s", "group_deadline_s", "rank_timeout_s"):
             require(getattr(self, name) > 0, f"{name} = {getattr(self, name)} must be above 0")
         require(
             self.attn_implementation != "",
@@ -140,10 +143,14 @@ class LearnerRun(SharedConfig):
     """The server's section: not read here."""
 
     def check(self) -> None:
-        if self.endpoints and self.endpoint != DEFAULT_ENDPOINT:
-            raise ConfigError(
-                f"endpoint = {self.endpoint!r} and endpoints = {list(self.endpoints)} both say where the servers are; keep one of them"
-            )
+        said = {
+            "endpoint": self.endpoint if self.endpoint != DEFAULT_ENDPOINT else None,
+            "endpoints": list(self.endpoints) or None,
+            "endpoints_from": self.endpoints_from,
+        }
+        keys = [f"{key} = {value!r}" for key, value in said.items() if value is not None]
+        if len(keys) > 1:
+            raise ConfigError(f"{' and '.join(keys)} both say where the servers are; keep one of them")
         if len(set(self.endpoints)) < len(self.endpoints):
             raise ConfigError(
                 f"endpoints = {list(self.endpoints)} names a server twice; each has an endpoint of its own"

@@ -30,7 +30,7 @@ class Asking:
         unreachable: list[Member] = []
         for request in requests:
             while self._outstanding.is_unasked(request):
-                member = self._fleet.choose(self._outstanding.num_owed, unreachable)
+                member = self._fleet.choose(unreachable)
                 if member is None:
                     return
                 if not await self._send(member, request):

@@ -70,7 +70,7 @@ class Rollouts:
         """Take up every group where the ledger has it (a new run has none) and greet the servers."""
         self._version = version
         self._take_up()
-        self._fleet.start(self._on_group, self._on_welcome, self._on_lost)
+        self._fleet.start(self._on_group, self._on_welcome, self._on_lost, self._outstanding.num_owed)
         for work in (self._admit(), self._arrived.run(), self._scored.run()):
             self._loop.spawn(work)
 

@@ -2,7 +2,8 @@
 for them.
 
     consumes: welcomes, losses and groups of the links      produces: the server to ask, its groups, what became of whom
-    waits for: a welcome of any                             unblocked by: whatever server listens at one of the endpoints
+    waits for: a welcome of any                             unblocked by: whatever server listens at one of the endpoints,
+                                                            which may change (membership.py)
 
 Rollouts, pushes and the parity probe talk to servers through the members of one fleet (member.py has their states), and nothing
 else knows how. A server that does not fit the run is left out with an error in the log; what is wrong with the last one ends the
@@ -22,9 +23,10 @@ from learner.config import LearnerRun
 from learner.servers.link import ServerLink
 from learner.servers.loop_thread import LoopThread
 from learner.servers.member import Member, State
+from learner.servers.membership import Membership
 from learner.servers.routing import Load, least_loaded
 from protocol.channel.keys import learner_keys
-from protocol.errors import DeadlineExceeded, HandshakeRefused, ServerLost, SlipstreamError
+from protocol.errors import ConfigError, DeadlineExceeded, HandshakeRefused, ServerLost, SlipstreamError
 from protocol.messages import Group, GroupFailed, Hello, Welcome
 
 log = logging.getLogger(__name__)
@@ -33,9 +35,13 @@ OPEN_TIMEOUT_S = 10.0
 LOOK_EVERY_S = 0.05
 OnGroup = Callable[[Member, Group | GroupFailed], None]
 OnMember = Callable[[Member], None]
+REREAD_EVERY_S = 5.0
+"""Of `endpoints_from`."""
+CLOSE_AFTER_S = 10.0
+"""What was being said to a server that is gone has ended by then."""
 
 
-def _ignore(member: Member) -> None:
+def _ignore(*message: object) -> None:
     """Of a fleet that nobody asks for groups."""
 
 
@@ -50,26 +56,45 @@ class Fleet:
         """The one that was published last."""
         self._run = run
         self._num_choices = 0
+        self._links: list[ServerLink] = []
+        """Of all members there ever were."""
+        self._on_group: OnGroup = _ignore
         self._on_welcome: OnMember = _ignore
         self._on_lost: OnMember = _ignore
-        self.members: tuple[Member, ...] = loop.call(self._open(run.servers), OPEN_TIMEOUT_S)
+        self._num_owed: Mapping[str, int] = {}
+        self._keys = learner_keys(run.keys) if run.keys is not None else None
+        has_keys = self._keys is not None
+        self._membership = (
+            Membership(run.endpoints_from, has_keys=has_keys, insecure=run.insecure) if run.endpoints_from else None
+        )
+        endpoints = self._membership.endpoints if self._membership else run.servers
+        self.members: tuple[Member, ...] = loop.call(self._open(endpoints), OPEN_TIMEOUT_S)
 
-    def start(self, on_group: OnGroup, on_welcome: OnMember = _ignore, on_lost: OnMember = _ignore) -> None:
-        """Begin to greet the servers. All are called in the loop; the last when what a server owes may never come from it."""
-        self._on_welcome, self._on_lost = on_welcome, on_lost
+    def start(
+        self, on_group: OnGroup, on_welcome: OnMember = _ignore, on_lost: OnMember = _ignore,
+        num_owed: Mapping[str, int] | None = None,
+    ) -> None:  # fmt: skip
+        """Begin to greet the servers. All are called in the loop; `on_lost` when what a server owes may never come from it.
+
+        `num_owed`: how many groups each endpoint owes, now and whenever it is looked at.
+        """
+        self._on_group, self._on_welcome, self._on_lost = on_group, on_welcome, on_lost
+        self._num_owed = num_owed if num_owed is not None else {}
         for member in self.members:
-            self.loop.spawn(self._keep(member, on_group))
+            self.loop.spawn(self._keep(member))
+        if self._membership is not None:
+            self.loop.spawn(self._reread(self._membership))
 
     def close(self) -> None:
         """Close the sockets; the loop has stopped."""
-        for member in self.members:
-            member.link.close()
+        for link in self._links:
+            link.close()
 
     # --- from any thread -----------------------------------------------------------------------------------------
 
     @property
     def is_several(self) -> bool:
-        return len(self.members) > 1
+        return len(self.members) > 1 or self._membership is not None
 
     def connected(self) -> list[Member]:
         """The members whose server is there now, ready or not."""
@@ -143,10 +168,10 @@ class Fleet:
     def is_ready(self, member: Member) -> bool:
         return member.state(self.version) == "ready"
 
-    def choose(self, num_owed: Mapping[str, int], without: Collection[Member] = ()) -> Member | None:
-        """Return the ready server to ask next, given how many groups each endpoint owes; None if there is none."""
+    def choose(self, without: Collection[Member] = ()) -> Member | None:
+        """Return the ready server to ask next; None if there is none."""
         ready = [member for member in self.members if member not in without and self.is_ready(member)]
-        index = least_loaded([Load(num_owed.get(member.endpoint, 0), member.chosen_at) for member in ready])
+        index = least_loaded([Load(self._num_owed.get(member.endpoint, 0), member.chosen_at) for member in ready])
         if index is None:
             return None
         self._num_choices += 1
@@ -160,23 +185,60 @@ class Fleet:
         return sum(welcome.max_concurrent_sequences for welcome in welcomes if welcome is not None)
 
     async def _open(self, endpoints: Collection[str]) -> tuple[Member, ...]:
-        run = self._run
-        keys = learner_keys(run.keys) if run.keys is not None else None
-        return tuple(
-            Member(endpoint, ServerLink(endpoint, self.hello, keys=keys, insecure=run.insecure))
-            for endpoint in endpoints
-        )
+        links = [ServerLink(one, self.hello, keys=self._keys, insecure=self._run.insecure) for one in endpoints]
+        self._links += links
+        return tuple(Member(link.endpoint, link) for link in links)
 
-    async def _keep(self, member: Member, on_group: OnGroup) -> None:
+    async def _keep(self, member: Member) -> None:
         member.task, member.link.on_lost = asyncio.current_task(), partial(self._lost, member)
         try:
-            await member.link.run(partial(on_group, member), partial(self._welcomed, member))
+            await member.link.run(partial(self._on_group, member), partial(self._welcomed, member))
         except* HandshakeRefused as refused:
             error = refused.exceptions[0]
             assert isinstance(error, HandshakeRefused)
             self.expel(member, error)
 
+    async def _reread(self, membership: Membership) -> None:
+        """Take in the servers that have come into the list, and let those finish that have left it."""
+        while True:
+            await asyncio.sleep(REREAD_EVERY_S)
+            endpoints = await asyncio.to_thread(membership.look)
+            self.members = tuple(
+                member for member in self.members if not member.is_gone or member.endpoint in endpoints
+            )
+            known = [member.endpoint for member in self.members]
+            new = await self._open([endpoint for endpoint in endpoints if endpoint not in known])
+            self.members += new
+            for member in new:
+                self.loop.spawn(self._keep(member))
+            for member in self.members:
+                was_draining, member.is_draining = member.is_draining, member.endpoint not in endpoints
+                self._note(member)
+                if member.is_draining and not was_draining:
+                    self.loop.spawn(self._drain(member))
+
+    async def _drain(self, member: Member) -> None:
+        """Wait until it owes nothing, is lost, or is wanted again."""
+        deadline = time.monotonic() + self._run.learner.drain_timeout_s
+        while member.is_draining and self._num_owed.get(member.endpoint) and member.link.connected:
+            if time.monotonic() > deadline:
+                log.warning(
+                    "the server at %s still owes %d groups after %g s (learner.drain_timeout_s); they are asked for elsewhere",
+                    member.endpoint, self._num_owed[member.endpoint], self._run.learner.drain_timeout_s,
+                )  # fmt: skip
+                break
+            await asyncio.sleep(LOOK_EVERY_S)
+        if member.is_draining:
+            member.is_gone = True
+            self._leave(member)
+
     def _welcomed(self, member: Member, welcome: Welcome) -> None:
+        for other in self.members:
+            if other is member or other.is_gone or other.welcome is None:
+                continue
+            if other.welcome.server_id == welcome.server_id:
+                self.expel(member, ConfigError(f"it is the server at {other.endpoint} under another address"))
+                return
         if member.served is not None and member.served[0] != welcome.server_id:
             self._dropped(member)
         self._note(member)
@@ -194,6 +256,13 @@ class Fleet:
         self._lost(member)
         if member.task is not None:
             member.task.cancel()
+        self.loop.spawn(self._close(member))
+
+    async def _close(self, member: Member) -> None:
+        """So that the server may serve another run."""
+        await member.link.greet_again()  # which nobody hears: it is not connected any more
+        await asyncio.sleep(CLOSE_AFTER_S)
+        member.link.close()
 
     def _note(self, member: Member) -> None:
         state, before = member.state(self.version), member.noted_state

@@ -137,9 +137,15 @@ class Pusher:
             self._pushes[member] = ServerPush(member, self._fleet.loop, self._config, self._weights.device)
         return self._pushes[member]
 
+    def _forget_gone(self) -> None:
+        for member in [member for member in self._pushes if member.is_gone]:
+            self._pushes.pop(member).close()
+            self._failures.pop(member, None)
+
     def _push_until_done(
         self, version: int, tensors: Tensors, members: list[Member] | None = None
     ) -> PushReport | None:
+        self._forget_gone()
         reason = ""
         for attempt in range(1, self._config.max_attempts + 1):
             due = self._due(version, members)

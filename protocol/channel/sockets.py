@@ -239,6 +239,8 @@ class LearnerChannel:
 
     async def send(self, message: Message, timeout_s: float) -> None:
         """Hand a message to a live connection. Raises DeadlineExceeded when there is none for `timeout_s`."""
+        if self._socket.closed:
+            raise DeadlineExceeded(f"{type(message).__name__} was not sent: the way to {self.endpoint} is closed")
         try:
             # Not wait_for, which in Python 3.11 swallows a cancellation that comes as the send ends.
             async with asyncio.timeout(timeout_s):
@@ -282,6 +284,8 @@ class LearnerChannel:
         return self._monitor.num_broken
 
     def close(self) -> None:
+        if self._socket.closed:
+            return
         self._socket.close()
         self._monitor.close()
         self._context.term()

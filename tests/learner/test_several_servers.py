@@ -14,6 +14,7 @@ import torch
 
 from learner.config import LearnerRun
 from learner.train import train
+from protocol.config import DEFAULT_ENDPOINT
 from protocol.errors import ConfigError, DeadlineExceeded, ParityError, PushError
 from protocol.model_files import resolve_model
 from tests.fakes import ServerThread, report
@@ -128,6 +129,37 @@ def test_a_server_whose_push_fails_is_left_to_itself_and_pushed_to_again_later(
     assert f"push of version 3 to {one.endpoint} failed while" in caplog.text and "scripted failure" in caplog.text
     assert clumsy.versions[:3] == [0, 1, 2] and 3 not in clumsy.versions
     assert clumsy.versions[-1] == 40, "it has come back"
+
+
+def test_servers_come_and_go_with_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "learner")
+    monkeypatch.setattr("learner.servers.fleet.REREAD_EVERY_S", 0.1)
+    monkeypatch.setattr("learner.servers.fleet.CLOSE_AFTER_S", 0.1)
+    leaves, stays, comes = Engine(), Engine(), Engine()
+    listed = tmp_path / "servers.txt"
+    with servers(leaves, stays, comes) as (one, two, three):
+        listed.write_text(f"# of this test\n{one.endpoint}\n{two.endpoint}  # stays\n")
+        stays.on_version[2] = lambda: listed.write_text(f"{two.endpoint}\n{three.endpoint}\n")
+        run = make_run(tmp_path, one.endpoint, steps=40)
+        run = msgspec.structs.replace(run, endpoint=DEFAULT_ENDPOINT, endpoints_from=f"file:{listed}")
+        train(run, resume=False)
+        assert one.running.server.status()["groups_unacked"] == one.running.server.status()["groups_running"] == 0
+    assert_each_prompt_once(run, 40)
+    assert stays.versions == list(range(41)) and leaves.versions[-1] < 40 and leaves.prompts
+    assert comes.versions[0] >= 2 and comes.versions[-1] == 40 and comes.prompts
+    assert f"the server at {one.endpoint}: ready → draining" in caplog.text
+    assert f"the server at {one.endpoint}: draining → gone" in caplog.text
+    assert metrics_of(run)[-1]["servers/ready"] == 2 and metrics_of(run)[-1]["servers/gone"] == 0
+
+
+def test_two_names_of_one_server_are_one_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with servers(Engine()) as (one,):
+        run = make_run(tmp_path, one.endpoint, one.endpoint.replace("127.0.0.1", "localhost"), steps=8)
+        train(run, resume=False)
+    assert_each_prompt_once(run, 8)
+    assert "under another address" in caplog.text and metrics_of(run)[-1]["servers/gone"] == 1
 
 
 def test_the_run_ends_when_no_server_can_be_pushed_to(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ def test_the_learner_connects_to_all_endpoints_or_to_the_one(
     ("endpoints", "expected"),
     [
         (f'endpoint = "{ONE}"\nendpoints = ["{OTHER}"]', "both say where the servers are; keep one of them"),
+        (f'endpoints = ["{ONE}"]\nendpoints_from = "file:x"', "both say where the servers are; keep one of them"),
         (f'endpoints = ["{ONE}", "{ONE}"]', "names a server twice"),
         ('endpoints = ["127.0.0.1:6001"]', "expected tcp://HOST:PORT"),
     ],

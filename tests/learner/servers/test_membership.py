@@ -1,0 +1,52 @@
+"""The list of servers in a file or behind a name: what cannot be read changes nothing."""
+
+from pathlib import Path
+
+import pytest
+
+from learner.servers.membership import Membership
+from protocol.errors import ConfigError
+
+ONE, OTHER = "tcp://127.0.0.1:6001", "tcp://127.0.0.1:6002"
+
+
+def of(source: str) -> Membership:
+    return Membership(source, has_keys=False, insecure=False)
+
+
+def test_a_file_has_one_endpoint_a_line_and_remarks(tmp_path: Path) -> None:
+    file = tmp_path / "servers.txt"
+    file.write_text(f"# two\n\n{ONE}\n  {OTHER} # the second\n{ONE}\n")
+    assert of(f"file:{file}").endpoints == (ONE, OTHER)
+
+
+@pytest.mark.parametrize("content", ["", "# all gone\n", "not an endpoint\n", "tcp://10.0.0.5:6001\n", None])
+def test_a_list_that_is_empty_wrong_or_gone_leaves_the_servers_of_before_and_is_told_once(
+    tmp_path: Path, content: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "servers.txt"
+    file.write_text(ONE)
+    membership = of(f"file:{file}")
+    file.unlink() if content is None else file.write_text(content)
+    assert membership.look() == membership.look() == (ONE,)
+    assert len(caplog.messages) == 1 and "the servers stay those of before" in caplog.text
+    file.write_text(OTHER)
+    assert membership.look() == (OTHER,)
+
+
+def test_a_name_stands_for_each_of_its_addresses() -> None:
+    assert of("dns:localhost:6001").endpoints == (ONE,)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("servers.txt", "expected file:PATH .* or dns:NAME:PORT"),
+        ("file:/nowhere/servers.txt", "cannot be read"),
+        ("dns:localhost", "expected dns:NAME:PORT"),
+        ("dns:no-such-host.invalid:6001", "has no address"),
+    ],
+)
+def test_at_the_start_a_source_that_names_no_server_is_refused(source: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        of(source)
