@@ -5,8 +5,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import msgspec
+import pytest
+
 from learner.rollouts.rollouts import Rollouts
 from learner.servers.fleet import Fleet
+from protocol.config import DEFAULT_ENDPOINT
 from protocol.messages import Generate, Hello, Message
 from tests.learner.rollouts.test_rollouts import TIMEOUT_S, HandServer, counts, group_of, rollouts_of, slots
 from tests.learner.test_train import make_run
@@ -43,6 +47,18 @@ def rollouts_on(tmp_path: Path, *endpoints: str) -> Iterator[tuple[Fleet, Rollou
         rollouts.start(0)
         until(lambda: len(fleet.connected()) == len(endpoints), "all are connected")
         yield fleet, rollouts
+
+
+@contextmanager
+def rollouts_on_listed(tmp_path: Path, *endpoints: str, **learner: object) -> Iterator[tuple[Path, Fleet, Rollouts]]:
+    """On the endpoints of a file, which is read again all the time."""
+    listed = tmp_path / "servers.txt"
+    listed.write_text("\n".join(endpoints))
+    run = make_run(tmp_path, DEFAULT_ENDPOINT, steps=10, max_staleness=1, **learner)
+    with rollouts_of(msgspec.structs.replace(run, endpoints_from=f"file:{listed}")) as (fleet, rollouts):
+        rollouts.start(0)
+        until(lambda: len(fleet.connected()) == len(endpoints), "all are connected")
+        yield listed, fleet, rollouts
 
 
 @contextmanager
@@ -147,3 +163,43 @@ def test_capacity_is_that_of_all_ready_servers(tmp_path: Path) -> None:
         until(lambda: rollouts._queue._max_running == 32 / 4, "both are")
         one.close()
         until(lambda: rollouts._queue._max_running == 24 / 4, "one is gone")
+
+
+def test_a_server_that_is_taken_out_finishes_what_it_owes_and_is_asked_for_nothing_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("learner.servers.fleet.REREAD_EVERY_S", 0.05)
+    monkeypatch.setattr("learner.servers.fleet.CLOSE_AFTER_S", 0.05)
+    late, other = Late(is_silent), HandServer(answers)
+    with (
+        hand_servers(late, other),
+        rollouts_on_listed(tmp_path, late.endpoint, other.endpoint) as (listed, fleet, rollouts),
+    ):
+        rollouts.publish(0, "server-0", "server-1")
+        until(lambda: len(late.generated) == 3 and len(other.acked) == 3, "each is asked for three")
+        leaving = fleet.members[0]
+        listed.write_text(other.endpoint)
+        until(lambda: leaving.state(0) == "draining", "it is taken out")
+        assert rollouts.take(0, 0.3) is None and leaving.state(0) == "draining" and len(other.generated) == 3
+        rollouts._loop.call(leaving.link._channel.send(fleet.hello, TIMEOUT_S), TIMEOUT_S)  # it answers then
+        assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 1, 2] and slots(rollouts.take(0, TIMEOUT_S)) == [3, 4, 5]
+        until(lambda: leaving.state(0) == "gone" and len(fleet.members) == 1, "it is gone")
+        until(lambda: leaving.link._channel._socket.closed, "it may serve another run")
+    assert len(late.generated) == 3 and sorted(late.acked + other.acked)[:6] == [f"{slot}.0" for slot in range(6)]
+
+
+def test_a_server_that_is_taken_out_and_does_not_finish_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("learner.servers.fleet.REREAD_EVERY_S", 0.05)
+    one, other = HandServer(is_silent), HandServer(answers)
+    with (
+        hand_servers(one, other),
+        rollouts_on_listed(tmp_path, one.endpoint, other.endpoint, drain_timeout_s=0.2) as (listed, _, rollouts),
+    ):
+        rollouts.publish(0, "server-0", "server-1")
+        until(lambda: len(one.generated) == 3, "it owes three")
+        listed.write_text(other.endpoint)
+        assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 1, 2] and slots(rollouts.take(0, TIMEOUT_S)) == [3, 4, 5]
+    assert sorted(other.generated) == [f"{slot}.0" for slot in range(6)]
+    assert "still owes 3 groups after 0.2 s (learner.drain_timeout_s)" in caplog.text
