@@ -60,6 +60,8 @@ class Pusher:
         self._pushes: dict[Member, ServerPush] = {}
         self._failures: dict[Member, tuple[int, float]] = {}
         """How often in a row a server's push has failed, and until when it is left alone."""
+        self.reports: dict[Member, PushReport] = {}
+        """Of the last push, by server."""
         self._newest: int | None = None
         """The last version that a server has got."""
         self._manifest: Manifest | None = None
@@ -230,7 +232,7 @@ class Pusher:
 
     def _summary(self, version: int, reports: dict[Member, PushReport]) -> PushReport:
         """The longest of everything, and all bytes."""
-        self._newest = version
+        self._newest, self.reports = version, reports
         for member in reports:
             self._failures.pop(member, None)
         each = list(reports.values())

@@ -2,6 +2,7 @@
 
     transport alone (push_transport.py, push_gpu.py) ─┐
     into real vLLM under load (push_engine.py)       ─┼─▶ DIR/push.json, one JSON object or a table
+    to several servers (push_fleet.py)               ─┤
     changes only (push_delta.py)                     ─┘
 
 The machine should have nothing else to do: two processes share its cores.
@@ -41,6 +42,8 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7, help="repeats of the transport alone")
     parser.add_argument("--pushes", type=int, default=5, help="pushes into vLLM, and optimizer steps for the delta")
     parser.add_argument("--bucket-mib", type=int, default=256, help="of the transport alone and the delta")
+    parser.add_argument("--servers", type=int, default=4, help="the most that are pushed to at once; 0: none")
+    parser.add_argument("--servers-mib", type=int, default=256, help="of a push to several servers")
     parser.add_argument("--skip-engine", action="store_true", help="leave out real vLLM")
     return parser.parse_args(arguments)
 
@@ -61,6 +64,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     result["gpu"] = push_gpu.measure(max(options.sizes_mib), options.rounds, bucket_bytes)
     say("changes only")
     result["delta"] = push_delta.measure(options.pushes, bucket_bytes)
+    if options.servers:
+        from tests.bench import push_fleet
+
+        say(f"to up to {options.servers} servers")
+        result["fleet"] = push_fleet.run(options.servers, options.servers_mib, options.pushes)
     result["engine"] = "skipped"
     if not options.skip_engine:
         from tests.bench import push_engine

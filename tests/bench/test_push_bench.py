@@ -8,7 +8,7 @@ import torch
 from transformers import GPT2Config
 
 from learner.servers.push import PushReport
-from tests.bench import push_delta, push_gpu, push_transport
+from tests.bench import push_delta, push_fleet, push_gpu, push_transport
 from tests.bench.push import as_text, headlines, parse_options
 from tests.bench.push_engine import cost, medians
 from tests.bench.push_peer import Order, Peer
@@ -81,6 +81,15 @@ def test_the_learner_is_blocked_for_a_share_of_the_push_that_its_copy_is_part_of
     assert numbers["learner_blocked_over_push"] == pytest.approx(0.2)
     assert numbers["stall_over_push"] == pytest.approx(0.25)
     assert medians([numbers, numbers])["num_pushes"] == 2
+
+
+def test_a_push_to_two_servers_is_measured_at_each() -> None:
+    result = push_fleet.run(most=2, size_mib=8, num_pushes=1)
+    assert result["by_servers"].keys() == {"1", "2"}
+    for num_servers, of_them in result["by_servers"].items():
+        assert len(of_them["stall_seconds"]) == int(num_servers) and all(
+            0 < stall <= of_them["seconds"] for stall in of_them["stall_seconds"]
+        )
 
 
 def test_what_was_left_out_is_none_among_the_headlines_and_every_number_is_in_the_table() -> None:

@@ -1,0 +1,105 @@
+"""Pushes to 1, 2, 4 … servers over loopback: what each further server costs, and how long each stands still.
+
+    Pusher (one reading of the weights) ═▶ a collective each ═▶ real server code, an engine that loads in place, in a process of its own
+
+Only so many servers as there are cores have one to themselves; with more, the machine is what is measured.
+"""
+
+import multiprocessing
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from learner.config import LearnerRun, PushConfig
+from learner.servers.fleet import Fleet
+from learner.servers.loop_thread import LoopThread
+from learner.servers.pusher import Pusher
+from protocol.messages import PROTOCOL_VERSION, Hello
+from tests.fingerprint import MODEL
+from tests.push_peers import ScriptedWeights, run_server
+
+TENSOR_MIB = 4
+CONNECT_TIMEOUT_S = 60.0
+
+
+def measure(num_servers: int, size_mib: int, num_pushes: int) -> dict[str, Any]:
+    """Medians over pushes of so many MiB to so many servers, the first, which forms the collectives, left out."""
+    tensors = [(f"layer.{i}", torch.rand(TENSOR_MIB << 18)) for i in range(max(1, size_mib // TENSOR_MIB))]
+    with processes(num_servers) as endpoints, fleet_on(endpoints) as fleet:
+        pusher = Pusher(fleet, ScriptedWeights(lambda version: tensors), PushConfig(bucket_mib=64))
+        seconds: list[float] = []
+        stalls: dict[str, list[float]] = {endpoint: [] for endpoint in endpoints}
+        for version in range(1 + num_pushes):
+            report = pusher.push(version)
+            assert report is not None and len(pusher.reports) == num_servers
+            if version:
+                seconds.append(report.total_s)
+                for member, one in pusher.reports.items():
+                    stalls[member.endpoint].append(one.stall_s)
+        pusher.close()
+    return {
+        "seconds": statistics.median(seconds),
+        "stall_seconds": [statistics.median(of_server) for of_server in stalls.values()],
+        "gib_per_s_in_all": num_servers * size_mib / 1024 / statistics.median(seconds),
+    }
+
+
+@contextmanager
+def processes(num_servers: int) -> Iterator[list[str]]:
+    """Servers that listen, ended at the end."""
+    context = multiprocessing.get_context("spawn")
+    with ExitStack() as cleanup:
+        directory = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-bench-")))
+        endpoints = [f"tcp://127.0.0.1:{_free_port()}" for _ in range(num_servers)]
+        pipes = []
+        for number, endpoint in enumerate(endpoints):
+            pipe, theirs = context.Pipe()
+            log = directory / f"{number}.log"
+            process = context.Process(target=run_server, args=(theirs, log, endpoint, False), daemon=True)
+            process.start()
+            theirs.close()
+            cleanup.callback(process.join, CONNECT_TIMEOUT_S)
+            cleanup.callback(process.kill)
+            pipes.append(pipe)
+        for pipe in pipes:
+            assert pipe.recv() == "ready"
+        yield endpoints
+
+
+@contextmanager
+def fleet_on(endpoints: list[str]) -> Iterator[Fleet]:
+    """A fleet all of whose servers are connected."""
+    learner = {"steps": 1, "data": {"task": "reverse"}, "reward": {"functions": ["exact_match"]}}
+    shared = {"model": "scripted", "run_dir": "unused", "endpoints": endpoints, "dtype": "float32", "learner": learner}
+    hello = Hello(run="bench", protocol_version=PROTOCOL_VERSION, model=MODEL)
+    fleet = Fleet(msgspec.convert(shared, LearnerRun), hello, LoopThread("bench"))
+    fleet.start(lambda member, group: None)
+    try:
+        deadline = time.monotonic() + CONNECT_TIMEOUT_S
+        while len(fleet.connected()) < len(endpoints):
+            assert time.monotonic() < deadline, "not all servers have answered"
+            time.sleep(0.05)
+        yield fleet
+    finally:
+        fleet.loop.stop()
+        fleet.close()
+
+
+def run(most: int, size_mib: int, num_pushes: int) -> dict[str, Any]:
+    """By the number of servers: 1, 2, 4 … up to the most."""
+    counts = [2**power for power in range(most.bit_length()) if 2**power <= most]
+    by_servers = {str(num_servers): measure(num_servers, size_mib, num_pushes) for num_servers in counts}
+    return {"size_mib": size_mib, "by_servers": by_servers}
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
