@@ -11,7 +11,7 @@ import pytest
 from learner.rollouts.rollouts import Rollouts
 from learner.servers.fleet import Fleet
 from protocol.config import DEFAULT_ENDPOINT
-from protocol.messages import Generate, Hello, Message
+from protocol.messages import Generate, GroupFailed, Hello, Message
 from tests.learner.rollouts.test_rollouts import TIMEOUT_S, HandServer, counts, group_of, rollouts_of, slots
 from tests.learner.test_train import make_run
 from tests.link import Link
@@ -125,6 +125,33 @@ def test_whoever_comes_back_first_answers_and_the_other_is_only_acknowledged(tmp
             other._answer = answers
             until(lambda: len(rollouts._outstanding) == 3, "three are still owed")
             assert rollouts._outstanding.num_owed.total() == 3
+        wire.close()
+
+
+class Regretful(HandServer):
+    """When it is greeted again it says that all it was asked before has failed."""
+
+    def _answers(self, message: object) -> list[Message]:
+        failed: list[Message] = [
+            GroupFailed(group_id=request.group_id, code="engine_error", message="scripted", retryable=True)
+            for request in (self.requests if isinstance(message, Hello) else [])
+        ]
+        return super()._answers(message) + failed
+
+
+def test_a_late_failure_of_what_another_server_owes_by_now_changes_nothing(tmp_path: Path) -> None:
+    late, other = Regretful(is_silent), HandServer(is_silent)
+    with hand_servers(late, other):
+        wire = Link(int(late.endpoint.rpartition(":")[2]))
+        with rollouts_on(tmp_path, f"tcp://127.0.0.1:{wire.port}", other.endpoint) as (fleet, rollouts):
+            rollouts.publish(0, "server-0", "server-1")
+            until(lambda: len(late.generated) == 3, "it owes three")
+            wire.cut()
+            until(lambda: len(other.generated) == 6, "all are asked for elsewhere")
+            wire.restore()
+            until(lambda: fleet.members[0].state(0) == "ready", "it is back")
+            assert rollouts.take(0, 0.5) is None
+            assert sorted(rollouts._outstanding.group_ids) == [f"{slot}.0" for slot in range(6)]
         wire.close()
 
 
