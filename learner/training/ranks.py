@@ -73,7 +73,7 @@ def my_batches(accelerator: Accelerator, policy: nn.Module, rows: list[Row], con
     shares = share_out(rows, accelerator.num_processes, layout)
     batches = [micro_batch(cut_rows, accelerator.device) for cut_rows in cut(shares[accelerator.process_index], layout)]
     # Every rank takes part in the backward pass, and in every pass of a sharded policy.
-    least = max(len(cut(share, layout)) for share in shares) if accelerator.is_fsdp2 else 1
+    least = max(1, *(len(cut(share, layout)) for share in shares)) if accelerator.is_fsdp2 else 1
     return batches + [micro_batch([], accelerator.device) for _ in range(least - len(batches))]
 
 

@@ -14,12 +14,14 @@ import torch
 
 from learner.config import LearnerRun
 from learner.train import train
-from protocol.config import DEFAULT_ENDPOINT
+from protocol.config import DEFAULT_ENDPOINT, to_toml
 from protocol.errors import ConfigError, DeadlineExceeded, ParityError, PushError
 from protocol.model_files import resolve_model
 from tests.fakes import ServerThread, report
+from tests.learner.checkpoints import weights_of
 from tests.learner.model_engine import TINY_LIMITS, ModelEngine, tiny_server
 from tests.learner.test_train import make_run, metrics_of, rows_of
+from tests.learner.training.test_ranks import fork
 
 TIMEOUT_S = 60.0
 
@@ -241,3 +243,21 @@ def test_a_server_whose_fresh_tokens_are_off_is_named_though_the_mean_of_all_wou
             train(run, resume=False)
     assert metrics_of(run)[-1]["policy/mismatch_abs_logprob"] < 0.045
     assert not any("tcp://" in name for name in metrics_of(run)[-1])
+
+
+@pytest.mark.parametrize("is_sharded", [False, pytest.param(True, id="sharded", marks=pytest.mark.slow)])
+def test_two_ranks_on_two_servers_read_the_policy_once_for_both_and_outlive_one(
+    tmp_path: Path, is_sharded: bool
+) -> None:
+    mortal, survivor = Engine(), Engine()
+    with servers(mortal, survivor) as (one, other):
+        mortal.on_version[4] = one.die
+        run = make_run(tmp_path, one.endpoint, other.endpoint, steps=8, checkpoint={"every_steps": 8})
+        config = tmp_path / "run.toml"
+        config.write_text(to_toml(run))
+        fork(config, 2, is_sharded=is_sharded)
+    assert_each_prompt_once(run, 8)
+    assert survivor.versions == list(range(9)) and mortal.versions == list(range(5))
+    (checkpoint,) = tmp_path.rglob("step-000008")
+    for name, tensor in weights_of(checkpoint).items():
+        assert torch.equal(survivor.weights[name], tensor), name
