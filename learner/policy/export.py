@@ -68,13 +68,13 @@ def copy_for_export(published: PublishedPolicy, run: LearnerRun, model_path: Pat
         dtype=run.dtype,
         model={name: tensor.detach().to("cpu", dtype, copy=True) for name, tensor in published.tensors()},
         keeps_towers=began_with != policy.config.model_type,
-        adapter=_adapter(policy) if has_adapter(policy) else None,
+        adapter=_adapter(published) if has_adapter(policy) else None,
         adapter_config=_adapter_config(policy, run.model) if has_adapter(policy) else None,
     )
 
 
-def _adapter(policy: PreTrainedModel) -> Tensors:
-    state = get_peft_model_state_dict(policy, adapter_name=ADAPTER_NAME)
+def _adapter(published: PublishedPolicy) -> Tensors:
+    state = get_peft_model_state_dict(published.model, dict(published.adapter()), ADAPTER_NAME)
     return {
         f"base_model.model.{name}": tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         for name, tensor in state.items()

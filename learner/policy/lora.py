@@ -7,8 +7,9 @@ in float32. The adapter is pushed merged into the weights, because vLLM 0.32 tak
 way of files, and its prefix cache does not know one version of it from the next.
 """
 
-from collections.abc import Iterator
+from typing import cast
 
+import msgspec
 import torch
 from peft import LoraConfig as PeftConfig
 from peft import inject_adapter_in_model
@@ -75,13 +76,29 @@ def has_adapter(policy: nn.Module) -> bool:
     return ADAPTER_NAME in getattr(policy, "peft_config", {})
 
 
-@torch.no_grad()
-def merged_tensors(policy: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights under the names of the model without an adapter, W + alpha / rank · B A where there is one.
+class Weight(msgspec.Struct, frozen=True, eq=False):
+    """A tensor of the model as it is without an adapter."""
 
-    One sum in float32 exists at a time: the model never does twice.
-    """
-    layers = {f"{name}.weight": module for name, module in policy.named_modules() if isinstance(module, AdaptedLinear)}
-    for name, tensor in held(policy).items():
-        layer = layers.get(name)
-        yield name, tensor if layer is None else tensor.float() + layer.get_delta_weight(ADAPTER_NAME)
+    tensor: torch.Tensor
+    low_rank: tuple[torch.Tensor, ...] = ()
+    """A and B of the adapter's layer."""
+    layer: AdaptedLinear | None = None
+
+    def made_from(self, tensor: torch.Tensor, *low_rank: torch.Tensor) -> torch.Tensor:
+        """Itself, or W + alpha / rank · B A in float32; of a sharded policy from what was gathered."""
+        return tensor if self.layer is None else tensor.float() + delta(self.layer, *low_rank)
+
+
+def weights(policy: PreTrainedModel) -> dict[str, Weight]:
+    """Under the names of the model without an adapter."""
+    found = {name: Weight(tensor) for name, tensor in held(policy).items()}
+    for name, layer in policy.named_modules():
+        if isinstance(layer, AdaptedLinear):
+            a, b = (cast(nn.Linear, linear[ADAPTER_NAME]).weight for linear in (layer.lora_A, layer.lora_B))
+            found[f"{name}.weight"] = Weight(found[f"{name}.weight"].tensor, (a, b), layer)
+    return found
+
+
+def delta(layer: AdaptedLinear, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """What the adapter adds to a weight: peft's `get_delta_weight`, which knows only its own A and B, of which a rank may have a shard."""
+    return ((b @ a).T if layer.fan_in_fan_out else b @ a) * layer.scaling[ADAPTER_NAME]

@@ -23,9 +23,9 @@ from accelerate.utils import broadcast
 from torch import nn
 
 from learner.forward.logprobs import sequence_logprobs
-from learner.policy.checkpoint_names import CheckpointNames, held
-from learner.policy.lora import has_adapter, merged_tensors
-from learner.policy.snapshot import reshard, whole
+from learner.policy.checkpoint_names import CheckpointNames
+from learner.policy.lora import Weight, has_adapter, weights
+from learner.policy.snapshot import reshard, trainable, whole
 from protocol.errors import RankFailed, SlipstreamError
 from protocol.weights.buckets import NamedTensors, dtype_on_wire
 
@@ -49,8 +49,11 @@ class PublishedPolicy:
         """Of rank 0, while others follow it."""
         self._heard_at = time.monotonic()
         reshard(self.model)
-        self._tensors = list(held(self.model).items())
-        self._names = CheckpointNames(self.model, dict(self._tensors))
+        of_model = weights(self.model)
+        of_adapter = trainable(self.model) if has_adapter(self.model) else {}
+        self._weights = [*of_model.items(), *((name, Weight(tensor)) for name, tensor in of_adapter.items())]
+        self._num_pushed = len(of_model)
+        self._names = CheckpointNames(self.model, {name: weight.tensor for name, weight in of_model.items()})
 
     @contextmanager
     def led(self) -> Iterator[None]:
@@ -78,18 +81,20 @@ class PublishedPolicy:
             self._broadcast(WAIT)
 
     def tensors(self) -> NamedTensors:
-        """Yield the weights by their checkpoint names, each made when it is asked for: merged with its adapter, or gathered in
-        the wire's dtype.
-        """
-        return self._names.convert(self._tensors_in_memory())
+        """Yield the weights by their checkpoint names, each made when it is asked for: gathered, and merged with its adapter."""
+        return self._names.convert(self._made(range(self._num_pushed)))
 
-    def _tensors_in_memory(self) -> NamedTensors:
-        if not self._is_sharded:
-            yield from merged_tensors(self.model) if has_adapter(self.model) else self._tensors
-            return
-        for index, (name, tensor) in enumerate(self._tensors):
-            self._broadcast(index)
-            yield name, self._gathered(tensor)
+    def adapter(self) -> NamedTensors:
+        """Yield what is trained of an adapted policy, by its names in memory, gathered one by one."""
+        return self._made(range(self._num_pushed, len(self._weights)))
+
+    @torch.no_grad()
+    def _made(self, indices: range) -> NamedTensors:
+        for index in indices:
+            if self._is_sharded:
+                self._broadcast(index)
+            name, weight = self._weights[index]
+            yield name, weight.made_from(*self._gathered(index))
 
     def logprobs(self, token_ids: list[int]) -> torch.Tensor:
         """The policy's of token_ids[1:], on the CPU."""
@@ -106,8 +111,7 @@ class PublishedPolicy:
             if order == PASS:
                 sequence_logprobs(self.model, [0, 0], self.device)
             else:
-                _, tensor = self._tensors[order]
-                self._gathered(tensor)
+                self._gathered(order)
 
     def _broadcast(self, order: int) -> int:
         """Return rank 0's order. Raises RankFailed if it, or a rank that it is for, is not heard of any more."""
@@ -124,6 +128,9 @@ class PublishedPolicy:
         return order
 
     @torch.no_grad()
-    def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Cast before it is gathered: half the bytes in bfloat16, and the same bits."""
-        return whole(tensor.to(dtype_on_wire(tensor, self.wire_dtype)))
+    def _gathered(self, index: int) -> list[torch.Tensor]:
+        """The parts of a weight. One that is pushed as it is, is cast before: half the bytes in bfloat16, and the same bits."""
+        _, weight = self._weights[index]
+        if self._is_sharded and weight.layer is None and index < self._num_pushed:
+            return [whole(weight.tensor.to(dtype_on_wire(weight.tensor, self.wire_dtype)))]
+        return [whole(part) for part in (weight.tensor, *weight.low_rank)]

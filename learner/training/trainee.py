@@ -121,11 +121,6 @@ def _refuse_other_sharding(accelerator: Accelerator, run: LearnerRun) -> None:
             )
         return
     plugin = accelerator.state.fsdp_plugin
-    if run.learner.lora.rank:
-        raise ConfigError(
-            f"learner.lora.rank = {run.learner.lora.rank} and FSDP2: an adapter is pushed merged into weights that lie whole on "
-            "rank 0. Start the learner without FSDP, or set learner.lora.rank to 0"
-        )
     if run.learner.optimizer.kind == "adamw_8bit":
         raise ConfigError(
             'learner.optimizer.kind = "adamw_8bit" and FSDP2: bitsandbytes does not know parameters that lie on several ranks. Set '

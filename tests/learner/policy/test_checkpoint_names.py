@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from learner.config import LoraConfig
 from learner.policy import checkpoint_names
 from learner.policy.checkpoint_names import CheckpointNames, held
-from learner.policy.lora import add_adapter, merged_tensors
+from learner.policy.lora import add_adapter
 from learner.policy.model import load_policy
 from learner.policy.published import PublishedPolicy
+from tests.learner.policy.test_lora import merged_tensors
 from tests.zoo.families import FAMILIES, save_model
 
 Tensors = dict[str, torch.Tensor]
@@ -66,7 +67,7 @@ def test_an_adapter_is_merged_before_names_are_given(accelerator: Accelerator, t
             if "lora_B" in name:
                 parameter.normal_()
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
-    expected = saved(whole, tmp_path / "saved", state_dict=dict(merged_tensors(policy)))
+    expected = saved(whole, tmp_path / "saved", state_dict=merged_tensors(policy))
     assert_equal(list(PublishedPolicy(accelerator, policy, torch.float32).tensors()), expected)
 
 

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 from learner.config import LoraConfig
 from learner.forward.logprobs import token_logprobs
-from learner.policy import published
-from learner.policy.lora import add_adapter, merged_tensors
+from learner.policy import lora
+from learner.policy.lora import add_adapter, delta, weights
 from learner.policy.model import load_policy
 from learner.policy.snapshot import trainable
 from learner.train import train
@@ -52,6 +52,12 @@ def with_adapter(kind: str, config: LoraConfig = RANK_4) -> tuple[PreTrainedMode
     return base, policy
 
 
+def merged_tensors(policy: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """What is pushed of a policy that is whole."""
+    with torch.no_grad():
+        return {name: weight.made_from(weight.tensor, *weight.low_rank) for name, weight in weights(policy).items()}
+
+
 KINDS = ["gpt2", "llama_tied", "llama_untied"]
 
 
@@ -67,7 +73,7 @@ def test_what_is_pushed_is_what_peft_itself_merges(kind: str) -> None:
         for name, parameter in trainable(policy).items():
             trained[f"base_model.model.{name}"].copy_(parameter)
     unmerged = {name: parameter.clone() for name, parameter in policy.named_parameters()}
-    pushed = dict(merged_tensors(policy))
+    pushed = merged_tensors(policy)
     expected = theirs.merge_and_unload().state_dict()
     assert list(pushed) == names and not any(tensor.requires_grad for tensor in pushed.values())
     for name, tensor in pushed.items():
@@ -83,7 +89,7 @@ def test_a_model_with_the_pushed_weights_gives_the_policys_logits(kind: str) -> 
     base, policy = with_adapter(kind)
     ids = torch.arange(3, 15)[None]
     assert (base(ids).logits - policy(ids).logits).abs().max() > 0.01
-    base.load_state_dict(dict(merged_tensors(policy)), strict=False)
+    base.load_state_dict(merged_tensors(policy), strict=False)
     torch.testing.assert_close(base(ids).logits, policy(ids).logits, atol=1e-5, rtol=1e-5)
 
 
@@ -122,7 +128,7 @@ def test_over_a_bfloat16_base_the_adapter_is_float32_and_so_is_the_sum() -> None
     weight = policy.get_submodule(name).base_layer.weight
     assert weight.dtype == torch.bfloat16
     a = trainable(policy)[f"{name}.lora_A.default.weight"]
-    pushed = dict(merged_tensors(policy))[f"{name}.weight"]
+    pushed = merged_tensors(policy)[f"{name}.weight"]
     torch.testing.assert_close(pushed, weight.float() + 6.0 / 4 * small @ a, atol=1e-9, rtol=0)
     assert pushed.dtype == torch.float32 and not torch.equal(pushed, weight.float())
 
@@ -205,10 +211,9 @@ def test_a_checkpoint_without_a_part_of_the_adapter_is_refused(tmp_path: Path) -
             train(make_run(tmp_path, server.endpoint, **LORA, steps=2), resume=True)
 
 
-def doubled(policy: torch.nn.Module) -> Any:
-    """A merge with the wrong scale: every change counts twice."""
-    base = dict(a_model("gpt2").named_parameters())
-    return ((name, 2 * tensor - base[name].detach()) for name, tensor in merged_tensors(policy))
+def doubled(*layer_and_low_rank: Any) -> torch.Tensor:
+    """The change of a merge with the wrong scale."""
+    return 2 * delta(*layer_and_low_rank)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +222,7 @@ def doubled(policy: torch.nn.Module) -> Any:
 def test_a_merge_with_the_wrong_scale_stops_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every_steps: int, tokens: str
 ) -> None:
-    monkeypatch.setattr(published, "merged_tensors", doubled)
+    monkeypatch.setattr(lora, "delta", doubled)
     with tiny_server() as server, pytest.raises(ParityError, match=f"mean .Δ logprob. of {tokens}"):
         train(
             make_run(tmp_path, server.endpoint, **seeded(), **LORA, parity={"every_steps": every_steps}), resume=False
@@ -229,7 +234,7 @@ def test_a_merge_with_the_wrong_scale_stops_a_resume_before_its_first_step(
 ) -> None:
     with tiny_server() as server:
         train(make_run(tmp_path, server.endpoint, **LORA, steps=2), resume=False)
-        monkeypatch.setattr(published, "merged_tensors", doubled)
+        monkeypatch.setattr(lora, "delta", doubled)
         with pytest.raises(ParityError, match="fixed sequences"):
             train(make_run(tmp_path, server.endpoint, **LORA, steps=4), resume=True)
     metrics = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

@@ -5,6 +5,7 @@ The same functions do it with a whole policy, where the test compares the two.
 
 import weakref
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -38,6 +39,7 @@ from tests.learner.training.gradients import CONFIGS, gradient_of
 OBJECTIVES = ("grpo", "decoupled", "top entropy and bonus", "kl in the loss", "kl in the reward")
 STEPS = range(VERSION, VERSION + 4)
 SAVED_AFTER = STEPS[2]
+NUM_STEPS = 20
 
 
 def gradients(accelerator: Accelerator, *, micro_batch_tokens: int) -> dict[str, torch.Tensor]:
@@ -57,10 +59,14 @@ def write_gradients(accelerator: Accelerator, path: Path) -> None:
         save_file(found, path)
 
 
-def a_trainee(accelerator: Accelerator) -> Trainee:
+LORA = {"lora": {"rank": 4}, "optimizer": {"learning_rate": 5e-3, "max_grad_norm": 0.1}}
+
+
+def a_trainee(accelerator: Accelerator, **learner: Any) -> Trainee:
     reference = {"reference": {"kind": "ema", "alpha": 0.5, "every_steps": 1}, "kl": {"coef": 0.3}}
     optimizer = {"optimizer": {"learning_rate": 1e-3, "max_grad_norm": 0.1}}
-    run = make_run(**reference, **optimizer, micro_batch_tokens=20, checkpoint={"export_model": True})
+    settings = reference | optimizer | {"micro_batch_tokens": 20, "checkpoint": {"export_model": True}} | learner
+    run = make_run(**settings)
     torch.manual_seed(0)
     return make_trainee(Material(run), accelerator, is_new=True)
 
@@ -74,9 +80,9 @@ def weights_of(accelerator: Accelerator, trainee: Trainee) -> dict[str, torch.Te
     return found
 
 
-def train_and_save(accelerator: Accelerator, directory: Path) -> None:
+def train_and_save(accelerator: Accelerator, directory: Path, settings: dict[str, Any]) -> None:
     """Four steps, a checkpoint before the last, and what was found in files."""
-    trainee = a_trainee(accelerator)
+    trainee = a_trainee(accelerator, **settings)
     groups = make_groups(trainee.policy, num_completions=3)
     found, metrics = weights_of(accelerator, trainee), []
     tensors = {f"first/{name}": tensor for name, tensor in found.items()}
@@ -91,15 +97,40 @@ def train_and_save(accelerator: Accelerator, directory: Path) -> None:
         (directory / "metrics.json").write_bytes(msgspec.json.encode(metrics))
 
 
-def resume(accelerator: Accelerator, directory: Path, into: Path) -> None:
+def resume(accelerator: Accelerator, directory: Path, into: Path, settings: dict[str, Any]) -> None:
     """Take the last step again, from the checkpoint of this or the other kind."""
-    trainee = a_trainee(accelerator)
+    trainee = a_trainee(accelerator, **settings)
     groups = make_groups(trainee.policy, num_completions=3)
     load_checkpoint(trainee, directory / f"step-{SAVED_AFTER:06d}")
+    tensors = {f"read/{name}": tensor for name, tensor in weights_of(accelerator, trainee).items()}
     train_on(trainee, groups, STEPS[-1], StepTimer())
-    found = weights_of(accelerator, trainee)
+    tensors |= {f"last/{name}": tensor for name, tensor in weights_of(accelerator, trainee).items()}
     if accelerator.is_main_process:
-        save_file(found, into)
+        save_file(tensors, into)
+
+
+def train_long(accelerator: Accelerator, directory: Path, settings: dict[str, Any]) -> None:
+    """Twenty steps, the losses in a file, a checkpoint in the end and what would be pushed then."""
+    trainee = a_trainee(accelerator, **settings)
+    groups = make_groups(trainee.policy, num_completions=3)
+    metrics = []
+    for version in range(VERSION, VERSION + NUM_STEPS):
+        metrics.append(train_on(trainee, groups, version, StepTimer()))
+        metrics[-1] |= trainee.after_step(version + 1, metrics[-1])
+    save(trainee, directory, NUM_STEPS)
+    pushed = weights_of(accelerator, trainee)
+    if accelerator.is_main_process:
+        (directory / "metrics.json").write_bytes(msgspec.json.encode(metrics))
+        save_file(pushed, directory / "pushed.safetensors")
+
+
+def push_again(accelerator: Accelerator, directory: Path, into: Path, settings: dict[str, Any]) -> None:
+    """What would be pushed of that checkpoint."""
+    trainee = a_trainee(accelerator, **settings)
+    load_checkpoint(trainee, directory / f"step-{NUM_STEPS:06d}")
+    pushed = weights_of(accelerator, trainee)
+    if accelerator.is_main_process:
+        save_file(pushed, into)
 
 
 def lead_and_follow(accelerator: Accelerator) -> None:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,15 +14,19 @@ from safetensors.torch import load_file
 from tests.learner.checkpoints import weights_of
 from tests.learner.ranks import on_two_ranks
 from tests.learner.training.sharded_training import (
+    LORA,
+    NUM_STEPS,
     SAVED_AFTER,
     compare_passes_in_bfloat16,
     count_bytes,
     gradients,
     lead_and_follow,
     pass_in_bfloat16,
+    push_again,
     push_experts,
     resume,
     train_and_save,
+    train_long,
     write_gradients,
     write_pass_in_bfloat16,
 )
@@ -50,29 +55,60 @@ def test_ranks_with_different_numbers_of_micro_batches_have_the_gradient_of_one(
     assert_close(load_file(tmp_path / "found.safetensors"), gradients(accelerator, micro_batch_tokens=1000))
 
 
-def test_steps_pushes_and_checkpoints_are_those_of_a_whole_policy(accelerator: Accelerator, tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [{}, LORA], ids=["whole model", "adapter"])
+def test_steps_pushes_and_checkpoints_are_those_of_a_whole_policy(
+    accelerator: Accelerator, tmp_path: Path, settings: dict[str, Any]
+) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     for directory in (one, two):
         directory.mkdir()
-    train_and_save(accelerator, one)
-    on_two_ranks(train_and_save, two, is_sharded=True)
+    train_and_save(accelerator, one, settings)
+    on_two_ranks(train_and_save, two, settings, is_sharded=True)
     for of_one, of_two in zip(*(json.loads((path / "metrics.json").read_text()) for path in (one, two)), strict=True):
         assert of_two == pytest.approx(of_one, abs=1e-5, rel=1e-5)  # the largest ratio is near 10
     expected, found = load_file(one / "found.safetensors"), load_file(two / "found.safetensors")
     assert list(found) == list(expected) and not any("lm_head" in name for name in found)
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items() if name.startswith("first"))
-    last = {name.removeprefix("last/"): tensor for name, tensor in expected.items() if name.startswith("last/")}
+    last = {name: tensor for name, tensor in expected.items() if name.startswith("last/")}
     assert_close(found, expected)
 
-    saved = two / f"step-{SAVED_AFTER:06d}"
-    weights, exported = weights_of(saved), load_file(saved / "model" / "model.safetensors")
-    assert weights.keys() == exported.keys()
-    assert all(torch.equal(exported[name], tensor) for name, tensor in weights.items())
-    on_two_ranks(resume, one, tmp_path / "one-by-two", is_sharded=True)
+    saved = {directory: directory / f"step-{SAVED_AFTER:06d}" for directory in (one, two)}
+    exported = load_file(saved[two] / "model" / "model.safetensors")
+    if settings:
+        adapters = [load_file(saved[directory] / "adapter" / "adapter_model.safetensors") for directory in (one, two)]
+        assert_close(*adapters)
+    else:
+        weights = weights_of(saved[two])
+        assert weights.keys() == exported.keys()
+        assert all(torch.equal(exported[name], tensor) for name, tensor in weights.items())
+    on_two_ranks(resume, one, tmp_path / "one-by-two", settings, is_sharded=True)
     accelerator.free_memory()  # forgets the first run's policy
-    resume(accelerator, two, tmp_path / "two-by-one")
+    resume(accelerator, two, tmp_path / "two-by-one", settings)
     for resumed in ("one-by-two", "two-by-one"):
-        assert_close(load_file(tmp_path / resumed), last)
+        pushed = load_file(tmp_path / resumed)
+        assert_close({name: tensor for name, tensor in pushed.items() if name.startswith("last/")}, last)
+    read = {name.removeprefix("read/"): tensor for name, tensor in pushed.items() if name.startswith("read/")}
+    assert read.keys() == exported.keys() and all(torch.equal(read[name], tensor) for name, tensor in exported.items())
+
+
+@pytest.mark.parametrize("settings", [{}, LORA], ids=["whole model", "adapter"])
+def test_twenty_steps_have_the_losses_of_one_rank_and_the_same_weights_are_pushed_in_the_same_bytes(
+    accelerator: Accelerator, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    for directory in (one, two):
+        directory.mkdir()
+    train_long(accelerator, one, settings)
+    on_two_ranks(train_long, two, settings, is_sharded=True)
+    losses = [[line["loss/policy"] for line in json.loads((path / "metrics.json").read_text())] for path in (one, two)]
+    assert len(losses[0]) == NUM_STEPS and max(map(abs, losses[0])) > 0.01
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+    on_two_ranks(push_again, one, one / "again", settings, is_sharded=True)
+    accelerator.free_memory()  # forgets the first run's policy
+    push_again(accelerator, two, two / "again", settings)
+    for directory in (one, two):
+        pushed, again = load_file(directory / "pushed.safetensors"), load_file(directory / "again")
+        assert list(pushed) == list(again) and all(torch.equal(again[name], pushed[name]) for name in pushed)
 
 
 def test_rank_0_leads_and_the_others_follow_until_it_stops() -> None:
