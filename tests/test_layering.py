@@ -31,8 +31,8 @@ ORDER = (  # of the learner's rooms and top files: each may import those before 
 )  # fmt: skip
 INDEPENDENT = {"prompts", "servers", "algorithm", "forward"}
 """Of each other: what is asked, whom, how to learn, what is trained."""
-ANYWHERE = {"interrupt", "progress"}
-"""Import nothing of ours, so anyone may import them."""
+ANYWHERE = {"interrupt", "progress", "rank_watch"}
+"""Import nothing of the learner, so anyone of it may import them."""
 MAX_FILES_OF_A_FOLDER = 14
 MAX_PARAMETERS = 6
 MAX_LINES = {"learner/train.py": 120, "learner/rollouts/rollouts.py": 250}

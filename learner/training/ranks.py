@@ -19,6 +19,7 @@ from torch import nn
 
 from learner.config import LearnerConfig, LearnerRun
 from learner.forward.interface import is_packed
+from learner.rank_watch import RankWatch
 from learner.rollouts.scored_group import ScoredGroup
 from learner.training.batch import MicroBatch, Row, micro_batch
 from learner.training.packing import Layout, cut, share_out
@@ -40,19 +41,25 @@ def ranks_of(run: LearnerRun) -> Iterator[Accelerator]:
 
     Gloo's threads abort a process that ends before them. And a model of several ranks that outlives their group would take it along
     when it is freed, waiting, with the GIL held, for a thread that may wait for the GIL: so whatever has it must have returned.
+    Whatever it led to here that another rank has died (SystemExit) or hangs (RankFailed), it is told as that (rank_watch.py).
     """
     patience = InitProcessGroupKwargs(timeout=timedelta(seconds=run.learner.rank_timeout_s))
     accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[patience])  # policy/compute_dtype.py sees to it
     if accelerator.num_processes > 1:
         log.info("rank %d of %d on %s", accelerator.process_index, accelerator.num_processes, accelerator.device)
+    watch = RankWatch(accelerator)
     try:
         yield accelerator
+        watch.part()
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)
-        raise
+        if (cause := watch.cause_of(error)) is error:
+            raise
+        raise cause from None
     finally:
         accelerator.free_memory()
         accelerator.end_training()
+        watch.close()
 
 
 def share_groups(accelerator: Accelerator, groups: list[ScoredGroup] | None) -> list[ScoredGroup] | None:

@@ -26,7 +26,8 @@ class Place(msgspec.Struct, frozen=True):
     def enter(self) -> None:
         if self.num_ranks == 1:
             return
-        os.environ |= {"RANK": str(self.rank), "LOCAL_RANK": str(self.rank), "WORLD_SIZE": str(self.num_ranks)}
+        os.environ |= {"RANK": str(self.rank), "LOCAL_RANK": str(self.rank)}
+        os.environ |= {"WORLD_SIZE": str(self.num_ranks), "LOCAL_WORLD_SIZE": str(self.num_ranks)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port), "ACCELERATE_USE_CPU": "true"}
         if self.is_sharded:
             os.environ |= FSDP2
@@ -36,16 +37,18 @@ class Place(msgspec.Struct, frozen=True):
 ALONE = Place(rank=0, num_ranks=1, port=0)
 
 
-def two_places(*, is_sharded: bool = False) -> list[Place]:
-    """Of two ranks that will find each other."""
+def places_of(num_ranks: int, *, is_sharded: bool = False) -> list[Place]:
+    """Of ranks that will find each other."""
+    if num_ranks == 1:
+        return [ALONE]
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    return [Place(rank=rank, num_ranks=2, port=port, is_sharded=is_sharded) for rank in range(2)]
+    return [Place(rank=rank, num_ranks=num_ranks, port=port, is_sharded=is_sharded) for rank in range(num_ranks)]
 
 
 def on_two_ranks(work: Work, *args: Any, is_sharded: bool = False) -> None:
     """Call `work(accelerator, *args)` on both."""
-    ranks = [PROCESSES.Process(target=_be, args=(place, work, args)) for place in two_places(is_sharded=is_sharded)]
+    ranks = [PROCESSES.Process(target=_be, args=(place, work, args)) for place in places_of(2, is_sharded=is_sharded)]
     for rank in ranks:
         rank.start()
     for rank in ranks:

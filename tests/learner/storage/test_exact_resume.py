@@ -16,7 +16,7 @@ from learner.storage.checkpoint import find_checkpoint
 from tests.learner.checkpoints import tensors_of, weights_of
 from tests.learner.model_engine import tiny_server
 from tests.learner.mortal_learner import Death, LateDeath, Life, live
-from tests.learner.ranks import two_places
+from tests.learner.ranks import places_of
 from tests.learner.test_train import batches_of, make_run, metrics_of, seeded
 
 LOSSES = ("loss/policy", "optim/lr", "optim/grad_norm", "reference/kl", "reference/kl_coef", "reference/version",
@@ -116,7 +116,7 @@ def test_a_run_killed_again_and_again_ends_as_one_that_was_not(
 
 def live_as_two(run: LearnerRun, death: Death | None, *, resume: bool, is_sharded: bool) -> None:
     """Two ranks; torchrun would end the one that is left when the other dies."""
-    places = two_places(is_sharded=is_sharded)
+    places = places_of(2, is_sharded=is_sharded)
     lives = [Life(run, death if place.rank == 0 else None, resume=resume, place=place) for place in places]
     code = lives[0].end()
     if death is not None:

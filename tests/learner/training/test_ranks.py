@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,15 @@ from protocol.model_files import resolve_model
 from tests.learner.checkpoints import weights_of
 from tests.learner.forked_learner import end_of, start_learner
 from tests.learner.model_engine import ModelEngine, tiny_server
-from tests.learner.ranks import ALONE, two_places
+from tests.learner.ranks import places_of
 from tests.learner.test_train import make_run, metrics_of, seeded
 
 ROOT = Path(__file__).parent.parent.parent.parent
-LAUNCH = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+LAUNCH = ["accelerate.commands.accelerate_cli", "launch", "--num_processes", "2", "--num_machines", "1",
+          "--main_process_port", "0", "--mixed_precision", "no", "--dynamo_backend", "no"]  # fmt: skip
+UNSHARDED = ["--multi_gpu", "-m", "learner"]
+SHARDED_BY_FSDP2 = ["--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP",
+                    "-m", "tests.learner.training.sharded_learner"]  # fmt: skip
 SHARDED = pytest.param(True, id="sharded", marks=pytest.mark.slow)
 
 
@@ -34,24 +39,26 @@ def run_ranks(tmp_path: Path, num_ranks: int, *, is_sharded: bool = False, launc
         tmp_path.mkdir()
         config = tmp_path / "run.toml"
         config.write_text(to_toml(run))
-        logs = launch(config) if launched else fork(config, num_ranks, is_sharded=is_sharded)
+        start = launch if launched else partial(fork, num_ranks=num_ranks)
+        logs = start(config, is_sharded=is_sharded)
         assert ("rank 1 of 2" in logs) == (num_ranks > 1)
         return metrics_of(run), server.engine.weights
 
 
-def launch(config: Path) -> str:
-    """As `accelerate launch` does on GPUs; on a CPU alone it would start a single process."""
-    command = [sys.executable, "-m", *LAUNCH, "-m", "learner", "train", str(config)]
+def launch(config: Path, *, is_sharded: bool) -> str:
+    """By the command that the README gives, told that there are GPUs, without which it would start a single process."""
+    learner = SHARDED_BY_FSDP2 if is_sharded else UNSHARDED
+    command = [sys.executable, "-m", *LAUNCH, *learner, "train", str(config)]
     on_cpu = os.environ | {"ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=on_cpu)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stderr
 
 
-def fork(config: Path, num_ranks: int, *, is_sharded: bool) -> str:
+def fork(config: Path, *, num_ranks: int, is_sharded: bool, switches: tuple[str, ...] = ()) -> str:
     log = config.with_suffix(".log")
-    places = [ALONE] if num_ranks == 1 else two_places(is_sharded=is_sharded)
-    ranks = [start_learner(("train", str(config)), log, log, place.enter) for place in places]
+    places = places_of(num_ranks, is_sharded=is_sharded)
+    ranks = [start_learner(("train", str(config), *switches), log, log, place.enter) for place in places]
     assert [end_of(rank, log) for rank in ranks] == [0] * num_ranks, log.read_text()
     return log.read_text()
 
@@ -60,7 +67,7 @@ def fork(config: Path, num_ranks: int, *, is_sharded: bool) -> str:
 def test_two_ranks_and_small_micro_batches_give_the_losses_and_weights_of_one(tmp_path: Path, is_sharded: bool) -> None:
     one, weights_of_one = run_ranks(tmp_path / "one", 1)
     two, weights_of_two = run_ranks(
-        tmp_path / "two", 2, is_sharded=is_sharded, launched=not is_sharded, micro_batch_tokens=20,
+        tmp_path / "two", 2, is_sharded=is_sharded, launched=True, micro_batch_tokens=20,
         parity={"every_steps": 1},
     )  # fmt: skip
     for name in ("loss/policy", "loss/clipped_frac", "policy/entropy", "reference/kl", "optim/grad_norm", "optim/lr"):
@@ -70,6 +77,36 @@ def test_two_ranks_and_small_micro_batches_give_the_losses_and_weights_of_one(tm
     assert len(two) == 4
     for name in ("transformer.wpe.weight", "transformer.h.0.mlp.c_fc.weight"):
         torch.testing.assert_close(weights_of_two[name], weights_of_one[name], atol=1e-3, rtol=0)
+
+
+LORA: dict[str, Any] = {"lora": {"rank": 4}, "optimizer": {"learning_rate": 5e-3}}
+
+
+@pytest.mark.parametrize(
+    ("is_sharded", "settings"),
+    [(False, {}), (True, {}), (True, LORA)],
+    ids=["whole on each", "sharded", "sharded adapter"],
+)
+def test_a_run_of_two_ranks_then_one_then_two_ends_as_a_run_of_one(
+    tmp_path: Path, is_sharded: bool, settings: dict[str, Any]
+) -> None:
+    reference = {"reference": {"kind": "every", "every_steps": 3}, "kl": {"coef": 0.1}}
+    lines, weights = {}, {}
+    for name, parts in (("one", [(1, 6)]), ("changing", [(2, 2), (1, 4), (2, 6)])):
+        config = tmp_path / f"{name}.toml"
+        with tiny_server() as server:
+            for num_ranks, steps in parts:
+                run = make_run(tmp_path / name, server.endpoint, **seeded() | reference | settings, steps=steps)
+                config.write_text(to_toml(run))
+                switches = ("--resume",) if steps > parts[0][1] else ()
+                fork(config, num_ranks=num_ranks, is_sharded=is_sharded, switches=switches)
+            lines[name], weights[name] = metrics_of(run), server.engine.weights
+    assert [line["step"] for line in lines["changing"]] == [1, 2, 3, 4, 5, 6]
+    for key in ("loss/policy", "reference/kl", "optim/grad_norm"):
+        of_one, of_changing = ([line[key] for line in lines[name] if key in line] for name in ("one", "changing"))
+        assert of_changing == pytest.approx(of_one, abs=1e-5) and any(abs(value) > 1e-3 for value in of_one), key
+    name = "transformer.h.0.mlp.c_fc.weight"
+    torch.testing.assert_close(weights["changing"][name], weights["one"][name], atol=1e-3, rtol=0)
 
 
 @pytest.mark.slow
@@ -103,7 +140,7 @@ def test_a_rank_waits_while_rank_0_says_that_it_waits_and_notices_when_that_hang
     with tiny_server(Held()) as server:
         run = make_run(tmp_path, server.endpoint, steps=3, rank_timeout_s=RANK_TIMEOUT_S)
         config.write_text(to_toml(run))
-        first, second = ranks = [start_learner(("train", str(config)), log, log, place.enter) for place in two_places()]
+        first, second = ranks = [start_learner(("train", str(config)), log, log, place.enter) for place in places_of(2)]
         try:
             assert server.engine.is_asked.wait(120), log.read_text()
             long_enough = time.monotonic() + 1.5 * RANK_TIMEOUT_S
@@ -127,7 +164,7 @@ def test_ranks_that_waited_go_on_with_what_comes_and_stop_when_rank_0_says_why(t
         reward = {"functions": ["tests/learner/rewards/broken_rewards.py:raises"], "max_failed_share": 0}
         run = make_run(tmp_path, server.endpoint, steps=3, rank_timeout_s=60, reward=reward)
         config.write_text(to_toml(run))
-        ranks = [start_learner(("train", str(config)), log, log, place.enter) for place in two_places()]
+        ranks = [start_learner(("train", str(config)), log, log, place.enter) for place in places_of(2)]
         try:
             assert server.engine.is_asked.wait(120), log.read_text()
             server._loop.call_soon_threadsafe(server.engine.may_complete.set)

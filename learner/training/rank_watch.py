@@ -1,0 +1,229 @@
+"""Notices at once when another rank of this learner dies, whatever this one waits in.
+
+    rank 0 ◀── a TCP connection ──▶ every other rank
+                     │ ended without a farewell: the process has died
+                     ▼
+                    Lost ─▶ rank 0 tells the others ─▶ all end
+
+The kernel closes the connections of a process that dies, and asks a host that has become silent whether it is there, so neither
+needs a heartbeat of ours. A rank that only hangs keeps its connections: that is noticed by learner.rank_timeout_s.
+Invariant: END_S after a rank has died no other is left, and one line has said which it was (one per node, if it was rank 0).
+"""
+
+import logging
+import os
+import re
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast
+
+from protocol.errors import RankFailed, SlipstreamError
+
+log = logging.getLogger(__name__)
+
+END_S = 20.0
+"""Time to end in order after a rank has died: to close the books, and perhaps to complete a checkpoint."""
+MEET_S = 30.0
+"""Time for the ranks to connect; they all come at the same moment."""
+KEEPALIVE = {
+    socket.TCP_KEEPIDLE: 2,
+    socket.TCP_KEEPINTVL: 2,
+    socket.TCP_KEEPCNT: 3,
+}
+"""A silent host is lost after 8 s."""
+NEWS_S = 2.0
+"""By so much the news of a death may come later than its effect on a collective."""
+COLLECTIVE_FAILED = re.compile(r"gloo/|NCCL|ProcessGroup")
+"""In the text of torch's RuntimeErrors, which tells them from others."""
+MAX_LINE_BYTES = 1024
+NUM_TOKEN_BYTES = 16
+
+
+class Greeting(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """The first line in each direction."""
+
+    token: str
+    """What rank 0 gave the ranks by a collective; nobody else on the network has it."""
+    rank: int
+    process: str
+    """`process 4711 on node3`."""
+
+
+class Farewell(msgspec.Struct, tag=True, frozen=True):
+    """The last line of a rank that ends in order, or with an error that it tells of itself."""
+
+
+class Lost(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """A rank has ended without a farewell."""
+
+    rank: int
+    process: str
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} of this learner ({self.process}) has died, so all its ranks end; if it did not say why itself, it was "
+            "killed, maybe because memory ran out (dmesg on that node tells). Go on from the last checkpoint with --resume"
+        )
+
+
+Line = Greeting | Farewell | Lost
+
+
+class RankWatch:
+    """Of one rank, from when all have met until they part."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        """Called by every rank."""
+        self._rank, self._num_ranks = accelerator.process_index, accelerator.num_processes
+        self._lost: Lost | None = None
+        self._has_news, self._is_over = threading.Event(), threading.Event()
+        self._lock = threading.Lock()
+        self._connections: list[socket.socket] = []
+        if self._num_ranks > 1:
+            self._meet(accelerator)
+
+    def cause_of(self, error: BaseException) -> BaseException:
+        """With what this rank is to end: an effect of another's death has been told by `_note`, one of its silence is told here."""
+        if self._num_ranks == 1 or not isinstance(error, Exception):
+            return error
+        may_be_effect = isinstance(error, RankFailed) or not isinstance(error, SlipstreamError)
+        if may_be_effect and self._has_news.wait(NEWS_S):
+            return SystemExit(2)
+        if not isinstance(error, SlipstreamError) and COLLECTIVE_FAILED.search(str(error)):
+            reason = str(error).splitlines()[0]
+            error = RankFailed(
+                "another rank of this learner has stopped or hangs; its log says more. If it was only slow, raise "
+                f"learner.rank_timeout_s ({reason})"
+            )
+        if isinstance(error, SlipstreamError):
+            self.part()
+        return error
+
+    def part(self) -> None:
+        """Say that this rank ends in order, or with an error that it tells of itself. Not said, the others take it for dead."""
+        self._is_over.set()
+        with self._lock:
+            for connection in self._connections:
+                _send(connection, Farewell())
+
+    def close(self) -> None:
+        """Watch no more; but if another rank has died, this one still ends by force."""
+        self._is_over.set()
+        with self._lock:
+            for connection in self._connections:
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+                connection.close()
+
+    @property
+    def _is_to_tell(self) -> bool:
+        """Rank 0 tells or, if that is the one, the first that is left on each node."""
+        if self._lost is None or self._lost.rank != 0:
+            return self._rank == 0
+        return self._rank == 1 or os.environ.get("LOCAL_RANK") == "0"
+
+    def _meet(self, accelerator: Accelerator) -> None:
+        """The address of rank 0 is that which torch's ranks meet at; its port and the token come by a collective."""
+        is_one_node = os.environ.get("LOCAL_WORLD_SIZE") == str(self._num_ranks)
+        host = "127.0.0.1" if is_one_node else os.environ.get("MASTER_ADDR", "127.0.0.1")
+        listener = _listen(host if is_one_node else "") if self._rank == 0 else None
+        invitation = [listener.getsockname()[1], *secrets.token_bytes(NUM_TOKEN_BYTES)] if listener else []
+        invitation += [0] * (1 + NUM_TOKEN_BYTES - len(invitation))
+        port, *token = broadcast(torch.tensor(invitation, device=accelerator.device)).tolist()
+        greeting = Greeting(
+            token=bytes(token).hex(), rank=self._rank, process=f"process {os.getpid()} on {socket.gethostname()}"
+        )
+        if listener is not None:
+            _start(self._welcome, listener, greeting)
+            return
+        try:
+            connection = socket.create_connection((host, port), MEET_S)
+        except OSError as error:
+            log.warning(
+                "rank %d cannot reach rank 0 at %s, port %d (%s): if one of the two dies, the other learns it only after "
+                "learner.rank_timeout_s", self._rank, host, port, error,
+            )  # fmt: skip
+            return
+        self._begin(connection, greeting)
+
+    def _welcome(self, listener: socket.socket, greeting: Greeting) -> None:
+        with listener:
+            listener.settimeout(MEET_S)
+            try:
+                while len(self._connections) < self._num_ranks - 1:
+                    connection, _ = listener.accept()
+                    connection.settimeout(MEET_S)
+                    self._begin(connection, greeting)
+            except TimeoutError:
+                log.debug("%d ranks have not come to be watched", self._num_ranks - 1 - len(self._connections))
+
+    def _begin(self, connection: socket.socket, greeting: Greeting) -> None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in KEEPALIVE.items():
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        _start(self._listen_to, connection, greeting)
+
+    def _listen_to(self, connection: socket.socket, greeting: Greeting) -> None:
+        """Until the other end has ended."""
+        lines = _lines(connection)
+        _send(connection, greeting)
+        other = next(lines, None)
+        if not isinstance(other, Greeting) or not secrets.compare_digest(other.token.encode(), greeting.token.encode()):
+            connection.close()  # a stranger
+            return
+        connection.settimeout(None)
+        with self._lock:
+            self._connections.append(connection)
+        for line in lines:
+            if isinstance(line, Lost):
+                self._note(line)
+            return
+        self._note(Lost(rank=other.rank, process=other.process))
+
+    def _note(self, lost: Lost) -> None:
+        """Of the first that is lost: tell the others, say so before a launcher ends this rank too, and see to it that it ends."""
+        with self._lock:
+            if self._lost is not None or self._is_over.is_set():
+                return
+            self._lost = lost
+            if self._rank == 0:
+                for connection in self._connections:
+                    _send(connection, lost)
+        if self._is_to_tell:
+            print(f"error: {lost}", file=sys.stderr, flush=True)
+        self._has_news.set()
+        time.sleep(END_S)
+        os._exit(2)  # by force: its collective may never notice, or Python wait for a thread at its exit
+
+
+def _listen(host: str) -> socket.socket:
+    """At a free port; without a host on all addresses."""
+    if host or not socket.has_dualstack_ipv6():
+        return socket.create_server((host, 0))
+    return socket.create_server((host, 0), family=socket.AF_INET6, dualstack_ipv6=True)
+
+
+def _start(target: Callable[..., None], *args: Any) -> None:
+    threading.Thread(target=target, args=args, name="rank-watch", daemon=True).start()
+
+
+def _send(connection: socket.socket, line: Line) -> None:
+    with suppress(OSError):  # who has ended needs to hear nothing
+        connection.sendall(msgspec.json.encode(line) + b"\n")
+
+
+def _lines(connection: socket.socket) -> Iterator[Line]:
+    """What comes, until the connection ends, a line makes no sense or, while it has one, its timeout."""
+    with connection.makefile("rb") as file, suppress(OSError, msgspec.DecodeError):
+        while line := file.readline(MAX_LINE_BYTES):
+            yield msgspec.json.decode(line, type=Line)

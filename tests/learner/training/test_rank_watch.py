@@ -1,0 +1,165 @@
+"""A rank that dies ends the others soon, with one line that names it; nobody else can."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+import learner.rank_watch as rank_watch
+from learner.training.ranks import ranks_of
+from protocol.config import to_toml
+from protocol.errors import SlipstreamError
+from tests.learner.forked_learner import end_of, start_learner
+from tests.learner.model_engine import tiny_server
+from tests.learner.ranks import Place, Work, places_of
+from tests.learner.test_train import make_run
+from tests.learner.training.fixed_groups import make_run as a_run
+from tests.learner.training.test_ranks import LAUNCH, ROOT, UNSHARDED
+from tests.peer import PROCESSES
+
+NUM_RANKS = 3
+ALL_WITHIN_S = 30.0
+
+
+def error_lines(log: str) -> list[str]:
+    return [line for line in log.splitlines() if line.startswith("error: ")]
+
+
+@pytest.mark.parametrize("victim", [0, NUM_RANKS - 1], ids=["rank 0", "another"])
+def test_a_rank_that_dies_in_training_ends_the_others_with_one_line(tmp_path: Path, victim: int) -> None:
+    config, log = tmp_path / "run.toml", tmp_path / "run.log"
+    with tiny_server() as server:
+        run = make_run(tmp_path, server.endpoint, steps=1000)
+        config.write_text(to_toml(run))
+        ranks = [start_learner(("train", str(config)), log, log, place.enter) for place in places_of(NUM_RANKS)]
+        try:
+            wait_for_steps(Path(run.run_dir) / "metrics.jsonl", 3, log)
+            os.kill(ranks[victim].pid, signal.SIGKILL)
+            ranks[victim].join(10)
+            codes = [end_of(rank, log, ALL_WITHIN_S) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+    expected = [2] * NUM_RANKS
+    expected[victim] = -signal.SIGKILL
+    assert codes == expected
+    text = log.read_text()
+    (line,) = error_lines(text)
+    assert f"rank {victim} of this learner (process {ranks[victim].pid} on {socket.gethostname()}) has died" in line
+    assert "--resume" in line and "Traceback" not in text and "gloo" not in text, text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1], ids=["rank 0", "another"])
+def test_under_accelerate_launch_the_line_comes_before_the_launcher_ends_whoever_is_left(
+    tmp_path: Path, victim: int
+) -> None:
+    config, log = tmp_path / "run.toml", tmp_path / "run.log"
+    with tiny_server() as server, log.open("w") as file:
+        run = make_run(tmp_path, server.endpoint, steps=1000)
+        config.write_text(to_toml(run))
+        launcher = subprocess.Popen(
+            [sys.executable, "-m", *LAUNCH, *UNSHARDED, "train", str(config)],
+            cwd=ROOT, stdout=file, stderr=file, env=os.environ | {"ACCELERATE_USE_CPU": "true"},
+        )  # fmt: skip
+        wait_for_steps(Path(run.run_dir) / "metrics.jsonl", 3, log)
+        ranks = psutil.Process(launcher.pid).children()
+        (struck,) = (rank for rank in ranks if rank.environ().get("RANK") == str(victim))
+        struck.kill()
+        _, alive = psutil.wait_procs(ranks, ALL_WITHIN_S)
+        assert not alive
+        assert launcher.wait(60) != 0
+    text = log.read_text()
+    (line,) = error_lines(text)
+    assert f"rank {victim} of this learner (process {struck.pid} on" in line
+    assert text.count("Traceback") == 1 and "ChildFailedError" in text, "the launcher has one of its own"
+
+
+def wait_for_steps(metrics: Path, num_steps: int, log: Path) -> None:
+    give_up_at = time.monotonic() + 120
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < num_steps:
+        assert time.monotonic() < give_up_at, log.read_text()
+        time.sleep(0.05)
+
+
+def run_ranks(log: Path, work: Work, *args: object) -> tuple[list[int | None], str]:
+    """Two ranks that do this, ending as a command would; return their exit codes and what they wrote."""
+    ranks = [PROCESSES.Process(target=be_rank, args=(place, log, work, args)) for place in places_of(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+        rank.kill()
+    return [rank.exitcode for rank in ranks], log.read_text()
+
+
+def be_rank(place: Place, log: Path, work: Work, args: tuple[object, ...]) -> None:
+    with log.open("a") as file:
+        os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
+    place.enter()
+    try:
+        work(*args)
+    except SlipstreamError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def die_beside_one_that_hears_nothing() -> None:
+    rank_watch.END_S = 1.0
+    with ranks_of(a_run()) as accelerator:
+        if accelerator.process_index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(100)
+
+
+def test_a_rank_whose_collective_does_not_notice_is_ended_by_force(tmp_path: Path) -> None:
+    codes, log = run_ranks(tmp_path / "log", die_beside_one_that_hears_nothing)
+    assert codes == [2, -signal.SIGKILL]
+    (line,) = error_lines(log)
+    assert "rank 1 of this learner" in line
+
+
+def fail_alone() -> None:
+    with ranks_of(a_run()) as accelerator:
+        if accelerator.process_index == 1:
+            raise ZeroDivisionError("a bug")
+        accelerator.wait_for_everyone()
+
+
+def test_an_error_of_one_rank_is_told_by_it_alone(tmp_path: Path) -> None:
+    codes, log = run_ranks(tmp_path / "log", fail_alone)
+    assert codes == [2, 1]
+    assert log.count("Traceback") == 1 and "ZeroDivisionError: a bug" in log
+    (line,) = error_lines(log)
+    assert "rank 1 of this learner" in line
+
+
+def be_visited_by_strangers() -> None:
+    ports, listen = [], rank_watch._listen
+
+    def listening(host: str) -> socket.socket:
+        listener = listen(host)
+        ports.append(listener.getsockname()[1])
+        return listener
+
+    rank_watch._listen = listening
+    with ranks_of(a_run()) as accelerator:
+        guess = rank_watch.Greeting(token="0" * 32, rank=1, process="a guess")
+        for port in ports:
+            for line in (b"", b"GET / HTTP/1.1\r\n\r\n", rank_watch.msgspec.json.encode(guess) + b"\n", b"x" * 5000):
+                with suppress(OSError), socket.create_connection(("127.0.0.1", port), 10) as stranger:
+                    stranger.sendall(line)  # it may have been hung up on before all was sent
+        time.sleep(0.5)
+        accelerator.wait_for_everyone()
+
+
+def test_strangers_end_no_rank(tmp_path: Path) -> None:
+    codes, log = run_ranks(tmp_path / "log", be_visited_by_strangers)
+    assert codes == [0, 0] and error_lines(log) == [], log
