@@ -68,3 +68,5 @@ class ServerRun(SharedConfig):
             )
 
     """The learner's section, unread here."""
+    deploy: Annotated[dict[str, Any], tyro.conf.Suppress] = msgspec.field(default_factory=dict)
+    """Which part of a node each process gets, unread here."""

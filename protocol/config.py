@@ -1,7 +1,7 @@
 """Loading of the one TOML file that both processes read, with flags on top.
 
-Top-level keys are shared: both sides must see the same values. `[server]` and `[learner]` are private: each process types
-its own section and leaves the other unread. Precedence: flag > file > default. An unknown key is an error.
+Top-level keys are shared: both sides must see the same values. `[server]`, `[learner]` and `[deploy]` are private: each program
+types its own section and leaves the others unread. Precedence: flag > file > default. An unknown key is an error.
 """
 
 import contextlib

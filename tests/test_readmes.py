@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from deploy.config import DeployConfig
 from inference_server.config import ServerConfig
 from learner.config import LearnerConfig
 from protocol.config import SharedConfig
@@ -33,7 +34,7 @@ FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 TOML = re.compile(r"^```toml\n(.*?)^```", re.DOTALL | re.MULTILINE)
 FILE = re.compile(r"(?<![\w./:<>-])[\w./-]+\.(?:py|toml|md|lock|jinja|json|png)\b")
 FOLDER = re.compile(r"`([\w./-]+/)`")
-KEY = re.compile(r"`(?:--|\[)?((?:learner|server)\.[a-z_.-]+)[^`]*`")
+KEY = re.compile(r"`(?:--|\[)?((?:learner|server|deploy)\.[a-z_.-]+)[^`]*`")
 MADE_BY_USERS = {"run.toml", "my_rewards.py", "prompts.jsonl"}
 MADE_BY_RUNS = ("runs/", "checkpoints/", "model/", "adapter/", "logs/", "keys/", "DIR/", "allowed/")
 
@@ -77,7 +78,7 @@ def exists(page: Path, name: str) -> bool:
 
 
 def named_keys(text: str) -> set[str]:
-    """Keys and sections of [learner] and [server] in backticks, as flags too, and all keys of configs that are shown."""
+    """Keys and sections of [learner], [server] and [deploy] in backticks, as flags too, and all keys of configs that are shown."""
     keys = {key.replace("-", "_") for key in KEY.findall(FENCED.sub("", text))}
     for config in TOML.findall(text):
         keys |= set(flat(tomllib.loads(config)))
@@ -92,7 +93,7 @@ def flat(section: dict[str, Any], prefix: str = "") -> Iterator[str]:
 def is_key(name: str) -> bool:
     """Whether a config may have it."""
     first, *rest = name.split(".")
-    struct: Any = {"learner": LearnerConfig, "server": ServerConfig}.get(first, SharedConfig)
+    struct: Any = {"learner": LearnerConfig, "server": ServerConfig, "deploy": DeployConfig}.get(first, SharedConfig)
     for part in rest if struct is not SharedConfig else [first]:
         types = {field.name: field.type for field in msgspec.structs.fields(struct)} if is_section(struct) else {}
         if part not in types:

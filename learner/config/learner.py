@@ -141,6 +141,8 @@ class LearnerRun(SharedConfig):
     """What the learner does."""
     server: MayChange[Annotated[dict[str, Any], tyro.conf.Suppress]] = msgspec.field(default_factory=dict)
     """The server's section: not read here."""
+    deploy: MayChange[Annotated[dict[str, Any], tyro.conf.Suppress]] = msgspec.field(default_factory=dict)
+    """Which part of a node each process gets: not read here."""
 
     def check(self) -> None:
         said = {

@@ -1,5 +1,7 @@
 """How colocate shares flags and cores between the two processes, and that it leaves none of them behind."""
 
+import contextlib
+import json
 import os
 import re
 import signal
@@ -7,38 +9,114 @@ import socket
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
-from deploy.colocate import GRACE_S, _flags_of_each, _split_cores
+from deploy import colocate
+from deploy.colocate import flags_by_section, with_cores
+from deploy.config import DeployConfig
+from deploy.processes import GRACE_S
+from tests.deploy.test_placement import a_learner, a_server
 
 ROOT = Path(__file__).parent.parent.parent
 
 
-def test_private_flags_go_to_their_side_and_shared_ones_to_both() -> None:
+def test_private_flags_go_to_their_side_and_shared_ones_to_all() -> None:
     flags = ["--learner.steps", "3", "--seed", "1", "--server.cpu-cores", "0", "1", "--model", "m"]
-    learner, server = _flags_of_each(flags)
-    assert learner == ["--learner.steps", "3", "--seed", "1", "--model", "m"]
-    assert server == ["--seed", "1", "--server.cpu-cores", "0", "1", "--model", "m"]
+    flags += ["--deploy.restart", "on-failure"]
+    assert flags_by_section(flags) == {
+        "learner": ["--learner.steps", "3", "--seed", "1", "--model", "m"],
+        "server": ["--seed", "1", "--server.cpu-cores", "0", "1", "--model", "m"],
+        "deploy": ["--seed", "1", "--model", "m", "--deploy.restart", "on-failure"],
+    }
 
 
 def test_cores_are_halved_unless_the_config_names_any() -> None:
     num_cores = len(os.sched_getaffinity(0))
-    server, learner = _split_cores(None, None)
+    config = with_cores(DeployConfig(), a_server(), a_learner())
     if num_cores >= 2 and not Path("/dev/nvidia0").exists():
-        assert server[0] == "--server.cpu-cores" and learner[0] == "--learner.cpu-cores"
-        assert sorted(map(int, server[1:] + learner[1:])) == list(range(num_cores))
-    assert _split_cores((0,), None) == ([], [])
+        assert sorted([*config.server_cores[0], *config.learner_cores[0]]) == list(range(num_cores))
+    assert with_cores(DeployConfig(), a_server(cpu_cores=[0]), a_learner()) == DeployConfig()
+    named = DeployConfig(learner_cores=((0,),))
+    assert with_cores(named, a_server(), a_learner()) == named
+
+
+def test_several_ranks_are_told_of_each_other_and_only_a_learner_that_was_begun_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+    monkeypatch.setattr(colocate, "Process", lambda *arguments: started.append(arguments))
+    config = DeployConfig(learner_cores=((0,), (1,)))
+    run = msgspec.structs.replace(a_learner(), run_dir=str(tmp_path))
+    node = colocate.Node(
+        config=config, learner_run=run, logs=tmp_path, server=("server",), learner=("learner",), resume=False
+    )
+    node.start_learner(again=False)
+    node.start_learner(again=True)
+    (tmp_path / "config.toml").touch()
+    node.start_learner(again=True)
+    commands = [command for _, command, _, _ in started]
+    assert commands[0] == ("learner", "--learner.cpu-cores", "0")
+    assert [("--resume" in command) for command in commands] == [False] * 4 + [True] * 2
+    ports = [environment["MASTER_PORT"] for _, _, environment, _ in started]
+    assert ports[0] == ports[1] != ports[2] == ports[3]
+    assert [name for name, *_ in started[:2]] == ["learner0", "learner1"]
+    assert started[0][3] == tmp_path / "learner0.log"
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_learner_of_two_ranks_one_of_which_is_killed_is_started_again_and_ends_complete(tmp_path: Path) -> None:
+    ports, run_dir = free_ports(2), tmp_path / "run"
+    recipe = tomllib.loads((ROOT / "deploy/recipes/reverse.toml").read_text())
+    recipe |= {"run_dir": str(run_dir), "endpoint": f"tcp://127.0.0.1:{ports[0]}"}
+    recipe["server"] |= {"http_port": ports[1]}
+    recipe["learner"] |= {
+        "steps": 24,
+        "checkpoint": {"every_steps": 4},
+        "report": {"trackers": [], "dashboard_port": 0},
+    }
+    del recipe["server"]["cpu_cores"], recipe["learner"]["cpu_cores"]
+    recipe["deploy"] = {"server_cores": [[0]], "learner_cores": [[1], [2]], "restart": "on-failure"}
+    config, out = tmp_path / "run.toml", tmp_path / "out"
+    config.write_bytes(msgspec.toml.encode(recipe))
+    with out.open("w") as file:
+        node = subprocess.Popen(
+            [sys.executable, "-m", "deploy.colocate", str(config)], cwd=ROOT, stdout=file, stderr=file
+        )
+    metrics = run_dir / "metrics.jsonl"
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < 6:
+        assert node.poll() is None, out.read_text()
+        time.sleep(0.1)
+    children = psutil.Process(node.pid).children(recursive=True)
+    (rank,) = (child for child in children if child.environ().get("RANK") == "1" and "train" in child.cmdline())
+    rank.kill()
+    assert node.wait(400) == 0, out.read_text()
+    _, alive = psutil.wait_procs(children, timeout=60)
+    assert not alive
+    text = out.read_text()
+    assert text.count("rank 1 of 2") == 2 and f"rank 1 of this learner (process {rank.pid} on" in text
+    assert "learner1 ended with exit code -9; starting it again (1 of 3 within an hour)" in text
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert set(steps) == set(range(1, 25)) and steps[-1] == 24
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [listener.getsockname()[1] for listener in listeners]
 
 
 @pytest.mark.vllm
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
 def test_a_closed_terminal_and_a_killed_colocate_leave_no_process_behind(tmp_path: Path, number: int) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
-        ports = one.getsockname()[1], two.getsockname()[1]
+    ports = free_ports(2)
     command = [
         sys.executable,
         "-m",
@@ -56,15 +134,15 @@ def test_a_closed_terminal_and_a_killed_colocate_leave_no_process_behind(tmp_pat
         "0",
     ]
     with (tmp_path / "out").open("w") as out:
-        colocate = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out)
+        node = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out)
     deadline = time.monotonic() + 180  # the first import in a fresh environment, on a busy machine
     both_are_up = re.compile("waiting for the inference server|connected to the server")
     while not both_are_up.search((tmp_path / "out").read_text()):
-        assert colocate.poll() is None and time.monotonic() < deadline, (tmp_path / "out").read_text()
+        assert node.poll() is None and time.monotonic() < deadline, (tmp_path / "out").read_text()
         time.sleep(0.1)
-    children = psutil.Process(colocate.pid).children(recursive=True)
+    children = psutil.Process(node.pid).children(recursive=True)
     assert len(children) >= 2
-    colocate.send_signal(number)
-    colocate.wait(2 * 2 * GRACE_S + 60)  # each of the two may take it to end, and again for the last of its output
+    node.send_signal(number)
+    node.wait(2 * 2 * GRACE_S + 60)  # each of the two may take it to end, and again for the last of its output
     _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive

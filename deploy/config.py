@@ -1,0 +1,79 @@
+"""Deploy's side of the config file: the `[deploy]` section, which part of the node each process gets."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+import tyro
+
+from protocol.config import SharedConfig
+
+Places = tuple[int, ...]
+
+
+def _refuse_shared(what: str, parts: tuple[Places, ...]) -> None:
+    """NCCL knows no two ranks on one GPU, and processes whose threads spin on one core slow each other down tenfold."""
+    taken: set[int] = set()
+    for part in parts:
+        if not part:
+            raise ValueError(f"{what}: an empty list gives a process none; name some, or leave the key out")
+        for place in part:
+            if place < 0 or place in taken:
+                problem = "is no position" if place < 0 else "is given away twice"
+                raise ValueError(f"{what}: {place} {problem}; each process needs its own")
+            taken.add(place)
+
+
+class DeployConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Keys that only deploy reads. Without any there are one server and one rank."""
+
+    server_gpus: Annotated[tuple[Places, ...], tyro.conf.Suppress] = ()
+    """The GPUs of each server: [[0, 1], [2, 3]] are two servers of two workers each."""
+    learner_gpus: Annotated[Places, tyro.conf.Suppress] = ()
+    """The GPUs of the learner, a rank on each."""
+    server_cores: Annotated[tuple[Places, ...], tyro.conf.Suppress] = ()
+    """The cores of each server, as positions in the list of cores that colocate may use."""
+    learner_cores: Annotated[tuple[Places, ...], tyro.conf.Suppress] = ()
+    """The cores of each of the learner's ranks."""
+    sharded: bool = False
+    """The learner's ranks share the policy by FSDP2; otherwise each has the whole of it."""
+    restart: Literal["never", "on-failure"] = "never"
+    """What happens to a server that ends by itself, or a learner that fails: never: everything ends; on-failure: it is started
+    again, the learner with --resume."""
+    max_restarts: int = 3
+    """on-failure: how often within an hour for each server, and for the learner; once more ends everything."""
+
+    @property
+    def num_servers(self) -> int:
+        return max(len(self.server_gpus), len(self.server_cores), 1)
+
+    @property
+    def num_ranks(self) -> int:
+        return max(len(self.learner_gpus), len(self.learner_cores), 1)
+
+    def __post_init__(self) -> None:
+        for what, gpus, cores in (
+            ("server", self.server_gpus, self.server_cores),
+            ("learner", tuple((gpu,) for gpu in self.learner_gpus), self.learner_cores),
+        ):
+            if gpus and cores and len(gpus) != len(cores):
+                raise ValueError(
+                    f"{what}_gpus is for {len(gpus)} and {what}_cores for {len(cores)}; give each as many, or leave one out"
+                )
+        _refuse_shared("server_gpus", self.server_gpus)  # one of them may be the learner's too (transport ipc)
+        _refuse_shared("learner_gpus", tuple((gpu,) for gpu in self.learner_gpus))
+        _refuse_shared("server_cores and learner_cores", (*self.server_cores, *self.learner_cores))
+        if self.sharded and len(self.learner_gpus) < 2:
+            raise ValueError("sharded = true needs two or more learner_gpus: accelerate shards on GPUs alone")
+        if self.max_restarts < 1:
+            raise ValueError(f'max_restarts = {self.max_restarts} must be at least 1; for none set restart = "never"')
+
+
+class DeployRun(SharedConfig):
+    """Configuration of `python -m deploy.colocate`: of the processes' own sections it reads nothing."""
+
+    deploy: DeployConfig = DeployConfig()
+    """Which part of the node each process gets."""
+    server: Annotated[dict[str, Any], tyro.conf.Suppress] = msgspec.field(default_factory=dict)
+    """The server's section, unread here."""
+    learner: Annotated[dict[str, Any], tyro.conf.Suppress] = msgspec.field(default_factory=dict)
+    """The learner's section, unread here."""

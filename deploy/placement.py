@@ -1,0 +1,123 @@
+"""Who runs where: from the config to the processes of a node, each with its flags and its environment.
+
+    DeployConfig ─▶ a Place for each server, and for each rank of the learner ─▶ supervisor.py starts them
+
+Pure: nothing is started or looked at here. Invariant: no two places have a core, an address or a rank in common, nor two servers or
+two ranks a GPU.
+"""
+
+import msgspec
+
+from deploy.config import DeployConfig
+from inference_server.config import ServerRun
+from learner.config import LearnerRun
+from protocol.endpoint import join_address, split_endpoint
+from protocol.errors import ConfigError
+
+FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+"""What `accelerate launch --use_fsdp` tells its ranks."""
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """A process to be."""
+
+    name: str
+    flags: tuple[str, ...]
+    """They come after those of the command line."""
+    environment: dict[str, str]
+
+
+def halves(num_cores: int) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """Of a node without GPUs: a server and a learner whose threads spin on the same cores slow each other down tenfold."""
+    half = num_cores // 2
+    return {"server_cores": (tuple(range(half)),), "learner_cores": (tuple(range(half, num_cores)),)}
+
+
+def server_places(config: DeployConfig, run: ServerRun) -> list[Place]:
+    """Raises ConfigError for what the server's own section contradicts."""
+    if config.server_cores and run.server.cpu_cores is not None:
+        raise ConfigError("server.cpu_cores and deploy.server_cores both name the servers' cores; remove one of them")
+    places = []
+    for i in range(config.num_servers):
+        flags = _addresses(run, i) if config.num_servers > 1 else []
+        if config.server_gpus:
+            flags += _workers(run, len(config.server_gpus[i]))
+        if config.server_cores:
+            flags += ["--server.cpu-cores", *map(str, config.server_cores[i])]
+        gpus = config.server_gpus[i] if config.server_gpus else ()
+        environment = _visible(config, gpus)
+        places.append(Place(name=_name("server", i, config.num_servers), flags=tuple(flags), environment=environment))
+    return places
+
+
+def endpoints(config: DeployConfig, run: ServerRun) -> list[str]:
+    """Where the servers listen: at the run's endpoint, each further one a port higher."""
+    return [_endpoint(run, i) for i in range(config.num_servers)]
+
+
+def rank_places(config: DeployConfig, run: LearnerRun, port: int) -> list[Place]:
+    """The ranks meet at `port`. Raises ConfigError for what the learner's own section contradicts."""
+    if config.learner_cores and run.learner.cpu_cores is not None:
+        raise ConfigError(
+            "learner.cpu_cores and deploy.learner_cores both name the learner's cores; remove one of them"
+        )
+    places = []
+    for rank in range(config.num_ranks):
+        cores = map(str, config.learner_cores[rank]) if config.learner_cores else ()
+        flags = ("--learner.cpu-cores", *cores) if config.learner_cores else ()
+        environment = _visible(config, config.learner_gpus) | _rank(config, rank, port)
+        places.append(Place(name=_name("learner", rank, config.num_ranks), flags=flags, environment=environment))
+    return places
+
+
+def _name(kind: str, index: int, count: int) -> str:
+    return f"{kind}{index}" if count > 1 else kind
+
+
+def _addresses(run: ServerRun, index: int) -> list[str]:
+    http_port = run.server.http_port + index if run.server.http_port else 0
+    return ["--endpoint", _endpoint(run, index), "--server.http-port", str(http_port)]
+
+
+def _endpoint(run: ServerRun, index: int) -> str:
+    if index == 0:
+        return run.endpoint
+    host, port = split_endpoint(run.endpoint)
+    if not port.isdigit() or int(port) + index > 65535:
+        raise ConfigError(
+            f"endpoint = {run.endpoint!r} is the first server's, and each further one listens a port higher; give it a port that "
+            f"has {index} above it"
+        )
+    return f"tcp://{join_address(host, int(port) + index)}"
+
+
+def _workers(run: ServerRun, num_gpus: int) -> list[str]:
+    """A worker on each GPU, unless the config says how many."""
+    size = run.server.tensor_parallel_size
+    if size == 1:
+        return ["--server.tensor-parallel-size", str(num_gpus)] if num_gpus > 1 else []
+    if size != num_gpus:
+        raise ConfigError(
+            f"server.tensor_parallel_size = {size}, but deploy.server_gpus gives a server {num_gpus}; make them equal, or leave the "
+            "first out"
+        )
+    return []
+
+
+def _visible(config: DeployConfig, gpus: tuple[int, ...]) -> dict[str, str]:
+    """Who is given no GPU beside others that are, sees none."""
+    if not config.server_gpus and not config.learner_gpus:
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+
+
+def _rank(config: DeployConfig, rank: int, port: int) -> dict[str, str]:
+    """What torchrun tells a rank."""
+    if config.num_ranks == 1:
+        return {}
+    num_ranks = str(config.num_ranks)
+    told = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if not config.learner_gpus:
+        told["ACCELERATE_USE_CPU"] = "true"
+    return told | (FSDP2 if config.sharded else {})

@@ -1,0 +1,114 @@
+"""Servers and ranks of one node from their start to their end.
+
+    starts servers and learner ─▶ waits for one to end ─┬▶ starts it again, if the config says so and it was not too often
+                                                        └▶ ends the learner, then the servers
+    a signal ─▶ every rank, which finishes its step and writes a checkpoint ─▶ the learner ends ─▶ the servers
+
+The ranks of a learner live and die together. Invariant: `run` leaves no process behind.
+"""
+
+import signal
+import sys
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from deploy.config import DeployConfig
+from deploy.processes import Process, end, wait_for
+
+POLL_S = 0.2
+RANKS_END_S = 30.0
+"""Time the ranks get to end after one of them has died, which they notice by themselves (learner/rank_watch.py)."""
+RESTART_AFTER_S = 1.0
+WINDOW_S = 3600.0
+"""In which restarts are counted."""
+
+
+class StartLearner(Protocol):
+    """Start all ranks; again: of the run that they have begun."""
+
+    def __call__(self, *, again: bool) -> list[Process]: ...
+
+
+class Supervisor:
+    """Of one run of colocate."""
+
+    def __init__(
+        self, start_server: Mapping[str, Callable[[], Process]], start_learner: StartLearner, config: DeployConfig
+    ) -> None:
+        self._start_server, self._start_learner, self._config = start_server, start_learner, config
+        self._servers: dict[str, Process] = {}
+        self._ranks: list[Process] = []
+        self._restarts: dict[str, deque[float]] = defaultdict(deque)
+        self._is_stopping = False
+
+    def run(self) -> int:
+        """Return the exit code of the learner, or 1 when a server ended before it."""
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda number, frame: self._pass_on(number))
+        try:
+            for name, start in self._start_server.items():
+                self._servers[name] = start()
+            if not self._is_stopping:
+                self._ranks = self._start_learner(again=False)
+            while (code := self._code()) is None:
+                time.sleep(POLL_S)
+            return code
+        finally:
+            end(self._ranks)
+            end(list(self._servers.values()))
+
+    def _pass_on(self, number: int) -> None:
+        """A learner that ends in order ends everything; only one that is there can."""
+        self._is_stopping = True
+        for rank in self._ranks:
+            rank.signal(number)
+
+    def _code(self) -> int | None:
+        """What everything ends with; None: it goes on."""
+        codes = [rank.returncode for rank in self._ranks]
+        if failed := [code for code in codes if code]:
+            wait_for(self._ranks, RANKS_END_S)
+            return None if self._restart_learner() else failed[0]
+        if None not in codes:
+            return 0
+        for name, server in self._servers.items():
+            if server.returncode is not None and not self._restart_server(name, server.returncode):
+                return 1
+        return None
+
+    def _restart_server(self, name: str, code: int) -> bool:
+        if not self._may_restart(name, f"{name} ended with exit code {code}"):
+            return False
+        self._servers[name] = self._start_server[name]()
+        return True
+
+    def _restart_learner(self) -> bool:
+        ended = ", ".join(
+            f"{rank.name} ended with exit code {rank.returncode}" for rank in self._ranks if rank.returncode
+        )
+        if not self._may_restart("learner", ended):
+            return False
+        self._ranks = self._start_learner(again=True)
+        return True
+
+    def _may_restart(self, name: str, ended: str) -> bool:
+        """Whether it is started again, and say so."""
+        if self._is_stopping:
+            return False
+        recent, limit = self._restarts[name], self._config.max_restarts
+        while recent and recent[0] < time.monotonic() - WINDOW_S:
+            recent.popleft()
+        if self._config.restart == "never" or len(recent) >= limit:
+            too_often = f" once more, after {limit} restarts within an hour (deploy.max_restarts)" if recent else ""
+            _say(f"{ended}{too_often}; ending everything")
+            return False
+        recent.append(time.monotonic())
+        _say(f"{ended}; starting it again ({len(recent)} of {limit} within an hour)")
+        time.sleep(RESTART_AFTER_S)
+        return not self._is_stopping
+
+
+def _say(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)

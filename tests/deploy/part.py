@@ -1,0 +1,50 @@
+"""Stands for a server or a rank: `python part.py NAME DIRECTORY VERB BEHAVIOUR [BEHAVIOUR ...]`, one for each time it is started.
+
+serve      until a signal comes
+end N      after a moment, with exit code N
+deaf       notes signals and lives on
+Everything is noted in DIRECTORY/events, a line each, the start as `NAME VERB`.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+A_MOMENT_S = 0.3
+LIFE_S = 60.0
+
+
+def main() -> None:
+    name, directory, verb, *behaviours = sys.argv[1:]
+    events = Path(directory, "events")
+
+    def note(what: str) -> None:
+        with events.open("a") as file:
+            file.write(f"{name} {what}\n")
+
+    def on_signal(number: int, frame: object) -> None:
+        note(signal.Signals(number).name)
+        if behaviour != "deaf":
+            sys.exit(0)
+
+    earlier = events.read_text().splitlines() if events.exists() else []
+    num_lives = sum(line in (f"{name} started", f"{name} resumed") for line in earlier)
+    behaviour = behaviours[min(num_lives, len(behaviours) - 1)]
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, on_signal)
+    Path(directory, f"{name}.pid").write_text(str(os.getpid()))
+    note(verb)
+    print(f"{name} says hello", flush=True)
+    if behaviour.startswith("end"):
+        time.sleep(A_MOMENT_S)
+        note("ended")
+        sys.exit(int(behaviour.split()[1]))
+    end_at = time.monotonic() + LIFE_S
+    while time.monotonic() < end_at:
+        time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Parts under a Supervisor, in a process that signals can be sent to: `python -m tests.deploy.supervised SPEC.json`."""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+import deploy.supervisor
+from deploy.config import DeployConfig
+from deploy.processes import Process
+from deploy.supervisor import Supervisor
+
+PART = Path(__file__).parent / "part.py"
+RANKS_END_S = 3.0
+
+
+class Spec(msgspec.Struct):
+    """The behaviours of each part (part.py), one for each time it is started."""
+
+    directory: str
+    servers: dict[str, list[str]]
+    ranks: dict[str, list[str]]
+    deploy: DeployConfig = DeployConfig()
+
+
+def main() -> None:
+    spec = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Spec)
+    deploy.supervisor.RANKS_END_S = RANKS_END_S
+
+    def start(name: str, behaviours: list[str], verb: str = "started") -> Process:
+        command = [sys.executable, "-S", str(PART), name, spec.directory, verb, *behaviours]
+        return Process(name, command, {}, Path(spec.directory, f"{name}.log"))
+
+    def start_learner(*, again: bool) -> list[Process]:
+        verb = "resumed" if again else "started"
+        return [start(name, behaviours, verb) for name, behaviours in spec.ranks.items()]
+
+    servers = {name: partial(start, name, behaviours) for name, behaviours in spec.servers.items()}
+    sys.exit(Supervisor(servers, start_learner, spec.deploy).run())
+
+
+if __name__ == "__main__":
+    main()

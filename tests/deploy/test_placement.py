@@ -1,0 +1,124 @@
+"""Which flags and which environment each process of a node gets, from what the config says."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from deploy.config import DeployConfig, DeployRun
+from deploy.placement import endpoints, halves, rank_places, server_places
+from inference_server.config import ServerRun
+from learner.config import LearnerRun
+from protocol.config import load_config
+from protocol.errors import ConfigError
+
+SHARED = {"model": "tiny:digits", "run_dir": "runs/x"}
+
+
+def a_server(endpoint: str = "tcp://127.0.0.1:5757", **server: Any) -> ServerRun:
+    return msgspec.convert(SHARED | {"endpoint": endpoint, "server": server}, ServerRun)
+
+
+def a_learner(**learner: Any) -> LearnerRun:
+    settings = {"steps": 1, "data": {"task": "reverse"}, "reward": {"functions": ["exact_match"]}}
+    return msgspec.convert(SHARED | {"learner": settings | learner}, LearnerRun)
+
+
+EIGHT_GPUS = DeployConfig(server_gpus=((0, 1), (2, 3)), learner_gpus=(4, 5, 6, 7), sharded=True)
+
+
+def test_each_server_has_its_gpus_its_workers_and_its_ports() -> None:
+    first, second = server_places(EIGHT_GPUS, a_server(http_port=8000))
+    assert (first.name, second.name) == ("server0", "server1")
+    assert [place.environment for place in (first, second)] == [
+        {"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "2,3"},
+    ]  # fmt: skip
+    assert second.flags == (
+        "--endpoint", "tcp://127.0.0.1:5758", "--server.http-port", "8001", "--server.tensor-parallel-size", "2",
+    )  # fmt: skip
+    assert endpoints(EIGHT_GPUS, a_server()) == ["tcp://127.0.0.1:5757", "tcp://127.0.0.1:5758"]
+    assert endpoints(EIGHT_GPUS, a_server("tcp://[::1]:7000"))[1] == "tcp://[::1]:7001"
+
+
+def test_each_rank_is_told_what_torchrun_tells_and_sees_the_gpus_of_all() -> None:
+    places = rank_places(EIGHT_GPUS, a_learner(), port=29500)
+    assert [place.name for place in places] == [f"learner{rank}" for rank in range(4)]
+    assert [place.environment["LOCAL_RANK"] for place in places] == ["0", "1", "2", "3"]
+    (environment,) = {
+        tuple(sorted((key, value) for key, value in place.environment.items() if not key.endswith("RANK")))
+        for place in places
+    }
+    assert dict(environment) == {
+        "CUDA_VISIBLE_DEVICES": "4,5,6,7", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    }  # fmt: skip
+
+
+def test_cores_become_flags_and_ranks_without_gpus_are_told_so() -> None:
+    config = DeployConfig(server_cores=((0, 1),), learner_cores=((2,), (3,)))
+    (server,) = server_places(config, a_server())
+    assert (server.name, server.flags, server.environment) == ("server", ("--server.cpu-cores", "0", "1"), {})
+    first, second = rank_places(config, a_learner(), port=1)
+    assert second.flags == ("--learner.cpu-cores", "3")
+    assert first.environment["ACCELERATE_USE_CPU"] == "true" and "CUDA_VISIBLE_DEVICES" not in first.environment
+
+
+def test_without_a_section_there_are_a_server_and_a_learner_that_are_told_nothing() -> None:
+    (server,), (learner,) = server_places(DeployConfig(), a_server()), rank_places(DeployConfig(), a_learner(), 1)
+    assert (server.name, server.flags, server.environment) == ("server", (), {})
+    assert (learner.name, learner.flags, learner.environment) == ("learner", (), {})
+
+
+def test_a_side_without_gpus_beside_one_with_some_sees_none() -> None:
+    (server,) = server_places(DeployConfig(learner_gpus=(0,)), a_server())
+    assert server.environment == {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def test_halves_are_all_cores_once() -> None:
+    assert halves(5) == {"server_cores": ((0, 1),), "learner_cores": ((2, 3, 4),)}
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"server_gpus": [[0, 1], [1]]}, "deploy.server_gpus: 1 is given away twice"),
+        ({"learner_gpus": [2, 2]}, "deploy.learner_gpus: 2 is given away twice"),
+        ({"server_cores": [[0]], "learner_cores": [[1], [0]]}, "learner_cores: 0 is given away twice"),
+        ({"server_cores": [[]]}, "an empty list gives a process none"),
+        ({"server_gpus": [[-1]]}, "-1 is no position"),
+        ({"server_gpus": [[0]], "server_cores": [[0], [1]]}, "server_gpus is for 1 and server_cores for 2"),
+        ({"learner_gpus": [0], "sharded": True}, "sharded = true needs two or more learner_gpus"),
+        ({"max_restarts": 0}, "max_restarts = 0 must be at least 1"),
+        ({"restart": "always"}, "deploy.restart = 'always'"),
+        ({"gpus": [1]}, "unknown key deploy.gpus"),
+    ],
+)
+def test_a_section_that_cannot_be_is_refused_by_name(tmp_path: Path, section: dict[str, Any], message: str) -> None:
+    config = tmp_path / "run.toml"
+    config.write_bytes(msgspec.toml.encode(SHARED | {"deploy": section}))
+    with pytest.raises(ConfigError) as refused:
+        load_config(DeployRun, [str(config)], "deploy")
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "server", "message"),
+    [
+        (DeployConfig(server_gpus=((0, 1),)), {"tensor_parallel_size": 4}, "gives a server 2; make them equal"),
+        (DeployConfig(server_cores=((0,),)), {"cpu_cores": [1]}, "both name the servers' cores"),
+        (DeployConfig(server_cores=((0,), (1,))), {"endpoint": "tcp://127.0.0.1:65535"}, "give it a port that"),
+    ],
+)
+def test_what_contradicts_the_servers_section_is_refused(
+    config: DeployConfig, server: dict[str, Any], message: str
+) -> None:
+    endpoint = server.pop("endpoint", "tcp://127.0.0.1:5757")
+    with pytest.raises(ConfigError, match=message):
+        server_places(config, a_server(endpoint, **server))
+
+
+def test_what_contradicts_the_learners_section_is_refused() -> None:
+    with pytest.raises(ConfigError, match="both name the learner's cores"):
+        rank_places(DeployConfig(learner_cores=((0,),)), a_learner(cpu_cores=[0]), port=1)
