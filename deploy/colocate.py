@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from deploy.config import DeployConfig, DeployRun
-from deploy.placement import Place, endpoints, halves, rank_places, server_places
+from deploy.placement import Place, halves, rank_places, server_places
 from deploy.processes import Process
 from deploy.supervisor import Supervisor
 from inference_server.config import ServerRun
@@ -47,10 +47,9 @@ def colocate(arguments: list[str]) -> int:
     arguments = [argument for argument in arguments if argument not in SWITCHES]
     config_file, flags_of = arguments[:1], flags_by_section(arguments[1:])
     config = load_config(DeployRun, config_file + flags_of["deploy"], PROGRAM).deploy
-    server_run = load_config(ServerRun, config_file + flags_of["server"], PROGRAM)
-    if config.num_servers > 1:
-        flags_of["learner"] += ["--endpoints", *endpoints(config, server_run)]
     learner_run = load_config(LearnerRun, config_file + flags_of["learner"], PROGRAM)
+    of_first = ["--endpoint", learner_run.servers[0]]  # each server is told its own
+    server_run = load_config(ServerRun, config_file + flags_of["server"] + of_first, PROGRAM)
     if "--dry-run" in switches:
         with until_its_reader_leaves():
             print(to_toml(server_run))  # each side reads the others' sections as they stand in the file

@@ -11,7 +11,6 @@ import msgspec
 from deploy.config import DeployConfig
 from inference_server.config import ServerRun
 from learner.config import LearnerRun
-from protocol.endpoint import join_address, split_endpoint
 from protocol.errors import ConfigError
 
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
@@ -37,9 +36,14 @@ def server_places(config: DeployConfig, run: ServerRun) -> list[Place]:
     """Raises ConfigError for what the server's own section contradicts."""
     if config.server_cores and run.server.cpu_cores is not None:
         raise ConfigError("server.cpu_cores and deploy.server_cores both name the servers' cores; remove one of them")
+    if config.num_servers != len(run.servers):
+        raise ConfigError(
+            f"deploy places {config.num_servers} server(s), and the run has {len(run.servers)} endpoint(s): {', '.join(run.servers)}. "
+            'Give each server one, as in endpoints = ["tcp://127.0.0.1:5757", "tcp://127.0.0.1:5758"]'
+        )
     places = []
     for i in range(config.num_servers):
-        flags = _addresses(run, i) if config.num_servers > 1 else []
+        flags = _addresses(run, i) if run.endpoints else []
         if config.server_gpus:
             flags += _workers(run, len(config.server_gpus[i]))
         if config.server_cores:
@@ -48,11 +52,6 @@ def server_places(config: DeployConfig, run: ServerRun) -> list[Place]:
         environment = _visible(config, gpus)
         places.append(Place(name=_name("server", i, config.num_servers), flags=tuple(flags), environment=environment))
     return places
-
-
-def endpoints(config: DeployConfig, run: ServerRun) -> list[str]:
-    """Where the servers listen: at the run's endpoint, each further one a port higher."""
-    return [_endpoint(run, i) for i in range(config.num_servers)]
 
 
 def rank_places(config: DeployConfig, run: LearnerRun, port: int) -> list[Place]:
@@ -76,19 +75,7 @@ def _name(kind: str, index: int, count: int) -> str:
 
 def _addresses(run: ServerRun, index: int) -> list[str]:
     http_port = run.server.http_port + index if run.server.http_port else 0
-    return ["--endpoint", _endpoint(run, index), "--server.http-port", str(http_port)]
-
-
-def _endpoint(run: ServerRun, index: int) -> str:
-    if index == 0:
-        return run.endpoint
-    host, port = split_endpoint(run.endpoint)
-    if not port.isdigit() or int(port) + index > 65535:
-        raise ConfigError(
-            f"endpoint = {run.endpoint!r} is the first server's, and each further one listens a port higher; give it a port that "
-            f"has {index} above it"
-        )
-    return f"tcp://{join_address(host, int(port) + index)}"
+    return ["--endpoint", run.endpoints[index], "--server.http-port", str(http_port)]
 
 
 def _workers(run: ServerRun, num_gpus: int) -> list[str]:

@@ -23,6 +23,7 @@ from deploy.processes import GRACE_S
 from tests.deploy.test_placement import a_learner, a_server
 
 ROOT = Path(__file__).parent.parent.parent
+NUM_STEPS = 200
 
 
 def test_private_flags_go_to_their_side_and_shared_ones_to_all() -> None:
@@ -71,39 +72,44 @@ def test_several_ranks_are_told_of_each_other_and_only_a_learner_that_was_begun_
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_learner_of_two_ranks_one_of_which_is_killed_is_started_again_and_ends_complete(tmp_path: Path) -> None:
+def test_two_servers_and_two_ranks_of_which_one_each_is_killed_end_complete(tmp_path: Path) -> None:
     ports, run_dir = free_ports(2), tmp_path / "run"
     recipe = tomllib.loads((ROOT / "deploy/recipes/reverse.toml").read_text())
-    recipe |= {"run_dir": str(run_dir), "endpoint": f"tcp://127.0.0.1:{ports[0]}"}
-    recipe["server"] |= {"http_port": ports[1]}
-    recipe["learner"] |= {
-        "steps": 24,
-        "checkpoint": {"every_steps": 4},
-        "report": {"trackers": [], "dashboard_port": 0},
-    }
+    recipe |= {"run_dir": str(run_dir), "endpoints": [f"tcp://127.0.0.1:{port}" for port in ports]}
+    recipe["server"] |= {"http_port": 0}
+    report, checkpoint = {"trackers": [], "dashboard_port": 0}, {"every_steps": 20}
+    recipe["learner"] |= {"steps": NUM_STEPS, "checkpoint": checkpoint, "report": report}
     del recipe["server"]["cpu_cores"], recipe["learner"]["cpu_cores"]
-    recipe["deploy"] = {"server_cores": [[0]], "learner_cores": [[1], [2]], "restart": "on-failure"}
-    config, out = tmp_path / "run.toml", tmp_path / "out"
+    recipe["deploy"] = {"server_cores": [[0], [1]], "learner_cores": [[2], [3]], "restart": "on-failure"}
+    config, out, metrics = tmp_path / "run.toml", tmp_path / "out", run_dir / "metrics.jsonl"
     config.write_bytes(msgspec.toml.encode(recipe))
     with out.open("w") as file:
-        node = subprocess.Popen(
-            [sys.executable, "-m", "deploy.colocate", str(config)], cwd=ROOT, stdout=file, stderr=file
+        command = [sys.executable, "-m", "deploy.colocate", str(config)]
+        node = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
+
+    def steps() -> list[int]:
+        return [json.loads(line)["step"] for line in metrics.read_text().splitlines()] if metrics.exists() else []
+
+    def strike_after(step: int, *marks: str) -> int:
+        while step not in steps():
+            assert node.poll() is None, out.read_text()
+            time.sleep(0.1)
+        struck = next(
+            child
+            for child in psutil.Process(node.pid).children()
+            if set(marks) <= {*child.cmdline(), f"RANK={child.environ().get('RANK')}"}
         )
-    metrics = run_dir / "metrics.jsonl"
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < 6:
-        assert node.poll() is None, out.read_text()
-        time.sleep(0.1)
-    children = psutil.Process(node.pid).children(recursive=True)
-    (rank,) = (child for child in children if child.environ().get("RANK") == "1" and "train" in child.cmdline())
-    rank.kill()
+        struck.kill()
+        return struck.pid
+
+    rank = strike_after(30, "train", "RANK=1")
+    strike_after(60, "inference_server", f"tcp://127.0.0.1:{ports[1]}")
     assert node.wait(400) == 0, out.read_text()
-    _, alive = psutil.wait_procs(children, timeout=60)
-    assert not alive
     text = out.read_text()
-    assert text.count("rank 1 of 2") == 2 and f"rank 1 of this learner (process {rank.pid} on" in text
+    assert text.count("rank 1 of 2") == 2 and f"rank 1 of this learner (process {rank} on" in text
     assert "learner1 ended with exit code -9; starting it again (1 of 3 within an hour)" in text
-    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
-    assert set(steps) == set(range(1, 25)) and steps[-1] == 24
+    assert "server1 ended with exit code -9; starting it again (1 of 3 within an hour)" in text
+    assert set(steps()) == set(range(1, NUM_STEPS + 1)) and steps()[-1] == NUM_STEPS
 
 
 def free_ports(count: int) -> list[int]:

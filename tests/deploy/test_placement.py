@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from deploy.config import DeployConfig, DeployRun
-from deploy.placement import endpoints, halves, rank_places, server_places
+from deploy.placement import halves, rank_places, server_places
 from inference_server.config import ServerRun
 from learner.config import LearnerRun
 from protocol.config import load_config
@@ -16,8 +16,11 @@ from protocol.errors import ConfigError
 SHARED = {"model": "tiny:digits", "run_dir": "runs/x"}
 
 
-def a_server(endpoint: str = "tcp://127.0.0.1:5757", **server: Any) -> ServerRun:
-    return msgspec.convert(SHARED | {"endpoint": endpoint, "server": server}, ServerRun)
+TWO = ["tcp://127.0.0.1:5757", "tcp://[::1]:7000"]
+
+
+def a_server(*endpoints: str, **server: Any) -> ServerRun:
+    return msgspec.convert(SHARED | {"endpoints": endpoints, "server": server}, ServerRun)
 
 
 def a_learner(**learner: Any) -> LearnerRun:
@@ -29,16 +32,14 @@ EIGHT_GPUS = DeployConfig(server_gpus=((0, 1), (2, 3)), learner_gpus=(4, 5, 6, 7
 
 
 def test_each_server_has_its_gpus_its_workers_and_its_ports() -> None:
-    first, second = server_places(EIGHT_GPUS, a_server(http_port=8000))
+    first, second = server_places(EIGHT_GPUS, a_server(*TWO, http_port=8000))
     assert (first.name, second.name) == ("server0", "server1")
     assert [place.environment for place in (first, second)] == [
         {"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "2,3"},
     ]  # fmt: skip
     assert second.flags == (
-        "--endpoint", "tcp://127.0.0.1:5758", "--server.http-port", "8001", "--server.tensor-parallel-size", "2",
+        "--endpoint", "tcp://[::1]:7000", "--server.http-port", "8001", "--server.tensor-parallel-size", "2",
     )  # fmt: skip
-    assert endpoints(EIGHT_GPUS, a_server()) == ["tcp://127.0.0.1:5757", "tcp://127.0.0.1:5758"]
-    assert endpoints(EIGHT_GPUS, a_server("tcp://[::1]:7000"))[1] == "tcp://[::1]:7001"
 
 
 def test_each_rank_is_told_what_torchrun_tells_and_sees_the_gpus_of_all() -> None:
@@ -108,15 +109,14 @@ def test_a_section_that_cannot_be_is_refused_by_name(tmp_path: Path, section: di
     [
         (DeployConfig(server_gpus=((0, 1),)), {"tensor_parallel_size": 4}, "gives a server 2; make them equal"),
         (DeployConfig(server_cores=((0,),)), {"cpu_cores": [1]}, "both name the servers' cores"),
-        (DeployConfig(server_cores=((0,), (1,))), {"endpoint": "tcp://127.0.0.1:65535"}, "give it a port that"),
+        (DeployConfig(server_cores=((0,), (1,))), {}, r"places 2 server\(s\), and the run has 1 endpoint"),
     ],
 )
 def test_what_contradicts_the_servers_section_is_refused(
     config: DeployConfig, server: dict[str, Any], message: str
 ) -> None:
-    endpoint = server.pop("endpoint", "tcp://127.0.0.1:5757")
     with pytest.raises(ConfigError, match=message):
-        server_places(config, a_server(endpoint, **server))
+        server_places(config, a_server(**server))
 
 
 def test_what_contradicts_the_learners_section_is_refused() -> None:
