@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from learner.config import LearnerRun
@@ -69,13 +70,23 @@ class Stage:
     @contextmanager
     def play(self, script: str, *flags: str, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
         command = ["bash", script, "run.toml", str(self.run_dir), *flags]
-        process = subprocess.Popen(command, env=self.environment | environment, start_new_session=True)
+        process = subprocess.Popen(
+            command, env=self.environment | environment, start_new_session=True, preexec_fn=_hear_every_signal
+        )
         try:
             yield process
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+            for left in psutil.process_iter(["cmdline"]):  # in sessions of their own
+                if any(str(self.run_dir) in word for word in left.info["cmdline"] or ()):
+                    left.kill()
+
+
+def _hear_every_signal() -> None:
+    """A shell cannot trap what was ignored when it began, as nohup has it with SIGHUP."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture

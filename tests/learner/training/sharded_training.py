@@ -62,11 +62,11 @@ def write_gradients(accelerator: Accelerator, path: Path) -> None:
 LORA = {"lora": {"rank": 4}, "optimizer": {"learning_rate": 5e-3, "max_grad_norm": 0.1}}
 
 
-def a_trainee(accelerator: Accelerator, **learner: Any) -> Trainee:
+def a_trainee(accelerator: Accelerator, dtype: str = "float32", **learner: Any) -> Trainee:
     reference = {"reference": {"kind": "ema", "alpha": 0.5, "every_steps": 1}, "kl": {"coef": 0.3}}
     optimizer = {"optimizer": {"learning_rate": 1e-3, "max_grad_norm": 0.1}}
     settings = reference | optimizer | {"micro_batch_tokens": 20, "checkpoint": {"export_model": True}} | learner
-    run = make_run(**settings)
+    run = msgspec.structs.replace(make_run(**settings), dtype=dtype)
     torch.manual_seed(0)
     return make_trainee(Material(run), accelerator, is_new=True)
 

@@ -91,9 +91,13 @@ def test_steps_pushes_and_checkpoints_are_those_of_a_whole_policy(
     assert read.keys() == exported.keys() and all(torch.equal(read[name], tensor) for name, tensor in exported.items())
 
 
-@pytest.mark.parametrize("settings", [{}, LORA], ids=["whole model", "adapter"])
+@pytest.mark.parametrize(
+    ("settings", "tolerance"),
+    [({}, 1e-5), (LORA, 1e-5), (LORA | {"dtype": "bfloat16"}, 1e-2)],  # where ranks round elsewhere
+    ids=["whole model", "adapter", "adapter in bfloat16"],
+)
 def test_twenty_steps_have_the_losses_of_one_rank_and_the_same_weights_are_pushed_in_the_same_bytes(
-    accelerator: Accelerator, tmp_path: Path, settings: dict[str, Any]
+    accelerator: Accelerator, tmp_path: Path, settings: dict[str, Any], tolerance: float
 ) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     for directory in (one, two):
@@ -102,7 +106,7 @@ def test_twenty_steps_have_the_losses_of_one_rank_and_the_same_weights_are_pushe
     on_two_ranks(train_long, two, settings, is_sharded=True)
     losses = [[line["loss/policy"] for line in json.loads((path / "metrics.json").read_text())] for path in (one, two)]
     assert len(losses[0]) == NUM_STEPS and max(map(abs, losses[0])) > 0.01
-    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+    assert losses[1] == pytest.approx(losses[0], abs=tolerance)
     on_two_ranks(push_again, one, one / "again", settings, is_sharded=True)
     accelerator.free_memory()  # forgets the first run's policy
     push_again(accelerator, two, two / "again", settings)
