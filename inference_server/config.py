@@ -60,13 +60,12 @@ class ServerRun(SharedConfig):
 
     server: ServerConfig = ServerConfig()
     learner: Annotated[dict[str, Any], tyro.conf.Suppress] = msgspec.field(default_factory=dict)
+    """The learner's section, unread here."""
+    deploy: Annotated[dict[str, Any], tyro.conf.Suppress] = msgspec.field(default_factory=dict)
+    """Which part of a node each process gets, unread here."""
 
     def check(self) -> None:
         if self.endpoints and self.endpoint == DEFAULT_ENDPOINT and self.endpoint not in self.endpoints:
             raise ConfigError(
                 f"endpoints = {list(self.endpoints)}: which of them is this server? Say so with --endpoint {self.endpoints[0]}"
             )
-
-    """The learner's section, unread here."""
-    deploy: Annotated[dict[str, Any], tyro.conf.Suppress] = msgspec.field(default_factory=dict)
-    """Which part of a node each process gets, unread here."""

@@ -16,6 +16,7 @@ import torch
 from learner.config import LearnerRun, PushConfig
 from learner.evaluation.reach import ANSWER_TIMEOUT_S, NotReached, answer, ask, names, port
 from learner.evaluation.resources import resources
+from learner.servers.membership import Membership
 from protocol.channel.keys import learner_keys
 from protocol.channel.sockets import LearnerChannel
 from protocol.checkup import Finding, in_one_line, ok, package_version, problem, problem_of, unknown
@@ -34,11 +35,25 @@ MIB = 1 << 20
 
 def examine(run: LearnerRun) -> Iterator[Finding]:
     """Look at everything, slowest last."""
+    try:
+        endpoints = servers_now(run)
+    except ConfigError as error:
+        endpoints = ()
+        yield problem_of("servers", error, "give `endpoints_from` a source that names the servers")
     with asyncio.Runner() as runner:
-        findings = examine_server(run, run.endpoint)
-        while (finding := runner.run(_next(findings))) is not None:
-            yield finding
+        for endpoint in endpoints:
+            findings = examine_server(run, endpoint)
+            while (finding := runner.run(_next(findings))) is not None:
+                is_one = len(endpoints) == 1
+                yield finding if is_one else msgspec.structs.replace(finding, text=f"{endpoint}: {finding.text}")
     yield from resources(run)
+
+
+def servers_now(run: LearnerRun) -> tuple[str, ...]:
+    """The endpoints of the run. Raises ConfigError."""
+    if run.endpoints_from is None:
+        return run.servers
+    return Membership(run.endpoints_from, has_keys=run.keys is not None, insecure=run.insecure).endpoints
 
 
 async def _next(findings: AsyncIterator[Finding]) -> Finding | None:

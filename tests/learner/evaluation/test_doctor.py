@@ -136,6 +136,19 @@ def test_the_run_that_is_served_meanwhile_goes_on(tmp_path: Path) -> None:
         assert server.running.server.status()["run"] == "run-a"
 
 
+def test_each_of_several_servers_is_looked_at_and_named(tmp_path: Path) -> None:
+    with ServerThread(ScriptedEngine(), model=TINY) as server:
+        closed = f"tcp://127.0.0.1:{free_port()}"
+        (tmp_path / "servers.txt").write_text(f"{server.endpoint}\n{closed}\n")
+        run = msgspec.structs.replace(run_at(server.endpoint, tmp_path), endpoints_from=f"file:{tmp_path}/servers.txt")
+        found = list(examine(run))
+    (bad,) = [finding for finding in found if finding.verdict == "problem"]
+    assert bad.subject == "port" and bad.text.startswith(f"{closed}: nothing listens at")
+    assert [finding.verdict for finding in found if finding.text.startswith(server.endpoint)] == 8 * ["ok"]
+    unread = msgspec.structs.replace(run, endpoints_from="file:/nowhere/servers.txt")
+    assert "servers    endpoints_from: the file /nowhere/servers.txt cannot be read" in the_problem(unread)
+
+
 def test_a_closed_port(tmp_path: Path) -> None:
     port = free_port()
     line = the_problem(run_at(f"tcp://127.0.0.1:{port}", tmp_path))
