@@ -255,7 +255,7 @@ def test_two_ranks_on_two_servers_read_the_policy_once_for_both_and_outlive_one(
         run = make_run(tmp_path, one.endpoint, other.endpoint, steps=8, checkpoint={"every_steps": 8})
         config = tmp_path / "run.toml"
         config.write_text(to_toml(run))
-        fork(config, 2, is_sharded=is_sharded)
+        fork(config, num_ranks=2, is_sharded=is_sharded)
     assert_each_prompt_once(run, 8)
     assert survivor.versions == list(range(9)) and mortal.versions == list(range(5))
     (checkpoint,) = tmp_path.rglob("step-000008")

@@ -25,7 +25,6 @@ def test_a_policy_sharded_otherwise_than_by_fsdp2_is_refused(kind: DistributedTy
 @pytest.mark.parametrize(
     ("activation_checkpointing", "learner", "remedy"),
     [
-        (False, {"lora": {"rank": 4}}, "learner.lora.rank to 0"),
         (False, {"optimizer": {"kind": "adamw_8bit"}}, 'learner.optimizer.kind to "adamw"'),
         (True, {}, "learner.gradient_checkpointing = true"),
     ],
