@@ -110,8 +110,9 @@ async def _serve(run: ServerRun) -> None:
         open_things.enter_context(socket_directory())
         keys = server_keys(run.keys) if run.keys is not None else None
         api_key = read_api_key(run.server, insecure=run.insecure)
-        channel = ServerChannel(run.endpoint, keys, insecure=run.insecure)
-        open_things.callback(channel.close)
+        # Only to fail now if it cannot. Open while the engine starts, which keeps the loop from reading, it would fill with the Hellos
+        # of a learner that waits, and libzmq may abort over what comes of that.
+        ServerChannel(run.endpoint, keys, insecure=run.insecure).close()
         if note := exposure(run.endpoint, has_keys=keys is not None):
             log.warning(note)
         listener = listen(run.server)
@@ -125,6 +126,8 @@ async def _serve(run: ServerRun) -> None:
 
         engine = VllmEngine(run, model_path)
         open_things.callback(engine.close)
+        channel = ServerChannel(run.endpoint, keys, insecure=run.insecure)
+        open_things.callback(channel.close)
         from inference_server.http import build_http
         from inference_server.server import Server
 

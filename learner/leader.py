@@ -22,6 +22,7 @@ from learner.policy.published import PublishedPolicy
 from learner.prompts.prompts import Prompts
 from learner.report.dashboard import Dashboard
 from learner.report.run_log import RunLog
+from learner.report.timeline import Timeline
 from learner.rewards.scoring import Scorer
 from learner.rewards.workers import RewardWorkers
 from learner.rollouts.ledger import Ledger
@@ -85,6 +86,9 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         num_prompts = min(NUM_SEQUENCES, len(material.prompts))  # read before there are threads, for it may fork
         prompts = [material.prompts.prompt_at(position).token_ids for position in range(num_prompts)]
         with ExitStack() as cleanup:
+            timeline = Timeline(run_dir.timeline)
+            cleanup.callback(timeline.close)
+            timeline.note(f"the learner goes on after step {version}" if run_dir.has_begun else "the run begins")
             ledger = Ledger(run_dir.ledger)
             cleanup.callback(ledger.close)
             ledger.rewind(version)
@@ -93,7 +97,7 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             model = fingerprint(material.model_path)
             hello = Hello(run=run_dir.run_id, protocol_version=PROTOCOL_VERSION, model=model)
             fleet = Fleet(run, hello, LoopThread("learner"))
-            fleet.on_wait = published.still_waiting
+            fleet.on_wait, fleet.on_change = published.still_waiting, timeline.note
             for note in filter(None, (exposure(one.endpoint, has_keys=run.keys is not None) for one in fleet.members)):
                 log.warning(note)
             cleanup.callback(fleet.close)

@@ -16,7 +16,7 @@ class Lines:
     def __init__(self, path: Path) -> None:
         """A last line that was cut off, by a kill or a full disk, is taken away."""
         self._path = path
-        if path.exists():
+        if path.is_file():
             os.truncate(path, whole_lines(path))
         with writing(path):
             self._file = path.open("ab", buffering=0)

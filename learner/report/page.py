@@ -15,6 +15,7 @@ from markupsafe import Markup
 from learner.report.charts import Absent, Chart, draw_charts
 from learner.report.lines import ends_of
 from learner.report.summary import Summary, duration, number, read_ledger, read_metrics, steps_in, summary_of
+from learner.report.timeline import read_events
 from learner.storage.disk import replace_file
 
 SAMPLED_STEPS = 2  # at each end of the run
@@ -79,6 +80,7 @@ def render(run_dir: Path) -> str:
         counts=ledger.counts,
         charts=[chart for chart in charts if isinstance(chart, Chart)],
         absent=[chart for chart in charts if isinstance(chart, Absent)],
+        events=[(clock(event.time), readable(event.what)) for event in read_events(run_dir / "timeline.jsonl")],
         markup=Markup,
         duration=duration,
         ends=[
@@ -143,8 +145,8 @@ def reward_range(samples: list[dict[str, Any]]) -> tuple[float, float]:
 
 def ended_at(metrics: list[dict[str, float]]) -> str | None:
     seconds = metrics[-1].get("time")
-    return (
-        None
-        if seconds is None
-        else datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%-d %B %Y, %H:%M UTC")
-    )
+    return None if seconds is None else clock(seconds, "%-d %B %Y, %H:%M UTC")
+
+
+def clock(seconds: float, spec: str = "%-d %b, %H:%M:%S") -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime(spec)

@@ -52,6 +52,8 @@ class Fleet:
         self.hello, self.loop = hello, loop
         self.on_wait: Callable[[], object] = lambda: None
         """Called again and again by whoever waits for a server, or for what it gives."""
+        self.on_change: Callable[[str], object] = lambda what: None
+        """Called in the loop with a sentence whenever a server has changed its state."""
         self.version: int | None = None
         """The one that was published last."""
         self._run = run
@@ -267,8 +269,12 @@ class Fleet:
     def _note(self, member: Member) -> None:
         state, before = member.state(self.version), member.noted_state
         member.noted_state = state
-        if self.is_several and state != before:
-            log.info("the server at %s: %s → %s", member.endpoint, before, state)
+        if state == before:
+            return
+        told = f"the server at {member.endpoint}: {before} → {state}"
+        self.on_change(told)
+        if self.is_several:
+            log.info("%s", told)
 
     def _places(self) -> str:
         return ", ".join(member.endpoint for member in self.members)

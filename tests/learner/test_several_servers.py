@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from learner.config import LearnerRun
+from learner.report.timeline import read_events
 from learner.train import train
 from protocol.config import DEFAULT_ENDPOINT, to_toml
 from protocol.errors import ConfigError, DeadlineExceeded, ParityError, PushError
@@ -96,6 +97,9 @@ def test_a_server_that_dies_costs_nothing_but_its_speed(
     assert_each_prompt_once(run, 8)
     assert mortal.versions[-1] == 3 and survivor.versions == list(range(9))
     assert f"the server at {one.endpoint}: ready → joining" in caplog.text
+    told = [event.what for event in read_events(Path(run.run_dir) / "timeline.jsonl")]
+    assert told[0] == "the run begins" and told[-1] == f"the server at {one.endpoint}: ready → joining"
+    assert f"the server at {other.endpoint}: joining → syncing" in told
     assert metrics_of(run)[-1]["servers/ready"] == 1
 
 

@@ -1,0 +1,50 @@
+"""The story of a run: in the report as it was told, escaped, and never a reason to stop."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from learner.report import timeline as timeline_module
+from learner.report.page import write_report
+from learner.report.timeline import Event, Timeline, read_events
+from tests.learner.report.synthetic_run import write_run
+
+
+def test_the_report_tells_what_happened_and_a_run_without_a_story_has_no_such_part(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=5)
+    assert "What happened" not in write_report(tmp_path).read_text()
+    told = Timeline(tmp_path / "timeline.jsonl")
+    told.note("the run begins")
+    told.note("the server at tcp://<b>:1: ready → joining")
+    told.close()
+    html = write_report(tmp_path).read_text()
+    assert html.index("What happened") < html.index("the run begins") < html.index("tcp://&lt;b&gt;:1: ready → joining")
+    assert "<b>:1" not in html
+
+
+def test_a_story_goes_on_after_a_kill_without_the_line_that_was_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.jsonl"
+    path.write_text('{"time": 5.0, "what": "the run begins"}\n{"time": 6.0, "wh')
+    assert read_events(path) == [Event(5.0, "the run begins")]
+    told = Timeline(path)
+    told.note("the learner goes on after step 3")
+    told.close()
+    assert [event.what for event in read_events(path)] == ["the run begins", "the learner goes on after step 3"]
+    assert all(json.loads(line) for line in path.read_text().splitlines())
+
+
+def test_of_a_long_story_the_ends_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeline_module, "SHOWN_BYTES", 400)
+    told = Timeline(tmp_path / "timeline.jsonl")
+    for i in range(100):
+        told.note(f"event {i}")
+    told.close()
+    events = [event.what for event in read_events(tmp_path / "timeline.jsonl")]
+    assert events[0] == "event 0" and events[-1] == "event 99" and len(events) < 20
+
+
+def test_a_disk_that_takes_no_more_costs_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    told = Timeline(Path("/dev/full"))
+    told.note("a server came")
+    assert "not told in the report: a server came" in caplog.text
