@@ -47,4 +47,5 @@ def test_of_a_long_story_the_ends_are_shown(tmp_path: Path, monkeypatch: pytest.
 def test_a_disk_that_takes_no_more_costs_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     told = Timeline(Path("/dev/full"))
     told.note("a server came")
+    told.close()
     assert "not told in the report: a server came" in caplog.text
