@@ -34,7 +34,7 @@ USAGE = """usage: learner train run.toml [--resume] [--dry-run] [--key value ...
 def main() -> None:
     """Run one command; an error that is the user's to solve is printed without a traceback, exit code 2."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
-    for library in ("httpx", "accelerate", "datasets", "huggingface_hub"):  # one line per file they touch
+    for library in ("httpx", "accelerate", "datasets"):  # one line per file they touch
         logging.getLogger(library).setLevel(logging.ERROR)
     try:
         match sys.argv[1:]:

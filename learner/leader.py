@@ -178,9 +178,8 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         report = self.pusher.wait()
         self.parity.check()
         if self.pusher.holders() and (joiners := self.pusher.joiners()):
-            self._sync(
-                joiners, step
-            )  # a push that is always under way when a batch is waited for must not keep them out
+            # A push that is always under way while a batch is waited for must not keep them out.
+            self._sync(joiners, step)
         when_done = partial(self.publish, step, self.parity.expect(step))
         if self.material.run.learner.push.overlap:
             self.pusher.begin(step, when_done)

@@ -7,7 +7,9 @@ Between a checkpoint and everyone else: copied while training waits, written whi
 is that of the model the run began with, so the tokenizer's hash, and with it the fingerprint, stay the same.
 """
 
+import inspect
 import json
+import logging
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +27,9 @@ from learner.policy.lora import ADAPTER_NAME, has_adapter
 from learner.policy.published import PublishedPolicy
 from learner.policy.shards import Tensors
 from protocol.model_files import text_files
+
+# One line per file it saves, by a logger that is named after its file.
+logging.getLogger(inspect.getfile(save_torch_state_dict)).setLevel(logging.WARNING)
 
 
 class Export(msgspec.Struct, frozen=True, kw_only=True):
