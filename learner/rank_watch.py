@@ -171,12 +171,12 @@ class RankWatch:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in KEEPALIVE.items():
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        _send(connection, greeting)  # not by the thread: a rank that dies before that begins is to be known by its name
         _start(self._listen_to, connection, greeting)
 
     def _listen_to(self, connection: socket.socket, greeting: Greeting) -> None:
         """Until the other end has ended."""
         lines = _lines(connection)
-        _send(connection, greeting)
         other = next(lines, None)
         if not isinstance(other, Greeting) or not secrets.compare_digest(other.token.encode(), greeting.token.encode()):
             connection.close()  # a stranger

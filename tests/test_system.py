@@ -37,6 +37,7 @@ class Server:
     def __init__(self, log: Path) -> None:
         self.port, self.http_port, self._log = free_port(), free_port(), log
         self._num_started = 0
+        log.touch()
         self.shared = ["--endpoint", f"tcp://127.0.0.1:{self.port}"]
         self.start()
 

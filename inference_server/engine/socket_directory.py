@@ -1,13 +1,13 @@
 """A private directory for the sockets between vLLM's processes, which those that are killed leave behind.
 
 Whoever made it holds a lock on it for as long as it lives, whatever its process id means elsewhere; one without a lock is of a
-server that is gone, and removed by the next that starts.
+server that is gone, and removed by the next that starts. Only sockets are ever removed: a directory with anything else in it is
+somebody else's, whatever its name.
 """
 
 import contextlib
 import fcntl
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +15,7 @@ from pathlib import Path
 from protocol.errors import ConfigError
 
 VARIABLE = "VLLM_RPC_BASE_PATH"
-PREFIX = "slipstream-"
+PREFIX = "slipstream-sockets-"
 MAX_PATH_BYTES = 107
 """Of a socket's address."""
 SOCKET_NAME_BYTES = 37
@@ -41,7 +41,7 @@ def socket_directory() -> Iterator[Path]:
         yield directory
     finally:
         os.environ[VARIABLE] = str(parent)
-        shutil.rmtree(directory, ignore_errors=True)
+        _remove(directory)
         os.close(lock)
 
 
@@ -61,8 +61,17 @@ def _remove_abandoned(parent: Path) -> None:
     for directory in parent.glob(f"{PREFIX}*"):
         lock = _lock(directory)
         if lock is not None:
-            shutil.rmtree(directory, ignore_errors=True)
+            _remove(directory)
             os.close(lock)
+
+
+def _remove(directory: Path) -> None:
+    entries = list(directory.iterdir())
+    if all(entry.is_socket() for entry in entries):
+        with contextlib.suppress(OSError):  # vLLM's processes may be removing theirs
+            for entry in entries:
+                entry.unlink(missing_ok=True)
+            directory.rmdir()
 
 
 def _lock(directory: Path) -> int | None:

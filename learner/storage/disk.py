@@ -28,7 +28,7 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
-        num_free = shutil.disk_usage(path if path.exists() else path.parent).free / MIB
+        num_free = shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists())).free / MIB
         raise DiskError(
             f"{path} could not be written ({error}); {num_free:,.1f} MiB are free on its disk. The run stops and keeps what it "
             "committed before: free some space, then start it again with --resume"

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import socket
 import tempfile
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from inference_server.engine.socket_directory import VARIABLE, socket_directory
+from inference_server.engine.socket_directory import PREFIX, VARIABLE, socket_directory
 from protocol.errors import ConfigError
 
 TIMEOUT_S = 60.0
@@ -24,9 +25,14 @@ def parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(directory)
 
 
+def bind(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(str(path))
+
+
 def serve(pipe: Connection) -> None:
     with socket_directory() as directory:
-        (directory / "socket").touch()
+        bind(directory / "socket")
         pipe.send(directory)
         pipe.recv()
 
@@ -35,7 +41,7 @@ def test_it_is_private_named_to_vllm_and_gone_in_the_end(parent: Path) -> None:
     with socket_directory() as directory:
         assert directory.parent == parent and directory.stat().st_mode & 0o777 == 0o700
         assert os.environ[VARIABLE] == str(directory)
-        (directory / "socket").touch()
+        bind(directory / "socket")
     assert not list(parent.iterdir()) and os.environ[VARIABLE] == str(parent)
 
 
@@ -52,14 +58,18 @@ def test_what_a_killed_server_left_is_removed_by_the_next_and_a_living_ones_is_n
     assert killed.pid is not None
     os.kill(killed.pid, signal.SIGKILL)
     killed.join()
-    foreign = parent / "slipstream-file"
+    foreign = parent / f"{PREFIX}file"
     foreign.touch()
+    precious = parent / f"{PREFIX}run"  # somebody's files, under a name like ours
+    precious.mkdir()
+    (precious / "checkpoint").touch()
+    bind(precious / "socket")
     assert left.exists()
     with socket_directory() as mine:
-        assert sorted(parent.iterdir()) == sorted([mine, kept, foreign]) and (kept / "socket").exists()
+        assert sorted(parent.iterdir()) == sorted([mine, kept, foreign, precious]) and (kept / "socket").exists()
     pipe.send("end")
     living.join(TIMEOUT_S)
-    assert list(parent.iterdir()) == [foreign]
+    assert sorted(parent.iterdir()) == [foreign, precious] and len(list(precious.iterdir())) == 2
 
 
 def test_a_path_that_leaves_a_socket_no_name_is_an_error_with_the_remedy(

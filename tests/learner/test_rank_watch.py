@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -111,16 +112,23 @@ def be_rank(place: Place, log: Path, work: Work, args: tuple[object, ...]) -> No
         sys.exit(2)
 
 
-def die_beside_one_that_hears_nothing() -> None:
+def die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_beside_one_that_hears_nothing(*, is_watched: bool) -> None:
     rank_watch.END_S = 1.0
+    if os.environ["RANK"] == "1" and not is_watched:
+        rank_watch._start = die
     with ranks_of(a_run()) as accelerator:
         if accelerator.process_index == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
         time.sleep(100)
 
 
-def test_a_rank_whose_collective_does_not_notice_is_ended_by_force(tmp_path: Path) -> None:
-    codes, log = run_ranks(tmp_path / "log", die_beside_one_that_hears_nothing)
+@pytest.mark.parametrize("is_watched", [True, False], ids=["", "and whose death comes before the watch begins"])
+def test_a_rank_whose_collective_does_not_notice_is_ended_by_force(tmp_path: Path, is_watched: bool) -> None:
+    codes, log = run_ranks(tmp_path / "log", partial(die_beside_one_that_hears_nothing, is_watched=is_watched))
     assert codes == [2, -signal.SIGKILL]
     (line,) = error_lines(log)
     assert "rank 1 of this learner" in line

@@ -110,6 +110,11 @@ def test_whoever_writes_the_error_names_the_path_and_the_space(
         write(disk / "file")
 
 
+def test_a_directory_that_somebody_removed_is_an_error_too(tmp_path: Path) -> None:
+    with pytest.raises(DiskError, match=r"gone/run/metrics\.jsonl could not be written \(.*No such file"):
+        Lines(tmp_path / "gone/run/metrics.jsonl")
+
+
 def test_a_file_is_replaced_whole_or_stays_as_it_was(tmp_path: Path, mount: Disk) -> None:
     disk = tmp_path / "disk"
     mount(disk, 64)
