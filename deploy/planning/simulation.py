@@ -181,8 +181,21 @@ class Simulation:
         if not slots:
             return
         self._next_to_admit = slots.stop
-        lengths = self._lengths.draw(self._rng, len(slots) * self._num_completions).reshape(len(slots), -1).tolist()
-        self._fleet.send([Group(slot, of_slot, self._env.now) for slot, of_slot in zip(slots, lengths, strict=True)])
+        lengths = self._lengths.draw(self._rng, len(slots) * self._num_completions).reshape(len(slots), -1)
+        if version == 0:
+            lengths = self._out_of_step(lengths)
+        self._fleet.send(
+            [Group(slot, of_slot, self._env.now) for slot, of_slot in zip(slots, lengths.tolist(), strict=True)]
+        )
+
+    def _out_of_step(self, lengths: np.ndarray) -> np.ndarray:
+        """Where more is asked for than servers have room for, let those that fill them end one after the other. Begun together,
+        completions of one length would stay in step for the whole run, as real ones, which nothing holds together, do not."""
+        num_at_once = max(1, self._fleet.num_places // self._num_completions)
+        if len(lengths) <= num_at_once:
+            return lengths
+        left = np.minimum(1.0, (1 + np.arange(len(lengths))) / num_at_once)
+        return np.maximum(1.0, np.rint(lengths * left[:, None]))
 
     def _done(self, group: Group) -> None:
         self._sums.groups_done += 1
