@@ -102,7 +102,13 @@ def tell_memory(material: Material, accelerator: Accelerator) -> None:
     shape, run = material.shape, material.run
     if shape is None:
         return
-    memory = learner_memory(shape, run, num_ranks=accelerator.num_processes, is_sharded=accelerator.is_fsdp2)
+    memory = learner_memory(
+        shape,
+        run,
+        num_ranks=accelerator.num_processes,
+        is_sharded=accelerator.is_fsdp2,
+        device_type=accelerator.device.type,
+    )
     if memory.device_gib + memory.host_gib < WORTH_A_LINE_GIB:
         return
     log.info(

@@ -35,10 +35,6 @@ class Lengths(msgspec.Struct, frozen=True, kw_only=True):
                 f"{self.truncated_frac:g}: expected 1 ≤ p10 ≤ p50 ≤ p90 ≤ max, and a share between 0 and 1"
             )
 
-    @classmethod
-    def constant(cls, tokens: float) -> "Lengths":
-        return cls(p10=tokens, p50=tokens, p90=tokens, mean=tokens, max=tokens)
-
     def sampler(self) -> "LengthSampler":
         return LengthSampler(self)
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import torch
 from transformers import AutoConfig
 
@@ -23,7 +22,8 @@ def resources(run: LearnerRun) -> Iterator[Finding]:
         if path is None:
             yield unknown("memory", f"what {run.model} needs is known once it is on this machine")
             return
-        memory = learner_memory(shape_of(AutoConfig.from_pretrained(path)), _on_this_device(run))
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        memory = learner_memory(shape_of(AutoConfig.from_pretrained(path)), run, device_type=device_type)
     except (ConfigError, AttributeError, KeyError, ValueError) as error:  # or it cannot be built from its config alone
         yield unknown("memory", f"what {run.model} needs is not known ({error})")
         return
@@ -31,12 +31,6 @@ def resources(run: LearnerRun) -> Iterator[Finding]:
     checkpoints = run.learner.checkpoint
     num_kept = max(checkpoints.keep_last, 1) + 1  # one more while it is written
     yield of_disk(Path(run.run_dir), f"run_dir with {num_kept} checkpoints", num_kept * memory.host["checkpoint"])
-
-
-def _on_this_device(run: LearnerRun) -> LearnerRun:
-    """With as many tokens in a pass as "auto" means here."""
-    num_tokens = run.learner.tokens_per_pass("cuda" if torch.cuda.is_available() else "cpu")
-    return msgspec.structs.replace(run, learner=msgspec.structs.replace(run.learner, micro_batch_tokens=num_tokens))
 
 
 def _memory(memory: Memory) -> Iterator[Finding]:

@@ -88,8 +88,10 @@ def num_trained(shape: ModelShape, config: LearnerConfig) -> int:
     return config.lora.rank * sum(adapted)
 
 
-def learner_memory(shape: ModelShape, run: LearnerRun, *, num_ranks: int = 1, is_sharded: bool = False) -> Memory:
-    """The learner's: of each rank's GPU, and of a node that has all ranks."""
+def learner_memory(
+    shape: ModelShape, run: LearnerRun, *, num_ranks: int = 1, is_sharded: bool = False, device_type: str = "cuda"
+) -> Memory:
+    """The learner's: of each rank's GPU (or what would be there, on a CPU), and of a node that has all ranks."""
     config, wire = run.learner, _bytes_of(run.dtype)
     trained, total = num_trained(shape, config), shape.num_parameters
     frozen = total if config.lora.rank else 0
@@ -104,8 +106,8 @@ def learner_memory(shape: ModelShape, run: LearnerRun, *, num_ranks: int = 1, is
         "optimizer": moments // share,
         "reference": 0 if is_on_host else snapshots // share,
         "weights in bfloat16": _cast_bytes(shape, run, is_sharded=is_sharded),
-        "activations": activation_bytes(shape, run),
-        "head": head_bytes(shape, run, tile_logits=TILE_LOGITS["cuda"]),
+        "activations": activation_bytes(shape, run, device_type),
+        "head": head_bytes(shape, run, tile_logits=TILE_LOGITS[device_type]),
         "push": LEARNER_BUCKETS * (config.push.bucket_mib << 20) + (0 if is_sharded else copy),
     }
     host = {
@@ -117,10 +119,10 @@ def learner_memory(shape: ModelShape, run: LearnerRun, *, num_ranks: int = 1, is
     return Memory(device=device, host=host)
 
 
-def activation_bytes(shape: ModelShape, run: LearnerRun) -> int:
-    """What the layers keep of a micro-batch on a GPU for its backward pass; with checkpointing the input of each, and one layer
+def activation_bytes(shape: ModelShape, run: LearnerRun, device_type: str = "cuda") -> int:
+    """What the layers keep of a micro-batch for its backward pass; with checkpointing the input of each, and one layer
     whole."""
-    num_tokens = run.learner.tokens_per_pass("cuda")
+    num_tokens = run.learner.tokens_per_pass(device_type)
     of_a_layer = (
         BYTES_PER_HIDDEN[run.dtype] * shape.hidden_size + BYTES_PER_INTERMEDIATE[run.dtype] * shape.intermediate_size
     ) * num_tokens

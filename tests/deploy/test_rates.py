@@ -6,7 +6,7 @@ import pytest
 
 from deploy.planning.rates import Lengths, Rates, decode_rate
 from protocol.errors import ConfigError
-from tests.deploy.planned_run import SPREAD
+from tests.deploy.planned_run import SPREAD, constant
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_drawn_lengths_have_the_measured_mean_quantiles_and_share_cut_off(length
 
 
 def test_constant_lengths_are_constant() -> None:
-    assert set(Lengths.constant(7).sampler().draw(np.random.default_rng(0), 100)) == {7.0}
+    assert set(constant(7).sampler().draw(np.random.default_rng(0), 100)) == {7.0}
 
 
 def test_a_mean_that_the_quantiles_cannot_have_is_refused() -> None:

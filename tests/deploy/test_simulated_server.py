@@ -4,10 +4,11 @@ from collections.abc import Callable
 
 import simpy
 
-from deploy.planning.rates import Lengths, Rates
+from deploy.planning.rates import Rates
 from deploy.planning.server import Group, Server
+from tests.deploy.planned_run import constant
 
-RATES = Rates(lengths=Lengths.constant(1), decode_step_s=1.0, decode_token_s=1.0, learner_token_s=1.0)
+RATES = Rates(lengths=constant(1), decode_step_s=1.0, decode_token_s=1.0, learner_token_s=1.0)
 
 
 def ends(capacity: int, *events: tuple[float, Callable[[Server], object]]) -> dict[int, float]:
