@@ -45,6 +45,8 @@ ENVIRONMENT = {
 def main() -> None:
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signal_number, _quit_while_starting)
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     try:
         if sys.argv[1:2] == ["doctor"]:
             from inference_server.doctor import doctor_command
@@ -93,8 +95,6 @@ def _set_environment(run: ServerRun) -> None:
         VLLM_ENGINE_READY_TIMEOUT_S=str(run.server.start_timeout_s),
         VLLM_KEEP_ALIVE_ON_ENGINE_DEATH="1",
     )
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
 
 

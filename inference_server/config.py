@@ -5,12 +5,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 import tyro
 
-from protocol.config import DEFAULT_ENDPOINT, SharedConfig
+from protocol.config import DEFAULT_ENDPOINT, PassedOn, SharedConfig
 from protocol.errors import ConfigError
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Keys only the inference server reads."""
+    """Keys only the inference server reads; --server.vllm.NAME VALUE, or [server.vllm] in the file, is an argument of vLLM's own."""
 
     max_model_len: Annotated[int, msgspec.Meta(gt=0)] | None = None
     """Longest prompt + completion in tokens; by default what the model's config allows."""
@@ -53,6 +53,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     pause_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0
     """Longest time in which the engine must have paused, taken a version label or resumed around a push; one that has not
     answered by then is started again."""
+    vllm: PassedOn = msgspec.field(default_factory=dict)
+    """Arguments of vLLM's own, under the names of AsyncEngineArgs, tables for those that are configs. What the server sets itself
+    and what would break versions, logprobs or pushes is refused (engine/arguments.py)."""
 
 
 class ServerRun(SharedConfig):

@@ -56,6 +56,8 @@ def examine(run: ServerRun) -> Iterator[Finding]:
     yield ok("versions", f"slipstream-rl {package_version()}, protocol {PROTOCOL_VERSION}")
     yield unknown("clock", "compared, like keys and bandwidth, by `learner doctor` while this server runs")
     yield from resources(run)
+    if run.server.vllm:
+        yield vllm_arguments(run)
 
 
 def names(endpoint: str) -> Finding:
@@ -160,3 +162,14 @@ def resources(run: ServerRun) -> Iterator[Finding]:
     yield of_memory(f"{config.gpu_memory_utilization:.0%} of the GPU for the server", share, free, remedy)
     remedy = "raise server.tensor_parallel_size or server.gpu_memory_utilization"
     yield of_memory("a worker's weights", weights // config.tensor_parallel_size + of_kv, share, remedy)
+
+
+def vllm_arguments(run: ServerRun) -> Finding:
+    """Whether vLLM has such arguments, of such types, and the server lets them through."""
+    from inference_server.engine.arguments import added_arguments, own_arguments  # which imports vLLM, for seconds
+
+    try:
+        added_arguments(run.server.vllm, own_arguments(run, Path(run.model)))
+    except ConfigError as error:
+        return problem_of("vllm", error, "correct it in [server.vllm]")
+    return ok("vllm", f"takes {', '.join(run.server.vllm)}")

@@ -28,6 +28,9 @@ MayChange = Annotated[T, MAY_CHANGE]
 """The type of a key that a resume may change: one that does not decide what is learned, or one that an error or a warning
 advises to change. All others are fixed when the run begins."""
 
+PASSED_ON = "passed on"
+PassedOn = Annotated[dict[str, Any], PASSED_ON, tyro.conf.Suppress]
+"""The type of a section that a library types, not we: any name, any TOML value, as flags too: `--section.name VALUE`."""
 
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5757"
 
@@ -113,6 +116,11 @@ def may_change(field: msgspec.structs.FieldInfo) -> bool:
     return MAY_CHANGE in getattr(field.type, "__metadata__", ())
 
 
+def is_passed_on(field: msgspec.structs.FieldInfo) -> bool:
+    """Whether this is a section whose names and types a library knows."""
+    return PASSED_ON in getattr(field.type, "__metadata__", ())
+
+
 def _split(argv: Sequence[str], program: str) -> tuple[Path | None, list[str]]:
     if argv and not argv[0].startswith("-"):
         return Path(argv[0]), list(argv[1:])
@@ -165,6 +173,7 @@ def _explain(message: str, raw: dict[str, Any]) -> str:
 def _with_flags(config_type: type[C], base: C | None, flags: list[str], program: str) -> C:
     if base is not None and not flags:
         return base
+    flags, passed_on = _split_passed_on(config_type, flags)
     _refuse_unknown_flags(config_type, flags)
     complaint = io.StringIO()
     try:
@@ -176,14 +185,56 @@ def _with_flags(config_type: type[C], base: C | None, flags: list[str], program:
             raise
         raise ConfigError(_plain(complaint.getvalue())) from exit_
     # Tyro builds the structs field by field; only a conversion runs every check again.
+    raw = msgspec.to_builtins(config)
+    for path, value in passed_on:
+        _set(raw, path, value)
     try:
-        return msgspec.convert(msgspec.to_builtins(config), config_type)
+        return msgspec.convert(raw, config_type)
     except msgspec.ValidationError as error:
-        raise ConfigError(_explain(str(error), msgspec.to_builtins(config))) from error
+        raise ConfigError(_explain(str(error), raw)) from error
+
+
+def _split_passed_on(
+    config_type: type[msgspec.Struct], flags: list[str]
+) -> tuple[list[str], list[tuple[list[str], Any]]]:
+    """Return the flags that tyro knows, and of the others where their values belong. Raises ConfigError."""
+    sections = tuple(f"--{key}." for key, field in keys_of(config_type).items() if is_passed_on(field))
+    known, passed_on = [], []
+    waiting = iter(flags)
+    for flag in waiting:
+        if not sections or not flag.startswith(sections):
+            known.append(flag)
+            continue
+        name, has_value, text = flag.partition("=")
+        value = text if has_value else next(waiting, "--")
+        if value.startswith("--"):
+            raise ConfigError(
+                f"{name} came without a value; expected: {name} VALUE, and of what is on or off {name} true"
+            )
+        passed_on.append((name.removeprefix("--").replace("-", "_").split("."), _toml_value(value)))
+    return known, passed_on
+
+
+def _toml_value(text: str) -> Any:
+    """A word without quotes is a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _set(raw: dict[str, Any], path: list[str], value: Any) -> None:
+    *sections, name = path
+    for section in sections:
+        if not isinstance(raw.get(section), dict):
+            raw[section] = {}
+        raw = raw[section]
+    raw[name] = value
 
 
 def _refuse_unknown_flags(config_type: type[msgspec.Struct], flags: list[str]) -> None:
-    known = {"--help", "-h", *(f"--{key.replace('_', '-')}" for key in keys_of(config_type))}
+    keys = [key for key, field in keys_of(config_type).items() if not is_passed_on(field)]
+    known = {"--help", "-h", *(f"--{key.replace('_', '-')}" for key in keys)}
     for flag in flags:
         if flag.startswith("--") and flag.partition("=")[0] not in known:
             near = difflib.get_close_matches(flag, known, n=1, cutoff=0.5)

@@ -14,7 +14,7 @@ import pytest
 from deploy.config import DeployConfig
 from inference_server.config import ServerConfig
 from learner.config import LearnerConfig
-from protocol.config import SharedConfig
+from protocol.config import PASSED_ON, SharedConfig
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("protocol", "inference_server", "learner", "deploy", "tests")
@@ -99,6 +99,8 @@ def is_key(name: str) -> bool:
         if part not in types:
             return False
         struct = types[part]
+        if PASSED_ON in getattr(struct, "__metadata__", ()):
+            return True  # a library knows what is in there
     return True
 
 

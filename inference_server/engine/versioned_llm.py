@@ -6,18 +6,17 @@ with a request of a new one.
 
 import asyncio
 import os
-import sys
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
-from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from inference_server.config import ServerRun
+from inference_server.engine.arguments import engine_arguments, is_in_engine_process
 from protocol.cores import bound_to_cores
 from protocol.errors import ConfigError
 
@@ -92,33 +91,10 @@ def start_llm(run: ServerRun, model_path: Path) -> VersionedLLM:
             f"server.receive_overlap = true with server.tensor_parallel_size = {server.tensor_parallel_size}: {reason}; set "
             "receive_overlap = false"
         )
-    in_engine_process = on_cpu and server.tensor_parallel_size == 1
-    if in_engine_process:
+    if is_in_engine_process(server):
         # Without it vLLM puts the CPU worker into a third process: 4 s more to start and two hops more per step.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    kv_cache_bytes = None if server.kv_cache_memory_mib is None else server.kv_cache_memory_mib << 20
-    optional: dict[str, Any] = {"block_size": server.block_size} if server.block_size else {}
-    args = AsyncEngineArgs(
-        model=str(model_path),
-        served_model_name=[run.model],
-        dtype=run.dtype,
-        seed=run.seed,
-        max_model_len=server.max_model_len,
-        max_num_seqs=server.max_concurrent_sequences,
-        kv_cache_memory_bytes=kv_cache_bytes,
-        gpu_memory_utilization=server.gpu_memory_utilization,
-        enforce_eager=server.enforce_eager,
-        tensor_parallel_size=server.tensor_parallel_size,
-        distributed_executor_backend="uni" if in_engine_process else None,
-        enable_prefix_caching=True,
-        scheduling_policy="priority",
-        use_tqdm_on_load=sys.stderr.isatty(),
-        disable_log_stats=server.http_port == 0,
-        logprobs_mode="processed_logprobs",
-        generation_config="vllm",
-        worker_extension_cls="inference_server.engine.worker.PushWorker",
-        **optional,
-    )
+    args = engine_arguments(run, model_path)
     try:
         # The engine's process alone: this one only passes on, and runs wherever there is room, such as on the core of a learner
         # that waits.
@@ -127,7 +103,7 @@ def start_llm(run: ServerRun, model_path: Path) -> VersionedLLM:
     except (ValueError, RuntimeError, OSError) as error:
         raise ConfigError(
             f"vLLM cannot serve model {run.model}: {_reason(error)} Look at the keys of [server]: max_model_len, "
-            "kv_cache_memory_mib, block_size, tensor_parallel_size, gpu_memory_utilization."
+            "kv_cache_memory_mib, block_size, tensor_parallel_size, gpu_memory_utilization, vllm."
         ) from error
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 import msgspec
 import pytest
 
-from protocol.config import SharedConfig, load_config, to_toml
+from protocol.config import PassedOn, SharedConfig, load_config, to_toml
 from protocol.errors import ConfigError
 
 
@@ -33,6 +33,8 @@ class Side(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     cores: tuple[int, ...] | None = None
     """Cores."""
     loss: Loss = Loss()
+    library: PassedOn = msgspec.field(default_factory=dict)
+    """A library's own."""
 
 
 class Run(SharedConfig):
@@ -97,6 +99,36 @@ def test_a_wrong_config_is_refused_with_key_value_and_remedy(
 ) -> None:
     with pytest.raises(ConfigError, match=expected):
         load(tmp_path, toml, *flags)
+
+
+def test_what_a_library_types_takes_any_name_and_a_flag_of_it_is_read_as_toml(tmp_path: Path) -> None:
+    toml = TOML + "[learner.library]\nsize = 1\nkept = 2.5\ndeep.kept = true\ndeep.mode = 1\n"
+    flags = ("--learner.library.size=-3", "--learner.library.deep.mode", "2", "--learner.library.on-disk", "true")
+    flags += ("--learner.library.names", '["a", "b"]', "--learner.library.word", "a b", "--seed", "7")
+    run = load(tmp_path, toml, *flags)
+    deep = {"kept": True, "mode": 2}
+    assert run.learner.library == {
+        "size": -3, "kept": 2.5, "deep": deep, "on_disk": True, "names": ["a", "b"], "word": "a b"
+    }  # fmt: skip
+    assert run.seed == 7 and load(tmp_path, to_toml(run)) == run
+    assert load(tmp_path, toml, "--learner.library.deep", "1", "--learner.library.deep.x", "2").learner.library[
+        "deep"
+    ] == {"x": 2}
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (("--learner.library.a",), r"--learner\.library\.a came without a value; expected: .* VALUE"),
+        (("--learner.library.a", "--seed", "1"), r"--learner\.library\.a came without a value"),
+        (("--learner.library", "1"), r"unknown flag --learner\.library"),
+        (("--learner.library.a", "1", "--sede", "1"), r"unknown flag --sede; did you mean --seed"),
+        (("--learner.library.a", "1", "--learner.loss.clip-low", "-1"), r"clip_low = -1\.0 must not be negative"),
+    ],
+)
+def test_a_wrong_flag_beside_a_librarys_is_still_refused(tmp_path: Path, flags: tuple[str, ...], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        load(tmp_path, TOML, *flags)
 
 
 def test_a_missing_file_and_a_missing_argument_are_named() -> None:

@@ -1,0 +1,210 @@
+"""The arguments that vLLM is started with: those of the server, and of `[server.vllm]` those that leave its promises true.
+
+    ServerRun ─▶ own ──────────────────────────────────────────┐
+    [server.vllm] ─▶ known? ours? refused? ─▶ of vLLM's type? ─┴─▶ AsyncEngineArgs
+
+Invariant: nothing of `[server.vllm]` replaces what the server sets, and nothing of it arrives that vLLM would not have typed so.
+"""
+
+import dataclasses
+import difflib
+import sys
+import textwrap
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+from pydantic import ConfigDict, ValidationError, create_model
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+
+from inference_server.config import ServerConfig, ServerRun
+from protocol.errors import ConfigError
+
+MAX_EXPLANATION = 400
+"""Characters: vLLM lists every name that would do, of an attention backend 40 paths."""
+
+
+class Own(NamedTuple):
+    """What the server sets itself."""
+
+    value: Any
+    remedy: str
+    """For who would set it in [server.vllm]."""
+
+
+class Refusal(NamedTuple):
+    """Arguments that would break what a learner relies on."""
+
+    names: tuple[str, ...]
+    reason: str
+    remedy: str
+
+
+REFUSED = (
+    Refusal(
+        ("model_weights", "hf_config_path", "hf_overrides", "model_class_overrides", "config_format", "revision", "tokenizer",
+         "tokenizer_revision", "skip_tokenizer_init", "tokens_only", "load_format", "runner", "convert"),
+        "the server would run another model than the learner, which goes by `model` alone",
+        "set `model` to a directory that holds the config, weights and tokenizer you want",
+    ),
+    Refusal(
+        ("trust_remote_code", "code_revision"),
+        "code that comes with a model is not run here (SECURITY.md)",
+        "set `model` to one that vLLM and transformers know by themselves",
+    ),
+    Refusal(
+        ("quantization", "quantization_config", "kv_cache_dtype"),
+        "the server would compute with coarser numbers than the learner, and its logprobs would be another policy's",
+        "for memory lower server.max_concurrent_sequences or raise server.tensor_parallel_size",
+    ),
+    Refusal(
+        ("speculative_config", "spec_method", "spec_model", "spec_tokens"),
+        "a draft gets no pushes, and nothing checks the logprobs and versions of tokens that it has proposed",
+        "leave it out",
+    ),
+    Refusal(
+        ("watermark_config", "logits_processors", "diffusion_config"),
+        "tokens would come from another distribution than the one whose logprobs the learner computes",
+        "set learner.sampling, which the learner knows of",
+    ),
+    Refusal(("kv_sharing_fast_prefill",), "it leaves out logprobs of prompts, which the learner asks for", "leave it out"),
+    Refusal(
+        ("enable_lora", "default_mm_loras"),
+        "pushes bring whole weights, and an adapter beside them would get none",
+        "set learner.lora: its adapter is merged into every push",
+    ),
+    Refusal(
+        ("pipeline_parallel_size", "prefill_context_parallel_size"),
+        "pushes and the server's start know workers of tensor parallelism only",
+        "raise server.tensor_parallel_size",
+    ),
+    Refusal(
+        ("offload_backend", "cpu_offload_gb", "offload_group_size", "enable_eplb", "enable_sleep_mode", "enable_cumem_allocator"),
+        "a push would load into weights that are elsewhere at that moment",
+        "for memory raise server.tensor_parallel_size",
+    ),
+    Refusal(
+        ("weight_transfer_config", "worker_cls"),
+        "weights come by the server's own pushes, into vLLM's own worker",
+        "leave it out; learner.push says how they travel",
+    ),
+    Refusal(
+        ("scheduler_cls",), "tokens are labelled with their version by vLLM's own scheduler", "leave it out"
+    ),
+    Refusal(
+        ("kv_transfer_config", "kv_offloading_size", "ec_transfer_config"),
+        "keys and values of old weights would come back from where a push does not clear them",
+        "for more of them set server.kv_cache_memory_mib or server.gpu_memory_utilization",
+    ),
+    Refusal(
+        ("max_num_queued_reqs", "max_num_queued_tokens"),
+        "vLLM would turn groups away that the server has promised to answer",
+        "set learner.max_staleness or learner.groups_per_step, which bound how many wait",
+    ),
+    Refusal(
+        ("nnodes", "node_rank", "master_addr", "master_port", "enable_elastic_ep", "data_parallel_size", "data_parallel_rank",
+         "data_parallel_start_rank", "data_parallel_size_local", "data_parallel_address", "data_parallel_rpc_port",
+         "data_parallel_hybrid_lb", "data_parallel_external_lb", "data_parallel_multi_port_external_lb", "data_parallel_backend"),
+        "one server is one engine on one node",
+        "start several servers and list them in `endpoints`",
+    ),
+    Refusal(
+        ("enable_fault_tolerance", "fault_tolerance_config"),
+        "the server itself starts a dead engine again",
+        "set server.max_engine_restarts",
+    ),
+)  # fmt: skip
+
+
+def engine_arguments(run: ServerRun, model_path: Path) -> AsyncEngineArgs:
+    """Raises ConfigError for what [server.vllm] must not have."""
+    own = own_arguments(run, model_path)
+    return AsyncEngineArgs(**{name: value for name, (value, _) in own.items()}, **added_arguments(run.server.vllm, own))
+
+
+def own_arguments(run: ServerRun, model_path: Path) -> dict[str, Own]:
+    server = run.server
+    kv_cache_bytes = None if server.kv_cache_memory_mib is None else server.kv_cache_memory_mib << 20
+    return {
+        "model": Own(str(model_path), "set `model`"),
+        "served_model_name": Own([run.model], "set `model`"),
+        "dtype": Own(run.dtype, "set `dtype`"),
+        "seed": Own(run.seed, "set `seed`"),
+        "max_model_len": Own(server.max_model_len, "set server.max_model_len"),
+        "max_num_seqs": Own(server.max_concurrent_sequences, "set server.max_concurrent_sequences"),
+        "kv_cache_memory_bytes": Own(kv_cache_bytes, "set server.kv_cache_memory_mib"),
+        "block_size": Own(server.block_size, "set server.block_size"),
+        "gpu_memory_utilization": Own(server.gpu_memory_utilization, "set server.gpu_memory_utilization"),
+        "enforce_eager": Own(server.enforce_eager, "set server.enforce_eager"),
+        "tensor_parallel_size": Own(server.tensor_parallel_size, "set server.tensor_parallel_size"),
+        "distributed_executor_backend": Own(
+            "uni" if is_in_engine_process(server) else None, "it follows from server.tensor_parallel_size"
+        ),
+        "disable_log_stats": Own(server.http_port == 0, "statistics are kept unless server.http_port = 0"),
+        "use_tqdm_on_load": Own(sys.stderr.isatty(), "there is a progress bar wherever there is a terminal"),
+        "enable_prefix_caching": Own(True, "it stays on: the completions of a group share their prompt"),
+        "scheduling_policy": Own("priority", "it stays: the learner's groups go before the clients of /v1"),
+        "logprobs_mode": Own("processed_logprobs", "it stays: these are the logprobs of what was sampled from"),
+        "generation_config": Own("vllm", "it stays: sampling is what a request says; for groups set learner.sampling"),
+        "worker_extension_cls": Own(
+            "inference_server.engine.worker.PushWorker", "it stays: it takes the learner's pushes"
+        ),
+    }
+
+
+def is_in_engine_process(server: ServerConfig) -> bool:
+    """Whether the one worker needs no process of its own."""
+    return current_platform.is_cpu() and server.tensor_parallel_size == 1
+
+
+def added_arguments(given: Mapping[str, Any], own: Mapping[str, Own]) -> dict[str, Any]:
+    """Return what [server.vllm] gives, as vLLM's types. Raises ConfigError."""
+    annotations = {field.name: field.type for field in dataclasses.fields(AsyncEngineArgs) if field.name[0] != "_"}
+    refusals = {name: refusal for refusal in REFUSED for name in refusal.names}
+    for name, value in given.items():
+        key = f"server.vllm.{name} = {value!r}"
+        if name not in annotations:
+            near = difflib.get_close_matches(name, annotations, n=1)
+            hint = f"did you mean server.vllm.{near[0]}?" if near else "`vllm serve --help` lists them, with - for _"
+            raise ConfigError(f"{key}: vLLM has no such argument; {hint}")
+        if name in own:
+            raise ConfigError(f"{key}: the server sets it itself; {own[name].remedy}")
+        if name in refusals:
+            raise ConfigError(f"{key} is refused: {refusals[name].reason}; {refusals[name].remedy}")
+    return _typed(given, annotations)
+
+
+def _typed(given: Mapping[str, Any], annotations: Mapping[str, Any]) -> dict[str, Any]:
+    """AsyncEngineArgs itself takes a value of any type, and vLLM fails somewhere later."""
+    fields: dict[str, Any] = {name: (annotations[name], ...) for name in given}
+    config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())
+    values = {name: _member(annotations[name], value) for name, value in given.items()}
+    try:
+        typed = create_model("Arguments", __config__=config, **fields)(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key, value = _place(given, first["loc"])
+        sentence = textwrap.shorten(first["msg"], MAX_EXPLANATION, placeholder=" …")
+        raise ConfigError(f"server.vllm.{key} = {value!r}: {sentence}") from error
+    return {name: getattr(typed, name) for name in given}
+
+
+def _member(annotation: Any, value: Any) -> Any:
+    """Return the member of an enum that goes by this name: vLLM's flags take FLASH_ATTN, its type a path."""
+    for choice in get_args(annotation) or (annotation,):
+        if isinstance(choice, type) and issubclass(choice, Enum) and isinstance(value, str):
+            return choice.__members__.get(value, value)
+    return value
+
+
+def _place(given: Mapping[str, Any], location: tuple[int | str, ...]) -> tuple[str, Any]:
+    """Return key and value that an error is about; pydantic's location goes on into the types that it has tried."""
+    keys: list[str] = []
+    value: Any = given
+    for part in location:
+        if not isinstance(value, Mapping) or part not in value:
+            break
+        keys, value = [*keys, str(part)], value[part]
+    return ".".join(keys), value
