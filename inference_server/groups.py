@@ -40,6 +40,8 @@ class _Running(msgspec.Struct, kw_only=True, eq=False):
     timeout: asyncio.Timeout
     task: asyncio.Task[None] | None = None
     entered_version: int = -1
+    salt: str = ""
+    num_cached_tokens: int = 0
     completions: dict[int, Completion] = msgspec.field(default_factory=dict)
     """Those that have ended, by index."""
     token_at: float | None = None
@@ -47,6 +49,7 @@ class _Running(msgspec.Struct, kw_only=True, eq=False):
 
     def note(self, sampled: Sampled, now: float) -> None:
         self.token_at, self.entered_version = now, sampled.entered_version
+        self.salt, self.num_cached_tokens = sampled.salt, sampled.num_cached_tokens
         self.completions |= sampled.completions
 
 
@@ -139,6 +142,8 @@ class Groups:
             entered_version=running.entered_version,
             completions=completions,
             server_s=time.monotonic() - asked_at,
+            salt=running.salt,
+            num_cached_tokens=running.num_cached_tokens,
         )
         self._undelivered.add(request.group_id)
         await self._send(request.group_id)
@@ -148,7 +153,7 @@ class Groups:
         request = running.request
         try:
             async with running.timeout:
-                async for sampled in self._engine.generate(request.prompt_token_ids, request.sampling):
+                async for sampled in self._engine.generate(request.prompt_token_ids, request.sampling, request.salt):
                     running.note(sampled, self._clock())
         except TimeoutError:
             why = f"it had begun, and got no token for {request.deadline_s:g} s (learner.group_deadline_s)"

@@ -53,6 +53,8 @@ class ScriptedEngine:
         self.calls: list[str] = []
         """Names of the control calls, in order."""
         self.prompts: list[list[int]] = []
+        self.salts: list[str] = []
+        """That groups were asked for with."""
         self.cancelled = 0
         self.version: int | None = None
         self.weights: dict[str, Any] = {}
@@ -81,10 +83,12 @@ class ScriptedEngine:
     async def places(self) -> Sequence[WorkerPlace]:
         return [WorkerPlace(device="cpu", transports=["gloo"], pid=os.getpid())] * self.limits.num_workers
 
-    async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling) -> AsyncIterator[Sampled]:
+    async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling, salt: str) -> AsyncIterator[Sampled]:
+        self.salts.append(salt)
         completions, version = await self.sample(prompt_token_ids, sampling)
         self.num_steps += 1
-        yield Sampled(entered_version=version, completions=dict(enumerate(completions)))
+        salt = salt or f"version {version}"
+        yield Sampled(entered_version=version, salt=salt, completions=dict(enumerate(completions)))
 
     async def sample(self, prompt_token_ids: np.ndarray, sampling: Sampling) -> tuple[list[Completion], int]:
         """All completions of a group at once, and the version they entered under."""

@@ -48,6 +48,10 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True):
 
     entered_version: int
     """The policy version when the group entered the engine."""
+    salt: str
+    """What its keys and values are kept under."""
+    num_cached_tokens: int = 0
+    """Of its prompt, those whose keys and values were there already."""
     completions: dict[int, Completion]
     """By index within the group."""
 
@@ -98,8 +102,10 @@ class Engine(Protocol):
         """Ask every worker where it is."""
         ...
 
-    def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling) -> AsyncIterator[Sampled]:
+    def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling, salt: str) -> AsyncIterator[Sampled]:
         """Sample the completions of one group; tell of its first tokens, of further ones now and then, and of every end.
+
+        `salt`: of an earlier group, whose keys and values may be used; empty: only those of the policy there is now.
 
         Cancelling whoever waits for it frees their places. Raises EngineFailed, in the end, unless all completions have come.
         """

@@ -1,11 +1,12 @@
 """vLLM as the server runs it: requests wait while weights are loaded, and a policy's prefixes are its own.
 
 Every request gets a prefix cache salt with the number of the push, so keys and values of an old policy are never shared
-with a request of a new one.
+with a request of a new one. The one exception is asked for: the later turns of an episode say the salt of its first.
 """
 
 import asyncio
 import os
+import uuid
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
@@ -46,9 +47,16 @@ class VersionedLLM(AsyncLLM):
     def __init__(self, *args: Any, **options: Any) -> None:
         self.steps = steps = Steps()
         self._has_readers = options["log_stats"]
+        self._name = uuid.uuid4().hex[:12]
+        """In the salt too: an episode may go on at another server, whose pushes have the same numbers."""
         super().__init__(*args, **options | {"stat_loggers": [lambda *_: steps]})
         self.admitting = asyncio.Event()
         self.admitting.set()
+
+    @property
+    def salt(self) -> str:
+        """What is computed now may be shared under it."""
+        return f"{self._name} push {self.num_pushes}"
 
     def _run_output_handler(self) -> None:
         """Without readers of vLLM's metrics keep no statistics of tokens, which take a quarter of the time that outputs take here:
@@ -59,16 +67,18 @@ class VersionedLLM(AsyncLLM):
     async def generate(
         self, prompt: Any, *args: Any, priority: int = 0, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """For the OpenAI application: whatever priority its clients ask for, the learner's requests are begun before theirs."""
+        """For the OpenAI application: whatever priority its clients ask for, the learner's requests are begun before theirs, and
+        whatever salt they choose, it is one of this push."""
+        await self.admitting.wait()
+        if isinstance(prompt, dict) and (salt := prompt.get("cache_salt")):
+            prompt = {**prompt, "cache_salt": f"{self.salt}/{salt}"}
         async for output in self.generate_first(prompt, *args, priority=max(priority, FIRST_OF_CLIENTS), **kwargs):
             yield output
 
     async def generate_first(self, prompt: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
         await self.admitting.wait()
-        salt = f"push {self.num_pushes}"
-        if isinstance(prompt, dict):
-            user_salt = prompt.get("cache_salt")
-            prompt = {**prompt, "cache_salt": f"{salt}/{user_salt}" if user_salt else salt}
+        if isinstance(prompt, dict) and not prompt.get("cache_salt"):
+            prompt = {**prompt, "cache_salt": self.salt}
         async for output in super().generate(prompt, *args, **kwargs):
             yield output
 

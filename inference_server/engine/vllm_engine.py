@@ -87,13 +87,20 @@ class VllmEngine:
     def num_steps(self) -> int:
         return self.llm.steps.count
 
-    async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling) -> AsyncIterator[Sampled]:
-        await self.llm.admitting.wait()  # so that the version is the one the request enters under
+    async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling, salt: str) -> AsyncIterator[Sampled]:
+        await self.llm.admitting.wait()  # so that version and salt are those the request enters under
         entered_version = self._version
+        if self._clear_cache_on_push or not salt:
+            salt = self.llm.salt
         params = params_of(sampling, self._eos_token_ids)
         completions = Completions(sampling.num_completions)
-        async for output in self._run(prompt_token_ids, params):
-            yield Sampled(entered_version=entered_version, completions=completions.take(output.outputs))
+        async for output in self._run(prompt_token_ids, params, salt=salt):
+            yield Sampled(
+                entered_version=entered_version,
+                salt=salt,
+                num_cached_tokens=output.num_cached_tokens or 0,
+                completions=completions.take(output.outputs),
+            )
         completions.check()
 
     async def score(self, token_ids: np.ndarray) -> tuple[np.ndarray, int | None]:
@@ -108,11 +115,11 @@ class VllmEngine:
         return logprobs, None if label == UNTOUCHED else int(label)
 
     async def _run(
-        self, token_ids: np.ndarray, params: SamplingParams, priority: int = 0
+        self, token_ids: np.ndarray, params: SamplingParams, *, priority: int = 0, salt: str | None = None
     ) -> AsyncIterator[RequestOutput]:
-        """Run one request; the lower its priority, the sooner it is begun."""
+        """Run one request; the lower its priority, the sooner it is begun. `salt`: None is that of the policy there is now."""
         self._num_requests += 1
-        prompt, request_id = tokens_input(token_ids.tolist()), str(self._num_requests)
+        prompt, request_id = tokens_input(token_ids.tolist(), cache_salt=salt), str(self._num_requests)
         try:
             async for output in self.llm.generate_first(prompt, params, request_id, priority=priority):
                 yield output

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 import numpy as np
 
-from protocol.messages.parts import Message, Name, Part, Seconds, Version, check_array
+from protocol.messages.parts import Message, Name, Part, Seconds, Size, Version, check_array
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256
 StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
@@ -34,6 +34,9 @@ class Generate(Message):
     sampling: Sampling
     deadline_s: Seconds
     """Longest time without a token once it has had its first. Time in which nothing may be generated does not count."""
+    salt: Name = ""
+    """Whose keys and values may be used again: the salt of the group with which an episode began, in each of its later turns.
+    Empty: those of the policy that the server has now."""
 
     def __post_init__(self) -> None:
         check_array(self.prompt_token_ids, "int32", "prompt_token_ids")
@@ -77,6 +80,10 @@ class Group(Message):
     completions: list[Completion]
     server_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     """From the request's arrival to the last token. 0: from before a server that says so."""
+    salt: Name = ""
+    """What its keys and values are kept under, of no other server and no other push; empty: from before a server that says so."""
+    num_cached_tokens: Size = 0
+    """Of its prompt, those whose keys and values were there already."""
 
     @property
     def oldest_version(self) -> int:

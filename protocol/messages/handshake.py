@@ -4,7 +4,7 @@ import msgspec
 
 from protocol.messages.parts import Message, Name, Version
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 class ModelFingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -72,12 +72,14 @@ class ScriptedLearner:
         await self.hello()
         return await self.receive(Welcome)
 
-    async def generate(self, group_id: str, prompt: list[int], deadline_s: float = TIMEOUT_S, **sampling: Any) -> None:
+    async def generate(
+        self, group_id: str, prompt: list[int], deadline_s: float = TIMEOUT_S, salt: str = "", **sampling: Any
+    ) -> None:
         wanted = {"num_completions": 2, "max_tokens": 5, **sampling}
         await self.send(
             Generate(
                 group_id=group_id, prompt_token_ids=np.array(prompt, dtype=np.int32),
-                sampling=Sampling(**wanted), deadline_s=deadline_s,
+                sampling=Sampling(**wanted), deadline_s=deadline_s, salt=salt,
             )
         )  # fmt: skip
 

@@ -189,6 +189,19 @@ def test_generating_before_the_first_push_fails_retryably() -> None:
     run_with_server(test)
 
 
+def test_a_group_says_its_salt_and_a_later_turn_is_generated_under_it() -> None:
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        await join_and_push(engine, learner)
+        await learner.generate("first turn", [1, 2])
+        first = await learner.receive(Group)
+        await learner.generate("second turn", [1, 2, 3], salt=first.salt)
+        second = await learner.receive(Group)
+        assert first.salt and second.salt == first.salt
+        assert engine.salts == ["", first.salt]
+
+    run_with_server(test)
+
+
 def test_a_group_is_generated_once_and_answered_once_on_a_connection_however_often_it_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -298,11 +311,11 @@ class OneByOne(ScriptedEngine):
         super().__init__()
         self.num_done, self._place = num_done, asyncio.Semaphore()
 
-    async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling) -> AsyncIterator[Sampled]:
+    async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling, salt: str) -> AsyncIterator[Sampled]:
         async with self._place:
             self.prompts.append(prompt_token_ids.tolist())
             assert self.version is not None
-            yield Sampled(entered_version=self.version, completions={})
+            yield Sampled(entered_version=self.version, salt=salt, completions={})
             for index in reversed(range(sampling.num_completions)):
                 try:
                     await asyncio.sleep(0.1)
@@ -313,7 +326,7 @@ class OneByOne(ScriptedEngine):
                     self.cancelled += 1
                     raise
                 completion = self._completion(prompt_token_ids.tolist(), index, sampling)
-                yield Sampled(entered_version=self.version, completions={index: completion})
+                yield Sampled(entered_version=self.version, salt=salt, completions={index: completion})
 
 
 def run_with_engine(engine: Callable[[], OneByOne], test: Test) -> None:

@@ -39,6 +39,8 @@ from tests.inference_server.real_server import (
 pytestmark = pytest.mark.vllm
 
 PROMPT = [5, 6, 7, 8, 9]
+BLOCK = 32
+LONG_PROMPT = [2 + index * 7 % 30 for index in range(BLOCK + 8)]
 API_KEY = "sk-of-this-test"
 
 OLD, NEW = tiny_gpt2.make_model(seed=1), tiny_gpt2.make_model(seed=2)
@@ -341,6 +343,48 @@ def test_recomputing_gives_tokens_after_a_push_the_logprobs_of_the_new_weights_a
                     np.testing.assert_allclose(completion.behaviour_logprobs[num_old:], expected, atol=TOLERANCE)
                     num_checked += 1
         assert num_checked
+
+    with_learner(recomputing_server, test)
+
+
+async def turn(learner: ScriptedLearner, name: str, prompt: list[int], salt: str = "") -> Group:
+    await learner.generate(name, prompt, salt=salt, num_completions=1, max_tokens=8)
+    answer = await learner.receive((Group, GroupFailed))
+    assert isinstance(answer, Group), answer.message
+    return answer
+
+
+async def turns_across_a_push(learner: ScriptedLearner) -> tuple[Group, Group, Group]:
+    """The first turn of an episode under OLD; under NEW its second one, and one of another episode with the same tokens."""
+    await push(learner, 0, OLD)
+    first = await turn(learner, "first", LONG_PROMPT)
+    assert first.num_cached_tokens == 0
+    again = await turn(learner, "again", LONG_PROMPT, first.salt)
+    assert (again.salt, again.num_cached_tokens) == (first.salt, BLOCK)
+    await push(learner, 1, NEW)
+    return first, await turn(learner, "second", LONG_PROMPT, first.salt), await turn(learner, "other", LONG_PROMPT)
+
+
+def test_an_episode_keeps_its_keys_and_values_across_a_push_and_no_other_episode_gets_them(server: RealServer) -> None:
+    async def test(learner: ScriptedLearner) -> None:
+        first, second, other = await turns_across_a_push(learner)
+        assert (second.entered_version, second.salt, second.num_cached_tokens) == (1, first.salt, BLOCK)
+        assert other.num_cached_tokens == 0 and other.salt != first.salt
+        (completion,) = other.completions
+        expected = tiny_gpt2.completion_logprobs(NEW, LONG_PROMPT, completion.token_ids)
+        np.testing.assert_allclose(completion.behaviour_logprobs, expected, atol=TOLERANCE)
+
+    with_learner(server, test)
+
+
+def test_recomputing_keeps_no_keys_and_values_of_an_episode_across_a_push(recomputing_server: RealServer) -> None:
+    async def test(learner: ScriptedLearner) -> None:
+        _, second, other = await turns_across_a_push(learner)
+        assert second.salt == other.salt, "it goes on as if it began now"
+        assert second.num_cached_tokens == 0
+        (completion,) = second.completions
+        expected = tiny_gpt2.completion_logprobs(NEW, LONG_PROMPT, completion.token_ids)
+        np.testing.assert_allclose(completion.behaviour_logprobs, expected, atol=TOLERANCE)
 
     with_learner(recomputing_server, test)
 

@@ -61,6 +61,7 @@ def test_no_client_of_the_openai_application_comes_before_the_learners_groups(mo
 
     monkeypatch.setattr(AsyncLLM, "generate", record)
     llm = object.__new__(VersionedLLM)
+    llm._name = "an engine without processes"
 
     async def ask() -> None:
         llm.admitting = asyncio.Event()
