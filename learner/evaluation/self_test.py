@@ -124,7 +124,7 @@ def compare(trainee: Trainee, batches: list[list[ScoredGroup]], temperature: flo
     }
     num_completions = num_not_finite = 0
     for groups in batches:
-        num_not_finite += sum(num_nonfinite(completion) for group in groups for completion in group.completions)
+        num_not_finite += sum(num_nonfinite(branch) for group in groups for branch in group.completions)
         rows = rows_of(groups, config)
         for batch in my_batches(accelerator, trainee.policy, rows, config):
             logprobs_BT = token_logprobs(trainee.policy, batch.pack, temperature)[0].float()

@@ -27,8 +27,8 @@ class Samples:
         """Write a group down as text if it is the step's turn. Raises DiskError."""
         if self._every_steps == 0 or (step - 1) % self._every_steps:
             return
-        kept = group.completions[:MAX_COMPLETIONS]
-        texts = tokenizer.batch_decode([completion.token_ids.tolist() for completion in kept], skip_special_tokens=True)
+        kept = [branches[-1] for branches in group.branches_G[:MAX_COMPLETIONS]]
+        texts = tokenizer.batch_decode([branch.token_ids.tolist() for branch in kept], skip_special_tokens=True)
         prompt = tokenizer.decode(group.prompt_token_ids.tolist())
         rewards = group.rewards_G[:MAX_COMPLETIONS]
         sample = {"step": step, "prompt": prompt, "completions": list(texts), "rewards": rewards}

@@ -1,31 +1,31 @@
 """A group with its rewards, ready to be trained on: what the rollouts hand out, made of what has come or of what the ledger keeps.
 
-Suffix: _G over the completions of the group.
+Suffix: _G over the episodes of the group, each of which has one branch as long as it is a plain completion.
 """
 
+from itertools import islice
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from learner.environments.branch import UNKNOWN_VERSION, Branch
 from learner.prompts.prompts import Prompt
 from learner.rewards.workers import GroupRewards
 from learner.rollouts.ledger import Ledger
 from learner.rollouts.ledger_row import Row
 from protocol.codec import unpack
-from protocol.messages import Completion, Group, Part
-
-UNKNOWN_VERSION = -1
-"""Of groups from before a restart: a version that is trained again may have other weights under the same number."""
+from protocol.messages import Group, Part
 
 
 class ScoredGroup(Part):
-    """One group ready to be trained on. `rewards_G[i] is None` when completion i is unscorable."""
+    """One group ready to be trained on. `rewards_G[i] is None` when episode i is unscorable."""
 
     group_id: str
     slot: int
     prompt_token_ids: np.ndarray
-    completions: list[Completion]
+    completions: list[Branch]
+    """Those of the first episode, then those of the second, and so on."""
     rewards_G: list[float | None]
     rewards_by_function: dict[str, list[float | None]]
     entered_version: int
@@ -36,18 +36,30 @@ class ScoredGroup(Part):
     """What reward functions logged of it, by name."""
     logged_extra: dict[str, list[Any]] = msgspec.field(default_factory=dict)
     """The same per completion; a restart loses it."""
+    num_branches_G: list[int] = msgspec.field(default_factory=list)
+    """How many of them each episode has; empty: one each."""
+
+    def prompt_of(self, branch: Branch) -> np.ndarray:
+        return self.prompt_token_ids if branch.prompt_token_ids is None else branch.prompt_token_ids
+
+    @property
+    def branches_G(self) -> list[list[Branch]]:
+        """By episode."""
+        branches = iter(self.completions)
+        return [list(islice(branches, count)) for count in self.num_branches_G or [1] * len(self.completions)]
 
     @property
     def oldest_version(self) -> int:
-        return min(completion.oldest_version for completion in self.completions)
+        return min(version for branch in self.completions for version in branch.sampled_versions)
 
     @property
     def newest_version(self) -> int:
-        return max(version for completion in self.completions for version, _ in completion.versions)
+        return max(version for branch in self.completions for version in branch.sampled_versions)
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(completion.token_ids) for completion in self.completions)
+        """That the policy has sampled."""
+        return sum(branch.num_sampled for branch in self.completions)
 
 
 def received(ledger: Ledger, row: Row) -> Group:
@@ -73,7 +85,7 @@ def scored_group(slot: int, prompt: Prompt, group: Group, rewards: GroupRewards,
         group_id=group.group_id,
         slot=slot,
         prompt_token_ids=np.array(prompt.token_ids, np.int32),
-        completions=group.completions,
+        completions=[Branch.of(completion) for completion in group.completions],
         rewards_G=rewards.rewards,
         rewards_by_function=rewards.by_function,
         entered_version=group.entered_version,

@@ -47,7 +47,7 @@ class Selection:
         num_replaced = self._slots.num_replaced_with(slots[-1], len(slots))
         groups = self._slots.take(slots)
         self._curriculum.count(self._slots.next_to_take)
-        num_lost = sum(self._config.sampling.num_completions - len(group.completions) for group in groups)
+        num_lost = sum(self._config.sampling.num_completions - len(group.rewards_G) for group in groups)
         self.batch_metrics = {"rollout/lost_completions": float(num_lost)}
         self.batch_metrics |= {
             f"rollout/rewards_{outcome}": float(self._num_calls[outcome]) for outcome in ("timed_out", "failed")

@@ -1,8 +1,8 @@
 """Scored groups to rows, and rows to the tensors of a forward pass. Between rollouts and the loss; packing.py is in between, and
 says which rows go together.
 
-Suffixes: G completions of a group, B rows (completions), T tokens of the longest completion: index t of a _BT tensor belongs to
-token t of its completion.
+Suffixes: G episodes of a group, B rows (branches; an episode of one turn has one, its completion), T tokens of the longest branch:
+index t of a _BT tensor belongs to token t of its branch.
 """
 
 from itertools import count, groupby
@@ -13,28 +13,28 @@ import torch
 
 from learner.config import LearnerConfig
 from learner.config.algorithm import Normalization
+from learner.environments.branch import UNKNOWN_VERSION, Branch
 from learner.forward.pack import Pack, pack
-from learner.rollouts.scored_group import UNKNOWN_VERSION, ScoredGroup
-from protocol.messages import Completion
+from learner.rollouts.scored_group import ScoredGroup
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """One completion with its prompt."""
+    """One branch with its prompt."""
 
     prompt_token_ids: np.ndarray
-    completion: Completion
+    branch: Branch
     group: int
-    """Among the groups of the step; its rows have one prompt."""
+    """Rows that stand together and have the same number have one prompt."""
     place: int
-    """Among all completions of the step."""
+    """Of its episode, among all of the step."""
     advantage: float
     weight: float
-    """Of each of its tokens in the loss of the step."""
+    """Of each of its sampled tokens in the loss of the step."""
     entered_version: int
 
     @property
     def num_tokens(self) -> int:
-        return len(self.prompt_token_ids) + len(self.completion.token_ids)
+        return len(self.prompt_token_ids) + len(self.branch.token_ids)
 
 
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -55,36 +55,39 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 def step_rows(groups: list[ScoredGroup], advantages_P_G: list[list[float]], config: LearnerConfig) -> list[list[Row]]:
-    """Every completion of the step, by group, weighed by the counts of all of them."""
+    """Every branch of the step, by group, weighed by the counts of all episodes. Those of an episode share its advantage."""
     num_tokens = sum(group.num_tokens for group in groups)
-    num_rows = sum(len(group.completions) for group in groups)
-    places = count()
+    num_episodes = sum(len(group.branches_G) for group in groups)
+    places, prompts = count(), count()
     rows_P_G: list[list[Row]] = []
-    for place, (group, advantages_G) in enumerate(zip(groups, advantages_P_G, strict=True)):
+    for group, advantages_G in zip(groups, advantages_P_G, strict=True):
         rows_P_G.append([])
-        for completion, advantage in zip(group.completions, advantages_G, strict=True):
+        shared = next(prompts)
+        for branches, advantage in zip(group.branches_G, advantages_G, strict=True):
+            place = next(places)
             weight = row_weight(
                 config.loss.mean_over,
-                row_tokens=len(completion.token_ids),
+                row_tokens=sum(branch.num_sampled for branch in branches),
                 num_tokens=num_tokens,
-                num_rows=num_rows,
+                num_rows=num_episodes,
                 max_tokens=config.sampling.max_tokens,
             )
-            row = Row(
-                prompt_token_ids=group.prompt_token_ids,
-                completion=completion,
-                group=place,
-                place=next(places),
-                advantage=advantage,
-                weight=weight,
-                entered_version=group.entered_version,
-            )
-            rows_P_G[-1].append(row)
+            for branch in branches:
+                row = Row(
+                    prompt_token_ids=group.prompt_of(branch),
+                    branch=branch,
+                    group=shared if branch.prompt_token_ids is None else next(prompts),
+                    place=place,
+                    advantage=advantage,
+                    weight=weight,
+                    entered_version=group.entered_version,
+                )
+                rows_P_G[-1].append(row)
     return rows_P_G
 
 
 def trained_rows(groups: list[ScoredGroup], advantages_P_G: list[list[float]], config: LearnerConfig) -> list[Row]:
-    """The completions that carry the loss: those of groups with signal, and of all groups if there is a KL or an entropy in
+    """The branches that carry the loss: those of groups with signal, and of all groups if there is a KL or an entropy in
     the loss, which need no signal; with mask_truncated, only the finished ones.
     """
     needs_no_signal = config.loss.entropy_coef > 0 or (config.kl.is_on and config.kl.place == "loss")
@@ -93,7 +96,7 @@ def trained_rows(groups: list[ScoredGroup], advantages_P_G: list[list[float]], c
         for rows_G, advantages_G in zip(step_rows(groups, advantages_P_G, config), advantages_P_G, strict=True)
         if needs_no_signal or any(advantages_G)
         for row in rows_G
-        if not (config.loss.mask_truncated and row.completion.finish_reason == "length")
+        if not (config.loss.mask_truncated and row.branch.finish_reason == "length")
     ]
 
 
@@ -101,18 +104,16 @@ def micro_batch(rows: list[Row], device: torch.device) -> MicroBatch:
     """Rows of one group that stand together share their prompt. Without rows: one token that is masked out."""
     is_trained = bool(rows)
     rows = rows or [_masked_row()]
-    shape_BT = (len(rows), max(len(row.completion.token_ids) for row in rows))
+    shape_BT = (len(rows), max(len(row.branch.token_ids) for row in rows))
     mask_BT = np.zeros(shape_BT, bool)
     behaviour_logprobs_BT = np.zeros(shape_BT, np.float32)
     versions_BT = np.full(shape_BT, UNKNOWN_VERSION, np.int64)
     for b, row in enumerate(rows):
-        completion, end = row.completion, len(row.completion.token_ids)
+        branch, end = row.branch, len(row.branch.token_ids)
         # A logprob that is no number (an engine near a collapse) takes its token out of everything.
-        mask_BT[b, :end] = is_trained & np.isfinite(completion.behaviour_logprobs)
-        behaviour_logprobs_BT[b, :end] = completion.behaviour_logprobs
-        versions_BT[b, :end] = np.repeat(
-            [v for v, _ in completion.versions], [count for _, count in completion.versions]
-        )
+        mask_BT[b, :end] = is_trained & branch.is_sampled_T & np.isfinite(branch.behaviour_logprobs)
+        behaviour_logprobs_BT[b, :end] = branch.behaviour_logprobs
+        versions_BT[b, :end] = branch.versions_T
     groups = [list(rows_G) for _, rows_G in groupby(rows, key=lambda row: row.group)]
 
     def on_device(values: object, dtype: type) -> torch.Tensor:
@@ -120,7 +121,7 @@ def micro_batch(rows: list[Row], device: torch.device) -> MicroBatch:
 
     return MicroBatch(
         pack=pack(
-            [(rows_G[0].prompt_token_ids, [row.completion.token_ids for row in rows_G]) for rows_G in groups], device
+            [(rows_G[0].prompt_token_ids, [row.branch.token_ids for row in rows_G]) for rows_G in groups], device
         ),
         mask_BT=on_device(mask_BT, bool),
         behaviour_logprobs_BT=on_device(behaviour_logprobs_BT, np.float32),
@@ -133,12 +134,12 @@ def micro_batch(rows: list[Row], device: torch.device) -> MicroBatch:
 
 
 def _masked_row() -> Row:
-    completion = Completion(
+    branch = Branch(
         token_ids=np.zeros(1, np.int32), behaviour_logprobs=np.zeros(1, np.float32), versions=[(0, 1)], finish_reason="stop"
     )  # fmt: skip
     return Row(
         prompt_token_ids=np.zeros(1, np.int32),
-        completion=completion,
+        branch=branch,
         group=0,
         place=0,
         advantage=0.0,
@@ -150,10 +151,10 @@ def _masked_row() -> Row:
 def row_weight(
     normalization: Normalization, *, row_tokens: int, num_tokens: int, num_rows: int, max_tokens: int
 ) -> float:
-    """The weight of each token of a row; counts are over the whole step, all ranks, before anything is masked.
+    """The weight of each sampled token of an episode; counts are over the whole step, all ranks, before anything is masked.
 
     token:    1 / num_tokens, every token alike                          (DAPO, arXiv 2503.14476)
-    sequence: 1 / (num_rows · row_tokens), every completion alike        (GRPO, arXiv 2402.03300)
+    sequence: 1 / (num_rows · row_tokens), every episode alike           (GRPO, arXiv 2402.03300)
     dr_grpo:  1 / (num_rows · max_tokens), a constant                    (Dr. GRPO, arXiv 2503.20783)
     """
     match normalization:

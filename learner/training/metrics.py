@@ -12,9 +12,9 @@ import torch
 
 from learner.algorithm.loss import Sums
 from learner.config import LearnerConfig
+from learner.environments.branch import Branch
 from learner.policy.memory import GIB
 from learner.rollouts.scored_group import ScoredGroup
-from protocol.messages import Completion
 
 
 def loss_metrics(total: Sums, config: LearnerConfig) -> dict[str, float]:
@@ -58,9 +58,9 @@ def _correction_metrics(sums: dict[str, float], total: Sums, trained: float) -> 
 def group_metrics(groups: list[ScoredGroup], version: int) -> dict[str, float]:
     """Rewards, lengths and staleness of the groups of one step. What no completion was scored for has no mean, not a mean of 0."""
     rewards = [reward for group in groups for reward in _scored(group)]
-    completions = [completion for group in groups for completion in group.completions]
+    episodes = [branches for group in groups for branches in group.branches_G]
     stalenesses = [staleness(group, version) for group in groups]
-    lengths = [len(completion.token_ids) for completion in completions]
+    lengths = [sum(branch.num_sampled for branch in branches) for branches in episodes]
     p10, p50, p90 = np.percentile(lengths, (10, 50, 90)).tolist()
     metrics = {
         "batch/unscorable_completions": float(sum(reward is None for group in groups for reward in group.rewards_G)),
@@ -71,8 +71,8 @@ def group_metrics(groups: list[ScoredGroup], version: int) -> dict[str, float]:
         "rollout/completion_length_p50": p50,
         "rollout/completion_length_p90": p90,
         "rollout/completion_length_max": float(max(lengths)),
-        "rollout/truncated_frac": statistics.fmean(completion.finish_reason == "length" for completion in completions),
-        "rollout/nonfinite_logprobs": float(sum(num_nonfinite(completion) for completion in completions)),
+        "rollout/truncated_frac": statistics.fmean(branches[-1].finish_reason == "length" for branches in episodes),
+        "rollout/nonfinite_logprobs": float(sum(num_nonfinite(one) for branches in episodes for one in branches)),
         "rollout/tokens": float(sum(group.num_tokens for group in groups)),
     }
     within = [statistics.pstdev(scored) for group in groups if len(scored := _scored(group)) > 1]
@@ -101,9 +101,9 @@ def _scored(group: ScoredGroup) -> list[float]:
     return [reward for reward in group.rewards_G if reward is not None]
 
 
-def num_nonfinite(completion: Completion) -> int:
+def num_nonfinite(branch: Branch) -> int:
     """Tokens whose behaviour logprob is no number; they are left out of everything."""
-    return int((~np.isfinite(completion.behaviour_logprobs)).sum())
+    return int((~np.isfinite(branch.behaviour_logprobs)).sum())
 
 
 def staleness(group: ScoredGroup, version: int) -> int:

@@ -1,8 +1,8 @@
 """How far the learner's logprobs are from those of each server, on tokens of the current version: one that is wrong must not be lost
 in the mean of many.
 
-Between the logprobs of a micro-batch and the check of rank 0 (leader.py). Suffixes: B completions, T tokens of the longest, N
-completions of the step.
+Between the logprobs of a micro-batch and the check of rank 0 (leader.py). Suffixes: B branches, T tokens of the longest, N
+episodes of the step.
 """
 
 import torch
@@ -19,7 +19,7 @@ class Mismatch:
 
     def __init__(self) -> None:
         self._seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """(places_B, sum and number of tokens by completion) of each micro-batch, where they were computed."""
+        """(places_B, sum and number of tokens by branch) of each micro-batch, where they were computed."""
 
     def see(self, places_B: torch.Tensor, fresh_BT: torch.Tensor, mismatch_BT: torch.Tensor) -> None:
         """|Δ logprob|, of which the fresh ones count."""
@@ -32,7 +32,7 @@ class Mismatch:
         servers = sorted({group.server for group in groups})
         if len(servers) == 1:
             return {}
-        server_N = torch.tensor([servers.index(group.server) for group in groups for _ in group.completions])
+        server_N = torch.tensor([servers.index(group.server) for group in groups for _ in group.rewards_G])
         sums = torch.zeros(len(servers), 2, dtype=torch.float64, device=accelerator.device)
         for places_B, sums_B in seen:
             sums.index_add_(0, server_N.to(accelerator.device)[places_B], sums_B)

@@ -51,13 +51,13 @@ def pieces_of(rows: Sequence[Row], layout: Layout) -> list[Piece]:
 
 
 def num_tokens(piece: Piece) -> int:
-    return len(piece[0].prompt_token_ids) + sum(len(row.completion.token_ids) for row in piece)
+    return len(piece[0].prompt_token_ids) + sum(len(row.branch.token_ids) for row in piece)
 
 
 def num_pairs(piece: Piece) -> float:
     """(query, key) pairs of its causal attention."""
     prompt = len(piece[0].prompt_token_ids)
-    lengths = [len(row.completion.token_ids) for row in piece]
+    lengths = [len(row.branch.token_ids) for row in piece]
     return prompt**2 / 2 + sum(length * (prompt + length / 2) for length in lengths)
 
 

@@ -3,11 +3,13 @@
     groups ─▶ advantages ─▶ rows ─▶ micro-batches ─▶ survey ─▶ updates_per_batch × (forward, backward, optimizer)
 
 Every rank does this with the same groups, each on its share of the rows; what they sum up is the same on all of them.
-Suffixes: B completions, T tokens of the longest; _P over the groups (prompts) of the step, _G over the completions of a group.
+Suffixes: B branches, T tokens of the longest; N episodes of the step; _P over the groups (prompts) of the step, _G over the episodes
+of a group.
 """
 
 import logging
 import math
+from itertools import islice
 
 import msgspec
 import torch
@@ -25,7 +27,7 @@ from learner.training.finite import NotFiniteError, require_finite_weights
 from learner.training.metrics import StepTimer, loss_metrics
 from learner.training.packing import pieces_of
 from learner.training.ranks import gradient_sync, layout_of, my_batches
-from learner.training.survey import completion_kls, survey
+from learner.training.survey import episode_kls, survey
 from learner.training.throughput import TERA, train_flops
 from learner.training.trainee import Trainee
 
@@ -82,20 +84,22 @@ def advantages(groups: list[ScoredGroup], config: LearnerConfig) -> list[list[fl
 
 
 def less_kl(trainee: Trainee, groups: list[ScoredGroup], timer: StepTimer) -> tuple[list[ScoredGroup], float]:
-    """Take kl_coef times its KL to the reference off each completion's reward; also return the mean KL per token."""
-    rows_P_G = step_rows(groups, [[0.0] * len(group.completions) for group in groups], trainee.config)
+    """Take kl_coef times its KL to the reference off each episode's reward; also return the mean KL per token."""
+    rows_P_G = step_rows(groups, [[0.0] * len(group.rewards_G) for group in groups], trainee.config)
     rows = [row for rows_G in rows_P_G for row in rows_G]
     batches = my_batches(trainee.accelerator, trainee.policy, rows, trainee.config)
-    kls_N, kl_per_token = completion_kls(trainee, batches, len(rows), timer)
+    num_episodes = sum(len(group.rewards_G) for group in groups)
+    kls_N, kl_per_token = episode_kls(trainee, batches, num_episodes, timer)
+    kls = iter(kls_N)
     shaped = [
         msgspec.structs.replace(
             group,
             rewards_G=[
-                None if reward is None else reward - trainee.kl_coef * kls_N[row.place]
-                for reward, row in zip(group.rewards_G, rows_G, strict=True)
+                None if reward is None else reward - trainee.kl_coef * kl
+                for reward, kl in zip(group.rewards_G, islice(kls, len(group.rewards_G)), strict=True)
             ],
         )
-        for group, rows_G in zip(groups, rows_P_G, strict=True)
+        for group in groups
     ]
     return shaped, kl_per_token
 
@@ -180,7 +184,9 @@ def _micro_batch_loss(
         reference_logprobs_BT=batch.reference_logprobs_BT,
         entropy_BT=entropy_BT,
         policy_mask_BT=batch.policy_mask_BT,
-        length_quarter_B=(lengths_B - 1).clamp(min=0) * NUM_LENGTH_QUARTERS // config.sampling.max_tokens,
+        length_quarter_B=((lengths_B - 1).clamp(min=0) * NUM_LENGTH_QUARTERS // config.sampling.max_tokens).clamp(
+            max=NUM_LENGTH_QUARTERS - 1  # an episode of several turns
+        ),
     )
     loss, sums = policy_loss(inputs, config.loss, config.correction, config.kl, trainee.kl_coef)
     # Only completions of this version alone, prompt included: older tokens leave keys and values of older weights behind.

@@ -3,7 +3,7 @@
 Between the batch and the loss. All of a step's reference logprobs are computed here, under one reference, and the policy's
 are those of its start, so that no later update of the same step mixes anchors. No gradient.
 
-Suffixes: B completions, T tokens of the longest, N completions of the step.
+Suffixes: B branches, T tokens of the longest, N episodes of the step.
 """
 
 import msgspec
@@ -51,12 +51,12 @@ def survey(trainee: Trainee, batches: list[MicroBatch], timer: StepTimer) -> lis
     return batches
 
 
-def completion_kls(
-    trainee: Trainee, batches: list[MicroBatch], num_completions: int, timer: StepTimer
+def episode_kls(
+    trainee: Trainee, batches: list[MicroBatch], num_episodes: int, timer: StepTimer
 ) -> tuple[list[float], float]:
-    """Return each completion's KL, summed over its tokens, by its place in the step, and the mean per token, of all ranks."""
+    """Return each episode's KL, summed over its sampled tokens, by its place in the step, and the mean per token, of all ranks."""
     accelerator = trainee.accelerator
-    kls_N = torch.zeros(num_completions, dtype=torch.float64, device=accelerator.device)
+    kls_N = torch.zeros(num_episodes, dtype=torch.float64, device=accelerator.device)
     num_tokens = torch.zeros((), dtype=torch.float64, device=accelerator.device)
     assert trainee.reference is not None
     with timer("policy_pass"):
@@ -66,7 +66,8 @@ def completion_kls(
     for batch, (logprobs_BT, _), reference_BT in zip(batches, started, references, strict=True):
         mask_BT = batch.mask_BT
         d_BT = clamped(masked(reference_BT, mask_BT) - masked(logprobs_BT, mask_BT))
-        kls_N[batch.places_B] += kl_estimate(d_BT, trainee.config.kl.estimator).sum(dim=1).double()
+        kls_B = kl_estimate(d_BT, trainee.config.kl.estimator).sum(dim=1).double()
+        kls_N.index_add_(0, batch.places_B, kls_B)  # branches of one episode have one place
         num_tokens += mask_BT.sum()
     kls_N, num_tokens = accelerator.reduce(kls_N, "sum"), accelerator.reduce(num_tokens, "sum")
     return kls_N.tolist(), float(kls_N.sum() / num_tokens.clamp(min=1))

@@ -51,7 +51,9 @@ def throughput(
     groups: Sequence[ScoredGroup], train_tflop: float | None, step_s: float, devices: Devices
 ) -> dict[str, float]:
     """Tokens and arithmetic per second and device, over the whole step, waits included."""
-    tokens = sum(len(group.prompt_token_ids) * len(group.completions) + group.num_tokens for group in groups)
+    tokens = sum(
+        len(group.prompt_of(branch)) + len(branch.token_ids) for group in groups for branch in group.completions
+    )
     device_s = step_s * devices.num
     found = {"perf/tokens_per_s_per_device": tokens / device_s}
     if train_tflop is None:

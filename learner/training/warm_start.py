@@ -20,17 +20,16 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from learner.config import LearnerConfig
+from learner.environments.branch import UNKNOWN_VERSION, Branch
 from learner.forward.logprobs import token_logprobs
 from learner.material import Material
 from learner.progress import PROGRESS_EVERY_S
 from learner.prompts.prompts import Prompt
-from learner.rollouts.scored_group import UNKNOWN_VERSION
 from learner.training.batch import MicroBatch, Row
 from learner.training.finite import NotFiniteError
 from learner.training.optimizer import make_optimizer
 from learner.training.ranks import gradient_sync, my_batches
 from protocol.errors import DataError
-from protocol.messages import Completion
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +73,7 @@ def answer_rows(prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, confi
     return [
         Row(
             prompt_token_ids=np.array(prompt.token_ids, np.int32),
-            completion=Completion(
+            branch=Branch(
                 token_ids=token_ids,
                 behaviour_logprobs=np.zeros(len(token_ids), np.float32),
                 versions=[(0, len(token_ids))],

@@ -14,10 +14,10 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from learner.config import LearnerConfig
+from learner.environments.branch import Branch
 from learner.prompts.prompts import Prompt, Prompts
 from learner.rewards.builtin import BUILT_IN
 from learner.rollouts.scored_group import ScoredGroup
-from protocol.messages import Completion
 from tests.learner.policy.plain import ordinary
 
 
@@ -58,7 +58,7 @@ class StaleSampler:
             for i, prompt in enumerate(prompts)
         ]  # fmt: skip
 
-    def _scored(self, slot: int, prompt: Prompt, completions: list[Completion], texts_G: list[str]) -> ScoredGroup:
+    def _scored(self, slot: int, prompt: Prompt, completions: list[Branch], texts_G: list[str]) -> ScoredGroup:
         reward = self._config.reward
         columns = {name: [value] * len(texts_G) for name, value in prompt.columns.items()}
         by_function = {name: BUILT_IN[name](completions=texts_G, **columns) for name in reward.functions}
@@ -86,7 +86,7 @@ def exact_match(
     return float(np.mean([text == prompt.columns["answer"] for text, prompt in zip(texts, prompts, strict=True)]))
 
 
-def decode(tokenizer: PreTrainedTokenizerBase, completions: list[Completion]) -> list[str]:
+def decode(tokenizer: PreTrainedTokenizerBase, completions: list[Branch]) -> list[str]:
     ids = [completion.token_ids.tolist() for completion in completions]
     return list(tokenizer.batch_decode(ids, skip_special_tokens=True))
 
@@ -100,7 +100,7 @@ def sample(
     *,
     version: int,
     generator: torch.Generator | None,
-) -> list[Completion]:
+) -> list[Branch]:
     """Return num_completions for each prompt, in its order; without a generator, the likeliest token each time.
 
     The prompts must be of one length, so that nothing is padded.
@@ -144,12 +144,12 @@ def next_logits(
     return output.logits[:, -1]
 
 
-def _cut_at_end(tokens_BT: np.ndarray, logprobs_BT: np.ndarray, eos: int, version: int) -> list[Completion]:
+def _cut_at_end(tokens_BT: np.ndarray, logprobs_BT: np.ndarray, eos: int, version: int) -> list[Branch]:
     is_end_BT = tokens_BT == eos
     ended_B = is_end_BT.any(axis=1)
     lengths_B = np.where(ended_B, is_end_BT.argmax(axis=1) + 1, tokens_BT.shape[1]).tolist()
     return [
-        Completion(
+        Branch(
             token_ids=token_ids_T[:length].astype(np.int32),
             behaviour_logprobs=logprobs_T[:length],
             versions=[(version, length)],

@@ -136,7 +136,7 @@ def our_pass(trainee: Trainee, rows: list[Row]) -> float:
 
 def plain_pass(trainee: Trainee, rows: list[Row], token_ids_BS: torch.Tensor) -> float:
     """The same by transformers and one line of torch, on rows of one shape."""
-    num_prompt, num_predicted = len(rows[0].prompt_token_ids), len(rows) * len(rows[0].completion.token_ids)
+    num_prompt, num_predicted = len(rows[0].prompt_token_ids), len(rows) * len(rows[0].branch.token_ids)
     with ordinary(trainee.policy):
         logits_BTV = trainee.policy(token_ids_BS, use_cache=False).logits[:, num_prompt - 1 : -1]
         targets_BT1 = token_ids_BS[:, num_prompt:].unsqueeze(-1)
@@ -234,7 +234,7 @@ def peak_bytes() -> int:
 
 
 def _sequence(row: Row) -> torch.Tensor:
-    return torch.tensor([*row.prompt_token_ids.tolist(), *row.completion.token_ids.tolist()])
+    return torch.tensor([*row.prompt_token_ids.tolist(), *row.branch.token_ids.tolist()])
 
 
 def say(what: str) -> None:

@@ -16,10 +16,10 @@ from accelerate import Accelerator
 from transformers import AutoTokenizer
 
 from learner.config import LearnerRun
+from learner.environments.branch import Branch
 from learner.material import Material
 from learner.training.batch import Row
 from learner.training.trainee import Trainee, make_trainee
-from protocol.messages import Completion
 from protocol.model_files import resolve_model
 from tests.bench.push_transport import QWEN2_HALF_B
 
@@ -64,14 +64,14 @@ def make_rows(num_groups: int, group_size: int, num_prompt: int, num_completion:
     for group in range(num_groups):
         prompt = ids(num_prompt)
         for _ in range(group_size):
-            completion = Completion(
+            completion = Branch(
                 token_ids=ids(num_completion),
                 behaviour_logprobs=np.full(num_completion, -np.log(vocab_size), np.float32),
                 versions=[(VERSION, num_completion)],
                 finish_reason="stop",
             )
             rows.append(
-                Row(prompt_token_ids=prompt, completion=completion, group=group, place=next(places), advantage=1.0,
+                Row(prompt_token_ids=prompt, branch=completion, group=group, place=next(places), advantage=1.0,
                     weight=1 / num_tokens, entered_version=VERSION)
             )  # fmt: skip
     return rows

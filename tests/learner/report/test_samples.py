@@ -9,6 +9,7 @@ import pytest
 
 import learner.report.samples
 from learner.config import ReportConfig
+from learner.environments.branch import Branch
 from learner.policy.model import load_tokenizer
 from learner.report.lines import ends_of
 from learner.report.page import render
@@ -17,14 +18,13 @@ from learner.report.samples import Samples
 from learner.report.summary import steps_in
 from learner.rollouts.scored_group import ScoredGroup
 from learner.storage.run_dir import RunDir
-from protocol.messages import Completion
 from protocol.model_files import resolve_model
 from tests.learner.report.synthetic_run import write_run
 from tests.learner.test_train import make_run
 
 
 def a_group(num_tokens: int = 3) -> ScoredGroup:
-    completion = Completion(
+    completion = Branch(
         token_ids=np.full(num_tokens, 5, np.int32), behaviour_logprobs=np.zeros(num_tokens, np.float32),
         versions=[(0, num_tokens)], finish_reason="stop",
     )  # fmt: skip

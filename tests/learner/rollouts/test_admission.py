@@ -5,15 +5,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner.config import CurriculumConfig, DataConfig, LearnerConfig, RewardConfig
+from learner.environments.branch import Branch
 from learner.prompts.curriculum import Curriculum
 from learner.rollouts.scored_group import ScoredGroup
 from learner.rollouts.selection import Selection
 from learner.rollouts.slots import Slots, num_places_allowed
-from protocol.messages import Completion
 
 
 def group(slot: int, version: int, *, signal: bool) -> ScoredGroup:
-    completion = Completion(
+    completion = Branch(
         token_ids=np.ones(1, np.int32), behaviour_logprobs=np.zeros(1, np.float32), versions=[(version, 1)], finish_reason="stop"
     )  # fmt: skip
     rewards = [0.0, 1.0] if signal else [1.0, 1.0]

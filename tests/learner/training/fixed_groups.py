@@ -10,11 +10,11 @@ from accelerate import Accelerator
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from learner.config import LearnerRun
+from learner.environments.branch import Branch
 from learner.forward.logprobs import sequence_logprobs
 from learner.material import Material
 from learner.rollouts.scored_group import ScoredGroup
 from learner.training.trainee import Trainee, make_trainee
-from protocol.messages import Completion
 
 VERSION = 5
 """The learner's; the groups are of versions 1 to 5."""
@@ -63,7 +63,7 @@ def make_groups(policy: torch.nn.Module, num_groups: int = 3, num_completions: i
             noise = np.array([generator.gauss(0, 0.3) for _ in tokens], np.float32)
             first = generator.randrange(0, length)
             old = generator.randrange(1, VERSION)
-            completion = Completion(
+            completion = Branch(
                 token_ids=np.array(tokens, np.int32),
                 behaviour_logprobs=logprobs + noise,
                 versions=[(old, first), (old + 1, length - first)] if first else [(old + 1, length)],

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from learner.config import LearnerConfig
+from learner.environments.branch import Branch
 from learner.rollouts.scored_group import ScoredGroup
 from learner.training.batch import Row, micro_batch, trained_rows
-from protocol.messages import Completion
 
 CPU = torch.device("cpu")
 
@@ -18,8 +18,8 @@ def learner_config(**settings: object) -> LearnerConfig:
     return msgspec.convert(needed | settings, LearnerConfig)
 
 
-def make_completion(token_ids: list[int], versions: list[tuple[int, int]] | None = None) -> Completion:
-    return Completion(
+def make_completion(token_ids: list[int], versions: list[tuple[int, int]] | None = None) -> Branch:
+    return Branch(
         token_ids=np.array(token_ids, np.int32),
         behaviour_logprobs=-np.array(token_ids, np.float32) / 100,
         versions=versions or [(3, len(token_ids))],
@@ -27,10 +27,10 @@ def make_completion(token_ids: list[int], versions: list[tuple[int, int]] | None
     )
 
 
-def make_row(prompt: list[int], completion: Completion, advantage: float, group: int = 0) -> Row:
+def make_row(prompt: list[int], completion: Branch, advantage: float, group: int = 0) -> Row:
     return Row(
         prompt_token_ids=np.array(prompt, np.int32),
-        completion=completion,
+        branch=completion,
         group=group,
         place=0,
         advantage=advantage,

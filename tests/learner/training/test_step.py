@@ -14,12 +14,12 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
+from learner.environments.branch import Branch
 from learner.material import Material
 from learner.rollouts.scored_group import ScoredGroup
 from learner.training.metrics import StepTimer, group_metrics
 from learner.training.step import train_on
 from learner.training.trainee import make_trainee
-from protocol.messages import Completion
 from tests.learner.policy.plain import plain_logits
 from tests.learner.ranks import on_two_ranks
 from tests.learner.training.fixed_groups import MAX_TOKENS, VERSION, make_groups, make_moved_trainee, make_run
@@ -38,7 +38,7 @@ def accelerator() -> Iterator[Accelerator]:
 Told = tuple[torch.Tensor, torch.Tensor]
 
 
-def tell(model: torch.nn.Module, group: ScoredGroup, completion: Completion) -> Told:
+def tell(model: torch.nn.Module, group: ScoredGroup, completion: Branch) -> Told:
     """Logprob and entropy of each token of a completion, alone and unpadded."""
     prompt = group.prompt_token_ids.tolist()
     tokens = torch.tensor(prompt + completion.token_ids.tolist())
@@ -56,7 +56,7 @@ def clipped(ratio_T: torch.Tensor, advantage: float) -> torch.Tensor:
     return -torch.minimum(ratio_T * advantage, ratio_T.clamp(0.8, 1.28) * advantage)
 
 
-def behaviour(completion: Completion) -> torch.Tensor:
+def behaviour(completion: Branch) -> torch.Tensor:
     return torch.from_numpy(completion.behaviour_logprobs).double()
 
 
