@@ -74,7 +74,7 @@ class StaleSampler:
             completions=completions,
             rewards_G=rewards_G,
             rewards_by_function=by_function,
-            entered_version=completions[0].oldest_version,
+            entered_version=min(completions[0].sampled_versions),
         )
 
 
