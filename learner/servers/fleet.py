@@ -233,6 +233,8 @@ class Fleet:
         if member.is_draining:
             member.is_gone = True
             self._leave(member)
+            # An endpoint that is listed again before the next look is a server that joins, not the one that has gone.
+            self.members = tuple(other for other in self.members if other is not member)
 
     def _welcomed(self, member: Member, welcome: Welcome) -> None:
         for other in self.members:

@@ -3,16 +3,20 @@
 import asyncio
 import inspect
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from learner.servers.fleet import Fleet
 from learner.servers.loop_thread import LoopThread
+from protocol.config import DEFAULT_ENDPOINT
 from protocol.errors import DeadlineExceeded, HandshakeRefused, RewardError, ServerLost
 from protocol.messages import PROTOCOL_VERSION, Hello
+from tests.fakes import ScriptedEngine, ServerThread
 from tests.fingerprint import MODEL
 from tests.learner.model_engine import tiny_server
 from tests.learner.test_train import make_run
@@ -29,9 +33,11 @@ def loop() -> Iterator[LoopThread]:
 
 
 @contextmanager
-def a_fleet(tmp_path: Path, *endpoints: str) -> Iterator[Fleet]:
-    """Started, and closed as the leader closes it."""
+def a_fleet(tmp_path: Path, *endpoints: str, listed: Path | None = None) -> Iterator[Fleet]:
+    """Started, and closed as the leader closes it; `listed`: the file of its endpoints."""
     run = make_run(tmp_path, *endpoints, connect_timeout_s=1.0)
+    if listed is not None:
+        run = msgspec.structs.replace(run, endpoint=DEFAULT_ENDPOINT, endpoints_from=f"file:{listed}")
     fleet = Fleet(run, Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL), LoopThread("test"))
     fleet.start(lambda member, group: None)
     yield fleet
@@ -103,3 +109,26 @@ def test_a_wait_ends_when_anything_in_the_background_fails(tmp_path: Path) -> No
         pytest.raises(HandshakeRefused, match="start both with the same `model`"),
     ):
         fleet.wait()
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    give_up_at = time.monotonic() + TIMEOUT_S
+    while not is_so():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
+
+
+def test_a_server_that_is_listed_again_before_the_next_look_at_the_list_joins_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("learner.servers.fleet.REREAD_EVERY_S", 0.5)
+    listed, told = tmp_path / "servers.txt", list[str]()
+    with ServerThread(ScriptedEngine()) as server:
+        listed.write_text(f"{server.endpoint}\n{NOWHERE}\n")
+        with a_fleet(tmp_path, listed=listed) as fleet:
+            fleet.on_change = told.append
+            wait_until(lambda: fleet.is_connected)
+            listed.write_text(f"{NOWHERE}\n")
+            wait_until(lambda: f"the server at {server.endpoint}: draining → gone" in told)
+            listed.write_text(f"{server.endpoint}\n{NOWHERE}\n")
+            wait_until(lambda: fleet.is_connected)
