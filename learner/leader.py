@@ -234,6 +234,8 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
                     mismatch = self.parity.measure(member, version)
                     if before is not None:
                         check_identity(run, self.parity, member, before, version)
+                    if self.fleet.is_several:
+                        log.info("parity of the server at %s: mean |Δ logprob| = %.1e", member.endpoint, mismatch)
                     mismatches.append(mismatch)
         return max(mismatches, default=None)
 
