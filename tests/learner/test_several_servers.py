@@ -91,7 +91,7 @@ def test_a_server_that_dies_costs_nothing_but_its_speed(
     caplog.set_level("INFO", "learner")
     mortal, survivor = Engine(), Engine()
     with servers(mortal, survivor) as (one, other):
-        mortal.on_version[3] = lambda: (mortal.release.clear(), one.die())  # with groups in it
+        mortal.on_version[2], mortal.on_version[3] = mortal.release.clear, one.die  # with the groups of version 2 in it
         run = make_run(tmp_path, one.endpoint, other.endpoint, steps=8, push={"overlap": overlap})
         train(run, resume=False)
     assert_each_prompt_once(run, 8)
