@@ -11,6 +11,9 @@ class PushConfig(Section):
 
     timeout_s: MayChange[float] = 60.0
     """Deadline of every arrow of a push: ready, each broadcast, done."""
+    patience_s: MayChange[float] = 5.0
+    """Of several servers: how long training waits for the others once one has the weights. Whoever is later gets a push of its
+    own, which may take its time but not stand still for so long. At most half of timeout_s counts."""
     transport: MayChange[Literal["auto", "gloo", "nccl", "ipc"]] = "auto"
     """auto: ipc where learner and server share one GPU, nccl between GPUs (needs cupy), else gloo (TCP between CPUs)."""
     bucket_mib: MayChange[int] = 256
@@ -25,8 +28,14 @@ class PushConfig(Section):
 
     def check(self) -> None:
         require(self.timeout_s > 0, f"timeout_s = {self.timeout_s} must be above 0")
+        require(self.patience_s > 0, f"patience_s = {self.patience_s} must be above 0")
         require(self.bucket_mib >= 1, f"bucket_mib = {self.bucket_mib} must be at least 1")
         require(self.max_attempts >= 1, f"max_attempts = {self.max_attempts} must be at least 1")
+
+    @property
+    def patience_in_effect_s(self) -> float:
+        """Shorter than the deadlines of those that are kept waiting."""
+        return min(self.patience_s, self.timeout_s / 2)
 
 
 class ParityConfig(Section):

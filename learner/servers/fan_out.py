@@ -4,13 +4,13 @@
 
 Between the policy and the epochs of a push. Invariant: every share that is not ended early gives every tensor, in order, and no
 more than `window_bytes` wait between the fastest and the slowest (one tensor that is larger waits alone). A server that keeps the
-others waiting for longer than `patience_s` is cut off: they would miss deadlines of their own.
+others waiting for longer than `patience_s` is cut off: they, and the learner with them, would wait as long as it may hang.
 """
 
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -35,7 +35,15 @@ class Share:
         self.waiting: deque[_Item] = deque()
         self.failure: str | None = None
         self.is_closed = False
+        self.is_starved = False
+        """Waits for a tensor that is not there: of another thread's making, or kept back by a slower server."""
+        self.took_at = 0.0
         self._fan_out = fan_out
+
+    @property
+    def moved_at(self) -> float:
+        """When it last took a tensor; now, while it can do nothing about it."""
+        return time.monotonic() if self.is_starved else self.took_at
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self
@@ -47,13 +55,23 @@ class Share:
     def close(self) -> None:
         self._fan_out.close(self)
 
+    def cut_off(self, reason: str) -> None:
+        """From any thread: whoever takes from it gets PushError with this reason."""
+        self._fan_out.cut_off([self], reason)
+
 
 class FanOut:
-    """Of one push. `timeout_s` is how long a share waits for its next tensor."""
+    """Of one push. `timeout_s` is how long a share waits for its next tensor; `on_wait` is called again and again by whoever waits
+    for room in the window.
+    """
 
-    def __init__(self, num_shares: int, window_bytes: float, timeout_s: float) -> None:
+    def __init__(
+        self, num_shares: int, window_bytes: float, timeout_s: float, patience_s: float,
+        on_wait: Callable[[], object] = lambda: None,
+    ) -> None:  # fmt: skip
         self.shares = [Share(self) for _ in range(num_shares)]
-        self._window_bytes, self._timeout_s, self._patience_s = window_bytes, timeout_s, timeout_s / 2
+        self._window_bytes, self._timeout_s, self._patience_s = window_bytes, timeout_s, patience_s
+        self._on_wait = on_wait
         self._changed = threading.Condition()
         """Held around every use of what follows, and of the shares' fields."""
         self._num_bytes = 0
@@ -67,7 +85,7 @@ class FanOut:
                 if not self._offer(name, tensor):
                     return
         except BaseException as error:
-            self._fail(self.shares, f"the policy could not be read: {error or repr(error)}")
+            self.cut_off(self.shares, f"the policy could not be read: {error or repr(error)}")
             raise
         with self._changed:
             self._is_read = True
@@ -76,9 +94,11 @@ class FanOut:
     def next_of(self, share: Share) -> _Item:
         """Take the next item of a share. Raises PushError, StopIteration."""
         with self._changed:
+            share.is_starved = not share.waiting
             has_come = self._changed.wait_for(
                 lambda: share.failure or share.waiting or self._is_read, timeout=self._timeout_s
             )
+            share.took_at, share.is_starved = time.monotonic(), False
             if share.failure is not None:
                 raise PushError(share.failure)
             if not has_come:
@@ -95,6 +115,13 @@ class FanOut:
         """Nobody takes from it any more."""
         with self._changed:
             self._end(share)
+
+    def cut_off(self, shares: list[Share], reason: str) -> None:
+        """Nobody takes from them any more; who tries gets PushError with this reason."""
+        with self._changed:
+            for share in shares:
+                share.failure = reason
+                self._end(share)
 
     def _offer(self, name: str, tensor: torch.Tensor) -> bool:
         """Put a tensor into the window once there is room; False if nobody wants it."""
@@ -120,23 +147,17 @@ class FanOut:
                 starving_since = time.monotonic()
             elif time.monotonic() - starving_since > self._patience_s:
                 late = [share for share in takers if len(share.waiting) == slowest]
-                self._fail(
+                self.cut_off(
                     late,
-                    f"it kept other servers waiting for {self._patience_s:g} s, half of learner.push.timeout_s, and gets a push "
-                    "of its own",
+                    f"it kept other servers waiting for {self._patience_s:g} s (learner.push.patience_s) and gets a push of its own",
                 )
                 starving_since = None
                 continue
+            self._on_wait()
             self._changed.wait(LOOK_EVERY_S)
 
     def _takers(self) -> list[Share]:
         return [share for share in self.shares if not share.is_closed]
-
-    def _fail(self, shares: list[Share], reason: str) -> None:
-        with self._changed:
-            for share in shares:
-                share.failure = reason
-                self._end(share)
 
     def _end(self, share: Share) -> None:
         share.is_closed = True

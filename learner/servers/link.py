@@ -93,7 +93,7 @@ class ServerLink:
         """Counts the welcomes after a silence or by another server."""
         self._push: tuple[str, int] | None = None
         """Epoch and version of the newest push; replies to any other are late or replayed."""
-        self._push_replies: asyncio.Queue[PushReply] = asyncio.Queue()
+        self._push_replies: asyncio.Queue[PushReply | str] = asyncio.Queue()  # or why nobody waits any longer
         self._scores: dict[str, asyncio.Future[Scores]] = {}
         self._unsent_acks: list[str] = []
 
@@ -271,6 +271,10 @@ class ServerLink:
         """Wait for the PushDone of the push that was begun, for as long as the server pulses. Raises PushError."""
         return await self._push_reply(PushDone, epoch)
 
+    def end_push(self, reason: str) -> None:
+        """Whoever waits for a word about the push that was begun gets PushError with this reason."""
+        self._push_replies.put_nowait(reason)
+
     async def abort_push(self, epoch: str) -> None:
         """Tell the server that an epoch is given up, if it can be reached; it will find out by itself."""
         await self._try_send(PushAbort(epoch=epoch), HELLO_INTERVAL_S)
@@ -292,6 +296,8 @@ class ServerLink:
                         f"the server at {self.endpoint} went away before {wanted.__name__} in epoch {epoch}"
                     ) from error
                 continue
+            if isinstance(reply, str):
+                raise PushError(reply)
             if isinstance(reply, PushFailed):
                 kind = PushError if reply.retryable else PushIncomplete
                 raise kind(f"the server failed in state {reply.state}: {reply.message}")

@@ -6,13 +6,13 @@
     next batch ─▶ check        before any token of the new version is trained on, at the latest before the next push
 
 A wrong model, a stale LM head, a lost tensor or another dtype shows here at once instead of as a run that silently does not
-learn. Every server is compared by itself. Invariant: an answer is compared only with logprobs of the version that it is for.
+learn. Every server is compared by itself, and none is waited for long while others are there. Invariant: an answer is compared only with logprobs of the version that it is for.
 """
 
 import logging
 import random
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 import msgspec
 import torch
@@ -59,7 +59,8 @@ class ParityProbe:
         ]
         self._logprobs = logprobs
         self._fleet, self._loop = fleet, fleet.loop
-        self._timeout_s, self._every_steps = run.learner.push.timeout_s, run.learner.parity.every_steps
+        self._timeout_s, self._patience_s = run.learner.push.timeout_s, run.learner.push.patience_in_effect_s
+        self._every_steps = run.learner.parity.every_steps
         self._bound, self._dtype = run.learner.parity.bound(run.dtype), run.dtype
         self._asked: list[tuple[Member, Expected, Future[Scores]]] = []
         self._measured: float | None = None
@@ -71,13 +72,15 @@ class ParityProbe:
 
     def server_logprobs(self, member: Member, version: int | None) -> torch.Tensor:
         """The server's of all fixed sequences; None: of the model's own weights. Raises like `measure`."""
+        has_others = any(other is not member and self._fleet.is_ready(other) for other in self._fleet.members)
+        timeout_s, key = (self._patience_s, "patience_s") if has_others else (self._timeout_s, "timeout_s")
 
         def score(token_ids: list[int]) -> torch.Tensor:
-            scoring = member.link.score(token_ids, self._timeout_s)
+            scoring = member.link.score(token_ids, timeout_s)
             try:
-                return _of_version(member, self._loop.call(scoring, self._timeout_s + CALL_SLACK_S), version)
+                return _of_version(member, self._loop.call(scoring, timeout_s + CALL_SLACK_S), version)
             except DeadlineExceeded as error:
-                raise DeadlineExceeded(f"{error} (learner.push.timeout_s)") from error
+                raise DeadlineExceeded(f"{error} (learner.push.{key})") from error
 
         return self._of_all(member, score)
 
@@ -101,11 +104,21 @@ class ParityProbe:
     def check(self) -> None:
         """Wait for the answers to what was asked, and compare. Raises ParityError above the bound."""
         asked, self._asked = self._asked, []
+        answers = [answer for _, _, answer in asked]
+        if wait(answers, ASK_TIMEOUT_S + CALL_SLACK_S, "FIRST_COMPLETED").done:
+            wait(answers, self._patience_s)
         for member, expected, answer in asked:
             try:
-                theirs = answer.result(ASK_TIMEOUT_S + CALL_SLACK_S)
-            except (SlipstreamError, TimeoutError) as error:
-                log.warning("parity of version %d could not be checked: %s", expected.version, error or repr(error))
+                theirs = answer.result(0)
+            except TimeoutError:
+                answer.cancel()
+                log.warning(
+                    "parity of version %d could not be checked: the server at %s had not scored %g s after another "
+                    "(learner.push.patience_s)",
+                    expected.version, member.endpoint, self._patience_s,
+                )  # fmt: skip
+            except SlipstreamError as error:
+                log.warning("parity of version %d could not be checked: %s", expected.version, error)
             else:
                 theirs_T = _of_version(member, theirs, expected.version)
                 self._compare(member, (expected.logprobs_T - theirs_T).abs())

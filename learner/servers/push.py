@@ -69,6 +69,8 @@ class ServerPush:
         self._epoch: Epoch | None = None
         self.state: PushState = "pausing"
         """Of the push that is under way, or was."""
+        self.moved_at = time.monotonic()
+        """When it last got further: to another state, or by some bytes."""
         self.done: tuple[str, int] | None = None
         """Server id and version of the last push, unless it failed."""
 
@@ -92,14 +94,14 @@ class ServerPush:
             rendezvous=epoch.rendezvous if is_new else None,
             manifest=epoch.manifest if is_new else None,
         )
-        self.state = "pausing"
+        self._enter("pausing")
         self._loop.call(self._link.begin_push(begin, timeout_s), timeout_s + CALL_SLACK_S)
         ready = time.monotonic()
         done = self._loop.submit(self._link.finish_push(epoch.name))
         try:
             sent = self._send(epoch, version, tensors, done)
             travelled = time.monotonic()
-            self.state = "finishing"
+            self._enter("finishing")
             report = self._result(done, begin, sent)
         finally:
             done.cancel()
@@ -117,30 +119,37 @@ class ServerPush:
         if greet_again:
             self._tell(self._link.greet_again())
 
-    def abort(self) -> None:
-        """From any thread: end what is under way."""
-        if self._epoch is not None:
-            self._epoch.abort()
+    def end(self, reason: str) -> None:
+        """From any thread: the push that is under way, if one is, fails with this reason, wherever it waits."""
+        self._loop.call_soon(self._link.end_push, reason)
 
     def close(self) -> None:
         """When nothing is under way any more."""
         self._abandon_epoch()
         self._epochs.close()
 
+    def _enter(self, state: PushState) -> None:
+        self.state, self.moved_at = state, time.monotonic()
+
     def _send(self, epoch: Epoch, version: int, tensors: NamedTensors, done: Future[PushDone]) -> Sent:
         """Join the epoch if need be and send; a `done` that fails meanwhile is why."""
         if epoch.collective is None:
-            self.state = "joining"
+            self._enter("joining")
             epoch.collective = self._join(epoch, done)
-        self.state = "sending"
+        self._enter("sending")
         done.add_done_callback(lambda ended: epoch.abort() if ended.cancelled() or ended.exception() else None)
         num_bytes = epoch.num_bytes
+
+        def progress(num_more: int) -> None:
+            self.moved_at = time.monotonic()
+            bar.update(num_more)
+
         try:
             with tqdm(
                 total=num_bytes, unit="B", unit_scale=True, desc=f"push {version}", mininterval=PROGRESS_EVERY_S,
                 disable=num_bytes < PROGRESS_BYTES,
             ) as bar:  # fmt: skip
-                return epoch.send(tensors, bar.update)
+                return epoch.send(tensors, progress)
         except PushError as effect:
             cause = done.exception() if done.done() and not done.cancelled() else None
             if isinstance(cause, PushIncomplete):

@@ -3,8 +3,9 @@
     new weights ─▶ all that have older ones of this run      read once, given to each at its own pace (fan_out.py)
     a server that has none ─▶ a push of its own              while the others go on generating
 
-A push has succeeded when one server has it. Whoever failed is not asked for groups until it has been pushed to again, by itself
-and after a while; while nobody has the weights it is tried again at once, `learner.push.max_attempts` times.
+A push has succeeded when one server has it; whoever is much later than that one has failed (stragglers.py). Whoever failed is not
+asked for groups until it has been pushed to again, by itself and after a while; while nobody has the weights it is tried again at
+once, `learner.push.max_attempts` times.
 
 With `learner.push.overlap` a push works on a copy of the weights in a thread of its own; at most one is under way.
 """
@@ -25,6 +26,7 @@ from learner.servers.fan_out import FanOut, Share
 from learner.servers.fleet import Fleet
 from learner.servers.member import Member
 from learner.servers.push import PushReport, ServerPush
+from learner.servers.stragglers import Stragglers
 from learner.servers.weight_copy import WeightCopy
 from protocol.errors import ConfigError, DeadlineExceeded, PushError, PushIncomplete
 from protocol.messages import Manifest
@@ -129,7 +131,7 @@ class Pusher:
         """Give up whatever is under way."""
         self._closing.set()
         for push in self._pushes.values():
-            push.abort()
+            push.end("the learner ends")
         self._thread.shutdown()
         for push in self._pushes.values():
             push.close()
@@ -190,28 +192,37 @@ class Pusher:
                 if isinstance(source, Share):
                     source.close()
 
-        if len(members) == 1:
+        others_serve = any(member not in members for member in self.holders())
+        if len(members) == 1 and not others_serve:
             push(members[0], tensors())
         elif members:
-            self._read_once(tensors, members, push)
+            stragglers = Stragglers(self._config.patience_in_effect_s, reports, failures, others_serve=others_serve)
+            self._read_once(tensors, members, push, stragglers)
         return reports, failures
 
-    def _read_once(self, tensors: Tensors, members: list[Member], push: Callable[[Member, NamedTensors], None]) -> None:
+    def _read_once(
+        self, tensors: Tensors, members: list[Member], push: Callable[[Member, NamedTensors], None], stragglers: Stragglers
+    ) -> None:  # fmt: skip
+        def look() -> None:
+            self._fleet.on_wait()
+            stragglers.look(under_way)
+
         is_copied = tensors == self._copy.tensors  # it is there in any case
         window_bytes = math.inf if is_copied else float(self._config.bucket_mib << 20)
-        fan_out = FanOut(len(members), window_bytes, self._config.timeout_s)
+        config = self._config
+        fan_out = FanOut(len(members), window_bytes, config.timeout_s, config.patience_in_effect_s, look)
+        shares = dict(zip(members, fan_out.shares, strict=True))
+        under_way = {member: (self._push_of(member), share) for member, share in shares.items()}
         with ThreadPoolExecutor(len(members), "push-server") as threads:
-            pushing = [
-                threads.submit(push, member, share) for member, share in zip(members, fan_out.shares, strict=True)
-            ]
+            pushing = [threads.submit(push, member, share) for member, share in shares.items()]
             try:
                 fan_out.read(tensors())
             except BaseException:
-                for member in members:
-                    self._push_of(member).abort()
+                for straggler, _ in under_way.values():
+                    straggler.end("the policy could not be read")
                 raise
             while not all(future.done() for future in pushing):
-                self._fleet.on_wait()
+                look()
                 wait(pushing, timeout=WAIT_SLICE_S)
         for future in pushing:
             future.result()

@@ -31,7 +31,7 @@ def values(share: Share) -> list[float]:
 
 @pytest.mark.parametrize("window_bytes", [1, TENSOR_BYTES, 3 * TENSOR_BYTES, 10**9])
 def test_every_share_gives_every_tensor_in_order_and_each_is_read_once(window_bytes: int) -> None:
-    fan_out, read = FanOut(4, window_bytes, TIMEOUT_S), list[str]()
+    fan_out, read = FanOut(4, window_bytes, TIMEOUT_S, TIMEOUT_S), list[str]()
     with ThreadPoolExecutor(4) as threads:
         came = [threads.submit(values, share) for share in fan_out.shares]
         fan_out.read(tensors(30, read))
@@ -40,7 +40,7 @@ def test_every_share_gives_every_tensor_in_order_and_each_is_read_once(window_by
 
 
 def test_the_fastest_is_never_further_ahead_than_the_window() -> None:
-    fan_out, read = FanOut(2, 3 * TENSOR_BYTES, TIMEOUT_S), list[str]()
+    fan_out, read = FanOut(2, 3 * TENSOR_BYTES, TIMEOUT_S, TIMEOUT_S), list[str]()
     fast, slow = fan_out.shares
     reader = threading.Thread(target=fan_out.read, args=(tensors(10, read),), daemon=True)
     reader.start()
@@ -56,7 +56,7 @@ def test_the_fastest_is_never_further_ahead_than_the_window() -> None:
 
 
 def test_one_that_ends_early_holds_nobody_up_and_when_all_have_nothing_more_is_read() -> None:
-    fan_out, read = FanOut(2, TENSOR_BYTES, TIMEOUT_S), list[str]()
+    fan_out, read = FanOut(2, TENSOR_BYTES, TIMEOUT_S, TIMEOUT_S), list[str]()
     one, other = fan_out.shares
     reader = threading.Thread(target=fan_out.read, args=(tensors(100, read),), daemon=True)
     reader.start()
@@ -69,17 +69,17 @@ def test_one_that_ends_early_holds_nobody_up_and_when_all_have_nothing_more_is_r
 
 
 def test_one_that_keeps_the_others_waiting_is_cut_off() -> None:
-    fan_out = FanOut(3, TENSOR_BYTES, timeout_s=2.0)
+    fan_out = FanOut(3, TENSOR_BYTES, TIMEOUT_S, patience_s=1.0)
     with ThreadPoolExecutor(3) as threads:
         came = [threads.submit(values, share) for share in fan_out.shares[:2]]
         fan_out.read(tensors(10))
         assert [one.result(TIMEOUT_S) for one in came] == [list(map(float, range(10)))] * 2
-    with pytest.raises(PushError, match=r"kept other servers waiting for 1 s, half of learner\.push\.timeout_s"):
+    with pytest.raises(PushError, match=r"kept other servers waiting for 1 s \(learner\.push\.patience_s\)"):
         next(fan_out.shares[2])
 
 
 def test_nobody_is_cut_off_while_all_are_slow() -> None:
-    fan_out = FanOut(2, TENSOR_BYTES, timeout_s=1.0)
+    fan_out = FanOut(2, TENSOR_BYTES, TIMEOUT_S, patience_s=0.5)
     reader = threading.Thread(target=fan_out.read, args=(tensors(3),), daemon=True)
     reader.start()
     time.sleep(1.0)
@@ -88,12 +88,39 @@ def test_nobody_is_cut_off_while_all_are_slow() -> None:
     reader.join(TIMEOUT_S)
 
 
+def test_whoever_waits_for_room_looks_about_and_may_cut_off_the_only_one_that_is_late() -> None:
+    def look() -> None:
+        fan_out.shares[0].cut_off("it is late")
+
+    fan_out = FanOut(1, TENSOR_BYTES, TIMEOUT_S, TIMEOUT_S, look)
+    fan_out.read(tensors(3))
+    with pytest.raises(PushError, match="it is late"):
+        next(fan_out.shares[0])
+
+
+def test_a_share_moves_by_what_it_takes_and_is_not_blamed_for_what_is_not_there() -> None:
+    fan_out = FanOut(1, 10**9, TIMEOUT_S, TIMEOUT_S)
+    (share,) = fan_out.shares
+    waiting = threading.Thread(target=next, args=(share,), daemon=True)
+    waiting.start()
+    give_up_at = time.monotonic() + TIMEOUT_S
+    while not share.is_starved:
+        assert time.monotonic() < give_up_at
+    before = time.monotonic()
+    assert share.moved_at >= before
+    fan_out.read(tensors(1))
+    waiting.join(TIMEOUT_S)
+    assert not share.is_starved and before <= share.moved_at <= time.monotonic()
+    after = share.moved_at
+    assert share.moved_at == after
+
+
 def test_a_policy_that_cannot_be_read_ends_every_push() -> None:
     def broken() -> Iterator[tuple[str, torch.Tensor]]:
         yield from tensors(2)
         raise RuntimeError("no such shard")
 
-    fan_out = FanOut(2, 10**9, TIMEOUT_S)
+    fan_out = FanOut(2, 10**9, TIMEOUT_S, TIMEOUT_S)
     with pytest.raises(RuntimeError, match="no such shard"):
         fan_out.read(broken())
     for share in fan_out.shares:

@@ -97,6 +97,23 @@ def test_a_score_the_engine_cannot_give_is_an_error_that_says_why() -> None:
     with_link(test)
 
 
+def test_who_waits_for_a_push_that_is_ended_is_told_why_and_the_next_push_is_another() -> None:
+    async def test(link: ServerLink, engine: ScriptedEngine, server: Serving) -> None:
+        engine.release_pause.clear()
+        push = asyncio.create_task(link.begin_push(PushBegin(epoch="e", version=1), 600))
+        await until(lambda: engine.calls[-1] == "pause")
+        link.end_push("it is late")
+        link.end_push("it is late")
+        with pytest.raises(PushError, match=r"^it is late$"):
+            await push
+        engine.release_pause.set()
+        engine.scripted_reports = [[report()], [report()]]
+        await link.begin_push(PushBegin(epoch="f", version=1, rendezvous=NOWHERE, manifest=NOTHING), TIMEOUT_S)
+        assert (await link.finish_push("f")).version == 1
+
+    with_link(test)
+
+
 def test_a_server_that_dies_during_a_request_is_noticed_long_before_the_deadline() -> None:
     async def test(link: ServerLink, engine: ScriptedEngine, server: Serving) -> None:
         engine.release.clear()
