@@ -1,8 +1,9 @@
-"""`python -m tests.chaos [--json] [--seed S] [--faults N] [--engine real|fake] [--out DIR]`
+"""`python -m tests.chaos [--json] [--seed S] [--faults N] [--servers M] [--engine real|fake] [--out DIR]`
 
 Runs the system as separate processes, kills, stops and cuts off its parts at random moments and at every named state, starts
-again what has died, and audits what is left. Exit code 0 only if nothing was lost, duplicated, mislabelled, crashed or hung, and no more
-than one fault in ten (or a single one) could not be done.
+again what has died, and audits what is left. Exit code 0 only if nothing was lost, duplicated, mislabelled, crashed or hung, no more
+than one fault in ten (or a single one) could not be done, and training on several servers never stood still for more than 10 s while one
+of them was left.
 """
 
 import argparse
@@ -18,9 +19,11 @@ from pathlib import Path
 import msgspec
 
 from tests.chaos.audit import audit_prompts
-from tests.chaos.report import LegReport, Report, make_report
+from tests.chaos.outages import outages
+from tests.chaos.report import NUM_LONGEST, LegReport, Report, make_report
 from tests.chaos.run import Run
 from tests.chaos.schedule import Engine, Leg, schedule
+from tests.chaos.stops import Stop, stops
 from tests.chaos.supervisor import Supervisor
 
 NUM_AT_ONCE: dict[Engine, int] = {"fake": 3, "real": 1}
@@ -33,12 +36,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__.partition("\n\n")[2])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--faults", type=int, default=50)
+    parser.add_argument("--servers", type=int, default=1, help="of each run; one of several is struck at a time")
     parser.add_argument("--engine", choices=["real", "fake"], default="real")
     parser.add_argument("--out", type=Path, help="where logs go (default: a temporary directory, kept on failure)")
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
     arguments = parser.parse_args()
+    if arguments.servers < 1:
+        parser.error(f"--servers {arguments.servers} must be at least 1")
     directory = arguments.out or Path(tempfile.mkdtemp(prefix="chaos-"))
-    report = campaign(arguments.seed, arguments.faults, arguments.engine, directory)
+    report = campaign(arguments.seed, arguments.faults, arguments.engine, directory, arguments.servers)
     encoded = msgspec.json.encode(report)
     print((encoded if arguments.json else msgspec.json.format(encoded)).decode())
     if not report.is_clean:
@@ -48,15 +54,15 @@ def main() -> None:
     sys.exit(0 if report.is_clean else 1)
 
 
-def campaign(seed: int, num_faults: int, engine: Engine, directory: Path) -> Report:
+def campaign(seed: int, num_faults: int, engine: Engine, directory: Path, num_servers: int = 1) -> Report:
     """Run all legs; `directory` gets schedule.json, what is to be done, and legs.json, what became of it."""
     # Of the processes that are started; the second is about what killed ones leave behind.
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore::UserWarning:multiprocessing.resource_tracker"}
     started = time.monotonic()
-    legs = schedule(seed, num_faults, engine)
+    legs = schedule(seed, num_faults, engine, num_servers)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "schedule.json").write_bytes(msgspec.json.format(msgspec.json.encode(legs)))
-    with ThreadPoolExecutor(NUM_AT_ONCE[engine]) as threads:
+    with ThreadPoolExecutor(max(1, NUM_AT_ONCE[engine] // num_servers)) as threads:
         reports = list(threads.map(lambda leg: run_leg(leg, engine, directory / f"leg-{leg.number}"), legs))
     (directory / "legs.json").write_bytes(msgspec.json.format(msgspec.json.encode(reports)))
     return make_report(seed, engine, reports, time.monotonic() - started)
@@ -70,19 +76,34 @@ def run_leg(leg: Leg, engine: Engine, directory: Path) -> LegReport:
         supervisor.supervise()
     finally:
         run.close()
+    from tests.chaos.learner_process import WEIGHTS
     from tests.chaos.versions import audit_versions  # torch: not in the process that only supervises until now
 
     learner = run.config.learner
     with AUDITING:
         num_checked, wrong = audit_versions(directory, run.config)
+    num_steps = (
+        learner.steps if leg.num_servers == 1 else run.events.last_step
+    )  # one is interrupted, one must end by itself
     prompts = audit_prompts(
-        directory / "run" / "ledger.db", num_steps=learner.steps, groups_per_step=learner.groups_per_step,
+        directory / "run" / "ledger.db", num_steps=num_steps, groups_per_step=learner.groups_per_step,
         num_prompts=learner.data.num_prompts or 0, seed=run.config.seed,
     )  # fmt: skip
+    if leg.num_servers > 1 and not wrong:
+        shutil.rmtree(directory / WEIGHTS)  # of far more steps than a run on one server has, which waits for it
     return LegReport(
         leg=leg, struck=supervisor.struck, hangs=supervisor.hangs, died=supervisor.died, prompts=prompts,
-        num_completions_checked=num_checked, versions_wrong=wrong,
+        num_completions_checked=num_checked, versions_wrong=wrong, stops=longest_stops(run, supervisor),
     )  # fmt: skip
+
+
+def longest_stops(run: Run, supervisor: Supervisor) -> list[Stop]:
+    """Return the longest of a run on several servers."""
+    if len(run.places) == 1:
+        return []
+    events = run.read_events()
+    steps_s = [event.time_s for event in events if event.name == "consumed"]
+    return stops(steps_s, outages(supervisor.harms, events), len(run.places))[:NUM_LONGEST]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The learner as the user starts it, with traps at its states and a copy of what the audit needs.
 
 Beside the run it keeps in the chaos directory: `weights/<version>-<digest>.safetensors` of every version before it is pushed,
-and `received/<group>-<time>` of every group before it is committed.
+and `received/<group>-<time>` of every group before it is committed. What it tells of a server has its port for a number.
 """
 
 import faulthandler
@@ -18,24 +18,31 @@ import torch
 from safetensors.torch import save
 
 import learner.servers.epoch
+import learner.servers.fleet
 import learner.storage.retention
 import learner.storage.writer
 import protocol.collective.group
 from learner.__main__ import main
 from learner.leader import Leader
 from learner.rollouts.ledger import Ledger
+from learner.servers.epoch import Epoch, Epochs
+from learner.servers.fleet import Fleet
 from learner.servers.link import ServerLink
+from learner.servers.member import Member
 from learner.servers.push import ServerPush
 from learner.servers.pusher import Pusher
 from learner.storage.run_dir import RunDir
 from protocol.channel.sockets import LearnerChannel
 from protocol.collective.gloo import GlooCollective
+from protocol.endpoint import split_endpoint
 from protocol.weights.buckets import make_manifest
-from tests.chaos.traps import Traps
+from tests.chaos.traps import Traps, flip_of
 
 BUCKET_BYTES = 64 << 10
 """In place of learner.push.bucket_mib, whose smallest is more than the tiny model: here it has several."""
 WEIGHTS, RECEIVED = "weights", "received"
+REREAD_EVERY_S = 0.5
+"""In place of the fleet's 5 s: an absence from the list lasts 0.3 to 4 s."""
 
 
 def run(chaos_dir: Path, arguments: list[str]) -> None:
@@ -59,20 +66,23 @@ def _set_traps(traps: Traps) -> None:
     traps.wrap(Ledger, "score", "before score is committed")
     traps.wrap(Ledger, "consume", "before step is committed")
     traps.wrap(ServerLink, "begin_push", "before ready")
-    traps.wrap(learner.servers.epoch.Epoch, "join", "joining")
+    traps.wrap(Epoch, "join", "joining")
     traps.wrap(ServerPush, "_result", "before done")
     traps.wrap(learner.storage.writer, "make_durable", "checkpoint written, not renamed")
     traps.wrap(learner.storage.retention, "prune", "checkpoint renamed")
     traps.wrap(LearnerChannel, "receive", "moment")
 
+    flips = _name_flips_by_server()
+
     class TrappedCollective(GlooCollective):
-        def __init__(self, *args: Any) -> None:
+        def __init__(self, store: Any, epoch: str, *args: Any) -> None:
+            self._flip = flips[epoch]
             traps.reach("forming")
-            super().__init__(*args)
+            super().__init__(store, epoch, *args)
 
         def start_broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:
             traps.reach("mid-bucket")
-            if traps.is_sprung("flip"):
+            if traps.is_sprung(self._flip):
                 tensor = tensor.clone()
                 tensor.view(torch.uint8)[0] ^= 4
             return super().start_broadcast(tensor)
@@ -81,6 +91,23 @@ def _set_traps(traps: Traps) -> None:
     learner.servers.epoch.make_manifest = lambda tensors, dtype, _, wire: make_manifest(
         tensors, dtype, BUCKET_BYTES, wire
     )
+
+
+def _name_flips_by_server() -> dict[str, str]:
+    """Return the name of the trap that flips a byte in an epoch; filled as epochs begin."""
+    begin, flips = Epochs.begin, dict[str, str]()
+
+    def begin_and_name(epochs: Epochs, *args: Any) -> Epoch:
+        epoch = begin(epochs, *args)
+        flips[epoch.name] = flip_of(_port_of(epochs._link.endpoint))
+        return epoch
+
+    Epochs.begin = begin_and_name  # type: ignore[method-assign]
+    return flips
+
+
+def _port_of(endpoint: str) -> int:
+    return int(split_endpoint(endpoint)[1])
 
 
 def _keep_books(traps: Traps) -> None:
@@ -107,6 +134,8 @@ def _keep_books(traps: Traps) -> None:
     Ledger.receive, Ledger.consume = keep_received, tell_consumed  # type: ignore[method-assign]
     Leader.connect = _told_before(Leader.connect, traps)  # type: ignore[method-assign]
     ServerLink._connected = _Connected(traps)  # type: ignore[assignment]
+    Fleet._note = _told_states(Fleet._note, traps)  # type: ignore[method-assign]
+    learner.servers.fleet.REREAD_EVERY_S = REREAD_EVERY_S
 
 
 def _told_before(function: Callable[..., None], traps: Traps) -> Callable[..., None]:
@@ -117,19 +146,29 @@ def _told_before(function: Callable[..., None], traps: Traps) -> Callable[..., N
     return call
 
 
+def _told_states(note: Callable[[Fleet, Member], None], traps: Traps) -> Callable[[Fleet, Member], None]:
+    def note_and_tell(fleet: Fleet, member: Member) -> None:
+        before = member.noted_state
+        note(fleet, member)
+        if member.noted_state != before:
+            traps.tell(f"server {member.noted_state}", _port_of(member.endpoint))
+
+    return note_and_tell
+
+
 class _Connected:
     """In place of the link's attribute: tells when the server is lost and when it is found."""
 
     def __init__(self, traps: Traps) -> None:
-        self._traps, self._value = traps, False
+        self._traps, self._name = traps, "is connected, as told"
 
     def __get__(self, link: ServerLink, _: type) -> bool:
-        return self._value
+        return bool(link.__dict__.get(self._name, False))
 
     def __set__(self, link: ServerLink, value: bool) -> None:
-        if value != self._value:
-            self._traps.tell("server found" if value else "server lost")
-        self._value = value
+        if value != self.__get__(link, ServerLink):
+            self._traps.tell("server found" if value else "server lost", _port_of(link.endpoint))
+        link.__dict__[self._name] = value
 
 
 def _write_whole(path: Path, content: bytes) -> None:

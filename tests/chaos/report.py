@@ -8,13 +8,16 @@ import msgspec
 
 from tests.chaos.audit import Prompts
 from tests.chaos.schedule import Engine, Leg
-from tests.chaos.supervisor import Struck
+from tests.chaos.stops import Stop
+from tests.chaos.struck import Struck
 
 NUM_TOLD = 5
 NUM_LONGEST = 3
 TRACEBACK = " with exit code 1: "
 """Python's code for an exception that nobody has caught; an error that is told ends with 2."""
 MAX_LEFT_OUT_SHARE = 0.1
+MAX_STOP_S = 10.0
+"""That training may stand still while a server is left."""
 
 
 class LegReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,6 +30,8 @@ class LegReport(msgspec.Struct, frozen=True, kw_only=True):
     prompts: Prompts
     num_completions_checked: int
     versions_wrong: list[str]
+    stops: list[Stop]
+    """Of a run on several servers: the longest, the longest first."""
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -40,10 +45,11 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """The campaign. `lost` to `versions_wrong` must be 0, and few faults left out."""
+    """The campaign. `lost` to `versions_wrong` must be 0, few faults left out, and of several servers none waited for."""
 
     seed: int
     engine: Engine
+    servers: int
     targets: list[str]
     faults: int
     faults_asked: int
@@ -71,6 +77,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """From the moment what was struck could work again until a step with new groups was done."""
     start_s: Spread
     """From the start of a killed process to that moment."""
+    longest_stop_s: float | None
+    """In which no step was done although a server, and the learner, was there; None with one server, for which others wait."""
+    longest_stops: list[str]
+    """In words: the faults beside the longest stops."""
     seconds: float
     faults_per_minute: float
     problems: list[str]
@@ -79,7 +89,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_clean(self) -> bool:
         num_wrong = self.lost + self.duplicated + self.overtaken + self.hangs + self.versions_wrong + self.crashes
-        return num_wrong == 0 and self.faults_left_out <= max(1, MAX_LEFT_OUT_SHARE * self.faults_asked)
+        has_stopped = self.longest_stop_s is not None and self.longest_stop_s > MAX_STOP_S
+        return (
+            num_wrong == 0
+            and not has_stopped
+            and self.faults_left_out <= max(1, MAX_LEFT_OUT_SHARE * self.faults_asked)
+        )
 
 
 def make_report(seed: int, engine: Engine, legs: Sequence[LegReport], seconds: float) -> Report:
@@ -97,9 +112,12 @@ def make_report(seed: int, engine: Engine, legs: Sequence[LegReport], seconds: f
             ("crash", lambda leg: [died for died in leg.died if TRACEBACK in died]),
         )
     )
+    stops = sorted(((stop.seconds, _in_words(leg, stop)) for leg in legs for stop in leg.stops), reverse=True)
+    too_long = [f"stop: {text}" for seconds, text in stops if seconds > MAX_STOP_S]
     return Report(
         seed=seed,
         engine=engine,
+        servers=max(leg.leg.num_servers for leg in legs),
         targets=sorted({each.fault.target for each in struck}),
         faults=len(struck),
         faults_asked=asked,
@@ -120,12 +138,23 @@ def make_report(seed: int, engine: Engine, legs: Sequence[LegReport], seconds: f
         server_notice_s=_spread((each.notice_s, names[id(each)]) for each in struck if each.fault.target == "learner"),
         recover_s=_spread((each.recover_s, names[id(each)]) for each in struck),
         start_s=_spread((each.start_s, names[id(each)]) for each in struck),
+        longest_stop_s=round(stops[0][0], 2) if stops else None,
+        longest_stops=[text for _, text in stops[:NUM_LONGEST]],
         seconds=round(seconds, 1),
         faults_per_minute=round(60 * len(struck) / seconds, 1),
         problems=[
-            problem for kind in (hangs, lost, duplicated, overtaken, wrong, crashes) for problem in kind[:NUM_TOLD]
+            problem
+            for kind in (hangs, lost, duplicated, overtaken, wrong, crashes, too_long)
+            for problem in kind[:NUM_TOLD]
         ],
     )
+
+
+def _in_words(leg: LegReport, stop: Stop) -> str:
+    """With the last fault before its end."""
+    before = [each for each in leg.struck if each.struck_at < stop.until_s]
+    fault = f": {before[-1].fault}" if before else ", before any fault"
+    return f"{stop.seconds:.2f} s: leg {leg.leg.number}{fault}"
 
 
 def _counted(names: Iterable[str]) -> dict[str, int]:

@@ -1,6 +1,5 @@
-"""One run under fault: its config, its processes, its link, and the events they tell. Nothing here decides what happens."""
+"""One run under fault: its config, its processes, its links, and the events they tell. Nothing here decides what happens."""
 
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -9,10 +8,11 @@ import msgspec
 
 from learner.config import LearnerRun
 from protocol.config import to_toml
-from tests.chaos.process import FAKE_SERVER, LEARNER, SERVER, Process, start_as_user, start_forked
-from tests.chaos.schedule import CHECKPOINT_EVERY, Engine, Leg, Target
+from tests.chaos.events import Events, since
+from tests.chaos.place import Place
+from tests.chaos.process import LEARNER, Process, start_as_user, start_forked
+from tests.chaos.schedule import CHECKPOINT_EVERY, Engine, Fault, Leg
 from tests.chaos.traps import Event
-from tests.link import Link
 
 FAKE: dict[str, Any] = {
     "groups_per_step": 2, "max_staleness": 2, "optimizer": {"learning_rate": 2e-3},
@@ -43,68 +43,96 @@ class Run:
         self.directory, self._engine = directory, engine
         directory.mkdir(parents=True)
         self.config = make_config(leg, engine, directory)
-        self._config_file = directory / "run.toml"
-        self._config_file.write_text(to_toml(self.config))
-        self.link = Link()
-        self.events: list[Event] = []
-        self._num_bytes_read = 0
-        self.server = self.start_server()
+        config_file = directory / "run.toml"
+        config_file.write_text(to_toml(self.config))
+        is_several = leg.num_servers > 1
+        self.places = [
+            Place(number, engine, directory / f"server-{number}" if is_several else directory, config_file)
+            for number in range(leg.num_servers)
+        ]
+        self._listed = directory / "servers.txt"
+        self._unlisted: set[int] = set()
+        self._learner_arguments = [str(config_file), "--endpoint", self.places[0].endpoint]
+        if is_several:
+            self.list_again()
+            config = msgspec.structs.replace(self.config, endpoints_from=f"file:{self._listed}")
+            learner_file = directory / "learner.toml"
+            learner_file.write_text(to_toml(config))
+            self._learner_arguments = [str(learner_file)]
+        files = {place.directory / "events": place.number for place in self.places}
+        self.events = Events(
+            {directory / "events": 0} | files, {place.link.port: place.number for place in self.places}
+        )
         self.learner = self.start_learner()
-
-    def start_server(self) -> Process:
-        self.link.server_port = _free_port()  # the one before may be somebody else's by now
-        address = f"tcp://127.0.0.1:{self.link.server_port}"
-        log, arguments = self.directory / "server.log", [str(self._config_file), "--endpoint", address]
-        if self._engine == "real":
-            return start_as_user(SERVER, self.directory, log, arguments)
-        return start_forked(FAKE_SERVER, self.directory, log, arguments)
 
     def start_learner(self) -> Process:
         is_begun = (self.directory / "run" / "config.toml").exists()
         log, resume = self.directory / "learner.log", ["--resume"] if is_begun else []
-        arguments = [str(self._config_file), *resume, "--endpoint", f"tcp://127.0.0.1:{self.link.port}"]
         start = start_as_user if self._engine == "real" else start_forked
-        return start(LEARNER, self.directory, log, arguments)
+        return start(LEARNER, self.directory, log, [*self._learner_arguments, *resume])
 
-    def find(self, target: Target) -> int | None:
-        """Return the process id of a target; None for the link, and where there is none now."""
-        match target:
+    def place(self, fault: Fault) -> Place:
+        """The server that a fault is about."""
+        return self.places[fault.server or 0]
+
+    def holder(self, fault: Fault) -> Process:
+        """The process of the fault's state."""
+        return self.learner if fault.state.process == "learner" else self.place(fault).process
+
+    def find(self, fault: Fault) -> int | None:
+        """Return the process id of a fault's target; None for what is none, and where there is none now."""
+        server = self.place(fault).process
+        match fault.target:
             case "server":
-                return self.server.pid
+                return server.pid
             case "learner":
                 return self.learner.pid
             case "engine core":
-                return self.server.child("EngineCore")
+                return server.child("EngineCore")
             case "worker":
-                return self.server.child("Worker_TP")
+                return server.child("Worker_TP")
             case "reward worker":
                 return self.learner.child("spawn_main")
-            case "link":
+            case "link" | "call" | "list":
                 return None
+
+    def take_off_the_list(self, place: Place) -> None:
+        self._unlisted.add(place.number)
+        self._write_list()
+
+    def list_again(self) -> None:
+        """Every server."""
+        self._unlisted.clear()
+        self._write_list()
+
+    def _write_list(self) -> None:
+        aside = self._listed.with_suffix(".tmp")
+        aside.write_text("".join(f"{place.endpoint}\n" for place in self.places if place.number not in self._unlisted))
+        aside.rename(self._listed)
 
     def read_events(self) -> list[Event]:
         """Return all events so far."""
-        path = self.directory / "events"
-        if path.exists():
-            with path.open("rb") as file:
-                file.seek(self._num_bytes_read)
-                lines = file.read().splitlines(keepends=True)
-            whole = [line for line in lines if line.endswith(b"\n")]
-            self._num_bytes_read += sum(map(len, whole))
-            self.events += [msgspec.json.decode(line, type=Event) for line in whole]
-        return self.events
+        return self.events.read()
 
-    def first(self, name: str, since_s: float) -> Event | None:
-        """Return the first event of this name after a time."""
-        return next((event for event in self.read_events() if event.name == name and event.time_s > since_s), None)
+    def first(self, name: str, since_s: float, server: int | None = None) -> Event | None:
+        """Return the first event of this name after a time, of any server or of this one."""
+        return next(
+            (
+                event
+                for event in since(self.read_events(), since_s)
+                if event.name == name and server in (None, event.server)
+            ),
+            None,
+        )
 
     @property
     def steps_done(self) -> int:
-        return max((event.number for event in self.read_events() if event.name == "consumed"), default=0)
+        self.read_events()
+        return self.events.num_steps
 
-    def last_words(self, name: str) -> str:
-        """Return the last line of the log of the server or the learner."""
-        lines = (self.directory / f"{name}.log").read_text(errors="replace").splitlines()
+    def last_words(self, log: Path) -> str:
+        """Return the last line of a log."""
+        lines = log.read_text(errors="replace").splitlines()
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
     def say(self, text: str) -> None:
@@ -112,13 +140,13 @@ class Run:
             file.write(f"{time.strftime('%H:%M:%S')} {text}\n")
 
     def close(self) -> None:
-        for process in (self.learner, self.server):
-            process.end()
-        self.link.close()
+        self.learner.end()
+        for place in self.places:
+            place.close()
 
 
 def make_config(leg: Leg, engine: Engine, directory: Path) -> LearnerRun:
-    """The config of both processes; each is told its port by a flag."""
+    """The config of all processes; each server is told its port by a flag."""
     learner = (REAL if engine == "real" else FAKE) | {
         "steps": leg.steps, "checkpoint": {"every_steps": CHECKPOINT_EVERY}, "active_sampling": leg.active_sampling,
         "push": {"timeout_s": PUSH_TIMEOUT_S, "overlap": leg.push_overlap},
@@ -132,8 +160,3 @@ def make_config(leg: Leg, engine: Engine, directory: Path) -> LearnerRun:
         "seed": leg.seed % 1000, "learner": learner, "server": server,
     }  # fmt: skip
     return msgspec.convert(table, LearnerRun)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as holder:
-        return holder.getsockname()[1]

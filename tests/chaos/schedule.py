@@ -11,8 +11,8 @@ import msgspec
 
 Engine = Literal["fake", "real"]
 Process = Literal["server", "learner", "engine"]
-Target = Literal["server", "engine core", "worker", "learner", "reward worker", "link", "call"]
-Kind = Literal["kill", "stop", "stop, then kill", "cut", "stall", "hang"]
+Target = Literal["server", "engine core", "worker", "learner", "reward worker", "link", "call", "list"]
+Kind = Literal["kill", "stop", "stop, then kill", "cut", "stall", "hang", "leave"]
 
 FAULTS_PER_LEG = 25
 WORKER_FAULTS_SHARE = 0.1
@@ -22,7 +22,9 @@ CHECKPOINT_EVERY = 3
 NUM_MOMENTS = 30
 """A random moment is one of the next so many messages that a process gets."""
 DURATIONS_S = (0.3, 1.0, 4.0)
-"""Of a stop, a cut and a stall; the last is longer than what a peer's silence may last."""
+"""Of a stop, a cut, a stall and an absence from the list; the last is longer than what a peer's silence may last."""
+STEPS_WITHOUT_END = 1_000_000
+"""Of a run on several servers: it goes on while one of them is brought back, and is ended when all faults are done."""
 
 
 class State(msgspec.Struct, frozen=True):
@@ -85,6 +87,7 @@ KINDS: dict[Target, tuple[Kind, ...]] = {
     "reward worker": ("kill", "stop"),
     "link": ("cut", "stall"),
     "call": ("hang",),
+    "list": ("leave",),
 }
 
 
@@ -97,11 +100,14 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     target: Target
     kind: Kind
     seconds: float
-    """How long a stop, a cut or a stall lasts; 0 for a kill and a call that hangs."""
+    """How long a stop, a cut, a stall or an absence lasts; 0 for a kill and a call that hangs."""
+    server: int | None = None
+    """Of several: the one that is struck, or whose state it is."""
 
     def __str__(self) -> str:
         lasting = f" for {self.seconds:g} s" if self.seconds else ""
-        return f"{self.kind} {self.target}{lasting} at {self.state.label} ({self.nth}) after step {self.after_step}"
+        of = f" (server {self.server})" if self.server is not None else ""
+        return f"{self.kind} {self.target}{of}{lasting} at {self.state.label} ({self.nth}) after step {self.after_step}"
 
 
 class Leg(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,18 +120,24 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
     push_overlap: bool
     active_sampling: bool
     faults: tuple[Fault, ...]
+    num_servers: int = 1
 
     @property
     def steps(self) -> int:
         """Long enough for every fault, although some come late, and some steps in peace."""
-        return STEPS_PER_FAULT * (len(self.faults) + 5)
+        return STEPS_WITHOUT_END if self.num_servers > 1 else STEPS_PER_FAULT * (len(self.faults) + 5)
 
 
-def schedule(seed: int, num_faults: int, engine: Engine) -> list[Leg]:
-    """Share the faults out over legs. Every state comes up once before any comes up again."""
-    dice = random.Random(f"{seed}/{num_faults}/{engine}")
+def schedule(seed: int, num_faults: int, engine: Engine, num_servers: int = 1) -> list[Leg]:
+    """Share the faults out over legs. Every state comes up once before any comes up again.
+
+    On several servers the list that names them changes too, and none has several workers.
+    """
+    is_several = num_servers > 1
+    dice = random.Random(f"{seed}/{num_faults}/{engine}" + (f"/{num_servers}" if is_several else ""))
     decks: dict[bool, list[State]] = {True: [], False: []}
-    num_of_workers = max(1, round(WORKER_FAULTS_SHARE * num_faults)) if engine == "real" else 0
+    targets: tuple[Target, ...] = (*TARGETS[engine], "list") if is_several else TARGETS[engine]
+    num_of_workers = max(1, round(WORKER_FAULTS_SHARE * num_faults)) if engine == "real" and not is_several else 0
     num_left = num_faults - num_of_workers
     legs: list[Leg] = []
     while num_left > 0:
@@ -133,10 +145,13 @@ def schedule(seed: int, num_faults: int, engine: Engine) -> list[Leg]:
         num_left -= num_here
         receive_overlap = (seed + len(legs)) % 2 == 1
         faults = [
-            _fault(dice, decks[receive_overlap], STEPS_PER_FAULT * (i + 1), receive_overlap, TARGETS[engine])
+            _fault(dice, decks[receive_overlap], STEPS_PER_FAULT * (i + 1), receive_overlap, targets)
             for i in range(num_here)
         ]
-        legs.append(_leg(dice, len(legs), faults, num_workers=1, receive_overlap=receive_overlap))
+        if is_several:
+            faults = [msgspec.structs.replace(fault, server=dice.randrange(num_servers)) for fault in faults]
+        leg = _leg(dice, len(legs), faults, num_workers=1, receive_overlap=receive_overlap)
+        legs.append(msgspec.structs.replace(leg, num_servers=num_servers))
     if num_of_workers:
         faults = [
             _fault(dice, decks[False], STEPS_PER_FAULT * (i + 1), False, ("worker",)) for i in range(num_of_workers)
@@ -155,10 +170,10 @@ def _leg(dice: random.Random, number: int, faults: list[Fault], *, num_workers: 
 def _fault(
     dice: random.Random, deck: list[State], after_step: int, receive_overlap: bool, targets: tuple[Target, ...]
 ) -> Fault:
-    if not deck:
+    may_hang = "call" in targets
+    if not any(may_hang or state.process != "engine" for state in deck):
         deck += [state for state in STATES if state.receive_overlap in (None, receive_overlap)] + 4 * list(MOMENTS)
         dice.shuffle(deck)
-    may_hang = "call" in targets
     state = deck.pop(max(i for i, state in enumerate(deck) if may_hang or state.process != "engine"))
     target = "call" if state.process == "engine" else _target(dice, state.process, targets)
     kind = dice.choice(KINDS[target])

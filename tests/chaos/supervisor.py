@@ -2,31 +2,38 @@
 
     wait for the step ▸ provoke, if the state needs it ▸ trap ▸ strike ▸ start again ▸ see that work goes on ▸ next fault
 
-Every wait has a deadline; one that passes while nothing moves is a hang, and ends the leg with the stacks of both processes
-in their logs.
+Every wait has a deadline; one that passes while nothing moves is a hang, and ends the leg with the stacks of all processes
+in their logs. Of several servers one is struck at a time, and only while it and another are ready; when all faults are done and
+every server is ready again, the run is interrupted.
 """
 
 import math
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
-import msgspec
-
+from tests.chaos.events import since
+from tests.chaos.outages import Harm, Remedy
+from tests.chaos.place import Place
 from tests.chaos.process import is_stopped, strike
 from tests.chaos.run import Run
-from tests.chaos.schedule import Fault, Leg
-from tests.chaos.traps import set_trap
+from tests.chaos.schedule import STEPS_PER_FAULT, Fault, Leg
+from tests.chaos.struck import Struck, first_up, notice_s, work_goes_on
+from tests.chaos.traps import flip_of, set_trap
 
 POLL_S = 0.01
 HANG_S = 120.0
 """More than every deadline in the config of a run together and a start of vLLM, so whatever takes longer waits for nothing."""
 WORKERS_START_S = 120.0
-"""What vLLM may need more to start several workers on a busy machine."""
+"""What vLLM may need more to start several workers, or several servers, on a busy machine."""
 FLIPPED_BROADCAST = 5
 """The third bucket's: the first two are loaded by then, so the weights are torn."""
 FRUITLESS_STEPS = 12
-"""A state that the run has not come to in so many steps will hardly come."""
+"""A state that the run has not come to in so many steps will hardly come; several servers share what leads to it."""
+FRUITLESS_S = 120.0
+"""The same of a state that needs another start of one of several servers, beside which the run goes on."""
+STEPS_IN_PEACE = 20
 MAX_TRIES = 3
 """Of a fault whose state does not come up, or whose target does not exist at the moment."""
 MAX_DEATHS = 20
@@ -37,116 +44,169 @@ class Hang(Exception):
     """A wait that came to its deadline."""
 
 
-class Struck(msgspec.Struct, kw_only=True):
-    """One fault that was done, and what became of it."""
-
-    fault: Fault
-    struck_at: float
-    back_at: float = 0.0
-    """When what was struck could work again."""
-    start_s: float | None = None
-    """From the start of a process to that moment."""
-    notice_s: float | None = None
-    recover_s: float | None = None
-
-
 class Supervisor:
-    """Runs one leg; `struck`, `hangs` and `died` are its findings."""
+    """Runs one leg; `struck`, `hangs`, `died` and `harms` are its findings."""
 
     def __init__(self, leg: Leg, run: Run, say: Callable[[str], None]) -> None:
         self._leg, self._run, self._say = leg, run, say
-        self._hang_s = HANG_S + (WORKERS_START_S if leg.num_workers > 1 else 0.0)
+        self._hang_s = HANG_S + (WORKERS_START_S if leg.num_workers * leg.num_servers > 1 else 0.0)
+        self._is_several = leg.num_servers > 1
         self.struck: list[Struck] = []
         self.hangs: list[str] = []
         self.died: list[str] = []
         """Processes that ended although nobody had struck them."""
+        self.harms: list[Harm] = []
         self._is_over = False
 
     def supervise(self) -> None:
         try:
             for number, fault in enumerate(self._leg.faults):
-                self._until(lambda fault=fault: self._run.steps_done >= fault.after_step, f"step {fault.after_step}")
+                self._wait_for_its_turn(fault)
                 tries = 0
                 while not self._is_over and tries < MAX_TRIES and not self._inflict(number, fault):
                     tries += 1
+            if self._is_several:
+                self._interrupt()
             self._until(lambda: False, "the end of the run")
         except Hang as hang:
             self.hangs.append(str(hang))
             self._run.say(f"hang: {hang}")
-            for process in (self._run.server, self._run.learner):
+            for process in (self._run.learner, *(place.process for place in self._run.places)):
                 strike(process.pid, signal.SIGUSR1)
             time.sleep(1.0)
         until_s = math.inf
         for struck in reversed(self.struck):
-            struck.notice_s = self._notice_s(struck, until_s)
+            struck.notice_s = notice_s(self._run, struck, until_s)
             until_s = struck.struck_at
+
+    def _wait_for_its_turn(self, fault: Fault) -> None:
+        run, step = self._run, fault.after_step
+        if self._is_several and self.struck:  # while a server was brought back many steps went by
+            step = max(step, run.steps_done + STEPS_PER_FAULT)
+        self._until(lambda: run.steps_done >= step, f"step {step}")
+
+    def _interrupt(self) -> None:
+        """End a run that would go on for ever, once it is as it was before all faults."""
+        run = self._run
+        last_step = run.steps_done + STEPS_IN_PEACE
+        self._until(
+            lambda: run.steps_done >= last_step and len(run.events.ready) == len(run.places), "every server ready again"
+        )
+        strike(run.learner.pid, signal.SIGINT)
 
     # --- one fault
 
     def _inflict(self, number: int, fault: Fault) -> bool:
         """Return False if it could not be done now."""
-        self._run.say(f"fault {number}: {fault}")
-        trap = set_trap(self._run.directory, fault.state.process, fault.state.name, fault.nth, number)
+        run = self._run
+        if fault.server is not None:
+            others = set(range(len(run.places))) - {fault.server}
+            self._until(
+                lambda: fault.server in run.events.ready and bool(others & run.events.ready),
+                f"server {fault.server} and another ready before: {fault}",
+            )
+        run.say(f"fault {number}: {fault}")
+        directory = run.directory if fault.state.process == "learner" else run.place(fault).directory
+        trap = set_trap(directory, fault.state.process, fault.state.name, fault.nth, number)
         self._provoke(fault, number)
-        self._until(lambda: self._is_caught(fault) and not trap.exists(), f"the state of: {fault}", FRUITLESS_STEPS)
-        is_caught = not trap.exists()
+        is_caught = self._wait_until_caught(fault, trap)
         trap.unlink(missing_ok=True)
         struck = self._strike(fault) if is_caught and not self._is_over else None
         if struck is None:
-            self._run.say(f"fault {number}: not now")
+            run.say(f"fault {number}: not now")
             return False
         self.struck.append(struck)
-        self._see_work_go_on(struck)
+        self._until(lambda: work_goes_on(run, struck), f"work to go on after: {struck.fault}")
         recovered = f"{struck.recover_s:.1f} s" if struck.recover_s is not None else "by its end"
         self._say(f"leg {self._leg.number}, fault {number}: {fault}: recovered in {recovered}")
         return True
 
-    def _is_caught(self, fault: Fault) -> bool:
-        return fault.kind == "hang" or is_stopped(getattr(self._run, fault.state.process).pid)
+    def _wait_until_caught(self, fault: Fault, trap: Path) -> bool:
+        def is_caught() -> bool:
+            return (fault.kind == "hang" or is_stopped(self._run.holder(fault).pid)) and not trap.exists()
+
+        if self._is_several and fault.state.provoked_by == "server killed":
+            self._until(is_caught, f"the state of: {fault}", fruitless_s=FRUITLESS_S)
+        else:
+            self._until(is_caught, f"the state of: {fault}", FRUITLESS_STEPS * self._leg.num_servers)
+        return not trap.exists()
 
     def _provoke(self, fault: Fault, number: int) -> None:
-        run = self._run
+        run, place = self._run, self._run.place(fault)
         match fault.state.provoked_by:
             case "byte flipped":
-                set_trap(run.directory, "learner", "flip", FLIPPED_BROADCAST, number)
+                set_trap(run.directory, "learner", flip_of(place.link.port), FLIPPED_BROADCAST, number)
             case "server killed":
-                strike(run.server.pid, signal.SIGKILL)
-                run.server.reap()
-                run.server = run.start_server()
+                strike(place.process.pid, signal.SIGKILL)
+                self._start_again(place)
             case "learner killed":
                 strike(run.learner.pid, signal.SIGKILL)
-                run.learner.reap()
-                run.learner = run.start_learner()
+                self._start_again(None)
+
+    def _start_again(self, place: Place | None) -> None:
+        """A server that was killed, or the learner."""
+        run = self._run
+        self._note_harm(None if place is None else place.number, "up")
+        if place is None:
+            run.learner.reap()
+            run.learner = run.start_learner()
+        else:
+            place.process.reap()
+            place.start_again()
+
+    def _note_harm(self, server: int | None, until: Remedy) -> Harm:
+        harm = Harm(server=server, from_s=time.monotonic(), until=until)
+        self.harms.append(harm)
+        return harm
 
     def _strike(self, fault: Fault) -> Struck | None:
         """Do the fault while the process of the state stands still, and undo what can be undone; None: nobody is there."""
-        if fault.kind == "hang":
-            return self._wait_for_next_engine(Struck(fault=fault, struck_at=time.monotonic()))
         run = self._run
-        holder, victim = getattr(run, fault.state.process).pid, run.find(fault.target)
+        place, holder, victim = run.place(fault), run.holder(fault).pid, run.find(fault)
         struck = Struck(fault=fault, struck_at=time.monotonic())
+        is_process = fault.target not in ("link", "call", "list")
+        harm = self._harm_of(fault) if victim is not None or not is_process else None
+        if fault.kind == "hang":
+            return self._wait_for_next_engine(struck)
         if fault.target == "link":
-            (run.link.cut if fault.kind == "cut" else run.link.stall)()
+            (place.link.cut if fault.kind == "cut" else place.link.stall)()
+        elif fault.target == "list":
+            run.take_off_the_list(place)
         elif victim is not None:
             strike(victim, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
         if holder != victim:
             strike(holder, signal.SIGCONT)
-        if fault.target != "link" and victim is None:
+        if is_process and victim is None:
             return None
         time.sleep(fault.seconds)
-        if victim is None:
-            run.link.restore()
-        elif fault.kind != "kill":
+        if fault.target == "link":
+            place.link.restore()
+        elif fault.target == "list":
+            run.list_again()
+        elif victim is not None and fault.kind != "kill":
             strike(victim, signal.SIGKILL if fault.kind == "stop, then kill" else signal.SIGCONT)
+        if harm is not None and harm.until == "let go":
+            harm.let_go_s = time.monotonic()
         self._bring_back(struck)
         return struck
 
+    def _harm_of(self, fault: Fault) -> Harm | None:
+        """None: of a reward worker, which the learner starts again itself."""
+        if fault.target == "reward worker":
+            return None
+        has_to_start = fault.kind in ("kill", "stop, then kill", "hang")
+        is_engine = fault.target in ("engine core", "worker", "call")
+        until: Remedy = "let go" if not has_to_start else "engine up" if is_engine else "up"
+        return self._note_harm(None if fault.target == "learner" else self._run.place(fault).number, until)
+
     def _wait_for_next_engine(self, struck: Struck) -> Struck:
         """A call hangs, and nobody but its server can do anything about it."""
+        run, server = self._run, struck.fault.server
         self._until(
-            lambda: self._run.first("engine up", struck.struck_at) is not None, f"another engine after: {struck.fault}"
+            lambda: run.first("engine up", struck.struck_at, server) is not None,
+            f"another engine after: {struck.fault}",
         )
-        up = self._run.first("engine up", struck.struck_at)
+        up = run.first("engine up", struck.struck_at, server)
         struck.back_at = up.time_s if up is not None else time.monotonic()
         return struck
 
@@ -156,49 +216,31 @@ class Supervisor:
         struck.back_at = time.monotonic()
         if fault.target not in ("server", "learner") or "kill" not in fault.kind:
             return
-        getattr(run, fault.target).reap()
-        setattr(run, fault.target, getattr(run, f"start_{fault.target}")())
-        started_at = getattr(run, fault.target).started_at
-        self._until(lambda: self._first_up(fault.target, started_at) is not None, f"{fault.target} up after: {fault}")
-        up_at = self._first_up(fault.target, started_at)
-        if up_at is not None:
-            struck.back_at, struck.start_s = up_at, up_at - started_at
+        place = run.place(fault) if fault.target == "server" else None
+        self._start_again(place)
+        started_at = (run.learner if place is None else place.process).started_at
+        server = fault.server if place is not None else None
 
-    def _first_up(self, process: str, since_s: float) -> float | None:
-        events = self._run.read_events()
-        return next((e.time_s for e in events if e.time_s > since_s and (e.process, e.name) == (process, "up")), None)
+        def up_at() -> float | None:
+            return first_up(run, fault.target, server, started_at)
 
-    def _see_work_go_on(self, struck: Struck) -> None:
-        """Until a group has come and a step was trained since."""
-        run = self._run
-
-        def goes_on() -> bool:
-            received = run.first("received", struck.back_at)
-            consumed = run.first("consumed", received.time_s) if received else None
-            if consumed is not None:
-                # A server, or its engine, that ended with what was struck in it was started again later than that.
-                ups = [
-                    event.time_s
-                    for event in run.events
-                    if event.name in ("up", "engine up") and event.process == "server"
-                ]
-                struck.back_at = max([struck.back_at, *(up for up in ups if struck.struck_at < up < consumed.time_s)])
-                struck.recover_s = consumed.time_s - struck.back_at
-            return consumed is not None
-
-        self._until(goes_on, f"work to go on after: {struck.fault}")
+        self._until(lambda: up_at() is not None, f"{fault.target} up after: {fault}")
+        if (at := up_at()) is not None:
+            struck.back_at, struck.start_s = at, at - started_at
 
     # --- waiting
 
-    def _until(self, is_so: Callable[[], bool], what: str, fruitless_steps: float = math.inf) -> None:
-        """Wait until it is so, or the run is over, or has done `fruitless_steps` without. Raises Hang."""
+    def _until(
+        self, is_so: Callable[[], bool], what: str, fruitless_steps: float = math.inf, fruitless_s: float = math.inf
+    ) -> None:
+        """Wait until it is so, or the run is over, or `fruitless_steps` or `fruitless_s` have gone by without. Raises Hang."""
         started = time.monotonic()
         while not is_so() and not self._is_over:
             self._start_what_died()
             now, events = time.monotonic(), self._run.read_events()
             moved_at = events[-1].time_s if events else 0.0
-            steps = [event for event in events if event.name == "consumed" and event.time_s > started]
-            if len(steps) > fruitless_steps:
+            num_steps = sum(event.name == "consumed" for event in since(events, started))
+            if num_steps > fruitless_steps or now - started > fruitless_s:
                 return
             if now - max(started, moved_at) > self._hang_s or now - started > 3 * self._hang_s:
                 raise Hang(f"{now - started:.0f} s without {what}")
@@ -207,30 +249,19 @@ class Supervisor:
     def _start_what_died(self) -> None:
         """A run that has ended is over; any other end that nobody caused is a finding, and is mended."""
         run = self._run
-        for name in ("server", "learner"):
-            code = getattr(run, name).exit_code
-            if code is None:
-                continue
-            if (name, code) == ("learner", 0):
-                self._is_over = True
-                return
-            self.died.append(f"{name} with exit code {code}: {run.last_words(name)}")
-            run.say(f"the {name} ended by itself with exit code {code}")
-            if len(self.died) > MAX_DEATHS:
-                raise Hang(f"{MAX_DEATHS} processes ended by themselves")
-            setattr(run, name, getattr(run, f"start_{name}")())
+        if run.learner.exit_code == 0:
+            self._is_over = True
+            return
+        if run.learner.exit_code is not None:
+            self._note_death("learner", run.learner.exit_code, run.directory / "learner.log")
+            self._start_again(None)
+        for place in run.places:
+            if place.process.exit_code is not None:
+                self._note_death("server", place.process.exit_code, place.directory / "server.log")
+                self._start_again(place)
 
-    # --- findings
-
-    def _notice_s(self, struck: Struck, until_s: float) -> float | None:
-        """How long the other side took to tell that its peer is lost; None where it had no time to."""
-        fault = struck.fault
-        if fault.target not in ("server", "learner", "link"):
-            return None
-        lost = self._run.first("learner lost" if fault.target == "learner" else "server lost", struck.struck_at)
-        # Who was not connected when it was struck could not be missed, and who is back is missed no more.
-        found = self._run.first("server found", struck.struck_at)
-        until_s = min(until_s, found.time_s if found else math.inf)
-        if "kill" not in fault.kind:
-            until_s = min(until_s, struck.back_at)
-        return lost.time_s - struck.struck_at if lost and lost.time_s < until_s else None
+    def _note_death(self, name: str, code: int, log: Path) -> None:
+        self.died.append(f"{name} with exit code {code}: {self._run.last_words(log)}")
+        self._run.say(f"the {name} ended by itself with exit code {code}")
+        if len(self.died) > MAX_DEATHS:
+            raise Hang(f"{MAX_DEATHS} processes ended by themselves")

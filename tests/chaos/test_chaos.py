@@ -25,7 +25,8 @@ from tests.chaos.learner_process import RECEIVED, WEIGHTS
 from tests.chaos.report import LegReport, Report, make_report
 from tests.chaos.run import Run, make_config
 from tests.chaos.schedule import STATES, Fault, Kind, Leg, Target, schedule
-from tests.chaos.supervisor import Struck, Supervisor
+from tests.chaos.stops import Stop
+from tests.chaos.struck import Struck, notice_s
 from tests.chaos.traps import Event, Traps, set_trap
 from tests.chaos.versions import audit_versions
 from tests.learner.model_engine import sample
@@ -52,9 +53,9 @@ def test_a_campaign_comes_to_every_state_and_has_as_many_faults_as_were_asked() 
         assert max(fault.after_step for fault in leg.faults) < leg.steps
 
 
-@pytest.mark.parametrize("num_faults", [1, 8, 50])
-def test_every_campaign_with_vllm_strikes_one_of_two_workers(num_faults: int) -> None:
-    *_, last = schedule(3, num_faults, "real")
+@pytest.mark.parametrize(("seed", "num_faults"), [(3, 1), (3, 8), (3, 50), *((seed, 60) for seed in range(20))])
+def test_every_campaign_with_vllm_strikes_one_of_two_workers(seed: int, num_faults: int) -> None:
+    *_, last = schedule(seed, num_faults, "real")
     assert last.num_workers == 2 and len(last.faults) == max(1, num_faults // 10)
 
 
@@ -235,7 +236,7 @@ def strike(target: Target, kind: Kind) -> Struck:
 
 
 @pytest.mark.parametrize(
-    ("target", "kind", "told", "notice_s"),
+    ("target", "kind", "told", "expected_s"),
     [
         ("learner", "stop", [(9.0, "learner lost"), (12.5, "learner lost")], 2.5),
         ("learner", "stop", [(14.5, "learner lost")], None),
@@ -248,19 +249,21 @@ def strike(target: Target, kind: Kind) -> Struck:
     ],
 )
 def test_a_peer_is_noticed_only_by_who_was_connected_and_before_it_is_back(
-    target: Target, kind: Kind, told: list[tuple[float, str]], notice_s: float | None
+    target: Target, kind: Kind, told: list[tuple[float, str]], expected_s: float | None
 ) -> None:
-    supervisor = Supervisor(schedule(0, 1, "fake")[0], cast(Run, ToldEvents(*told)), print)
-    noticed = supervisor._notice_s(strike(target, kind), until_s=30.0)
-    assert noticed == (notice_s if notice_s is None else pytest.approx(notice_s))
+    noticed = notice_s(cast(Run, ToldEvents(*told)), strike(target, kind), until_s=30.0)
+    assert noticed == (expected_s if expected_s is None else pytest.approx(expected_s))
 
 
-def report_of(num_asked: int, struck: list[Struck], died: Sequence[str] = ()) -> Report:
+def report_of(
+    num_asked: int, struck: list[Struck], died: Sequence[str] = (), stops: Sequence[Stop] = ()
+) -> Report:  # fmt: skip
     leg = msgspec.structs.replace(schedule(0, 1, "fake")[0], faults=tuple([strike("link", "cut").fault] * num_asked))
     prompts = Prompts(expected=1, consumed_once=1, lost=[], duplicated=[], overtaken=[])
     found = LegReport(
-        leg=leg, struck=struck, hangs=[], died=list(died), prompts=prompts, num_completions_checked=1, versions_wrong=[]
-    )
+        leg=leg, struck=struck, hangs=[], died=list(died), prompts=prompts, num_completions_checked=1, versions_wrong=[],
+        stops=list(stops),
+    )  # fmt: skip
     return make_report(0, "fake", [found], 1.0)
 
 
@@ -290,6 +293,15 @@ def test_a_campaign_in_which_a_process_ended_in_a_traceback_is_not_clean() -> No
     crashed = report_of(1, [strike("link", "cut")], died=["server with exit code 1: TypeError: of ours"])
     assert told.is_clean and not crashed.is_clean
     assert crashed.problems == ["leg 0: crash: server with exit code 1: TypeError: of ours"]
+
+
+@pytest.mark.parametrize(("seconds", "is_clean"), [(9.9, True), (10.1, False)])
+def test_a_campaign_in_which_training_stood_still_beside_a_server_is_not_clean(seconds: float, is_clean: bool) -> None:
+    report = report_of(1, [strike("link", "cut")], stops=[Stop(seconds, 9.0, 9.0 + seconds), Stop(1.0, 30.0, 31.0)])
+    assert (report.longest_stop_s, report.is_clean) == (seconds, is_clean)
+    assert report.longest_stops[0].startswith(f"{seconds:.2f} s: leg 0: cut link for 4 s")
+    assert [f"stop: {report.longest_stops[0]}"] == report.problems or is_clean
+    assert report_of(1, [strike("link", "cut")]).longest_stop_s is None
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------

@@ -26,6 +26,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     name: str
     number: int = 0
+    server: int | None = None
+    """Which of the run's servers it is of, or about. Not told: known by whoever reads."""
 
 
 class Traps:
@@ -89,6 +91,11 @@ class Traps:
             return function(*args, **kwargs)
 
         setattr(owner, name, reach_and_await if inspect.iscoroutinefunction(function) else reach_and_call)
+
+
+def flip_of(port: int) -> str:
+    """Return the name of the learner's trap that flips a byte on its way to the server that it reaches at this port."""
+    return f"flip {port}"
 
 
 def trap_of(directory: Path, process: str) -> Path:

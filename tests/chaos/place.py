@@ -1,0 +1,47 @@
+"""One server's place in a run: the link that the learner reaches it by, its directory, and the process that is there now.
+
+Of a run's several servers each has a directory of its own, for its log, its traps and its events; one alone shares the run's.
+"""
+
+import socket
+from pathlib import Path
+
+from tests.chaos.process import FAKE_SERVER, SERVER, Process, start_as_user, start_forked
+from tests.chaos.schedule import Engine
+from tests.link import Link
+
+
+class Place:
+    """Of the server of this number."""
+
+    def __init__(self, number: int, engine: Engine, directory: Path, config_file: Path) -> None:
+        directory.mkdir(exist_ok=True)
+        self.number, self.directory = number, directory
+        self._engine, self._config_file = engine, config_file
+        self.link = Link()
+        self.process = self._start()
+
+    @property
+    def endpoint(self) -> str:
+        """Where the learner finds it, whichever process is there."""
+        return f"tcp://127.0.0.1:{self.link.port}"
+
+    def start_again(self) -> None:
+        self.process = self._start()
+
+    def _start(self) -> Process:
+        self.link.server_port = _free_port()  # the one before may be somebody else's by now
+        address = f"tcp://127.0.0.1:{self.link.server_port}"
+        log, arguments = self.directory / "server.log", [str(self._config_file), "--endpoint", address]
+        if self._engine == "real":
+            return start_as_user(SERVER, self.directory, log, arguments)
+        return start_forked(FAKE_SERVER, self.directory, log, arguments)
+
+    def close(self) -> None:
+        self.process.end()
+        self.link.close()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        return holder.getsockname()[1]
