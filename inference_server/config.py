@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import tyro
 
-from protocol.config import DEFAULT_ENDPOINT, PassedOn, SharedConfig
+from protocol.config import DEFAULT_ENDPOINT, Dtype, PassedOn, SharedConfig
 from protocol.errors import ConfigError
 
 
@@ -20,6 +20,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Memory for keys and values; by default what gpu_memory_utilization leaves over."""
     block_size: Annotated[int, msgspec.Meta(gt=0)] | None = None
     """Tokens per KV block, the grain in which completions share their prompt; 32 suits short prompts on a CPU."""
+    dtype: Dtype | None = None
+    """In which this server computes, where that is not the run's `dtype`: a fast server in bfloat16 beside an exact one. Weights come in
+    the run's dtype all the same, and the learner holds this server to the bounds of the coarser of the two."""
     enforce_eager: bool = False
     """Skip compilation and CUDA graphs: starts sooner, generates slower."""
     tensor_parallel_size: Annotated[int, msgspec.Meta(gt=0)] = 1
@@ -66,6 +69,10 @@ class ServerRun(SharedConfig):
     """The learner's section, unread here."""
     deploy: Annotated[dict[str, Any], tyro.conf.Suppress] = msgspec.field(default_factory=dict)
     """Which part of a node each process gets, unread here."""
+
+    @property
+    def computes_in(self) -> Dtype:
+        return self.server.dtype or self.dtype
 
     def check(self) -> None:
         if self.endpoints and self.endpoint == DEFAULT_ENDPOINT and self.endpoint not in self.endpoints:

@@ -35,7 +35,7 @@ from learner.servers.fleet import Fleet
 from learner.servers.identity import Untouched, check_identity, score_untouched
 from learner.servers.loop_thread import LoopThread
 from learner.servers.member import Member
-from learner.servers.parity import NUM_SEQUENCES, Expected, ParityProbe, check_fresh
+from learner.servers.parity import NUM_SEQUENCES, Expected, ParityProbe, check_dtype
 from learner.servers.pusher import Pusher
 from learner.storage.checkpoint import read_pass_rates, read_state
 from learner.storage.data_record import check_data, record_data
@@ -208,7 +208,7 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             log.warning(
                 "step %d: no completion could be scored: every reward function gave None (or was too slow)", step
             )
-        check_fresh(self.material.run, of_servers)
+        self.parity.check_fresh(of_servers)
 
     def finish(self) -> None:
         """Wait for the last push and its check."""
@@ -269,10 +269,7 @@ def check_fits(run: LearnerRun, prompts: Prompts, member: Member) -> None:
     welcome = member.welcome
     if welcome is None:
         raise ServerLost(f"the server at {member.endpoint} went away before it was looked at")
-    if welcome.dtype != run.dtype:
-        raise ConfigError(
-            f"the server at {member.endpoint} computes in {welcome.dtype}, this run says dtype = {run.dtype!r}; start both with the same"
-        )
+    check_dtype(run, member, welcome)
     row, num_tokens = prompts.longest()
     max_tokens = run.learner.sampling.max_tokens
     if num_tokens + max_tokens > welcome.max_model_len:

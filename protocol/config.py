@@ -32,6 +32,9 @@ PASSED_ON = "passed on"
 PassedOn = Annotated[dict[str, Any], PASSED_ON, tyro.conf.Suppress]
 """The type of a section that a library types, not we: any name, any TOML value, as flags too: `--section.name VALUE`."""
 
+Dtype = Literal["float32", "bfloat16"]
+"""Of a computation, the finer one first."""
+
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5757"
 
 
@@ -53,8 +56,8 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     insecure: MayChange[bool] = False
     """Allow an endpoint beyond loopback without keys, and server.http_host without an API key: only on a network that is
     yours alone."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """In which the server computes, and in which weights travel."""
+    dtype: Dtype = "bfloat16"
+    """In which both sides compute, and in which weights travel; a server may compute in another (`server.dtype`)."""
     seed: int = 0
     """Seeds the data order, the sampling and the learner."""
 

@@ -130,7 +130,7 @@ def own_arguments(run: ServerRun, model_path: Path) -> dict[str, Own]:
     return {
         "model": Own(str(model_path), "set `model`"),
         "served_model_name": Own([run.model], "set `model`"),
-        "dtype": Own(run.dtype, "set `dtype`"),
+        "dtype": Own(run.computes_in, "set server.dtype, or `dtype` for all"),
         "seed": Own(run.seed, "set `seed`"),
         "max_model_len": Own(server.max_model_len, "set server.max_model_len"),
         "max_num_seqs": Own(server.max_concurrent_sequences, "set server.max_concurrent_sequences"),

@@ -42,7 +42,8 @@ class ParityConfig(Section):
     """The check that server and learner give the same logprobs to the same tokens under the same weights."""
 
     max_mean_abs_logprob: MayChange[float | None] = None
-    """Bound on the mean |Δ logprob|; the run stops above it. Unset: 1e-3 in float32, 0.15 in bfloat16."""
+    """Bound on the mean |Δ logprob|; the run stops above it. Unset: 1e-3 in float32, 0.15 in bfloat16; with a server in another dtype
+    (server.dtype) that of the coarser one, for this server alone."""
     max_identity_abs_logprob: MayChange[float | None] = None
     """Bound on what a run's first push may change, for it brings a new server the weights that it has loaded itself: the mean |Δ
     logprob| of the server before and after. Unset: 1e-5 in float32, 1e-3 in bfloat16; the server's own noise is added."""

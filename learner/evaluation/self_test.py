@@ -28,6 +28,7 @@ from learner.interrupt import Interrupt
 from learner.leader import Leader
 from learner.material import Material
 from learner.rollouts.scored_group import ScoredGroup
+from learner.servers.parity import coarser
 from learner.storage.run_dir import open_run_dir
 from learner.training.batch import Row, step_rows
 from learner.training.metrics import num_nonfinite
@@ -60,11 +61,12 @@ def self_test(run: LearnerRun) -> Measured:
         leader.connect(0)
         batches = sample_across_pushes(leader)
         tokens = compare(trainee, batches, config.sampling.temperature)
+        dtype = coarser(run.dtype, *(one.link.welcome.dtype for one in leader.fleet.connected() if one.link.welcome))
         measured = Measured(
-            dtype=run.dtype,
+            dtype=dtype,
             objective=config.loss.objective,
             temperature=config.sampling.temperature,
-            parity_bound=config.parity.bound(run.dtype),
+            parity_bound=config.parity.bound(dtype),
             num_not_finite=tokens.num_not_finite,
             fresh=floor(tokens, tokens.is_fresh_N),
             through_push=floor(tokens, ~tokens.is_fresh_N),

@@ -5,14 +5,18 @@
     push ─▶ expect ─▶ ask      one of them, scored by the server while the learner goes on
     next batch ─▶ check        before any token of the new version is trained on, at the latest before the next push
 
-A wrong model, a stale LM head, a lost tensor or another dtype shows here at once instead of as a run that silently does not
-learn. Every server is compared by itself, and none is waited for long while others are there. Invariant: an answer is compared only with logprobs of the version that it is for.
+A wrong model, a stale LM head or a lost tensor shows here at once instead of as a run that silently does not learn. Every server
+is compared by itself, with a bound that follows from its dtype and the run's, and none is waited for long while others are there: one in
+bfloat16 in a run of float32 samples from a policy that is the learner's up to its rounding, with that policy's logprobs, so importance
+ratios correct for the difference as they do for staleness. Invariant: an answer is compared only with logprobs of the version that it
+is for.
 """
 
 import logging
 import random
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, wait
+from typing import get_args
 
 import msgspec
 import torch
@@ -20,7 +24,8 @@ import torch
 from learner.config import LearnerRun
 from learner.servers.fleet import Fleet
 from learner.servers.member import Member
-from protocol.errors import DeadlineExceeded, ParityError, SlipstreamError
+from protocol.config import Dtype
+from protocol.errors import ConfigError, DeadlineExceeded, ParityError, SlipstreamError
 from protocol.messages import Scores, Welcome
 
 log = logging.getLogger(__name__)
@@ -31,6 +36,8 @@ NUM_RANDOM_TOKENS = 8
 ASK_TIMEOUT_S = 5.0
 """The server scores before it generates; one too busy to do so within this is asked again after the next push."""
 CALL_SLACK_S = 10.0
+DTYPES: tuple[str, ...] = get_args(Dtype)
+"""Those with a known bound, the finer ones first."""
 
 
 class Expected(msgspec.Struct, frozen=True, eq=False):
@@ -39,6 +46,31 @@ class Expected(msgspec.Struct, frozen=True, eq=False):
     version: int
     token_ids: list[int]
     logprobs_T: torch.Tensor
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """The two sides whose logprobs are compared, and how far apart these may be."""
+
+    ours: str
+    """The dtype in which the learner computes."""
+    theirs: str
+    bound: float
+
+    @property
+    def in_words(self) -> str:
+        return self.ours if self.ours == self.theirs else f"{self.ours} at the learner and {self.theirs} at the server"
+
+
+def comparison(run: LearnerRun, welcome: Welcome) -> Comparison:
+    return Comparison(run.dtype, welcome.dtype, run.learner.parity.bound(coarser(run.dtype, welcome.dtype)))
+
+
+def coarser(*dtypes: str) -> str:
+    return max(dtypes, key=DTYPES.index)
+
+
+def is_finer(one: str, other: str) -> bool:
+    return DTYPES.index(one) < DTYPES.index(other)
 
 
 class ParityProbe:
@@ -61,12 +93,16 @@ class ParityProbe:
         self._fleet, self._loop = fleet, fleet.loop
         self._timeout_s, self._patience_s = run.learner.push.timeout_s, run.learner.push.patience_in_effect_s
         self._every_steps = run.learner.parity.every_steps
-        self._bound, self._dtype = run.learner.parity.bound(run.dtype), run.dtype
+        self._run = run
+        self._comparisons: dict[str, Comparison] = {}
+        """By endpoint, also of servers that have gone: their tokens may be in a batch yet."""
         self._asked: list[tuple[Member, Expected, Future[Scores]]] = []
         self._measured: float | None = None
 
     def measure(self, member: Member, version: int) -> float:
         """Return the mean |Δ logprob| over all tokens. Raises ParityError above the bound, ServerLost, DeadlineExceeded."""
+        assert member.link.welcome is not None
+        self._comparisons[member.endpoint] = comparison(self._run, member.link.welcome)
         own = self._of_all(member, self._logprobs)
         return self._compare(member, (own - self.server_logprobs(member, version)).abs())
 
@@ -123,10 +159,20 @@ class ParityProbe:
                 theirs_T = _of_version(member, theirs, expected.version)
                 self._compare(member, (expected.logprobs_T - theirs_T).abs())
 
+    def check_fresh(self, mean_abs_logprob: Mapping[str, float]) -> None:
+        """Raise ParityError when, on tokens of the current version, that of a server (by endpoint) is above its bound."""
+        for endpoint, mismatch in mean_abs_logprob.items():
+            self._check(mismatch, "fresh tokens", endpoint)
+
     def take_metrics(self) -> dict[str, float]:
         """What was measured since the last call."""
         measured, self._measured = self._measured, None
         return {} if measured is None else {"parity/abs_logprob": measured}
+
+    def _comparison(self, endpoint: str) -> Comparison:
+        """Nobody knows after a restart who has sent a group that came before: it may have been any server."""
+        known = self._comparisons
+        return known[endpoint] if endpoint in known else max(known.values(), key=lambda compared: compared.bound)
 
     def _of_all(self, member: Member, logprobs: Callable[[list[int]], torch.Tensor]) -> torch.Tensor:
         assert member.link.welcome is not None
@@ -136,24 +182,33 @@ class ParityProbe:
     def _compare(self, member: Member, difference_T: torch.Tensor) -> float:
         mismatch = difference_T.mean().item()
         self._measured = max(self._measured or 0.0, mismatch)
-        check_mismatch(mismatch, self._bound, self._dtype, "fixed sequences", member.endpoint)
+        self._check(mismatch, "fixed sequences", member.endpoint)
         return mismatch
 
+    def _check(self, mean_abs_logprob: float, tokens: str, endpoint: str) -> None:
+        """Raise ParityError when the mean |Δ logprob| is above the server's bound (or NaN)."""
+        compared = self._comparison(endpoint)
+        if not mean_abs_logprob <= compared.bound:
+            raise ParityError(
+                f"server and learner disagree: mean |Δ logprob| of {tokens} is {mean_abs_logprob:.2g}, the bound is "
+                f"{compared.bound:.2g} for {compared.in_words} (learner.parity.max_mean_abs_logprob). The server, at {endpoint}, may "
+                "run another model or temperature, or a push did not load every tensor."
+            )
 
-def check_fresh(run: LearnerRun, mean_abs_logprob: Mapping[str, float]) -> None:
-    """Raise ParityError when, on tokens of the current version, that of a server is above the bound."""
-    for endpoint, mismatch in mean_abs_logprob.items():
-        check_mismatch(mismatch, run.learner.parity.bound(run.dtype), run.dtype, "fresh tokens", endpoint)
 
-
-def check_mismatch(mean_abs_logprob: float, bound: float, dtype: str, tokens: str, endpoint: str) -> None:
-    """Raise ParityError when the mean |Δ logprob| is above the bound (or NaN)."""
-    if not mean_abs_logprob <= bound:
-        raise ParityError(
-            f"server and learner disagree: mean |Δ logprob| of {tokens} is {mean_abs_logprob:.2g}, the bound is {bound:.2g} "
-            f"for {dtype} (learner.parity.max_mean_abs_logprob). The server, at {endpoint}, may run another model, dtype or "
-            "temperature, or a push did not load every tensor."
+def check_dtype(run: LearnerRun, member: Member, welcome: Welcome) -> None:
+    """Raise ConfigError for a dtype without a bound; say aloud what counts as agreement with one that is not the run's."""
+    if welcome.dtype not in DTYPES:
+        raise ConfigError(
+            f"the server at {member.endpoint} computes in {welcome.dtype}, this run says dtype = {run.dtype!r}, and how far apart the "
+            f"two may be is known of {' and '.join(DTYPES)} only; start the server with one of them as server.dtype, or without it"
         )
+    if welcome.dtype != run.dtype:
+        log.info(
+            "the server at %s computes in %s, this run in %s: a mean |Δ logprob| of up to %.2g counts as agreement with it "
+            "(learner.parity.max_mean_abs_logprob)",
+            member.endpoint, welcome.dtype, run.dtype, comparison(run, welcome).bound,
+        )  # fmt: skip
 
 
 def _longest(welcome: Welcome) -> int:

@@ -51,7 +51,7 @@ REASONS = {
 """Every argument that may not pass, by a part of what its error says."""
 
 OURS = {
-    "model": "model", "served_model_name": "model", "dtype": "dtype", "seed": "seed",
+    "model": "model", "served_model_name": "model", "dtype": "server.dtype", "seed": "seed",
     "max_model_len": "server.max_model_len", "max_num_seqs": "server.max_concurrent_sequences",
     "kv_cache_memory_bytes": "server.kv_cache_memory_mib", "block_size": "server.block_size",
     "gpu_memory_utilization": "server.gpu_memory_utilization", "enforce_eager": "server.enforce_eager",
@@ -85,6 +85,10 @@ def test_an_argument_arrives_as_vllms_own_type_and_beside_what_the_server_sets()
     assert made.compilation_config.cudagraph_capture_sizes == [1, 8]
     assert (made.model, made.dtype, made.seed, made.max_num_seqs) == ("/model", "float32", 3, 9)
     assert (made.kv_cache_memory_bytes, made.block_size, made.logprobs_mode) == (2 << 20, None, "processed_logprobs")
+
+
+def test_a_server_may_compute_in_a_dtype_of_its_own() -> None:
+    assert (arguments({}).dtype, arguments({}, dtype="bfloat16").dtype) == ("float32", "bfloat16")
 
 
 def test_an_attention_backend_goes_by_its_name() -> None:

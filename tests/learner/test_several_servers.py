@@ -186,7 +186,7 @@ def test_a_server_that_does_not_fit_is_left_out_and_the_last_one_ends_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     wrong, right = Engine(), Engine()
-    wrong.limits = msgspec.structs.replace(TINY_LIMITS, dtype="bfloat16")
+    wrong.limits = msgspec.structs.replace(TINY_LIMITS, dtype="float16")
     with servers(wrong, right) as (one, other):
         run = make_run(tmp_path / "two", one.endpoint, other.endpoint)
         train(run, resume=False)
@@ -195,7 +195,10 @@ def test_a_server_that_does_not_fit_is_left_out_and_the_last_one_ends_the_run(
             in caplog.text
         )
         assert wrong.prompts == [] and len(metrics_of(run)) == 4
-        with pytest.raises(ConfigError, match=f"the server at {one.endpoint} computes in bfloat16"):
+        with pytest.raises(
+            ConfigError,
+            match=f"the server at {one.endpoint} computes in float16, this run says dtype = 'float32'.*server.dtype",
+        ):
             train(make_run(tmp_path / "one", one.endpoint), resume=False)
 
 
