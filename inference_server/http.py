@@ -5,10 +5,12 @@ import contextlib
 import socket
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.responses import JSONResponse
@@ -20,6 +22,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 
+from inference_server.answer_versions import TellVersions
 from inference_server.api_key import ApiKeyGate
 
 Status = Callable[[], dict[str, Any]]
@@ -76,7 +79,8 @@ async def build_http(
     app = build_app(args, await llm.get_supported_tasks(), llm.model_config)
     app.add_api_route("/status", status, methods=["GET"])
     get_prometheus_registry().register(_Metrics(status))
-    guarded = RefuseWithoutWeights(app, status)
+    app.router.routes.insert(0, APIRoute("/v1/models", partial(_models, app, status)))  # before vLLM's own
+    guarded = RefuseWithoutWeights(TellVersions(app, lambda: status()["policy_version"]), status)
     config = uvicorn.Config(
         # Around the finished app, which takes no more middleware.
         guarded if api_key is None else ApiKeyGate(guarded, api_key),
@@ -88,6 +92,14 @@ async def build_http(
     server = HttpServer(config, app, args)
     await server.answer_from(llm)
     return server
+
+
+async def _models(app: FastAPI, status: Status) -> dict[str, Any]:
+    """vLLM's list, and which version of each model answers."""
+    known = await app.state.openai_serving_models.show_available_models()
+    listed = known.model_dump()
+    version = status()["policy_version"]
+    return listed | {"data": [model | {"policy_version": version} for model in listed["data"]]}
 
 
 class RefuseWithoutWeights:

@@ -8,6 +8,7 @@ import asyncio
 import os
 import uuid
 from collections.abc import AsyncGenerator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,10 @@ from protocol.errors import ConfigError
 
 FIRST_OF_CLIENTS = 1
 """The lower a priority, the sooner a request is begun. Groups have 0."""
+UNTOUCHED = "default"
+"""What vLLM calls the version of the weights that it has loaded itself."""
+sampled_by: ContextVar[set[str] | None] = ContextVar("sampled_by", default=None)
+"""Where an HTTP request wants to know it: the versions, as vLLM calls them, of the tokens that have answered it."""
 
 
 class Steps(StatLoggerBase):
@@ -73,6 +78,7 @@ class VersionedLLM(AsyncLLM):
         if isinstance(prompt, dict) and (salt := prompt.get("cache_salt")):
             prompt = {**prompt, "cache_salt": f"{self.salt}/{salt}"}
         async for output in self.generate_first(prompt, *args, priority=max(priority, FIRST_OF_CLIENTS), **kwargs):
+            _note_versions(output)
             yield output
 
     async def generate_first(self, prompt: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
@@ -84,6 +90,13 @@ class VersionedLLM(AsyncLLM):
 
     def __del__(self) -> None:
         """Nothing: VllmEngine.close has shut down, and AsyncLLM's own fails in a half torn-down interpreter."""
+
+
+def _note_versions(output: RequestOutput) -> None:
+    """vLLM says them of a completion when it has ended."""
+    versions = sampled_by.get()
+    if versions is not None:
+        versions.update(span.version for piece in output.outputs for span in piece.weight_versions or ())
 
 
 def start_llm(run: ServerRun, model_path: Path) -> VersionedLLM:

