@@ -16,11 +16,13 @@ from typing import Concatenate, ParamSpec, TypeVar
 import msgspec
 
 from learner.config import LearnerRun
+from learner.environments.player import Player
+from learner.environments.pool import Environments
 from learner.interrupt import Interrupt
 from learner.material import Material
 from learner.policy.published import PublishedPolicy
 from learner.prompts.prompts import Prompts
-from learner.report.dashboard import Dashboard
+from learner.report.dashboard import start_dashboard
 from learner.report.run_log import RunLog
 from learner.report.timeline import Timeline
 from learner.rewards.scoring import Scorer
@@ -55,7 +57,6 @@ T = TypeVar("T")
 
 WAIT_SLICE_S = 0.5
 WAITING_NOTE_S = 15.0
-DASHBOARD_TIMEOUT_S = 10.0
 
 
 class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
@@ -94,6 +95,7 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             ledger.rewind(version)
             workers = RewardWorkers(config.reward)
             cleanup.callback(workers.close)
+            player = open_player(material, cleanup)
             model = fingerprint(material.model_path)
             hello = Hello(run=run_dir.run_id, protocol_version=PROTOCOL_VERSION, model=model)
             fleet = Fleet(run, hello, LoopThread("learner"))
@@ -107,8 +109,8 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             scorer = Scorer(config, material.tokenizer, workers)
             rollouts = Rollouts(run, fleet, queue, outstanding, scorer, ledger)
             cleanup.callback(rollouts.close)
-            rollouts.start(version)
-            dashboard = start_dashboard(fleet.loop, run_dir, config.report.dashboard_port, cleanup)
+            rollouts.start(version, player)
+            dashboard = start_dashboard(fleet.loop, run_dir.path, config.report.dashboard_port, cleanup)
             run_log = RunLog(run_dir, config.report, config.steps, dashboard)
             cleanup.callback(run_log.close)
             pusher = Pusher(fleet, published, config.push)
@@ -270,6 +272,12 @@ def check_fits(run: LearnerRun, prompts: Prompts, member: Member) -> None:
     if welcome is None:
         raise ServerLost(f"the server at {member.endpoint} went away before it was looked at")
     check_dtype(run, member, welcome)
+    max_episode_tokens = run.learner.environment.max_episode_tokens or 0
+    if max_episode_tokens > welcome.max_model_len:
+        raise ConfigError(
+            f"learner.environment.max_episode_tokens = {max_episode_tokens} is more than the {welcome.max_model_len} of the server at "
+            f"{member.endpoint}; lower it, or raise server.max_model_len"
+        )
     row, num_tokens = prompts.longest()
     max_tokens = run.learner.sampling.max_tokens
     if num_tokens + max_tokens > welcome.max_model_len:
@@ -279,22 +287,11 @@ def check_fits(run: LearnerRun, prompts: Prompts, member: Member) -> None:
         )
 
 
-def start_dashboard(loop: LoopThread, run_dir: RunDir, port: int, cleanup: ExitStack) -> Dashboard | None:
-    """None where there is to be none, or it cannot start, which costs nobody but those who wanted to look."""
-    if port == 0:
+def open_player(material: Material, cleanup: ExitStack) -> Player | None:
+    """None where completions are all there is. Raises ConfigError."""
+    config = material.run.learner
+    if config.environment.factory is None:
         return None
-    try:
-        dashboard = loop.call(Dashboard.start(run_dir.path, port), DASHBOARD_TIMEOUT_S)
-    except Exception as error:
-        log.warning("the run goes on without a live dashboard: %s", error or repr(error))
-        return None
-    cleanup.callback(close_dashboard, loop, dashboard)
-    log.info("live dashboard: %s", dashboard.address)
-    return dashboard
-
-
-def close_dashboard(loop: LoopThread, dashboard: Dashboard) -> None:
-    try:
-        loop.call(dashboard.close(), DASHBOARD_TIMEOUT_S)
-    except DeadlineExceeded as error:
-        log.warning("the live dashboard did not end: %s", error)
+    environments = Environments(config.environment)
+    cleanup.callback(environments.close)
+    return Player(config, material.tokenizer, environments)

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import threading
+import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -53,6 +54,8 @@ class ScriptedEngine:
         self.calls: list[str] = []
         """Names of the control calls, in order."""
         self.prompts: list[list[int]] = []
+        self.name = uuid.uuid4().hex[:8]
+        """In the salts that it gives."""
         self.salts: list[str] = []
         """That groups were asked for with."""
         self.cancelled = 0
@@ -87,7 +90,7 @@ class ScriptedEngine:
         self.salts.append(salt)
         completions, version = await self.sample(prompt_token_ids, sampling)
         self.num_steps += 1
-        salt = salt or f"version {version}"
+        salt = salt or f"{self.name} version {version}"
         yield Sampled(entered_version=version, salt=salt, completions=dict(enumerate(completions)))
 
     async def sample(self, prompt_token_ids: np.ndarray, sampling: Sampling) -> tuple[list[Completion], int]:

@@ -26,12 +26,12 @@ FORBIDDEN = {
     "inference_server": {"learner", "deploy", "accelerate"},
 }
 ORDER = (  # of the learner's rooms and top files: each may import those before it, and no other
-    "config", "prompts", "servers", "algorithm", "forward", "policy", "material", "rewards", "environments", "rollouts", "training", "storage",
+    "config", "prompts", "servers", "algorithm", "forward", "policy", "material", "environments", "rewards", "rollouts", "training", "storage",
     "report", "leader", "evaluation", "train", "__main__",
 )  # fmt: skip
 INDEPENDENT = {"prompts", "servers", "algorithm", "forward"}
 """Of each other: what is asked, whom, how to learn, what is trained."""
-ANYWHERE = {"interrupt", "progress", "rank_watch"}
+ANYWHERE = {"children", "interrupt", "progress", "rank_watch", "together", "user_code"}
 """Import nothing of the learner, so anyone of it may import them."""
 MAX_FILES_OF_A_FOLDER = 14
 MAX_PARAMETERS = 6

@@ -6,6 +6,7 @@ The ground: every room imports it, it imports none.
 """
 
 from learner.config.algorithm import AdvantageConfig, CorrectionConfig, KlConfig, LossConfig
+from learner.config.environment import EnvironmentConfig
 from learner.config.learner import LearnerConfig, LearnerRun
 from learner.config.policy import LoraConfig, ReferenceConfig
 from learner.config.prompts import CurriculumConfig, DataConfig
@@ -17,7 +18,7 @@ from learner.config.storage import CheckpointConfig
 from learner.config.training import OptimizerConfig, WarmStartConfig
 
 __all__ = [
-    "AdvantageConfig", "CheckpointConfig", "CorrectionConfig", "CurriculumConfig", "DataConfig", "KlConfig", "LearnerConfig",
-    "LearnerRun", "LoraConfig", "LossConfig", "OptimizerConfig", "ParityConfig", "PushConfig", "ReferenceConfig", "ReportConfig",
-    "RewardConfig", "SamplingConfig", "WarmStartConfig",
+    "AdvantageConfig", "CheckpointConfig", "CorrectionConfig", "CurriculumConfig", "DataConfig", "EnvironmentConfig",
+    "KlConfig", "LearnerConfig", "LearnerRun", "LoraConfig", "LossConfig", "OptimizerConfig", "ParityConfig", "PushConfig",
+    "ReferenceConfig", "ReportConfig", "RewardConfig", "SamplingConfig", "WarmStartConfig",
 ]  # fmt: skip

@@ -8,6 +8,7 @@ import msgspec
 import tyro
 
 from learner.config.algorithm import BOUNDS, AdvantageConfig, CorrectionConfig, KlConfig, LossConfig
+from learner.config.environment import EnvironmentConfig
 from learner.config.policy import LoraConfig, ReferenceConfig
 from learner.config.prompts import CurriculumConfig, DataConfig
 from learner.config.report import ReportConfig
@@ -59,6 +60,7 @@ class LearnerConfig(Section):
     with a warning."""
     curriculum: CurriculumConfig = CurriculumConfig()
     sampling: SamplingConfig = SamplingConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     loss: LossConfig = LossConfig()
     correction: CorrectionConfig = CorrectionConfig()
@@ -219,6 +221,16 @@ def _refuse_rewards(config: LearnerConfig) -> None:
         buffer_tokens is None or buffer_tokens < max_tokens,
         f"reward.overlong_buffer_tokens = {buffer_tokens} must be below sampling.max_tokens = {max_tokens}, else every "
         "completion is penalised",
+    )
+    has_environment = config.environment.factory is not None
+    require(
+        buffer_tokens is None or not has_environment,
+        f"reward.overlong_buffer_tokens = {buffer_tokens} with environment.factory: an episode is cut off at its turns and tokens, "
+        "not at sampling.max_tokens; unset it",
+    )
+    require(
+        has_environment or "environment_reward" not in config.reward.functions,
+        'reward.functions has "environment_reward", which environments give; set environment.factory',
     )
     name = config.curriculum.reward
     require(

@@ -79,7 +79,7 @@ class DataConfig(Section):
     """Where the prompts come from: exactly one of task, path and dataset."""
 
     task: str | None = None
-    """A built-in task: reverse, sort or arithmetic (sums)."""
+    """A built-in task: reverse, sort, arithmetic (sums), or guess, for the environment of that name."""
     path: MayChange[str | None] = None
     """A JSONL file, one prompt with its columns per line."""
     dataset: MayChange[str | None] = None

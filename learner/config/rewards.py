@@ -15,7 +15,7 @@ class RewardConfig(Section):
 
     functions: tuple[str, ...]
     """Each `module:function`, `path/to/file.py:function` or a built-in: exact_match, share_right, think_format,
-    math_equivalence."""
+    math_equivalence, environment_reward."""
     weights: tuple[float, ...] | None = None
     """One per function, by which its rewards are multiplied before they are added; 0 only watches. Unset: all 1."""
     skip_special_tokens: bool = True

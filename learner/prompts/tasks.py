@@ -1,7 +1,7 @@
 """Built-in tasks: rows of prompts made from a seed, for a first run that needs no file and no network.
 
 A task stands where a data file would stand: its rows go into `learner.data`. Invariant: the same name, number, seed and
-options give the same rows, and no prompt comes twice.
+options give the same rows, and but for `guess` no prompt comes twice.
 """
 
 import random
@@ -52,7 +52,19 @@ def arithmetic(num_prompts: int, seed: int, *, num_digits: int = 2) -> list[dict
     ]
 
 
-TASKS: dict[str, Callable[..., list[dict[str, Any]]]] = {"arithmetic": arithmetic, "reverse": reverse, "sort": sort}
+def guess(num_prompts: int, seed: int, *, num_digits: int = 1) -> list[dict[str, Any]]:
+    """Guess a digit, for the environment of that name: {"prompt": "=", "secret": 7}. All prompts are alike, of course."""
+    if num_digits != 1:
+        raise DataError(
+            f"task guess with num_digits = {num_digits}: a secret has one digit; set learner.data.num_digits to 1"
+        )
+    draw = random.Random(seed)
+    return [{"prompt": "=", "secret": draw.randrange(10)} for _ in range(num_prompts)]
+
+
+TASKS: dict[str, Callable[..., list[dict[str, Any]]]] = {
+    "arithmetic": arithmetic, "guess": guess, "reverse": reverse, "sort": sort,
+}  # fmt: skip
 
 
 def _digit_strings(

@@ -12,6 +12,7 @@ import secrets
 import time
 import tomllib
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from prometheus_client.registry import Collector
 
 from learner.report.history import History, Metrics, read_history
 from learner.report.summary import RunDirectoryError
+from learner.servers.loop_thread import LoopThread
+from protocol.errors import DeadlineExceeded
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +35,7 @@ MAX_CLIENTS = 16
 CLIENT_BACKLOG = 64  # steps that a client may be behind, beside what its socket holds
 HEARTBEAT_S = 15.0  # a comment as often as this finds the clients that went away between two slow steps
 SHUTDOWN_TIMEOUT_S = 1.0
+START_TIMEOUT_S = 10.0
 HISTORY_TIMEOUT_S = 30.0
 """After which a page does without the steps before the resume."""
 HEARTBEAT = b": still here\n\n"
@@ -206,3 +210,24 @@ def planned_steps(run_dir: Path) -> int | None:
     path = run_dir / "config.toml"
     config: dict[str, Any] = tomllib.loads(path.read_text("utf-8")) if path.is_file() else {}
     return config.get("learner", {}).get("steps")
+
+
+def start_dashboard(loop: LoopThread, run_dir: Path, port: int, cleanup: ExitStack) -> Dashboard | None:
+    """None where there is to be none, or it cannot start, which costs nobody but those who wanted to look."""
+    if port == 0:
+        return None
+    try:
+        dashboard = loop.call(Dashboard.start(run_dir, port), START_TIMEOUT_S)
+    except Exception as error:
+        log.warning("the run goes on without a live dashboard: %s", error or repr(error))
+        return None
+    cleanup.callback(close_dashboard, loop, dashboard)
+    log.info("live dashboard: %s", dashboard.address)
+    return dashboard
+
+
+def close_dashboard(loop: LoopThread, dashboard: Dashboard) -> None:
+    try:
+        loop.call(dashboard.close(), START_TIMEOUT_S)
+    except DeadlineExceeded as error:
+        log.warning("the live dashboard did not end: %s", error)

@@ -77,4 +77,14 @@ def _share_right(text: str, gold: str) -> float:
     return (matches + (len(text) == len(gold))) / (len(gold) + 1)
 
 
-BUILT_IN = {function.__name__: function for function in (exact_match, share_right, think_format, math_equivalence)}
+def environment_reward(
+    completions: Sequence[Any], environment_rewards: Sequence[float | None], **kwargs: Any
+) -> list[float | None]:
+    """What the environment itself says of each episode (`get_reward`)."""
+    return list(environment_rewards)
+
+
+BUILT_IN = {
+    function.__name__: function
+    for function in (exact_match, share_right, think_format, math_equivalence, environment_reward)
+}

@@ -10,7 +10,8 @@ from typing import Any, SupportsFloat
 
 import msgspec
 
-from learner.rewards.function import accepts, describe, load_function, shorten
+from learner.rewards.function import accepts, load_function
+from learner.user_code import describe, shorten
 
 Extra = str | float | int | bool | None
 
@@ -33,6 +34,8 @@ class Call(msgspec.Struct, frozen=True):
     completions: list[str]
     completion_ids: list[list[int]]
     state: TrainerState = TrainerState()
+    environment_rewards: list[float | None] | None = None
+    """Per completion, what the environment said of its episode; None: there is no environment."""
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -93,6 +96,8 @@ def _arguments(call: Call, log: Log) -> dict[str, Any]:
     num_completions, completions = len(call.completions), call.completions
     is_conversation = not isinstance(call.prompt, str)
     given = {"trainer_state": call.state, "log_extra": log.columns, "log_metric": log.metric}
+    if call.environment_rewards is not None:
+        given["environment_rewards"] = call.environment_rewards
     return _repeated(call) | {
         "prompts": [call.prompt] * num_completions,
         "completions": [[{"role": "assistant", "content": text}] for text in completions]

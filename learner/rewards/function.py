@@ -1,22 +1,18 @@
 """A reward function of the user's: how a name in the config becomes one.
 
 It has TRL's signature, `f(prompts, completions, completion_ids, **columns) -> list[float | None]`, and runs unchanged. All
-of this happens in the processes of process.py; they import this file, call.py and the functions' modules, nothing heavier.
+of this happens in the processes of process.py; they import this file, call.py, user_code.py and the functions' modules, nothing heavier.
 """
 
 import functools
-import importlib.util
 import inspect
-import os
-import sys
-import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from learner.rewards.builtin import BUILT_IN
+from learner.user_code import NotLoaded, load_named
 from protocol.errors import RewardError
 
 RewardFunction = Callable[..., Any]
@@ -32,45 +28,12 @@ def load_function(spec: str) -> RewardFunction:
                 "Name one of your own as module:function or path/to/file.py:function"
             )
         return BUILT_IN[spec]
-    module_name, _, name = spec.rpartition(":")
-    function = vars(_import(module_name, spec)).get(name)
-    if not callable(function):
-        came = "nothing" if function is None else f"a value of type {type(function).__name__}"
-        raise RewardError(
-            f"reward function {spec!r}: {module_name} holds {came} under the name {name!r}; define it there"
-        )
+    try:
+        function: RewardFunction = load_named(spec)
+    except NotLoaded as error:
+        raise RewardError(f"reward function {spec!r}: {error}") from error
     _check_signature(function, spec)
     return function
-
-
-def _import(module_name: str, spec: str) -> Any:
-    try:
-        if module_name.endswith(".py"):
-            return _import_file(Path(module_name).expanduser().resolve())
-        if os.getcwd() not in sys.path:  # a console script does not look into the directory it is called from
-            sys.path.append(os.getcwd())
-        return importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:
-        raise RewardError(
-            f"reward function {spec!r}: importing {module_name} failed with {describe(error)}; expected module:function, "
-            "importable from the working directory, or path/to/file.py:function"
-        ) from error
-
-
-def _import_file(path: Path) -> Any:
-    name = f"slipstream_rewards_{path.stem}_{abs(hash(path)):x}"
-    if name not in sys.modules:
-        module_spec = importlib.util.spec_from_file_location(name, path)
-        if module_spec is None or module_spec.loader is None:
-            raise ImportError(f"{path} is not a Python file")
-        module = importlib.util.module_from_spec(module_spec)
-        sys.modules[name] = module
-        try:
-            module_spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]  # else the next attempt would find half a module and another error
-            raise
-    return sys.modules[name]
 
 
 def _check_signature(function: RewardFunction, spec: str) -> None:
@@ -118,16 +81,3 @@ def accepts(spec: str, name: str) -> bool:
     except ValueError:  # written in C
         return False
     return name in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-
-
-def describe(error: BaseException) -> str:
-    """Return an error in one line, with the place it was raised at."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {shorten(str(error), 300)}{where}"
-
-
-def shorten(value: Any, limit: int = 120) -> str:
-    """Return a value as it would be written in Python, cut to what fits into a message."""
-    text = repr(value)
-    return text if len(text) <= limit else f"{text[:limit]}…"

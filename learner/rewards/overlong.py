@@ -1,6 +1,6 @@
 """The soft overlong penalty: one more reward, for length alone. Pure; scoring.py adds it to what the functions gave.
 
-Suffix: _G over the completions of one group. Invariant: a completion that no function could score stays unscorable.
+Suffix: _G over the completions of one group, each a branch. Invariant: a completion that no function could score stays unscorable.
 """
 
 from collections.abc import Sequence
@@ -8,13 +8,11 @@ from collections.abc import Sequence
 import msgspec
 
 from learner.config.rewards import OVERLONG
+from learner.environments.branch import Branch
 from learner.rewards.workers import FunctionRewards, GroupRewards
-from protocol.messages import Completion
 
 
-def overlong_rewards(
-    completions: Sequence[Completion], max_tokens: int, buffer_tokens: int, penalty: float
-) -> list[float]:
+def overlong_rewards(branches: Sequence[Branch], max_tokens: int, buffer_tokens: int, penalty: float) -> list[float]:
     """Return rewards_G: 0 up to max_tokens - buffer_tokens, from there falling linearly to -penalty at max_tokens.
 
     DAPO's length reward (arXiv 2503.14476 eq. 13); a truncated completion gets the whole penalty, however short it is.
@@ -22,9 +20,9 @@ def overlong_rewards(
     free_tokens = max_tokens - buffer_tokens
     return [
         -penalty
-        if completion.finish_reason == "length"
-        else penalty * min(0, free_tokens - len(completion.token_ids)) / buffer_tokens
-        for completion in completions
+        if branch.finish_reason == "length"
+        else penalty * min(0, free_tokens - len(branch.token_ids)) / buffer_tokens
+        for branch in branches
     ]
 
 

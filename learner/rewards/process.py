@@ -13,8 +13,6 @@ import asyncio
 import multiprocessing
 import os
 import signal
-import socket
-import struct
 import threading
 import time
 from collections.abc import Awaitable, Coroutine
@@ -26,6 +24,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from learner.children import end_with_the_learner, limit_waits
 from learner.config import RewardConfig
 from learner.rewards.call import Answer, Call, await_function, call_function
 from learner.rewards.function import Loaded, load_all
@@ -72,7 +71,7 @@ class RewardProcess:
         theirs.close()
         self._loaded: Loaded | None = None
         self.num_calls = 0
-        _limit_waits(self.pipe, config.timeout_s)
+        limit_waits(self.pipe, config.timeout_s)
 
     @property
     def is_usable(self) -> bool:
@@ -229,22 +228,10 @@ def too_late(config: RewardConfig, end: str) -> Trouble:
     )
 
 
-def _limit_waits(pipe: connection.Connection, timeout_s: float) -> None:
-    """A stopped process neither reads nor writes on: let what waits for it within a message fail, with BlockingIOError."""
-    with socket.fromfd(pipe.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as view:
-        seconds, fraction = divmod(timeout_s, 1)
-        timeout = struct.pack("ll", int(seconds), int(fraction * 1e6))
-        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            view.setsockopt(socket.SOL_SOCKET, option, timeout)
-
-
 # --- in the process --------------------------------------------------------------------------------------------------
 def serve(pipe: connection.Connection, config: RewardConfig) -> None:
     """Import the functions, then answer calls until the learner is gone; ends with it even in the midst of a call."""
-    os.setsid()  # the leader of what a function starts, which `kill` then ends too; Ctrl-C is the learner's alone
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+    end_with_the_learner()
     loaded = load_all(config.functions)
     pipe.send_bytes(msgspec.msgpack.encode(loaded))
     loop, sending, reserved = LoopThread(), threading.Lock(), config.own_metrics
@@ -284,8 +271,3 @@ class LoopThread:
             return await awaitable
 
         return asyncio.run_coroutine_threadsafe(result(), self._loop).result()
-
-
-def _end_with(sentinel: int) -> None:
-    connection.wait([sentinel])
-    os.killpg(0, signal.SIGKILL)

@@ -1,18 +1,19 @@
-"""Scoring: a group as the server sent it becomes text, the reward functions say what it is worth, and the overlong penalty is
+"""Scoring: the episodes of a group become text, the reward functions say what it is worth, and the overlong penalty is
 added. Between the rollouts and the reward workers.
 """
 
 import asyncio
+from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
 from learner.config import LearnerConfig
+from learner.environments.episode import REWARDED, Episode
 from learner.prompts.prompts import Prompt
 from learner.rewards.call import TrainerState
 from learner.rewards.failures import RewardFailures
 from learner.rewards.overlong import overlong_rewards, with_overlong
-from learner.rewards.workers import GroupRewards, RewardWorkers
-from protocol.messages import Group
+from learner.rewards.workers import GroupRewards, RewardWorkers, without
 
 
 class Scorer:
@@ -22,20 +23,23 @@ class Scorer:
         self._config, self._tokenizer, self._workers = config, tokenizer, workers
         self._failures = RewardFailures(config.reward)
 
-    async def score(self, prompt: Prompt, group: Group, step: int) -> GroupRewards:
-        """Call the reward functions, which are told of the step, and add the overlong penalty. Raises RewardError if one fails
-        too often.
+    async def score(self, prompt: Prompt, episodes_G: Sequence[Episode], step: int) -> GroupRewards:
+        """Call the reward functions, which are told of the step, and add the overlong penalty. Of an episode they see all that was
+        said after the prompt. Raises RewardError if one fails too often.
         """
-        token_ids_G = [completion.token_ids.tolist() for completion in group.completions]
+        last_G = [episode.branches[-1] for episode in episodes_G]
+        token_ids_G = [branch.token_ids.tolist() for branch in last_G]
         texts_G = self._tokenizer.batch_decode(token_ids_G, skip_special_tokens=self._config.reward.skip_special_tokens)
         state = TrainerState(global_step=step, max_steps=self._config.steps)
-        rewards = await asyncio.wrap_future(self._workers.submit(prompt, texts_G, token_ids_G, state))
+        own_G = [episode.reward for episode in episodes_G] if self._config.environment.factory else None
+        rewards = await asyncio.wrap_future(self._workers.submit(prompt, texts_G, token_ids_G, state, own_G))
         self._failures.note(rewards)
+        rewards = without(rewards, [episode.course.state not in REWARDED for episode in episodes_G])
         config = self._config.reward
         if config.overlong_buffer_tokens is None:
             return rewards
         overlong_G = overlong_rewards(
-            group.completions,
+            last_G,
             self._config.sampling.max_tokens,
             config.overlong_buffer_tokens,
             config.overlong_penalty,

@@ -18,10 +18,10 @@ import msgspec
 
 from learner.config import RewardConfig
 from learner.rewards.call import Answer, Call, Extra, TrainerState
-from learner.rewards.function import shorten
 from learner.rewards.lanes import Concurrent, Job, Serial
 from learner.rewards.latency import Latencies
 from learner.rewards.process import RewardProcess
+from learner.user_code import shorten
 from protocol.errors import RewardError
 
 if TYPE_CHECKING:
@@ -87,6 +87,18 @@ class GroupRewards(msgspec.Struct, frozen=True, kw_only=True):
         return self.mean is None and any(function.outcome != "ok" for function in self.functions)
 
 
+def without(rewards: GroupRewards, is_left_out_G: Sequence[bool]) -> GroupRewards:
+    """The same without any reward for some episodes, which say nothing about the policy."""
+    if not any(is_left_out_G):
+        return rewards
+
+    def kept(values: list[float | None]) -> list[float | None]:
+        return [None if is_out else value for value, is_out in zip(values, is_left_out_G, strict=True)]
+
+    functions = [msgspec.structs.replace(one, rewards=kept(one.rewards)) for one in rewards.functions]
+    return GroupRewards(rewards=kept(rewards.rewards), functions=functions)
+
+
 class RewardWorkers:
     """Processes in which reward functions run; use as a context manager, or close."""
 
@@ -128,13 +140,18 @@ class RewardWorkers:
         completions: Sequence[str],
         completion_ids: Sequence[Sequence[int]],
         state: TrainerState = TrainerState(),  # noqa: B008  frozen
+        environment_rewards: list[float | None] | None = None,
     ) -> "Future[GroupRewards]":
-        """Score the completions of one prompt. The future cannot be cancelled; close() ends it with a RewardError."""
+        """Score the completions of one prompt, or what was said in the episodes that it began. The future cannot be cancelled; close() ends it with a RewardError."""
         group: Future[GroupRewards] = Future()
         group.set_running_or_notify_cancel()
         ids = [list(one) for one in completion_ids]
         jobs = [
-            Job(name, Call(function, prompt.prompt, prompt.columns, list(completions), ids, state), Future())
+            Job(
+                name,
+                Call(function, prompt.prompt, prompt.columns, list(completions), ids, state, environment_rewards),
+                Future(),
+            )
             for name, function in zip(self._config.names, self._config.functions, strict=True)
         ]
         for job in jobs:

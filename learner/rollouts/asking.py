@@ -1,65 +1,101 @@
-"""Who is asked for which group: every request goes to one ready server, and to another when that one may never answer.
+"""Who is asked for what: every request goes to one ready server, and to another when that one may never answer.
 
-    requests ─▶ Fleet.choose ─▶ link        lost server ─▶ the groups it owes ─▶ another, or whoever is ready next
+    requests ─▶ Fleet.choose ─▶ link        lost server ─▶ what it owes ─▶ another, or whoever is ready next
 
-Between what is outstanding and the links; used by rollouts.py in the loop. A turn of a session would be asked of the server that
-has its keys and values: here. Invariant: a request keeps its id wherever it goes, so that an answer that comes after all, or
-twice, is recognised.
+Between what is outstanding and the links; used by rollouts.py in the loop. Invariant: a request keeps its id wherever it goes, so that an
+answer that comes after all, or twice, is recognised; it stays here until `settle`.
 """
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Iterable
 
 from learner.config import LearnerRun
-from learner.rollouts.outstanding import Outstanding
-from learner.rollouts.request import Request, message_of
+from learner.environments.episode import AnyGroup
+from learner.rollouts.request import Owed
 from learner.servers.fleet import Fleet
 from learner.servers.member import Member
-from protocol.messages import Group
 
 
 class Asking:
-    """Of one run."""
+    """Of one run: what servers owe, or are to."""
 
-    def __init__(self, run: LearnerRun, fleet: Fleet, outstanding: Outstanding) -> None:
-        self._run, self._fleet, self._outstanding = run, fleet, outstanding
+    def __init__(self, run: LearnerRun, fleet: Fleet) -> None:
+        self.run, self.fleet = run, fleet
+        self._owed: dict[str, Owed] = {}
+        self.num_owed: Counter[str] = Counter()
+        """By endpoint."""
 
-    async def ask(self, requests: Iterable[Request]) -> None:
-        """Ask for groups that no server owes; what cannot be sent now waits for `ask_rest`."""
-        unreachable: list[Member] = []
-        for request in requests:
-            while self._outstanding.is_unasked(request):
-                member = self._fleet.choose(unreachable)
-                if member is None:
-                    return
-                if not await self._send(member, request):
-                    unreachable.append(member)
-                    self._outstanding.note_asked(request, None)
+    @property
+    def group_ids(self) -> list[str]:
+        return list(self._owed)
+
+    def get(self, group_id: str) -> Owed | None:
+        return self._owed.get(group_id)
+
+    def settle(self, group_id: str) -> Owed | None:
+        """Take the request that an answer is for; None: nothing was asked, or it has been answered."""
+        owed = self._owed.get(group_id)
+        if owed is not None:
+            self._note_asked(owed, None)
+            del self._owed[group_id]
+        return owed
+
+    async def begin(self, requests: Iterable[Owed]) -> None:
+        """Ask for what no server owes yet; what cannot be sent now waits for `ask_rest`."""
+        requests = list(requests)
+        self._owed |= {request.group_id: request for request in requests}
+        await self._ask(requests)
 
     async def ask_rest(self) -> None:
         """Ask for all that no server owes."""
-        await self.ask(self._outstanding.unasked())
+        await self._ask([owed for owed in self._owed.values() if owed.owed_by is None])
 
     async def ask_again(self, member: Member) -> None:
         """Ask a server again for all that it owes; an id that it still knows costs it nothing."""
-        for request in self._outstanding.owed_by(member.endpoint):
-            if not await self._send(member, request):
+        for owed in self._owed_by(member):
+            if not await self._send(member, owed):
                 return
 
-    async def acknowledge(self, arrived: list[tuple[Member, Group]]) -> None:
+    async def acknowledge(self, arrived: Iterable[tuple[Member, AnyGroup]]) -> None:
         """Let each server forget the groups that came from it."""
-        came = {member: [group.group_id for sender, group in arrived if sender is member] for member, _ in arrived}
+        came: dict[Member, list[str]] = {}
+        for member, group in arrived:
+            came.setdefault(member, []).append(group.group_id)
         await asyncio.gather(*(member.link.acknowledge(group_ids) for member, group_ids in came.items()))
 
     def lost(self, member: Member) -> None:
         """What the server owes may never come from it."""
-        for request in self._outstanding.owed_by(member.endpoint):
-            self._outstanding.note_asked(request, None)
+        for owed in self._owed_by(member):
+            self._note_asked(owed, None)
 
-    async def _send(self, member: Member, request: Request) -> bool:
-        config = self._run.learner
-        message = message_of(request, config.sampling, self._run.seed, config.group_deadline_s)
-        self._outstanding.note_asked(request, member.endpoint)
-        request.sent_at = time.monotonic()
-        return await member.link.generate(message)
+    async def _ask(self, requests: Iterable[Owed]) -> None:
+        unreachable: list[Member] = []
+        for owed in requests:
+            # Meanwhile it may have been sent, or its answer may have come from whom it was asked of before.
+            while owed.owed_by is None and self._owed.get(owed.group_id) is owed:
+                member = self.fleet.choose(unreachable, owed.stays_at)
+                if member is None:
+                    return
+                if not await self._send(member, owed):
+                    unreachable.append(member)
+                    self._note_asked(owed, None)
+
+    async def _send(self, member: Member, owed: Owed) -> bool:
+        self._note_asked(owed, member.endpoint)
+        owed.sent_at = time.monotonic()
+        return await member.link.generate(owed.message(self.run))
+
+    def _owed_by(self, member: Member) -> list[Owed]:
+        return [owed for owed in self._owed.values() if owed.owed_by == member.endpoint]
+
+    def _note_asked(self, owed: Owed, endpoint: str | None) -> None:
+        """It is asked of this server; None: of none any more."""
+        if self._owed.get(owed.group_id) is not owed:
+            return
+        if owed.owed_by is not None:
+            self.num_owed[owed.owed_by] -= 1
+        owed.owed_by = endpoint
+        if endpoint is not None:
+            self.num_owed[endpoint] += 1

@@ -1,4 +1,4 @@
-"""The groups that servers owe: what was admitted and has not come. Between the slots and the links; used by rollouts.py.
+"""The groups that were admitted and have not come. Between the slots and asking.py; used by rollouts.py.
 
 Invariant: a prompt is in the ledger before it is sent, and stays here until its group has come or its attempt is dropped.
 Only the loop thread uses it.
@@ -25,48 +25,16 @@ class Outstanding:
         """Of these, the ones that a resume found beyond the admission rule; they wait for it like new ones."""
         self._num_failures = Counter(ledger.num_failures())
         """By slot."""
-        self.num_owed: Counter[str] = Counter()
-        """By endpoint."""
 
     def __len__(self) -> int:
         return len(self._requests)
-
-    @property
-    def group_ids(self) -> list[str]:
-        return list(self._requests)
-
-    def unasked(self) -> list[Request]:
-        """All that may be sent and that no server owes."""
-        held = set(map(id, self._held))
-        return [one for one in self._requests.values() if one.owed_by is None and id(one) not in held]
-
-    def is_unasked(self, request: Request) -> bool:
-        """Whether it is still to be sent: meanwhile it may have been, or its group may have come from whom it was asked of before."""
-        return request.owed_by is None and self._requests.get(request.group_id) is request
-
-    def owed_by(self, endpoint: str) -> list[Request]:
-        return [request for request in self._requests.values() if request.owed_by == endpoint]
-
-    def note_asked(self, request: Request, endpoint: str | None) -> None:
-        """It is asked of this server; None: of none any more."""
-        if self._requests.get(request.group_id) is not request:
-            return
-        if request.owed_by is not None:
-            self.num_owed[request.owed_by] -= 1
-        request.owed_by = endpoint
-        if endpoint is not None:
-            self.num_owed[endpoint] += 1
 
     def get(self, group_id: str) -> Request | None:
         return self._requests.get(group_id)
 
     def pop(self, group_id: str) -> Request | None:
         """Take the request that a group answers, or None: nothing, or a duplicate of what has come."""
-        request = self._requests.get(group_id)
-        if request is None:
-            return None
-        self.note_asked(request, None)
-        del self._requests[group_id]
+        request = self._requests.pop(group_id, None)
         self._held = [other for other in self._held if other is not request]
         return request
 

@@ -1,26 +1,28 @@
-"""A request: what the server is asked for one slot, and which of the completions it answers with can be used. Pure.
+"""What a server is asked for, a group for a slot or a turn of an episode, and which of the completions it answers with can be used.
+Pure.
 
 Invariant: a group that is let through has at least two completions, all with tokens: one alone has no baseline.
 """
 
+import asyncio
+
 import msgspec
 import numpy as np
 
-from learner.config import SamplingConfig
+from learner.config import LearnerRun, SamplingConfig
+from learner.environments.episode import REWARDED, AnyGroup, PlayedGroup
+from learner.environments.player import Asked
 from learner.prompts.prompts import Prompt
 from learner.rollouts.ledger_row import group_id_of
 from protocol.errors import ProtocolError
-from protocol.messages import Generate, Group, Sampling
+from protocol.messages import Generate, Group, GroupFailed, Sampling
 
 MIN_SURVIVORS = 2
 
 
-class Request(msgspec.Struct, kw_only=True, eq=False):
-    """A group that a server owes us, or is to."""
+class Owed(msgspec.Struct, kw_only=True, eq=False):
+    """What a server owes us, or is to."""
 
-    slot: int
-    attempt: int
-    prompt: Prompt
     sent_at: float | None = None
     """When it was last handed to a connection."""
     owed_by: str | None = None
@@ -30,46 +32,113 @@ class Request(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def group_id(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def stays_at(self) -> str:
+        """The endpoint of the server that has its keys and values."""
+        return ""
+
+    def message(self, run: LearnerRun) -> Generate:
+        """As the server gets it."""
+        raise NotImplementedError
+
+
+class Request(Owed, kw_only=True, eq=False):
+    """The group of a slot."""
+
+    slot: int
+    attempt: int
+    prompt: Prompt
+
+    @property
+    def group_id(self) -> str:
         return group_id_of(self.slot, self.attempt)
 
+    def message(self, run: LearnerRun) -> Generate:
+        sampling = run.learner.sampling
+        return Generate(
+            group_id=self.group_id,
+            prompt_token_ids=np.array(self.prompt.token_ids, np.int32),
+            sampling=_sampling(sampling, sampling.num_completions, sampling.max_tokens, seed_of(run, self.slot)),
+            deadline_s=run.learner.group_deadline_s,
+        )
 
-def message_of(request: Request, config: SamplingConfig, run_seed: int, deadline_s: float) -> Generate:
-    """The request as the server gets it."""
-    seed = (run_seed * 1_000_003 + request.slot * config.num_completions) % 2**31 if config.seeded else None
-    return Generate(
-        group_id=request.group_id,
-        prompt_token_ids=np.array(request.prompt.token_ids, np.int32),
-        sampling=Sampling(
-            num_completions=config.num_completions,
-            max_tokens=config.max_tokens,
-            temperature=config.temperature,
-            top_p=config.top_p,
-            top_k=config.top_k,
-            seed=seed,
-            stop=config.stop,
-        ),
-        deadline_s=deadline_s,
+
+class TurnRequest(Owed, kw_only=True, eq=False):
+    """A turn of an episode of a slot's group."""
+
+    name: str
+    """Of no other turn of any life of this run: a server may still have what it was asked for before a restart."""
+    slot: int
+    turn: Asked
+    answer: "asyncio.Future[Group | GroupFailed]"
+
+    @property
+    def group_id(self) -> str:
+        return self.name
+
+    @property
+    def stays_at(self) -> str:
+        return self.turn.stays_at
+
+    def message(self, run: LearnerRun) -> Generate:
+        seed = seed_of(run, self.slot)
+        if seed is not None:
+            seed = ((seed + self.turn.episode) * run.learner.environment.max_turns + self.turn.number) % 2**31
+        return Generate(
+            group_id=self.group_id,
+            prompt_token_ids=self.turn.token_ids,
+            sampling=_sampling(run.learner.sampling, 1, self.turn.max_tokens, seed),
+            deadline_s=run.learner.group_deadline_s,
+            salt=self.turn.salt,
+        )
+
+
+def seed_of(run: LearnerRun, slot: int) -> int | None:
+    """Of the first completion of a slot's group; None: the server draws one."""
+    config = run.learner.sampling
+    return (run.seed * 1_000_003 + slot * config.num_completions) % 2**31 if config.seeded else None
+
+
+def _sampling(config: SamplingConfig, num_completions: int, max_tokens: int, seed: int | None) -> Sampling:
+    return Sampling(
+        num_completions=num_completions,
+        max_tokens=max_tokens,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        seed=seed,
+        stop=config.stop,
     )
 
 
-def survivors(group: Group, config: SamplingConfig, vocab_size: int) -> Group | None:
-    """Leave completions without tokens out; None if fewer than two are left.
+def survivors(group: AnyGroup, config: SamplingConfig, vocab_size: int) -> AnyGroup | None:
+    """Leave completions without tokens out; None if fewer than two are left that say anything about the policy.
 
-    Raises ProtocolError for what was not asked for: too many completions, or too long ones, or ids that are no tokens.
+    Raises ProtocolError for what was not asked for.
     """
-    if len(group.completions) > config.num_completions:
+    if isinstance(group, PlayedGroup):  # whose turns were checked one by one
+        num_rewarded = sum(episode.course.state in REWARDED for episode in group.episodes)
+        return group if num_rewarded >= MIN_SURVIVORS else None
+    check_completions(group, config.num_completions, config.max_tokens, vocab_size)
+    usable = [completion for completion in group.completions if len(completion.token_ids)]
+    return msgspec.structs.replace(group, completions=usable) if len(usable) >= MIN_SURVIVORS else None
+
+
+def check_completions(group: Group, num_completions: int, max_tokens: int, vocab_size: int) -> None:
+    """Raise ProtocolError for what was not asked for: too many completions, or too long ones, or ids that are no tokens."""
+    if len(group.completions) > num_completions:
         raise ProtocolError(
-            f"group {group.group_id} has {len(group.completions)} completions, asked for were {config.num_completions}"
+            f"group {group.group_id} has {len(group.completions)} completions, asked for were {num_completions}"
         )
     for completion in group.completions:
         ids = completion.token_ids
-        if len(ids) > config.max_tokens:
+        if len(ids) > max_tokens:
             raise ProtocolError(
-                f"group {group.group_id} has a completion of {len(ids)} tokens, asked for were at most {config.max_tokens}"
+                f"group {group.group_id} has a completion of {len(ids)} tokens, asked for were at most {max_tokens}"
             )
         if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
             raise ProtocolError(
                 f"group {group.group_id} has token ids from {ids.min()} to {ids.max()}, the model 0 to {vocab_size - 1}"
             )
-    usable = [completion for completion in group.completions if len(completion.token_ids)]
-    return msgspec.structs.replace(group, completions=usable) if len(usable) >= MIN_SURVIVORS else None

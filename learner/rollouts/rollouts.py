@@ -4,6 +4,7 @@
     _admit         prompts, as the       ledger: admitted, Generate      room under the admission     publish (a new version),
                    queue has them                                        rule, a server with weights  a slot passed over
     link.run       messages              groups to _on_group             the server                   the server
+    Turns._play    a prompt              the turns of its episodes       servers, environments        deadlines of both
     _receive       Groups, as many as    ledger: received, then Ack      the disk, in a thread        its commit
                    have come
     _score         a Group               its rewards                     the reward workers           a reward or its timeout
@@ -21,18 +22,20 @@ import logging
 import time
 
 from learner.config import LearnerRun
+from learner.environments.episode import AnyGroup, episodes_of
+from learner.environments.player import Player
 from learner.rewards.scoring import Scorer
 from learner.rollouts.asking import Asking
 from learner.rollouts.ledger import Ledger
 from learner.rollouts.outstanding import Outstanding
 from learner.rollouts.queue import GroupQueue, Scored
 from learner.rollouts.request import Request, survivors
-from learner.rollouts.scored_group import ScoredGroup, recalled, received, scored_group
-from learner.rollouts.together import Together
+from learner.rollouts.scored_group import ScoredGroup, keep, recalled, received, scored_group
+from learner.rollouts.turns import Turns
 from learner.rollouts.waits import IN_WORDS
 from learner.servers.fleet import Fleet
 from learner.servers.member import Member
-from protocol.codec import pack
+from learner.together import Together
 from protocol.errors import DataError, ProtocolError
 from protocol.messages import Group, GroupFailed
 
@@ -47,18 +50,13 @@ class Rollouts:
     """Runs in the fleet's loop; `take` and `publish` are the main thread's side."""
 
     def __init__(
-        self,
-        run: LearnerRun,
-        fleet: Fleet,
-        queue: GroupQueue,
-        outstanding: Outstanding,
-        scorer: Scorer,
-        ledger: Ledger,
+        self, run: LearnerRun, fleet: Fleet, queue: GroupQueue, outstanding: Outstanding, scorer: Scorer, ledger: Ledger
     ) -> None:
-        self._run, self._config = run, run.learner
+        self._config = run.learner
         self._fleet, self._loop = fleet, fleet.loop
         self._queue, self._outstanding, self._scorer, self._ledger = queue, outstanding, scorer, ledger
-        self._asking = Asking(run, fleet, outstanding)
+        self._asking = Asking(run, fleet)
+        self._turns: Turns | None = None
         self._version = 0
         self._wake = asyncio.Event()
         self._arrived = Together(self._receive)
@@ -66,11 +64,13 @@ class Rollouts:
 
     # --- the main thread's side ----------------------------------------------------------------------------------
 
-    def start(self, version: int) -> None:
-        """Take up every group where the ledger has it (a new run has none) and greet the servers."""
+    def start(self, version: int, player: Player | None = None) -> None:
+        """Take up every group where the ledger has it (a new run has none) and greet the servers. A player plays the groups."""
         self._version = version
+        if player is not None:
+            self._turns = Turns(self._asking, player, lambda group: self._arrived.put((None, group)))
         self._take_up()
-        self._fleet.start(self._on_group, self._on_welcome, self._on_lost, self._outstanding.num_owed)
+        self._fleet.start(self._on_group, self._on_welcome, self._on_lost, self._asking.num_owed)
         for work in (self._admit(), self._arrived.run(), self._scored.run()):
             self._loop.spawn(work)
 
@@ -106,20 +106,13 @@ class Rollouts:
     def waits_for(self) -> str:
         """In words, what the next batch waits for."""
         part, num_scoring = self._queue.lacks(is_connected=self._fleet.is_connected)
-        match part:
-            case "link":
-                return self._fleet.in_words()
-            case "server":
-                return f"{len(self._outstanding)} groups from the server"
-            case "reward":
-                return f"{num_scoring} groups to be scored"
-            case "push":
-                return IN_WORDS["push"]
+        in_words = {"link": self._fleet.in_words(), "server": f"{len(self._outstanding)} groups from the server"}
+        return {"reward": f"{num_scoring} groups to be scored", "push": IN_WORDS["push"], **in_words}[part]
 
     def close(self) -> None:
         """Let the servers forget what was asked for; the ledger remembers it for a resume."""
         for member in self._fleet.connected():
-            self._loop.call(member.link.cancel(self._outstanding.group_ids), CALL_TIMEOUT_S)
+            self._loop.call(member.link.cancel(self._asking.group_ids), CALL_TIMEOUT_S)
 
     def _take_up(self) -> None:
         for row in self._ledger.outstanding():
@@ -167,9 +160,14 @@ class Rollouts:
             await self._wake.wait()
             self._wake.clear()
             if self._fleet.version is not None:
-                await self._asking.ask(self._queue.admit(self._outstanding, self._version))
+                await self._begin(self._queue.admit(self._outstanding, self._version))
+
+    async def _begin(self, requests: list[Request]) -> None:
+        await (self._asking.begin(requests) if self._turns is None else self._turns.begin(requests))
 
     def _on_group(self, member: Member, message: Group | GroupFailed) -> None:
+        if self._turns is not None and self._turns.answered(member, message):
+            return
         if isinstance(message, Group):
             self._arrived.put((member, message))
             return
@@ -184,6 +182,7 @@ class Rollouts:
             case GroupFailed() if request is not None and request.owed_by in (None, member.endpoint):
                 log.warning("group %s failed (%s): %s", message.group_id, message.code, message.message)
                 self._outstanding.pop(request.group_id)
+                self._asking.settle(request.group_id)
                 self._loop.spawn(self._failed(request, message.code))
 
     async def _failed(self, request: Request, reason: str) -> None:
@@ -194,50 +193,47 @@ class Rollouts:
         """Drop a group and ask for its prompt under the next attempt, or give the slot up."""
         request = self._outstanding.ask_again(group_id, slot, reason, self._version)
         if request is not None:
-            await self._asking.ask([request])
+            await self._begin([request])
             return
         self._queue.fail(slot)
         self._wake.set()
 
-    async def _receive(self, arrived: list[tuple[Member, Group]]) -> None:
-        """Commit groups, then acknowledge them, then score them. A duplicate is only acknowledged."""
-        usable: list[tuple[Request, Group]] = []
+    async def _receive(self, arrived: list[tuple[Member | None, AnyGroup]]) -> None:
+        """Commit groups, then acknowledge them to whom they came from, then score them. A duplicate is only acknowledged."""
+        usable: list[tuple[Request, AnyGroup]] = []
         for member, group in arrived:
+            self._asking.settle(group.group_id)
             request = self._outstanding.pop(group.group_id)
             if request is not None and (kept := await self._usable(request, member, group)) is not None:
-                request.answered_by = member.endpoint
                 usable.append((request, kept))
         if usable:
-            await asyncio.to_thread(self._commit, [group for _, group in usable])
-        await self._asking.acknowledge(arrived)
+            await asyncio.to_thread(keep, self._ledger, [group for _, group in usable])
+        await self._asking.acknowledge((member, group) for member, group in arrived if member is not None)
         for request, group in usable:
             self._loop.spawn(self._score(request, group))
 
-    async def _usable(self, request: Request, member: Member, group: Group) -> Group | None:
+    async def _usable(self, request: Request, member: Member | None, group: AnyGroup) -> AnyGroup | None:
         """The group without what cannot be trained on; None, and its prompt is asked for again, if too little is left."""
-        if request.sent_at is not None:
-            self._queue.note_arrival(time.monotonic() - request.sent_at, group.server_s)
+        if member is not None and isinstance(group, Group):
+            request.answered_by = member.endpoint
+            if request.sent_at is not None:
+                self._queue.note_arrival(time.monotonic() - request.sent_at, group.server_s)
         usable, reason = None, "too_few_survivors"
         try:
             usable = survivors(group, self._config.sampling, self._fleet.hello.model.vocab_size)
         except ProtocolError as error:
-            member.link.refuse(str(error))
+            if member is not None:
+                member.link.refuse(str(error))
             reason = "malformed"
         if usable is None:
             log.warning("group %s cannot be used: %s", group.group_id, reason)
             await self._failed(request, reason)
         return usable
 
-    def _commit(self, groups: list[Group]) -> None:
-        with self._ledger.batch():
-            for group in groups:
-                num_tokens = sum(len(completion.token_ids) for completion in group.completions)
-                self._ledger.receive(group.group_id, pack(group), group.oldest_version, num_tokens)
-
-    async def _score(self, request: Request, group: Group) -> None:
+    async def _score(self, request: Request, group: AnyGroup) -> None:
         slot, prompt = request.slot, request.prompt
         self._queue.scoring(slot)
-        rewards = await self._scorer.score(prompt, group, self._version)
+        rewards = await self._scorer.score(prompt, episodes_of(group), self._version)
         if rewards.is_unscorable:
             self._queue.unscorable(slot, rewards)
             await self._failed(request, "unscorable")

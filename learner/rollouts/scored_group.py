@@ -4,18 +4,19 @@ Suffix: _G over the episodes of the group, each of which has one branch as long 
 """
 
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 
 from learner.environments.branch import UNKNOWN_VERSION, Branch
+from learner.environments.episode import AnyGroup, Course, PlayedGroup, episodes_of
 from learner.prompts.prompts import Prompt
 from learner.rewards.workers import GroupRewards
 from learner.rollouts.ledger import Ledger
 from learner.rollouts.ledger_row import Row
-from protocol.codec import unpack
-from protocol.messages import Group, Part
+from protocol.codec import pack, unpack
+from protocol.messages import Part
 
 
 class ScoredGroup(Part):
@@ -38,6 +39,8 @@ class ScoredGroup(Part):
     """The same per completion; a restart loses it."""
     num_branches_G: list[int] = msgspec.field(default_factory=list)
     """How many of them each episode has; empty: one each."""
+    courses_G: list[Course] = msgspec.field(default_factory=list)
+    """How each episode went; empty: there is no environment."""
 
     def prompt_of(self, branch: Branch) -> np.ndarray:
         return self.prompt_token_ids if branch.prompt_token_ids is None else branch.prompt_token_ids
@@ -62,9 +65,17 @@ class ScoredGroup(Part):
         return sum(branch.num_sampled for branch in self.completions)
 
 
-def received(ledger: Ledger, row: Row) -> Group:
+def keep(ledger: Ledger, groups: list[AnyGroup]) -> None:
+    """Make groups durable that have come, in one commit."""
+    with ledger.batch():
+        for group in groups:
+            num_tokens = sum(branch.num_sampled for one in episodes_of(group) for branch in one.branches)
+            ledger.receive(group.group_id, pack(group), group.oldest_version, num_tokens)
+
+
+def received(ledger: Ledger, row: Row) -> AnyGroup:
     """Return a group that was received before a restart."""
-    group = unpack(ledger.payload(row.group_id), Group)
+    group = unpack(ledger.payload(row.group_id), cast(type[AnyGroup], AnyGroup))
     return msgspec.structs.replace(group, entered_version=UNKNOWN_VERSION)
 
 
@@ -79,17 +90,20 @@ def rewards_of(row: Row) -> GroupRewards:
     return msgspec.json.decode(row.rewards, type=GroupRewards)
 
 
-def scored_group(slot: int, prompt: Prompt, group: Group, rewards: GroupRewards, server: str = "") -> ScoredGroup:
+def scored_group(slot: int, prompt: Prompt, group: AnyGroup, rewards: GroupRewards, server: str = "") -> ScoredGroup:
     """Put a group, its prompt and its rewards together."""
+    episodes = episodes_of(group)
     return ScoredGroup(
         group_id=group.group_id,
         slot=slot,
         prompt_token_ids=np.array(prompt.token_ids, np.int32),
-        completions=[Branch.of(completion) for completion in group.completions],
+        completions=[branch for episode in episodes for branch in episode.branches],
         rewards_G=rewards.rewards,
         rewards_by_function=rewards.by_function,
         entered_version=group.entered_version,
         server=server,
         logged_metrics=rewards.logged_metrics,
         logged_extra=rewards.logged_extra,
+        num_branches_G=[len(episode.branches) for episode in episodes],
+        courses_G=[episode.course for episode in episodes] if isinstance(group, PlayedGroup) else [],
     )

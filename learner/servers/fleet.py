@@ -170,10 +170,12 @@ class Fleet:
     def is_ready(self, member: Member) -> bool:
         return member.state(self.version) == "ready"
 
-    def choose(self, without: Collection[Member] = ()) -> Member | None:
-        """Return the ready server to ask next; None if there is none."""
+    def choose(self, without: Collection[Member] = (), stays_at: str = "") -> Member | None:
+        """Return the ready server to ask next; None if there is none. `stays_at`: the endpoint of one that has begun with this."""
         ready = [member for member in self.members if member not in without and self.is_ready(member)]
-        index = least_loaded([Load(self._num_owed.get(member.endpoint, 0), member.chosen_at) for member in ready])
+        loads = [Load(self._num_owed.get(member.endpoint, 0), member.chosen_at) for member in ready]
+        endpoints = [member.endpoint for member in ready]
+        index = least_loaded(loads, endpoints.index(stays_at) if stays_at in endpoints else None)
         if index is None:
             return None
         self._num_choices += 1
@@ -185,6 +187,11 @@ class Fleet:
         """Of all ready servers."""
         welcomes = [member.welcome for member in self.members if self.is_ready(member)]
         return sum(welcome.max_concurrent_sequences for welcome in welcomes if welcome is not None)
+
+    @property
+    def max_model_len(self) -> int:
+        """That every server has which was ever there."""
+        return min(member.welcome.max_model_len for member in self.members if member.welcome is not None)
 
     async def _open(self, endpoints: Collection[str]) -> tuple[Member, ...]:
         links = [ServerLink(one, self.hello, keys=self._keys, insecure=self._run.insecure) for one in endpoints]

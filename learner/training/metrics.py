@@ -3,6 +3,7 @@
 import os
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -84,6 +85,25 @@ def group_metrics(groups: list[ScoredGroup], version: int) -> dict[str, float]:
         values = [value for group in groups for value in group.rewards_by_function[name] if value is not None]
         if values:
             metrics[f"reward/{name}"] = statistics.fmean(values)
+    return metrics | episode_metrics(groups)
+
+
+def episode_metrics(groups: list[ScoredGroup]) -> dict[str, float]:
+    """How the episodes went; nothing where there is no environment."""
+    courses = [course for group in groups for course in group.courses_G]
+    if not courses:
+        return {}
+    said = sum(len(branch.token_ids) - branch.num_sampled for group in groups for branch in group.completions)
+    num_prompt_tokens = sum(course.num_prompt_tokens for course in courses)
+    metrics = {
+        "episode/turns_mean": statistics.fmean(course.num_turns for course in courses),
+        "episode/failed_calls": float(sum(course.num_failed_calls for course in courses)),
+        "episode/environment_tokens": float(said),
+        "episode/environment_seconds": statistics.fmean(course.environment_s for course in courses),
+    }
+    metrics |= {f"episode/{state}": float(count) for state, count in Counter(one.state for one in courses).items()}
+    if num_prompt_tokens:
+        metrics["episode/cached_frac"] = sum(course.num_cached_tokens for course in courses) / num_prompt_tokens
     return metrics
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inference_server.engine.interface import EngineLimits
 from protocol.messages import Completion, Sampling
@@ -21,12 +21,15 @@ TINY_LIMITS = EngineLimits(
 
 
 @torch.no_grad()
-def sample(model: Any, prompt: list[int], seed: int, max_tokens: int) -> tuple[list[int], list[float]]:
-    """Sample one completion up to and including <eos>; return tokens and their logprobs."""
+def sample(
+    model: Any, prompt: list[int], seed: int, max_tokens: int, stops: frozenset[int] = frozenset()
+) -> tuple[list[int], list[float]]:
+    """Sample one completion up to and including <eos>, or a token that stops it; return tokens and their logprobs."""
     generator = torch.Generator().manual_seed(seed)
     tokens: list[int] = []
     logprobs: list[float] = []
-    while len(tokens) < max_tokens and (not tokens or tokens[-1] != model.config.eos_token_id):
+    ends = stops | {model.config.eos_token_id}
+    while len(tokens) < max_tokens and (not tokens or tokens[-1] not in ends):
         logprobs_V = model(torch.tensor([prompt + tokens])).logits[0, -1].log_softmax(-1)
         tokens.append(int(torch.multinomial(logprobs_V.exp(), 1, generator=generator)))
         logprobs.append(float(logprobs_V[tokens[-1]]))
@@ -39,6 +42,7 @@ class ModelEngine(ScriptedEngine):
     def __init__(self, model_path: Path) -> None:
         super().__init__(limits=TINY_LIMITS)
         self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+        self._token_of = AutoTokenizer.from_pretrained(model_path).get_vocab()
         self._num_unseeded = 0
 
     async def set_version(self, version: int) -> None:
@@ -51,13 +55,14 @@ class ModelEngine(ScriptedEngine):
         if sampling.seed is None:
             self._num_unseeded += 1
         seed = self._num_unseeded if sampling.seed is None else sampling.seed + index
-        tokens, logprobs = sample(self.model, prompt, seed, sampling.max_tokens)
+        stops = frozenset(self._token_of[text] for text in sampling.stop)
+        tokens, logprobs = sample(self.model, prompt, seed, sampling.max_tokens, stops)
         assert self.version is not None
         return Completion(
             token_ids=np.array(tokens, np.int32),
             behaviour_logprobs=np.array(logprobs, np.float32),
             versions=[(self.version, len(tokens))],
-            finish_reason="stop" if tokens[-1] == self.model.config.eos_token_id else "length",
+            finish_reason="stop" if tokens[-1] in stops | {self.model.config.eos_token_id} else "length",
         )
 
     async def score(self, token_ids: np.ndarray) -> tuple[np.ndarray, int | None]:

@@ -65,5 +65,15 @@ def test_numbers_may_have_so_many_digits_and_not_one_more(task: str, most: int):
 
 
 def test_an_unknown_task_is_an_error_that_lists_the_known():
-    with pytest.raises(DataError, match=r"'revers' is not a built-in task; known are: arithmetic, reverse, sort"):
+    with pytest.raises(
+        DataError, match=r"'revers' is not a built-in task; known are: arithmetic, guess, reverse, sort"
+    ):
         make_rows("revers", 1, seed=0)
+
+
+def test_guess_has_secrets_of_one_digit_and_prompts_that_tell_nothing():
+    rows = make_rows("guess", 200, seed=3)
+    assert {row["prompt"] for row in rows} == {"="}
+    assert {row["secret"] for row in rows} == set(range(10))
+    with pytest.raises(DataError, match="num_digits = 2: a secret has one digit"):
+        make_rows("guess", 1, seed=3, num_digits=2)

@@ -7,32 +7,32 @@ import pytest
 
 from learner.algorithm.advantages import combined_advantages
 from learner.config import AdvantageConfig
+from learner.environments.branch import Branch
 from learner.rewards.overlong import overlong_rewards, with_overlong
 from learner.rewards.workers import FunctionRewards, GroupRewards, RewardConfig
 from learner.train import train
-from protocol.messages import Completion
 from tests.learner.model_engine import tiny_server
 from tests.learner.test_train import make_run, metrics_of, rows_of
 
 
-def completion(num_tokens: int, finish_reason: str = "stop") -> Completion:
-    return Completion(
+def branch(num_tokens: int, finish_reason: str = "stop") -> Branch:
+    return Branch(
         token_ids=np.ones(num_tokens, np.int32),
         behaviour_logprobs=np.zeros(num_tokens, np.float32),
         versions=[(0, num_tokens)],
-        finish_reason=finish_reason,  # type: ignore[arg-type]
+        finish_reason=finish_reason,
     )
 
 
 def test_the_penalty_is_that_of_the_paper_length_by_length() -> None:
     """Worked out by hand from arXiv 2503.14476 eq. 13 with L_max = 20 and L_cache = 4."""
     expected = {1: 0.0, 15: 0.0, 16: 0.0, 17: -0.25, 18: -0.5, 19: -0.75, 20: -1.0}
-    assert overlong_rewards([completion(n) for n in expected], 20, 4, 1.0) == list(expected.values())
-    assert overlong_rewards([completion(n) for n in expected], 20, 4, 0.5) == [value / 2 for value in expected.values()]
+    assert overlong_rewards([branch(n) for n in expected], 20, 4, 1.0) == list(expected.values())
+    assert overlong_rewards([branch(n) for n in expected], 20, 4, 0.5) == [value / 2 for value in expected.values()]
 
 
 def test_a_truncated_completion_gets_the_whole_penalty_however_short_the_context_cut_it() -> None:
-    assert overlong_rewards([completion(20, "length"), completion(3, "length")], 20, 4, 1.0) == [-1.0, -1.0]
+    assert overlong_rewards([branch(20, "length"), branch(3, "length")], 20, 4, 1.0) == [-1.0, -1.0]
 
 
 def test_the_penalty_is_added_to_what_is_scorable_and_named_beside_the_functions() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from learner.config import RewardConfig
+from learner.environments.episode import episodes_of
 from learner.policy.model import load_tokenizer
 from learner.prompts.prompts import Prompt
 from learner.rewards.call import TrainerState
@@ -26,7 +27,7 @@ class RecordingWorkers:
     state: TrainerState
 
     def submit(
-        self, prompt: Prompt, texts_G: list[str], token_ids_G: list[list[int]], state: TrainerState
+        self, prompt: Prompt, texts_G: list[str], token_ids_G: list[list[int]], state: TrainerState, own_G: None
     ) -> "Future[GroupRewards]":
         self.texts, self.state = texts_G, state
         future: Future[GroupRewards] = Future()
@@ -50,6 +51,6 @@ def test_special_tokens_are_shown_on_demand(tmp_path: Path, skips: bool) -> None
     scorer = Scorer(config, tokenizer, workers)  # type: ignore[arg-type]
     group = Group(group_id="0.0", entered_version=0, completions=[completion])
     prompt = Prompt(prompt_id=0, prompt="21>", token_ids=[1], columns={})
-    asyncio.run(scorer.score(prompt, group, step=2))
+    asyncio.run(scorer.score(prompt, episodes_of(group), step=2))
     assert workers.texts == ["12" if skips else f"12{tokenizer.eos_token}"]
     assert (workers.state.global_step, workers.state.max_steps) == (2, config.steps)

@@ -124,7 +124,7 @@ def test_whoever_comes_back_first_answers_and_the_other_is_only_acknowledged(tmp
             until(lambda: len(late.acked) == 3, "it answers first")
             other._answer = answers
             until(lambda: len(rollouts._outstanding) == 3, "three are still owed")
-            assert rollouts._outstanding.num_owed.total() == 3
+            assert rollouts._asking.num_owed.total() == 3
         wire.close()
 
 
@@ -151,7 +151,7 @@ def test_a_late_failure_of_what_another_server_owes_by_now_changes_nothing(tmp_p
             wire.restore()
             until(lambda: fleet.members[0].state(0) == "ready", "it is back")
             assert rollouts.take(0, 0.5) is None
-            assert sorted(rollouts._outstanding.group_ids) == [f"{slot}.0" for slot in range(6)]
+            assert sorted(rollouts._asking.group_ids) == [f"{slot}.0" for slot in range(6)]
         wire.close()
 
 

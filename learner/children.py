@@ -1,0 +1,31 @@
+"""What the processes that run the user's code have in common. Imports nothing of the learner."""
+
+import multiprocessing
+import os
+import signal
+import socket
+import struct
+import threading
+from multiprocessing import connection
+
+
+def limit_waits(pipe: connection.Connection, timeout_s: float) -> None:
+    """A stopped process neither reads nor writes on: let what waits for it within a message fail, with BlockingIOError."""
+    with socket.fromfd(pipe.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as view:
+        seconds, fraction = divmod(timeout_s, 1)
+        timeout = struct.pack("ll", int(seconds), int(fraction * 1e6))
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            view.setsockopt(socket.SOL_SOCKET, option, timeout)
+
+
+def end_with_the_learner() -> None:
+    """Called in the process: from now on it leads what it starts, which ends with it; Ctrl-C is the learner's alone."""
+    os.setsid()
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+
+
+def _end_with(sentinel: int) -> None:
+    connection.wait([sentinel])
+    os.killpg(0, signal.SIGKILL)

@@ -1,0 +1,34 @@
+"""The environment section of the learner's config: what the policy plays with, turn by turn, instead of answering once."""
+
+import math
+
+from learner.config.section import Section, require
+from protocol.config import MayChange
+
+
+class EnvironmentConfig(Section):
+    """What answers the policy's turns."""
+
+    factory: str | None = None
+    """A class: `module:Class`, `path/to/file.py:Class`, or the built-in `guess`. It has `reset(**row)` and one more public method,
+    which gets the text of each turn and returns the text that follows it; `get_reward()` and an attribute `done` if it likes.
+    Unset: a completion is all there is."""
+    max_turns: int = 8
+    """Of an episode; sampling.max_tokens is a turn's."""
+    max_episode_tokens: int | None = None
+    """An episode ends when its prompt and all that followed have so many tokens. Unset: the server's max_model_len."""
+    timeout_s: MayChange[float] = 10.0
+    """Deadline of one call of a method; the process that exceeds it is killed, and the episode ends without a reward."""
+    max_concurrent: MayChange[int] = 64
+    """Episodes that are played at once, each with an instance in a process of its own."""
+
+    def lacking(self) -> dict[str, str]:
+        if self.factory is not None:
+            return {}
+        return dict.fromkeys(("max_turns", "max_episode_tokens", "timeout_s", "max_concurrent"), "factory")
+
+    def check(self) -> None:
+        for name in ("max_turns", "max_episode_tokens", "max_concurrent"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"{name} = {value} must be at least 1")
+        require(0 < self.timeout_s < math.inf, f"timeout_s = {self.timeout_s} must be above 0 and finite")

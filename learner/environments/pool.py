@@ -1,0 +1,84 @@
+"""The processes of the environments that are played at once. Between the player, in the event loop, and process.py.
+
+    seat ─▶ (wait for a free process) ─▶ ask, ask, … ─▶ free again, or replaced where it has ended
+
+Invariant: an instance plays one episode at a time, and a process that has ended costs its own episode alone.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+
+from learner.config import EnvironmentConfig
+from learner.environments.host import Answer, Order
+from learner.environments.process import EnvironmentProcess, Trouble
+from protocol.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+class Seat:
+    """A process for the time of one episode."""
+
+    def __init__(self, process: EnvironmentProcess, threads: ThreadPoolExecutor) -> None:
+        self.process, self._threads = process, threads
+
+    async def ask(self, order: Order) -> Answer | Trouble:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self.process.ask, order)
+
+
+class Environments:
+    """Of one run, used in its event loop; close it from anywhere."""
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        """Start one process, to see whether it can be done. Raises ConfigError."""
+        self._config = config
+        self._free: list[EnvironmentProcess] = []
+        self._all: set[EnvironmentProcess] = set()
+        self._room = asyncio.Semaphore(config.max_concurrent)
+        self._threads = ThreadPoolExecutor(config.max_concurrent, "environment")
+        self._is_closed = False
+        first = self._start()
+        trouble = first.load()
+        if trouble is not None:
+            self.close()
+            raise ConfigError(f"learner.environment.factory = {config.factory!r}: {trouble.problem}")
+        self._free.append(first)
+
+    @asynccontextmanager
+    async def seat(self) -> AsyncIterator[Seat]:
+        """Whoever waited longest is next."""
+        async with self._room:
+            process = self._take() or self._start()
+            try:
+                yield Seat(process, self._threads)
+            finally:
+                if process.is_usable:
+                    self._free.append(process)
+                else:
+                    self._all.discard(process)
+
+    def close(self) -> None:
+        """Kill all, whatever they do; calls that wait come back."""
+        self._is_closed = True
+        for process in list(self._all):
+            process.kill()
+        self._threads.shutdown(wait=False)
+
+    def _take(self) -> EnvironmentProcess | None:
+        """One that is free; what was killed while it waited is forgotten."""
+        while self._free:
+            process = self._free.pop()
+            if process.is_usable:
+                return process
+            self._all.discard(process)
+        return None
+
+    def _start(self) -> EnvironmentProcess:
+        if self._is_closed:
+            raise asyncio.CancelledError  # the run ends, and the episode with it
+        process = EnvironmentProcess(self._config)
+        self._all.add(process)
+        return process

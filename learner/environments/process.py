@@ -1,0 +1,113 @@
+"""The learner's end of one environment's process: started, asked, killed. host.py is what runs in it.
+
+Invariant: whatever the environment does and whoever kills its process, a call comes back soon after its deadline; after a Trouble the
+process is over. Each has a pipe of its own, so that nobody holds a lock that another waits for.
+"""
+
+import multiprocessing
+import os
+import signal
+from contextlib import suppress
+from typing import Literal
+
+import msgspec
+
+from learner.children import limit_waits
+from learner.config import EnvironmentConfig
+from learner.environments.host import ANSWER, Answer, Order, Wrong, serve
+
+STARTUP_TIMEOUT_S = 120.0
+EXIT_WAIT_S = 1.0
+"""From the end of the pipe to the exit code."""
+# Forked from a process that has imported the host's modules and nothing else: the learner's threads, sockets and tensors must not
+# come along, and a new interpreter for each of dozens would take seconds.
+CONTEXT = multiprocessing.get_context("forkserver")
+PRELOADED = ["learner.environments.host"]
+
+
+class Trouble(msgspec.Struct, frozen=True):
+    """Why there is no answer. failed: the class did wrong; killed: from outside, which says nothing about it."""
+
+    outcome: Literal["timed_out", "failed", "killed"]
+    problem: str
+
+
+class EnvironmentProcess:
+    """From its start, which does not wait for the class, to its end. Of one thread at a time but for `kill`."""
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        self._config = config
+        CONTEXT.set_forkserver_preload(PRELOADED)  # for all of this process, so not before it is needed
+        self._pipe, theirs = CONTEXT.Pipe()
+        assert config.factory is not None
+        self._process = CONTEXT.Process(target=serve, args=(theirs, config.factory), name="environment")
+        self._process.start()
+        theirs.close()
+        self._is_loaded = False
+        limit_waits(self._pipe, config.timeout_s)
+
+    @property
+    def is_usable(self) -> bool:
+        return self._process.is_alive()
+
+    def load(self) -> Trouble | None:
+        """Wait until the class is there."""
+        if not self._is_loaded:
+            answer = self._answer(STARTUP_TIMEOUT_S)
+            if isinstance(answer, Trouble):
+                return answer
+            self._is_loaded = True
+        return None
+
+    def ask(self, order: Order) -> Answer | Trouble:
+        """Give an order and wait for its answer; what the class does wrong is a Trouble too."""
+        trouble = self.load()
+        if trouble is not None:
+            return trouble
+        try:
+            self._pipe.send(order)
+        except BlockingIOError:  # the process is stopped, and the pipe full
+            return self._too_late()
+        except OSError:
+            return self._ended()
+        return self._answer(self._config.timeout_s)
+
+    def kill(self) -> None:
+        """End it now, and what it has started."""
+        with suppress(ProcessLookupError):  # it leads no group of its own yet, or is gone
+            os.killpg(self._process.pid or 0, signal.SIGKILL)
+        self._process.kill()
+        self._process.join(EXIT_WAIT_S)
+
+    def _answer(self, timeout_s: float) -> Answer | Trouble:
+        try:
+            if not self._pipe.poll(timeout_s):
+                return self._too_late()
+            answer = ANSWER.decode(self._pipe.recv_bytes())
+        except BlockingIOError:  # it was stopped in the midst of its answer
+            return self._too_late()
+        except (EOFError, OSError):
+            return self._ended()
+        except msgspec.DecodeError as error:
+            self.kill()
+            return Trouble("failed", f"wrote into its process's pipe what is no answer ({error})")
+        if isinstance(answer, Wrong):
+            self.kill()
+            return Trouble("failed", answer.problem)
+        return answer
+
+    def _too_late(self) -> Trouble:
+        self.kill()
+        limit = f"{self._config.timeout_s:g} s (learner.environment.timeout_s)"
+        if not self._is_loaded:
+            limit = f"{STARTUP_TIMEOUT_S:g} s, which importing it took; move slow work out of the module's top level"
+        return Trouble("timed_out", f"did not return within {limit}")
+
+    def _ended(self) -> Trouble:
+        self._process.join(EXIT_WAIT_S)
+        code = self._process.exitcode
+        self.kill()
+        if code is not None and code < 0:
+            return Trouble("killed", f"lost its process to signal {-code} ({signal.strsignal(-code)})")
+        how = "closed the pipe of its process" if code is None else f"ended its process with exit code {code}"
+        return Trouble("failed", how)

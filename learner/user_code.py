@@ -1,0 +1,68 @@
+"""Code of the user's that the config names: `module:name`, or `path/to/file.py:name`. In the processes that run it.
+
+Imports nothing of the learner, nor anything heavy.
+"""
+
+import importlib.util
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+
+class NotLoaded(Exception):
+    """What the config names is not there; the message says what was expected, and goes behind the name of the key."""
+
+
+def load_named(spec: str) -> Any:
+    """Return what a spec names. Raises NotLoaded."""
+    module_name, _, name = spec.rpartition(":")
+    loaded = vars(_import(module_name)).get(name)
+    if not callable(loaded):
+        came = "nothing" if loaded is None else f"a value of type {type(loaded).__name__}"
+        raise NotLoaded(f"{module_name} holds {came} under the name {name!r}; define it there")
+    return loaded
+
+
+def _import(module_name: str) -> Any:
+    try:
+        if module_name.endswith(".py"):
+            return _import_file(Path(module_name).expanduser().resolve())
+        if os.getcwd() not in sys.path:  # a console script does not look into the directory it is called from
+            sys.path.append(os.getcwd())
+        return importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:
+        raise NotLoaded(
+            f"importing {module_name} failed with {describe(error)}; expected module:name, importable from the working directory, "
+            "or path/to/file.py:name"
+        ) from error
+
+
+def _import_file(path: Path) -> Any:
+    name = f"slipstream_user_{path.stem}_{abs(hash(path)):x}"
+    if name not in sys.modules:
+        module_spec = importlib.util.spec_from_file_location(name, path)
+        if module_spec is None or module_spec.loader is None:
+            raise ImportError(f"{path} is not a Python file")
+        module = importlib.util.module_from_spec(module_spec)
+        sys.modules[name] = module
+        try:
+            module_spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]  # else the next attempt would find half a module and another error
+            raise
+    return sys.modules[name]
+
+
+def describe(error: BaseException) -> str:
+    """Return an error in one line, with the place it was raised at."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {shorten(str(error), 300)}{where}"
+
+
+def shorten(value: Any, limit: int = 120) -> str:
+    """Return a value as it would be written in Python, cut to what fits into a message."""
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[:limit]}…"

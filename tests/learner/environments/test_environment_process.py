@@ -1,0 +1,171 @@
+"""Environments in processes of their own: real ones, asked, and broken in every way that a user's class can break."""
+
+import asyncio
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from learner.config import EnvironmentConfig
+from learner.environments.guess import HIGHER, LOWER, NO_DIGIT, RIGHT
+from learner.environments.host import Rate, Rated, Reset, Said, Turn
+from learner.environments.pool import Environments
+from learner.environments.process import EnvironmentProcess, Trouble
+from protocol.errors import ConfigError
+
+USER = "tests.learner.environments.user_environments"
+TIMEOUT_S = 1.0
+
+
+def environment(name: str, timeout_s: float = TIMEOUT_S) -> EnvironmentProcess:
+    factory = name if name == "guess" else f"{USER}:{name}"
+    return EnvironmentProcess(EnvironmentConfig(factory=factory, timeout_s=timeout_s))
+
+
+@pytest.fixture
+def treacherous() -> Iterator[EnvironmentProcess]:
+    process = environment("Treacherous")
+    assert process.ask(Reset({})) == Said("")
+    yield process
+    process.kill()
+
+
+def test_one_instance_plays_one_episode_after_another() -> None:
+    process = environment("Echo")
+    assert process.ask(Reset({"prompt": "p", "greeting": "hello"})) == Said("hello")
+    assert process.ask(Turn("a")) == Said("<a>")
+    assert process.ask(Turn("stop")) == Said("<stop>", is_done=True)
+    assert process.ask(Rate()) == Rated(2.0)
+    assert process.ask(Reset({})) == Said("")
+    assert process.ask(Rate()) == Rated(0.0)
+    assert process.is_usable
+    process.kill()
+    assert not process.is_usable
+
+
+def test_guess_says_where_the_secret_is_and_rates_whether_it_was_found() -> None:
+    process = environment("guess")
+    assert process.ask(Reset({"prompt": "=", "secret": 4})) == Said("")
+    for text, said in (("7", LOWER), ("1", HIGHER), (" >", NO_DIGIT), ("", NO_DIGIT), ("=3", HIGHER)):
+        assert process.ask(Turn(text)) == Said(said)
+    assert process.ask(Rate()) == Rated(0.0)
+    assert process.ask(Turn("4")) == Said(RIGHT, is_done=True)
+    assert process.ask(Rate()) == Rated(1.0)
+    process.kill()
+
+
+def test_an_error_of_the_method_is_what_the_policy_reads(treacherous: EnvironmentProcess) -> None:
+    assert treacherous.ask(Turn("raise")) == Said("'no such word'", has_failed=True)
+    assert treacherous.ask(Turn("again")) == Said("<again>")
+
+
+@pytest.mark.parametrize(
+    ("word", "outcome", "problem"),
+    [
+        ("sleep", "timed_out", r"within 1 s \(learner.environment.timeout_s\)"),
+        ("stay", "timed_out", r"within 1 s \(learner.environment.timeout_s\)"),
+        ("exit", "failed", "exit code 3"),
+        ("die", "killed", "signal 9"),
+        ("number", "failed", "tell returned 7, expected a text"),
+    ],
+)
+def test_whatever_the_environment_does_a_call_comes_back(
+    treacherous: EnvironmentProcess, word: str, outcome: str, problem: str
+) -> None:
+    trouble = treacherous.ask(Turn(word))
+    assert isinstance(trouble, Trouble) and trouble.outcome == outcome
+    assert re.search(problem, trouble.problem)
+    assert not treacherous.is_usable
+
+
+def test_an_error_of_reset_or_of_the_rating_is_a_trouble_with_its_place() -> None:
+    process = environment("Treacherous")
+    trouble = process.ask(Reset({"prompt": "raise"}))
+    assert isinstance(trouble, Trouble) and trouble.outcome == "failed"
+    assert "ValueError: 'no such row'" in trouble.problem and "user_environments.py" in trouble.problem
+    process = environment("Overrated")
+    process.ask(Reset({}))
+    trouble = process.ask(Rate())
+    assert isinstance(trouble, Trouble) and "get_reward returned 'much', expected a finite number" in trouble.problem
+
+
+def test_an_environment_may_rate_nothing() -> None:
+    process = environment("Unrated")
+    assert [process.ask(order) for order in (Reset({}), Turn("a"), Rate())] == [Said(""), Said(""), Rated(None)]
+    process.kill()
+
+
+@pytest.mark.parametrize(
+    ("factory", "problem"),
+    [
+        ("gues", "it is not built in; known are: guess"),
+        (f"{USER}:Nobody", "holds nothing under the name 'Nobody'"),
+        ("no.such.module:Class", "importing no.such.module failed with ModuleNotFoundError"),
+        (f"{USER}:not_a_class", "expected a class"),
+        (f"{USER}:TwoMethods", r"has 2 public methods beside reset and get_reward \(tell, whisper\); expected one"),
+        (f"{USER}:WithoutReset", "no method reset"),
+    ],
+)
+def test_a_class_that_cannot_be_played_ends_the_start_with_the_remedy(factory: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=f"learner.environment.factory = '{factory}': .*{problem}"):
+        Environments(EnvironmentConfig(factory=factory))
+
+
+def test_as_many_are_played_at_once_as_may_be_and_one_that_has_ended_is_replaced() -> None:
+    environments = Environments(EnvironmentConfig(factory=f"{USER}:Treacherous", max_concurrent=2, timeout_s=TIMEOUT_S))
+    most, now = 0, 0
+
+    async def play(word: str) -> object:
+        nonlocal most, now
+        async with environments.seat() as seat:
+            most, now = max(most, now + 1), now + 1
+            await seat.ask(Reset({}))
+            answer = await seat.ask(Turn(word))
+            now -= 1
+            return answer
+
+    async def all_at_once() -> list[object]:
+        return await asyncio.gather(*(play(word) for word in ("a", "die", "b", "sleep", "c")))
+
+    answers = asyncio.run(all_at_once())
+    environments.close()
+    assert [answers[i] for i in (0, 2, 4)] == [Said("<a>"), Said("<b>"), Said("<c>")]
+    assert [answers[i].outcome for i in (1, 3)] == ["killed", "timed_out"]
+    assert most == 2
+
+
+def test_closing_ends_the_processes_and_the_calls_that_wait() -> None:
+    environments = Environments(EnvironmentConfig(factory=f"{USER}:Treacherous", timeout_s=600))
+
+    async def run() -> object:
+        async with environments.seat() as seat:
+            await seat.ask(Reset({}))
+            waiting = asyncio.create_task(seat.ask(Turn("sleep")))
+            await asyncio.sleep(0.2)
+            environments.close()
+            return await asyncio.wait_for(waiting, 30)
+
+    assert isinstance(asyncio.run(run()), Trouble)
+
+
+def test_environments_end_with_the_learner() -> None:
+    code = (
+        "import os, time\nfrom learner.config import EnvironmentConfig\nfrom learner.environments.process import EnvironmentProcess\n"
+        "from learner.environments.host import Reset\n"
+        "if __name__ == '__main__':\n"
+        f"    process = EnvironmentProcess(EnvironmentConfig(factory={f'{USER}:Echo'!r}))\n"
+        "    process.ask(Reset({}))\n    print(process._process.pid, flush=True)\n    time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as learner:
+        assert learner.stdout is not None
+        pid = int(learner.stdout.readline())
+        assert psutil.pid_exists(pid)
+        learner.kill()
+    give_up_at = time.monotonic() + 30
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < give_up_at, "the environment outlives the learner"
+        time.sleep(0.05)

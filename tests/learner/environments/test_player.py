@@ -1,0 +1,164 @@
+"""The player with a scripted policy and a real environment: what the next turn is asked with, and what is recorded, token for token."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from learner.config import LearnerConfig
+from learner.environments.episode import PlayedGroup, episodes_of
+from learner.environments.player import Asked, Player, Sampled
+from learner.environments.pool import Environments
+from learner.prompts.prompts import Prompt
+from protocol.codec import pack, unpack
+from protocol.errors import DataError
+from protocol.messages import Completion, Group
+
+USER = "tests.learner.environments.user_environments"
+
+
+class Letters:
+    """A tokenizer of one token per character."""
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return [ord(letter) for letter in text]
+
+    def batch_decode(self, texts: list[list[int]], skip_special_tokens: bool) -> list[str]:
+        assert skip_special_tokens
+        return ["".join(map(chr, token_ids)) for token_ids in texts]
+
+
+def completion(text: str, version: int, reason: str = "stop") -> Completion:
+    ids = np.array([ord(letter) for letter in text], np.int32)
+    logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32)
+    return Completion(token_ids=ids, behaviour_logprobs=logprobs, versions=[(version, len(ids))], finish_reason=reason)
+
+
+def played(
+    script: Callable[[Asked], Completion | None], factory: str = "Echo", columns: dict[str, Any] | None = None,
+    prompt: Any = "p", max_tokens: int = 1000, **environment: Any,
+) -> tuple[PlayedGroup, list[Asked]]:  # fmt: skip
+    """Play a group of two; return it with what was asked, in order of episode and turn."""
+    settings = {"factory": f"{USER}:{factory}", "timeout_s": 1.0} | environment
+    config = msgspec.convert(
+        {
+            "steps": 1, "data": {"task": "guess", "num_prompts": 1}, "reward": {"functions": ["environment_reward"]},
+            "sampling": {"num_completions": 2, "max_tokens": 8}, "environment": settings,
+        },
+        LearnerConfig,
+    )  # fmt: skip
+    environments = Environments(config.environment)
+    player: Any = Player(config, Letters(), environments)  # type: ignore[arg-type]
+    asked: list[Asked] = []
+
+    async def ask(turn: Asked) -> Sampled | None:
+        asked.append(turn)
+        answer = script(turn)
+        if answer is None:
+            return None
+        group = Group(
+            group_id="g", entered_version=5 - turn.number, completions=[answer], salt=f"salt {turn.episode}",
+            num_cached_tokens=turn.number,
+        )  # fmt: skip
+        return Sampled(group, f"server {turn.number}")
+
+    try:
+        row = Prompt(prompt_id=0, prompt=prompt, token_ids=[1, 2], columns=columns or {})
+        group = asyncio.run(player.play("3.0", row, ask, max_tokens))
+    finally:
+        environments.close()
+    return group, sorted(asked, key=lambda turn: (turn.episode, turn.number))
+
+
+def says(*texts: str) -> Callable[[Asked], Completion]:
+    return lambda asked: completion(texts[asked.number], version=4 + asked.number)
+
+
+def ids(text: str) -> list[int]:
+    return [ord(letter) for letter in text]
+
+
+def test_each_turn_is_asked_with_every_token_so_far_and_recorded_as_it_came() -> None:
+    group, asked = played(says("ab", "stop"), columns={"greeting": "hi"})
+    first, second = asked[:2]
+    assert first.token_ids.tolist() == [1, 2, *ids("hi")] and (first.salt, first.stays_at) == ("", "")
+    assert second.token_ids.tolist() == [1, 2, *ids("hi"), *ids("ab"), *ids("<ab>")]
+    assert (second.salt, second.stays_at) == ("salt 0", "server 0")
+    assert first.token_ids.dtype == np.int32 and second.max_tokens == 8
+    one, other = group.episodes
+    (branch,) = one.branches
+    assert branch.token_ids.tolist() == ids("hiab<ab>stop<stop>")
+    assert branch.versions == [(None, 2), (4, 2), (None, 4), (5, 4), (None, 6)]
+    np.testing.assert_array_equal(branch.behaviour_logprobs, [0, 0, -1, -2, 0, 0, 0, 0, -1, -2, -3, -4, *[0] * 6])
+    assert branch.prompt_token_ids is None and branch.finish_reason == "stop"
+    assert (one.course.state, one.course.num_turns, one.reward) == ("finished", 2, 2.0)
+    assert (one.course.num_prompt_tokens, one.course.num_cached_tokens) == (10, 1)
+    assert 0 < one.course.environment_s < 60
+    assert other.branches[0].token_ids.tolist() == branch.token_ids.tolist()
+    assert (group.entered_version, group.oldest_version) == (5, 4)
+
+
+def test_what_was_played_goes_into_the_ledger_and_comes_back_alike() -> None:
+    group, _ = played(says("ab", "stop"))
+    again = unpack(pack(group), Group | PlayedGroup)  # type: ignore[arg-type]
+    assert isinstance(again, PlayedGroup) and pack(again) == pack(group)
+    assert episodes_of(again)[0].course.num_turns == 2
+
+
+@pytest.mark.parametrize(
+    ("script", "settings", "state", "reward", "num_turns"),
+    [
+        (says("a", "b", "c"), {"max_turns": 3}, "max_turns", 3.0, 3),
+        (lambda asked: completion("12345678", 4, "length"), {}, "length", 0.0, 1),
+        (says(*"abcdefgh"), {"max_tokens": 10}, "length", 2.0, 2),
+        (lambda asked: None if asked.number else completion("a", 4), {}, "aborted", None, 1),
+        (says("a", "sleep"), {"factory": "Treacherous"}, "tool_timeout", None, 2),
+        (says("a", "exit"), {"factory": "Treacherous"}, "env_error", None, 2),
+        (says("a", "die"), {"factory": "Treacherous"}, "env_error", None, 2),
+    ],
+)
+def test_every_episode_ends_in_a_state_and_only_some_are_rated(
+    script: Callable[[Asked], Completion | None],
+    settings: dict[str, Any],
+    state: str,
+    reward: float | None,
+    num_turns: int,
+) -> None:
+    group, _ = played(script, **settings)
+    for episode in group.episodes:
+        assert (episode.course.state, episode.reward, episode.course.num_turns) == (state, reward, num_turns)
+        assert (episode.branches[-1].finish_reason == "length") == (state == "length")
+
+
+def test_the_last_turn_has_the_room_that_is_left() -> None:
+    _, asked = played(says(*"abcdefgh"), max_tokens=13)
+    # 2 of the prompt; then 1 said by the policy and 3 by the environment in each turn
+    assert [(len(turn.token_ids), turn.max_tokens) for turn in asked if turn.episode == 0] == [(2, 8), (6, 7), (10, 3)]
+
+
+@pytest.mark.parametrize(("texts", "state"), [(("ab", "stop"), "finished"), (("ab", "cd"), "length")])
+def test_what_the_environment_says_last_is_left_out_where_it_has_no_room(texts: tuple[str, ...], state: str) -> None:
+    group, _ = played(says(*texts), max_tokens=2 + len("ab<ab>") + len(texts[1]) + 1)
+    for episode in group.episodes:
+        assert episode.branches[0].token_ids.tolist() == ids("ab<ab>" + texts[1])
+        assert (episode.course.state, episode.reward) == (state, 2.0)
+
+
+def test_an_error_of_the_environment_is_counted_and_the_episode_goes_on() -> None:
+    group, asked = played(says("raise", "stop"), factory="Treacherous")
+    assert asked[1].token_ids.tolist() == [1, 2, *ids("raise"), *ids("'no such word'")]
+    assert [episode.course.num_failed_calls for episode in group.episodes] == [1, 1]
+
+
+def test_an_episode_in_which_the_policy_said_nothing_is_left_out() -> None:
+    group, asked = played(says("a"), factory="Treacherous", prompt="raise")
+    assert group.episodes == [] and asked == []
+
+
+def test_a_conversation_is_refused_with_the_remedy() -> None:
+    with pytest.raises(DataError, match=r"row 0 is a conversation; .* Give texts"):
+        played(says("a"), prompt=[{"role": "user", "content": "hello"}])

