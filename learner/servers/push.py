@@ -26,7 +26,7 @@ from learner.servers.member import Member
 from protocol.collective.group import Collective
 from protocol.errors import DeadlineExceeded, PushError, PushIncomplete, SlipstreamError
 from protocol.messages import Manifest, PushBegin, PushDone
-from protocol.weights.buckets import NamedTensors
+from protocol.weights.buckets import NamedTensors, dtype_on_wire
 from protocol.weights.dense import Sent
 
 log = logging.getLogger(__name__)
@@ -196,3 +196,33 @@ class ServerPush:
             self._loop.call(word, CALL_SLACK_S)
         except SlipstreamError as error:
             log.warning("the push could not be given up in order: %s", error)
+
+
+class WeightCopy:
+    """A copy of the weights as they must travel, so that a push may go on while the next step changes the originals.
+
+    It keeps its memory from copy to copy: fresh pages would cost more than the copying. `take` is only called while no push
+    reads the copy.
+    """
+
+    def __init__(self, wire_dtype: torch.dtype, device: torch.device | None) -> None:
+        """`device`: where the copy is kept; None: where each tensor lies."""
+        self._wire_dtype, self._device = wire_dtype, device
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def take(self, tensors: NamedTensors) -> None:
+        """Copy all tensors, in the wire's dtype."""
+        for name, tensor in tensors:
+            mine = self._tensors.get(name)
+            if mine is None:
+                mine = torch.empty_like(
+                    tensor,
+                    dtype=dtype_on_wire(tensor, self._wire_dtype),
+                    device=self._device,
+                    memory_format=torch.contiguous_format,
+                )
+                self._tensors[name] = mine
+            mine.copy_(tensor.detach())
+
+    def tensors(self) -> NamedTensors:
+        return self._tensors.items()

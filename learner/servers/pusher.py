@@ -25,9 +25,8 @@ from learner.servers.epoch import manifest_of
 from learner.servers.fan_out import FanOut, Share
 from learner.servers.fleet import Fleet
 from learner.servers.member import Member
-from learner.servers.push import PushReport, ServerPush
+from learner.servers.push import PushReport, ServerPush, WeightCopy
 from learner.servers.stragglers import Stragglers
-from learner.servers.weight_copy import WeightCopy
 from protocol.errors import ConfigError, DeadlineExceeded, PushError, PushIncomplete
 from protocol.messages import Manifest
 from protocol.weights.buckets import NamedTensors
