@@ -13,7 +13,8 @@ class PushConfig(Section):
     """Deadline of every arrow of a push: ready, each broadcast, done."""
     patience_s: MayChange[float] = 5.0
     """Of several servers: how long training waits for the others once one has the weights. Whoever is later gets a push of its
-    own, which may take its time but not stand still for so long. At most half of timeout_s counts."""
+    own, which may take its time but not stand still for so long: raise it where a collective takes longer to form, or a model to
+    load. At most half of timeout_s counts."""
     transport: MayChange[Literal["auto", "gloo", "nccl", "ipc"]] = "auto"
     """auto: ipc where learner and server share one GPU, nccl between GPUs (needs cupy), else gloo (TCP between CPUs)."""
     bucket_mib: MayChange[int] = 256
