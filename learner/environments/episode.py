@@ -102,6 +102,13 @@ class Recording:
         ]
 
 
+def num_sampled(group: AnyGroup) -> int:
+    """Tokens of the policy."""
+    if isinstance(group, PlayedGroup):
+        return sum(branch.num_sampled for one in group.episodes for branch in one.branches)
+    return sum(len(completion.token_ids) for completion in group.completions)
+
+
 def episodes_of(group: AnyGroup) -> list[Episode]:
     """A plain completion is an episode of one turn, without an environment."""
     if isinstance(group, PlayedGroup):

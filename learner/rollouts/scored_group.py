@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from learner.environments.branch import UNKNOWN_VERSION, Branch
-from learner.environments.episode import AnyGroup, Course, PlayedGroup, episodes_of
+from learner.environments.episode import AnyGroup, Course, PlayedGroup, episodes_of, num_sampled
 from learner.prompts.prompts import Prompt
 from learner.rewards.workers import GroupRewards
 from learner.rollouts.ledger import Ledger
@@ -69,8 +69,7 @@ def keep(ledger: Ledger, groups: list[AnyGroup]) -> None:
     """Make groups durable that have come, in one commit."""
     with ledger.batch():
         for group in groups:
-            num_tokens = sum(branch.num_sampled for one in episodes_of(group) for branch in one.branches)
-            ledger.receive(group.group_id, pack(group), group.oldest_version, num_tokens)
+            ledger.receive(group.group_id, pack(group), group.oldest_version, num_sampled(group))
 
 
 def received(ledger: Ledger, row: Row) -> AnyGroup:
