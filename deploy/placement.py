@@ -79,16 +79,19 @@ def _addresses(run: ServerRun, index: int) -> list[str]:
 
 
 def _workers(run: ServerRun, num_gpus: int) -> list[str]:
-    """A worker on each GPU, unless the config says how many."""
-    size = run.server.tensor_parallel_size
-    if size == 1:
-        return ["--server.tensor-parallel-size", str(num_gpus)] if num_gpus > 1 else []
-    if size != num_gpus:
-        raise ConfigError(
-            f"server.tensor_parallel_size = {size}, but deploy.server_gpus gives a server {num_gpus}; make them equal, or leave the "
-            "first out"
-        )
-    return []
+    """A worker on each GPU, unless the config says how many: as many replicas as it says share them."""
+    server = run.server
+    if server.num_workers == num_gpus:
+        return []
+    if server.tensor_parallel_size == 1 and num_gpus % server.data_parallel_size == 0:
+        return ["--server.tensor-parallel-size", str(num_gpus // server.data_parallel_size)]
+    replicas = (
+        f" times server.data_parallel_size = {server.data_parallel_size}" if server.data_parallel_size > 1 else ""
+    )
+    raise ConfigError(
+        f"server.tensor_parallel_size = {server.tensor_parallel_size}{replicas}, but deploy.server_gpus gives a server {num_gpus}; make "
+        "them equal, or leave the first out"
+    )
 
 
 def _visible(config: DeployConfig, gpus: tuple[int, ...]) -> dict[str, str]:

@@ -99,7 +99,7 @@ def plan(options: argparse.Namespace, flags: Sequence[str]) -> dict[str, Any]:
     run = partial(simulate, steps=options.steps, seed=options.seed, most_servers=options.most_servers)
     rows = [divided(setup, num_gpus, options, run) for num_gpus in options.gpus]
     for split in map(split_of, options.split):
-        num_gpus = split.num_servers * setup.server.tensor_parallel_size + split.num_ranks
+        num_gpus = split.num_servers * setup.server.num_workers + split.num_ranks
         rows.append(row_of(num_gpus, with_split(setup, split, num_gpus, options.groups_per_gpu), run))
     measured = [run_dir for run_dir in (options.measured, *options.beside) if run_dir is not None]
     return {
@@ -118,7 +118,7 @@ def divided(setup: Setup, num_gpus: int, options: argparse.Namespace, run: "part
     """The best split of so many GPUs, and in short the others that could have been."""
     candidates = {
         split: with_split(setup, split, num_gpus, options.groups_per_gpu)
-        for split in splits(num_gpus, setup.server.tensor_parallel_size)
+        for split in splits(num_gpus, setup.server.num_workers)
     }
     in_short = partial(run, steps=min(SEARCHED_STEPS, options.steps), most_servers=SEARCHED_SERVERS)
     found = search(candidates.values(), in_short)

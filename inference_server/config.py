@@ -15,9 +15,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_model_len: Annotated[int, msgspec.Meta(gt=0)] | None = None
     """Longest prompt + completion in tokens; by default what the model's config allows."""
     max_concurrent_sequences: Annotated[int, msgspec.Meta(gt=0)] = 256
-    """Sequences in one decoding step; further ones wait inside the engine."""
+    """Sequences in one decoding step of each replica; further ones wait inside the engine."""
     kv_cache_memory_mib: Annotated[int, msgspec.Meta(gt=0)] | None = None
-    """Memory for keys and values; by default what gpu_memory_utilization leaves over."""
+    """Memory for keys and values on each worker; by default what gpu_memory_utilization leaves over."""
     block_size: Annotated[int, msgspec.Meta(gt=0)] | None = None
     """Tokens per KV block, the grain in which completions share their prompt; 32 suits short prompts on a CPU."""
     dtype: Dtype | None = None
@@ -27,8 +27,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Skip compilation and CUDA graphs: starts sooner, generates slower."""
     tensor_parallel_size: Annotated[int, msgspec.Meta(gt=0)] = 1
     """Workers that share one copy of the model."""
+    data_parallel_size: Annotated[int, msgspec.Meta(gt=0)] = 1
+    """Replicas: copies of the model in this one server, each with tensor_parallel_size workers. vLLM gives a request to the one with
+    the least to do; a push goes to all. Not for models with experts."""
     gpu_memory_utilization: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.9
-    """Share of the device's memory that the engine may use (on a CPU: of the machine's memory)."""
+    """Share of the device's memory that the engine may use (on a CPU: of the machine's memory, all replicas together)."""
     kv_on_push: Literal["keep", "recompute"] = "keep"
     """What becomes of the keys and values of sequences in flight when new weights arrive."""
     receive_overlap: bool = False
@@ -43,7 +46,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     set. Needed where http_host is not loopback."""
     cpu_cores: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(min_length=1)] | None = None
     """Bind the engine to these positions within the cores this process may use, one compute thread each; the rest of the server
-    runs wherever there is room."""
+    runs wherever there is room. Several replicas divide them."""
     orphan_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0
     """How long the groups of a learner that cannot be reached are kept."""
     start_timeout_s: Annotated[int, msgspec.Meta(gt=0)] = 600
@@ -56,9 +59,20 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     pause_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0
     """Longest time in which the engine must have paused, taken a version label or resumed around a push; one that has not
     answered by then is started again."""
+
     vllm: PassedOn = msgspec.field(default_factory=dict)
     """Arguments of vLLM's own, under the names of AsyncEngineArgs, tables for those that are configs. What the server sets itself
     and what would break versions, logprobs or pushes is refused (engine/arguments.py)."""
+
+    @property
+    def num_workers(self) -> int:
+        """Of all replicas; on GPUs each has one of its own."""
+        return self.tensor_parallel_size * self.data_parallel_size
+
+    @property
+    def capacity(self) -> int:
+        """Sequences in one decoding step of all replicas."""
+        return self.max_concurrent_sequences * self.data_parallel_size
 
 
 class ServerRun(SharedConfig):

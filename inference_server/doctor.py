@@ -13,7 +13,7 @@ from pathlib import Path
 
 from inference_server.api_key import read_api_key
 from inference_server.config import ServerRun
-from inference_server.engine.memory import gpu_memory_bytes
+from inference_server.engine.memory import gpu_memory_bytes, num_gpus
 from inference_server.listener import listen
 from protocol.channel.keys import learner_keys, server_keys
 from protocol.channel.sockets import ServerChannel
@@ -153,9 +153,18 @@ def resources(run: ServerRun) -> Iterator[Finding]:
     of_kv = (config.kv_cache_memory_mib or 0) * MIB
     gpu = gpu_memory_bytes()
     if gpu is None:
-        remedy = "lower server.kv_cache_memory_mib, or choose a smaller model"
-        yield of_memory("the server", weights + of_kv, free_memory_bytes(), remedy)
+        fewer = "lower server.data_parallel_size, " if config.data_parallel_size > 1 else ""
+        remedy = f"{fewer}lower server.kv_cache_memory_mib, or choose a smaller model"
+        needed = config.data_parallel_size * weights + config.num_workers * of_kv
+        yield of_memory("the server", needed, free_memory_bytes(), remedy)
         return
+    if num_gpus() < config.num_workers:
+        yield problem(
+            "gpus",
+            f"{num_gpus()} can be seen, and {config.num_workers} workers want one each (server.tensor_parallel_size = "
+            f"{config.tensor_parallel_size} times server.data_parallel_size = {config.data_parallel_size})",
+            "lower one of the two, or show the server more with CUDA_VISIBLE_DEVICES",
+        )
     free, total = gpu
     share = int(total * config.gpu_memory_utilization)
     remedy = "lower server.gpu_memory_utilization, or end what else uses the GPU"

@@ -14,6 +14,9 @@ async def scores_of(request: Score, engine: Engine, *, has_weights: bool) -> Sco
     limits = engine.limits
     if not has_weights:
         return _no_scores(request.request_id, "the server has no weights of this run yet; push before scoring")
+    if request.replica >= limits.num_replicas:
+        has = f"the server has {limits.num_replicas} (server.data_parallel_size)"
+        return _no_scores(request.request_id, f"replica {request.replica} was asked, counted from 0, and {has}")
     if problem := why_not_tokens(request.token_ids, limits):
         return _no_scores(request.request_id, problem)
     # vLLM scores a prompt on the way to a first token, which needs a place of its own.
@@ -22,7 +25,7 @@ async def scores_of(request: Score, engine: Engine, *, has_weights: bool) -> Sco
         return _no_scores(request.request_id, f"{len(request.token_ids)} tokens came to score; expected {expected}")
     try:
         async with asyncio.timeout(request.deadline_s):
-            logprobs, version = await engine.score(request.token_ids)
+            logprobs, version = await engine.score(request.token_ids, request.replica)
     except TimeoutError:
         return _no_scores(request.request_id, f"not scored within the request's deadline of {request.deadline_s:g} s")
     except EngineFailed as error:

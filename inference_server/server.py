@@ -209,6 +209,7 @@ class Server:
                 dtype=limits.dtype, transports=self._life.transports, devices=[place.device for place in self._life.places],
                 max_model_len=limits.max_model_len,
                 max_concurrent_sequences=limits.max_concurrent_sequences, is_untouched=self._pushes.engine_is_untouched,
+                num_replicas=limits.num_replicas,
             )
         )  # fmt: skip
         if is_new_connection:

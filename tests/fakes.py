@@ -74,7 +74,7 @@ class ScriptedEngine:
         self.release.set()
         self.release_pause = asyncio.Event()
         self.release_pause.set()
-        self.num_steps = 0
+        self.num_steps: list[int | None] = [0] * limits.num_replicas
         self.restart_fails = False
         self.release_restart = asyncio.Event()
         """Clear it to hold the next engine back."""
@@ -89,7 +89,7 @@ class ScriptedEngine:
     async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling, salt: str) -> AsyncIterator[Sampled]:
         self.salts.append(salt)
         completions, version = await self.sample(prompt_token_ids, sampling)
-        self.num_steps += 1
+        self.num_steps = [(count or 0) + 1 for count in self.num_steps]
         salt = salt or f"{self.name} version {version}"
         yield Sampled(entered_version=version, salt=salt, completions=dict(enumerate(completions)))
 
@@ -118,7 +118,7 @@ class ScriptedEngine:
             finish_reason="stop" if len(tokens) <= sampling.max_tokens else "length",
         )
 
-    async def score(self, token_ids: np.ndarray) -> tuple[np.ndarray, int | None]:
+    async def score(self, token_ids: np.ndarray, replica: int) -> tuple[np.ndarray, int | None]:
         await self.release.wait()
         self._maybe_fail()
         return np.full(len(token_ids) - 1, self.logprob, dtype=np.float32), self.version

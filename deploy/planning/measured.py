@@ -105,7 +105,7 @@ def rates_of(run: MeasuredRun, *, num_ranks: int) -> tuple[Rates, float]:
             f"metrics.jsonl lacks the metric {error.args[0]}, which a learner writes in every step"
         ) from error
     stall_s = rates.stall_seconds(run.num_servers, receive_overlap=server.receive_overlap)
-    servers = Servers(num=run.num_servers, capacity=server.max_concurrent_sequences, stall_s=stall_s)
+    servers = Servers(num=run.num_servers, capacity=server.capacity, stall_s=stall_s)
     return fit_decoding(rates, run.asked, run.learner.sampling.num_completions, servers)
 
 

@@ -72,7 +72,7 @@ class Simulation:
         self._env = simpy.Environment()
         self._lengths = setup.rates.lengths.sampler()
         self._rng = np.random.default_rng(seed)
-        capacity = setup.server.max_concurrent_sequences
+        capacity = setup.server.capacity
         self._fleet = Fleet(self._env, setup.rates, self._num_servers, capacity, self._done)
         if setup.failures is not None:
             self._fleet.begin_failures(setup.failures, self._rng.spawn(1)[0])
@@ -99,7 +99,7 @@ class Simulation:
     def outcome(self, sums: Sums) -> Outcome:
         """In numbers of the whole run, not of those that stand for it."""
         time_s, server_s = sums.time_s, sums.time_s * self._num_servers
-        capacity = self._setup.server.max_concurrent_sequences
+        capacity = self._setup.server.capacity
         return Outcome(
             num_servers=self._setup.num_servers,
             num_ranks=self._setup.num_ranks,

@@ -32,7 +32,7 @@ def splits(num_gpus: int, gpus_per_server: int) -> list[Split]:
     most = (num_gpus - 1) // gpus_per_server
     if most < 1:
         raise ConfigError(
-            f"--gpus {num_gpus}: a server takes {gpus_per_server} (server.tensor_parallel_size) and the learner at least one, so "
+            f"--gpus {num_gpus}: a server takes {gpus_per_server} (server.tensor_parallel_size times server.data_parallel_size) and the learner at least one, so "
             f"{gpus_per_server + 1} or more are needed"
         )
     num = min(most, MOST_SPLITS)
@@ -43,7 +43,7 @@ def splits(num_gpus: int, gpus_per_server: int) -> list[Split]:
 def most_samples_per_s(setup: Setup) -> float:
     """What the slower side could do if it never waited for the other."""
     rates, config = setup.rates, setup.learner
-    samples, capacity = config.groups_per_step * config.sampling.num_completions, setup.server.max_concurrent_sequences
+    samples, capacity = config.groups_per_step * config.sampling.num_completions, setup.server.capacity
     mean_length = rates.lengths.mean
     stall_s = rates.stall_seconds(setup.num_servers, receive_overlap=setup.server.receive_overlap)
     servers_s = stall_s + samples * mean_length * rates.decode_s(capacity) / capacity / setup.num_servers

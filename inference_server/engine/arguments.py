@@ -104,7 +104,7 @@ REFUSED = (
         "set learner.max_staleness or learner.groups_per_step, which bound how many wait",
     ),
     Refusal(
-        ("nnodes", "node_rank", "master_addr", "master_port", "enable_elastic_ep", "data_parallel_size", "data_parallel_rank",
+        ("nnodes", "node_rank", "master_addr", "master_port", "enable_elastic_ep", "data_parallel_rank",
          "data_parallel_start_rank", "data_parallel_size_local", "data_parallel_address", "data_parallel_rpc_port",
          "data_parallel_hybrid_lb", "data_parallel_external_lb", "data_parallel_multi_port_external_lb", "data_parallel_backend"),
         "one server is one engine on one node",
@@ -136,9 +136,10 @@ def own_arguments(run: ServerRun, model_path: Path) -> dict[str, Own]:
         "max_num_seqs": Own(server.max_concurrent_sequences, "set server.max_concurrent_sequences"),
         "kv_cache_memory_bytes": Own(kv_cache_bytes, "set server.kv_cache_memory_mib"),
         "block_size": Own(server.block_size, "set server.block_size"),
-        "gpu_memory_utilization": Own(server.gpu_memory_utilization, "set server.gpu_memory_utilization"),
+        "gpu_memory_utilization": Own(_memory_share(server), "set server.gpu_memory_utilization"),
         "enforce_eager": Own(server.enforce_eager, "set server.enforce_eager"),
         "tensor_parallel_size": Own(server.tensor_parallel_size, "set server.tensor_parallel_size"),
+        "data_parallel_size": Own(server.data_parallel_size, "set server.data_parallel_size"),
         "distributed_executor_backend": Own(
             "uni" if is_in_engine_process(server) else None, "it follows from server.tensor_parallel_size"
         ),
@@ -157,6 +158,12 @@ def own_arguments(run: ServerRun, model_path: Path) -> dict[str, Own]:
 def is_in_engine_process(server: ServerConfig) -> bool:
     """Whether the one worker needs no process of its own."""
     return current_platform.is_cpu() and server.tensor_parallel_size == 1
+
+
+def _memory_share(server: ServerConfig) -> float:
+    """Of each replica: on a CPU vLLM takes it of the whole machine, whoever else does."""
+    num_sharing = server.data_parallel_size if current_platform.is_cpu() else 1
+    return server.gpu_memory_utilization / num_sharing
 
 
 def added_arguments(given: Mapping[str, Any], own: Mapping[str, Own]) -> dict[str, Any]:

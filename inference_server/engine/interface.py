@@ -40,7 +40,11 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     dtype: str
     num_workers: int
+    """Of all replicas."""
     max_concurrent_sequences: int
+    """Of all replicas."""
+    num_replicas: int = 1
+    """Copies of the model that generate each for itself."""
 
 
 class Sampled(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,8 +98,11 @@ class Engine(Protocol):
     def limits(self) -> EngineLimits: ...
 
     @property
-    def num_steps(self) -> int:
-        """Changes whenever the engine gets on with anyone's request: by tokens, or by a piece of a long prompt."""
+    def num_steps(self) -> Sequence[int | None]:
+        """Of each replica: changes whenever it gets on with anyone's request, by tokens or by a piece of a long prompt.
+
+        None: it is known to have no request.
+        """
         ...
 
     async def places(self) -> Sequence[WorkerPlace]:
@@ -111,8 +118,8 @@ class Engine(Protocol):
         """
         ...
 
-    async def score(self, token_ids: np.ndarray) -> tuple[np.ndarray, int | None]:
-        """Return the logprobs of `token_ids[1:]` and the version of the policy that gave them, None before the first push.
+    async def score(self, token_ids: np.ndarray, replica: int) -> tuple[np.ndarray, int | None]:
+        """Return a replica's logprobs of `token_ids[1:]` and the version of the policy that gave them, None before the first push.
 
         Raises EngineFailed.
         """

@@ -27,8 +27,8 @@ LEAVE_TIMEOUT_S = 10.0
 """A thread whose collective was aborted ends in less."""
 
 
-NewBaseline = Callable[[str, Manifest], Baseline]
-"""What changes of an epoch are decoded onto."""
+NewBaseline = Callable[[int, str, Manifest], Baseline]
+"""What changes of an epoch, which so many workers join, are decoded onto."""
 
 
 class Successor(Protocol):
@@ -121,7 +121,9 @@ class Receiver:
                 if staging is not None and staging.is_given_up:
                     collective.close()
                     raise PushError(f"epoch {order.epoch} was given up while it was joined")
-                baseline = self._new_baseline(order.epoch, order.manifest) if order.manifest.wire == "delta" else None
+                baseline = None
+                if order.manifest.wire == "delta":
+                    baseline = self._new_baseline(order.rendezvous.world_size - 1, order.epoch, order.manifest)
                 memory = BucketMemory(order.manifest, collective.device)
                 self._member = Membership(order.epoch, order.rendezvous, collective, order.manifest, baseline, memory)
         self.join_s = time.monotonic() - started

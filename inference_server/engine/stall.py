@@ -11,15 +11,19 @@ class StallWatch:
     def __init__(self, engine: Engine, clock: Callable[[], float], timeout_s: float) -> None:
         """`clock` stands still while nothing may be generated."""
         self._engine, self._clock, self._timeout_s = engine, clock, timeout_s
-        self._num_steps, self._moved_at = engine.num_steps, clock()
+        self._moved: dict[int, tuple[int | None, float]] = {}
+        """By replica: its steps when they were last seen to change, and when that was."""
 
     def look(self, num_groups: int) -> None:
-        """Raises EngineDead when groups are running and the engine has done nothing for too long."""
-        num_steps, now = self._engine.num_steps, self._clock()
-        if num_groups == 0 or num_steps != self._num_steps:
-            self._num_steps, self._moved_at = num_steps, now
-        elif now - self._moved_at > self._timeout_s:
-            raise EngineDead(
-                f"the engine has {num_groups} groups to work on and gave no token for {self._timeout_s:g} s "
-                "(server.stall_timeout_s)"
-            )
+        """Raises EngineDead when groups are running and a replica that has requests has done nothing for too long."""
+        now, steps = self._clock(), self._engine.num_steps
+        for replica, num_steps in enumerate(steps):
+            before, moved_at = self._moved.get(replica, (None, now))
+            if num_groups == 0 or num_steps is None or num_steps != before:
+                self._moved[replica] = (num_steps, now)
+            elif now - moved_at > self._timeout_s:
+                who = "" if len(steps) == 1 else f", replica {replica} has requests"
+                raise EngineDead(
+                    f"the engine has {num_groups} groups to work on{who} and gave no token for {self._timeout_s:g} s "
+                    "(server.stall_timeout_s)"
+                )

@@ -17,8 +17,9 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from inference_server.config import ServerRun
+from inference_server.config import ServerConfig, ServerRun
 from inference_server.engine.arguments import engine_arguments, is_in_engine_process
+from inference_server.engine.replicas import replicas_as_ours
 from protocol.cores import bound_to_cores
 from protocol.errors import ConfigError
 
@@ -50,11 +51,12 @@ class VersionedLLM(AsyncLLM):
     """In the salt instead of the version: two runs on one server both have a version 3."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self.steps = steps = Steps()
+        self.steps = steps = dict[int, Steps]()
+        """By replica."""
         self._has_readers = options["log_stats"]
         self._name = uuid.uuid4().hex[:12]
         """In the salt too: an episode may go on at another server, whose pushes have the same numbers."""
-        super().__init__(*args, **options | {"stat_loggers": [lambda *_: steps]})
+        super().__init__(*args, **options | {"stat_loggers": [lambda _, replica: steps.setdefault(replica, Steps())]})
         self.admitting = asyncio.Event()
         self.admitting.set()
 
@@ -102,32 +104,48 @@ def _note_versions(output: RequestOutput) -> None:
 def start_llm(run: ServerRun, model_path: Path) -> VersionedLLM:
     """Start vLLM as [server] says. Raises ConfigError where it cannot serve the model so."""
     server = run.server
-    on_cpu = current_platform.is_cpu()
-    if server.receive_overlap and server.tensor_parallel_size > 1:
-        reason = (
-            "workers that wait for each other leave the thread that receives too little time"
-            if on_cpu
-            else "each worker would keep the whole model beside its share, and a push beside generation would run NCCL's kernels of "
-            "two groups against each other"
-        )
-        raise ConfigError(
-            f"server.receive_overlap = true with server.tensor_parallel_size = {server.tensor_parallel_size}: {reason}; set "
-            "receive_overlap = false"
-        )
+    _refuse_overlap_of_several(server)
     if is_in_engine_process(server):
         # Without it vLLM puts the CPU worker into a third process: 4 s more to start and two hops more per step.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     args = engine_arguments(run, model_path)
+    num_replicas = server.data_parallel_size
     try:
+        if num_replicas > 1 and args.create_model_config().is_moe:
+            raise ConfigError(
+                f"server.data_parallel_size = {num_replicas} with model = {run.model!r}: the replicas of a model with experts compute "
+                "each step together, which was never tried with pushes; start several servers and list them in `endpoints`"
+            )
         # The engine's process alone: this one only passes on, and runs wherever there is room, such as on the core of a learner
         # that waits.
-        with bound_to_cores(server.cpu_cores):
+        with (
+            bound_to_cores(server.cpu_cores),
+            replicas_as_ours(num_replicas, divide_cores=server.cpu_cores is not None),
+        ):
             return VersionedLLM.from_engine_args(args)
     except (ValueError, RuntimeError, OSError) as error:
         raise ConfigError(
             f"vLLM cannot serve model {run.model}: {_reason(error)} Look at the keys of [server]: max_model_len, "
-            "kv_cache_memory_mib, block_size, tensor_parallel_size, gpu_memory_utilization, vllm."
+            "kv_cache_memory_mib, block_size, tensor_parallel_size, data_parallel_size, gpu_memory_utilization, vllm."
         ) from error
+
+
+def _refuse_overlap_of_several(server: ServerConfig) -> None:
+    if not server.receive_overlap or server.num_workers == 1:
+        return
+    if server.tensor_parallel_size == 1:
+        key, size, reason = "data_parallel_size", server.data_parallel_size, "it was only ever tried with one worker"
+    else:
+        key, size = "tensor_parallel_size", server.tensor_parallel_size
+        reason = (
+            "workers that wait for each other leave the thread that receives too little time"
+            if current_platform.is_cpu()
+            else "each worker would keep the whole model beside its share, and a push beside generation would run NCCL's kernels of "
+            "two groups against each other"
+        )
+    raise ConfigError(
+        f"server.receive_overlap = true with server.{key} = {size}: {reason}; set receive_overlap = false"
+    )
 
 
 def _reason(error: Exception) -> str:

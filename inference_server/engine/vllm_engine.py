@@ -70,20 +70,27 @@ class VllmEngine:
             max_model_len=config.model_config.max_model_len,
             vocab_size=config.model_config.get_vocab_size(),
             dtype=str(config.model_config.dtype).removeprefix("torch."),
-            num_workers=config.parallel_config.world_size,
-            max_concurrent_sequences=config.scheduler_config.max_num_seqs,
+            num_workers=run.server.num_workers,
+            max_concurrent_sequences=config.scheduler_config.max_num_seqs * run.server.data_parallel_size,
+            num_replicas=run.server.data_parallel_size,
         )
         self._eos_token_ids = _eos_token_ids(model_path, self.limits.vocab_size)
 
     async def places(self) -> list[WorkerPlace]:
-        replies = await call_engine(self.llm.collective_rpc("place"))
+        replies = await self._call_workers("place")
         places = [msgspec.msgpack.decode(reply, type=WorkerPlace) for reply in replies]
         self._processes = EngineProcesses(place.pid for place in places)
         return places
 
     @property
-    def num_steps(self) -> int:
-        return self.llm.steps.count
+    def num_steps(self) -> list[int | None]:
+        counts = [steps.count for _, steps in sorted(self.llm.steps.items())]
+        if self.limits.num_replicas == 1:
+            return [*counts]
+        core = self.llm.engine_core
+        return [
+            count if core.engine_inflight[name] else None for name, count in zip(core.core_engines, counts, strict=True)
+        ]
 
     async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling, salt: str) -> AsyncIterator[Sampled]:
         await self.llm.admitting.wait()  # so that version and salt are those the request enters under
@@ -101,25 +108,36 @@ class VllmEngine:
             )
         completions.check()
 
-    async def score(self, token_ids: np.ndarray) -> tuple[np.ndarray, int | None]:
+    async def score(self, token_ids: np.ndarray, replica: int) -> tuple[np.ndarray, int | None]:
         params = SamplingParams(
             temperature=1.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True,
             detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
         )  # fmt: skip
         # Before all that waits: the learner may wait for the answer.
-        (output,) = [output async for output in self._run(token_ids, params, priority=-1)]
+        (output,) = [output async for output in self._run(token_ids, params, priority=-1, replica=replica)]
         logprobs = np.asarray(output.prompt_logprobs.logprobs, dtype=np.float32)
         label = output.outputs[0].weight_versions[0].version
         return logprobs, None if label == UNTOUCHED else int(label)
 
     async def _run(
-        self, token_ids: np.ndarray, params: SamplingParams, *, priority: int = 0, salt: str | None = None
+        self,
+        token_ids: np.ndarray,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        salt: str | None = None,
+        replica: int | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Run one request; the lower its priority, the sooner it is begun. `salt`: None is that of the policy there is now."""
+        """Run one request; the lower its priority, the sooner it is begun. `salt`: None is that of the policy there is now.
+
+        `replica`: None leaves it to vLLM, which takes the one with the least to do.
+        """
         self._num_requests += 1
         prompt, request_id = tokens_input(token_ids.tolist(), cache_salt=salt), str(self._num_requests)
         try:
-            async for output in self.llm.generate_first(prompt, params, request_id, priority=priority):
+            async for output in self.llm.generate_first(
+                prompt, params, request_id, priority=priority, data_parallel_rank=replica
+            ):
                 yield output
         except EngineDeadError as error:
             raise EngineDead(_DEAD) from error
@@ -149,11 +167,16 @@ class VllmEngine:
         return await self._report("load_push", msgspec.msgpack.encode(order))
 
     async def _report(self, method: str, *args: bytes) -> list[WorkerReport]:
-        replies = await call_engine(self.llm.collective_rpc(method, args=args))
+        replies = await self._call_workers(method, *args)
         return [msgspec.msgpack.decode(reply, type=WorkerReport) for reply in replies]
 
+    async def _call_workers(self, method: str, *args: bytes | str) -> list[bytes]:
+        """Return what each worker of each replica answers: of vLLM's own collective_rpc only the first replica's answers come back."""
+        asking = self.llm.engine_core.call_utility_all_async("collective_rpc", method, None, args, None)
+        return [answer for of_replica in await call_engine(asking) for answer in of_replica]
+
     async def leave_epoch(self, epoch: str) -> None:
-        await call_engine(self.llm.collective_rpc("leave_epoch", args=(epoch,)))
+        await self._call_workers("leave_epoch", epoch)
 
     async def set_version(self, version: int) -> None:
         await call_engine(self.llm.update_weight_version(str(version)))

@@ -7,15 +7,10 @@ forward pass would kill the engine. vLLM imports this module as `worker_extensio
 loaded.
 """
 
-import contextlib
 import logging
 import os
-import select
-import signal
-import threading
 import time
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,6 +21,7 @@ from vllm.platforms import current_platform
 from inference_server.engine.cpu_weights import NextWeights
 from inference_server.engine.heap import keep_trimmed
 from inference_server.engine.interface import PushOrder, WorkerPlace, WorkerReport, WorkerState
+from inference_server.engine.orphans import SERVER_PID, end_with_server
 from inference_server.engine.receiver import Receiver
 from inference_server.engine.reload import Reload, put_back
 from protocol.collective.transport import offered_transports, own_device_name
@@ -33,9 +29,6 @@ from protocol.errors import PushIncomplete
 from protocol.weights.shared_baseline import worker_baseline
 
 log = logging.getLogger(__name__)
-
-SERVER_PID = "SLIPSTREAM_SERVER_PID"
-"""In the environment of every process the server starts."""
 
 # vLLM warns of every module that a push leaves alone: rotary tables and the tied head are so each time.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
@@ -58,10 +51,13 @@ class PushWorker:
 
     @cached_property
     def receiver(self) -> Receiver:
+        return Receiver(1 + self.worker_number, self.device, partial(worker_baseline, int(os.environ[SERVER_PID])))
+
+    @property
+    def worker_number(self) -> int:
+        """Among those of all replicas: vLLM counts the ranks of each by themselves."""
         parallel = self.vllm_config.parallel_config
-        num_workers = parallel.data_parallel_size * parallel.world_size
-        new_baseline = partial(worker_baseline, int(os.environ[SERVER_PID]), num_workers)
-        return Receiver(1 + parallel.data_parallel_index * parallel.world_size + self.rank, self.device, new_baseline)
+        return parallel.data_parallel_index * parallel.world_size + self.rank
 
     def place(self) -> bytes:
         """Say where this worker computes, and how weights can reach it."""
@@ -140,7 +136,7 @@ class PushWorker:
 
     def _report(self, state: WorkerState, error: Exception | None = None, load_s: float = 0.0) -> bytes:
         report = WorkerReport(
-            rank=self.rank, ok=error is None, state=state, weights_intact=not self.is_loading,
+            rank=self.worker_number, ok=error is None, state=state, weights_intact=not self.is_loading,
             checksum=self.receiver.checksum, join_s=self.receiver.join_s, receive_s=self.receiver.receive_s,
             load_s=load_s, error="" if error is None else f"{type(error).__name__}: {error}",
             retryable=not isinstance(error, PushIncomplete),
@@ -148,18 +144,8 @@ class PushWorker:
         return msgspec.msgpack.encode(report)
 
 
-def _end_with_server(server_pid: int) -> None:
-    """Kill this process and its engine when the server is gone: vLLM's own processes outlive a SIGKILL of it for ever."""
-    with contextlib.suppress(ProcessLookupError):
-        select.select([os.pidfd_open(server_pid)], [], [])
-    engine_pid = os.getppid()  # of a worker with a process of its own; else the server, or who inherited us from it
-    if engine_pid not in (1, server_pid) and "EngineCore" in Path(f"/proc/{engine_pid}/cmdline").read_text():
-        os.kill(engine_pid, signal.SIGKILL)
-    os._exit(1)
-
-
 if SERVER_PID in os.environ:
-    threading.Thread(target=_end_with_server, args=(int(os.environ[SERVER_PID]),), daemon=True).start()
+    end_with_server()
     if current_platform.is_cpu():
         from inference_server.engine.cpu_seeds import keep_seeds_of_pieces  # of a runner that only a CPU has
 

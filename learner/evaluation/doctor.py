@@ -17,6 +17,7 @@ from learner.config import LearnerRun, PushConfig
 from learner.evaluation.reach import ANSWER_TIMEOUT_S, NotReached, answer, ask, names, port
 from learner.evaluation.resources import resources
 from learner.servers.membership import Membership
+from learner.servers.parity import DTYPES, coarser
 from protocol.channel.keys import learner_keys
 from protocol.channel.sockets import LearnerChannel
 from protocol.checkup import Finding, in_one_line, ok, package_version, problem, problem_of, unknown
@@ -85,7 +86,9 @@ async def examine_server(run: LearnerRun, endpoint: str) -> AsyncIterator[Findin
             yield reason.finding
             return
         yield ok("keys", f"{endpoint} knows this learner" if keys else "none on either side")
-        for finding in (versions(vitals), model(vitals.model, run.model), clock(offset_s, slack_s)):
+        for finding in (
+            versions(vitals), model(vitals.model, run.model), dtype(run, vitals.dtype), clock(offset_s, slack_s)
+        ):  # fmt: skip
             yield finding
         found = transport(run, vitals)
         yield found
@@ -116,6 +119,19 @@ def model(theirs: ModelFingerprint, name: str) -> Finding:
     if differ:
         return problem("model", f"the models differ: {'; '.join(differ)}", "start both sides with the same `model`")
     return ok("model", f"the same {theirs.architecture} of {theirs.size} on both sides")
+
+
+def dtype(run: LearnerRun, theirs: str) -> Finding:
+    """What lies between both sides', as the run would take it."""
+    if theirs == run.dtype:
+        return ok("dtype", f"{theirs} on both sides")
+    text = f"{theirs} at the server, {run.dtype} here"
+    if theirs not in DTYPES:
+        return problem(
+            "dtype", text, f"start the server with server.dtype as one of {', '.join(DTYPES)}, or without it"
+        )
+    bound = run.learner.parity.bound(coarser(theirs, run.dtype))
+    return ok("dtype", f"{text}: a mean |Δ logprob| of up to {bound:.2g} counts as agreement")
 
 
 def clock(offset_s: float, slack_s: float) -> Finding:

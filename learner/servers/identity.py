@@ -19,11 +19,11 @@ NOISE_FACTOR = 3.0
 
 
 class Untouched(msgspec.Struct, frozen=True, eq=False):
-    """What the server gave to the fixed sequences before anything was pushed. T: their tokens after the first."""
+    """What the server gave to the fixed sequences before anything was pushed. R: its replicas, T: their tokens after the first."""
 
     dtype: str
     """In which the server computes."""
-    logprobs_T: torch.Tensor
+    logprobs_RT: torch.Tensor
     noise: float
     """Mean |Δ logprob| between two scorings of the same weights: 0, unless it computes other requests beside."""
 
@@ -38,13 +38,13 @@ def score_untouched(run: LearnerRun, probe: ParityProbe, member: Member, version
         return None
     if is_finer(welcome.dtype, run.dtype):
         return None
-    logprobs_T = probe.server_logprobs(member, None)
-    return Untouched(welcome.dtype, logprobs_T, _distance(logprobs_T, probe.server_logprobs(member, None)))
+    logprobs_RT = probe.server_logprobs(member, None)
+    return Untouched(welcome.dtype, logprobs_RT, _distance(logprobs_RT, probe.server_logprobs(member, None)))
 
 
 def check_identity(run: LearnerRun, probe: ParityProbe, member: Member, untouched: Untouched, version: int) -> None:
     """After the first push. Raises ParityError if it has changed the logprobs, ServerLost, DeadlineExceeded."""
-    changed = _distance(untouched.logprobs_T, probe.server_logprobs(member, version))
+    changed = _distance(untouched.logprobs_RT, probe.server_logprobs(member, version))
     bound = run.learner.parity.identity_bound(untouched.dtype) + NOISE_FACTOR * untouched.noise
     if not changed <= bound:
         raise ParityError(
@@ -55,5 +55,6 @@ def check_identity(run: LearnerRun, probe: ParityProbe, member: Member, untouche
         )
 
 
-def _distance(one_T: torch.Tensor, other_T: torch.Tensor) -> float:
-    return (one_T - other_T).abs().mean().item()
+def _distance(one_RT: torch.Tensor, other_RT: torch.Tensor) -> float:
+    """Of the replica where it is largest."""
+    return (one_RT - other_RT).abs().mean(dim=1).max().item()

@@ -223,11 +223,12 @@ class ServerLink:
         """Tell the server that these groups are no longer wanted."""
         await self._try_send(Cancel(group_ids=group_ids), SEND_TIMEOUT_S)
 
-    async def score(self, token_ids: list[int], timeout_s: float) -> Scores:
-        """Return the server's logprobs of a sequence. Raises ServerLost, DeadlineExceeded, SlipstreamError."""
+    async def score(self, token_ids: list[int], timeout_s: float, replica: int = 0) -> Scores:
+        """Return the logprobs that one of the server's replicas gives to a sequence. Raises ServerLost, DeadlineExceeded, SlipstreamError."""
         connection = self._connection
         request = Score(
-            request_id=uuid.uuid4().hex, token_ids=np.array(token_ids, np.int32), deadline_s=timeout_s + SEND_TIMEOUT_S
+            request_id=uuid.uuid4().hex, token_ids=np.array(token_ids, np.int32), deadline_s=timeout_s + SEND_TIMEOUT_S,
+            replica=replica,
         )  # fmt: skip
         waiting: asyncio.Future[Scores] = asyncio.get_running_loop().create_future()
         self._scores[request.request_id] = waiting

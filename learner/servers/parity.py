@@ -16,6 +16,7 @@ import logging
 import random
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, wait
+from functools import partial
 from typing import get_args
 
 import msgspec
@@ -96,29 +97,35 @@ class ParityProbe:
         self._run = run
         self._comparisons: dict[str, Comparison] = {}
         """By endpoint, also of servers that have gone: their tokens may be in a batch yet."""
-        self._asked: list[tuple[Member, Expected, Future[Scores]]] = []
+        self._asked: list[tuple[Member, int, Expected, Future[Scores]]] = []
+        """With the replica that was asked."""
         self._measured: float | None = None
 
     def measure(self, member: Member, version: int) -> float:
         """Return the mean |Δ logprob| over all tokens. Raises ParityError above the bound, ServerLost, DeadlineExceeded."""
         assert member.link.welcome is not None
         self._comparisons[member.endpoint] = comparison(self._run, member.link.welcome)
-        own = self._of_all(member, self._logprobs)
-        return self._compare(member, (own - self.server_logprobs(member, version)).abs())
+        own_T = self._of_all(member, self._logprobs)
+        differences_RT = (own_T - self.server_logprobs(member, version)).abs()
+        mismatches = [self._compare(member, *each) for each in enumerate(differences_RT)]
+        if len(mismatches) > 1:
+            told = ", ".join(f"{mismatch:.1e}" for mismatch in mismatches)
+            log.info("parity of each replica of the server at %s: mean |Δ logprob| = %s", member.endpoint, told)
+        return max(mismatches)
 
     def server_logprobs(self, member: Member, version: int | None) -> torch.Tensor:
-        """The server's of all fixed sequences; None: of the model's own weights. Raises like `measure`."""
+        """The server's of all fixed sequences, a row for each replica; None: of the model's own weights. Raises like `measure`."""
         has_others = any(other is not member and self._fleet.is_ready(other) for other in self._fleet.members)
         timeout_s, key = (self._patience_s, "patience_s") if has_others else (self._timeout_s, "timeout_s")
 
-        def score(token_ids: list[int]) -> torch.Tensor:
-            scoring = member.link.score(token_ids, timeout_s)
+        def score(replica: int, token_ids: list[int]) -> torch.Tensor:
+            scoring = member.link.score(token_ids, timeout_s, replica)
             try:
                 return _of_version(member, self._loop.call(scoring, timeout_s + CALL_SLACK_S), version)
             except DeadlineExceeded as error:
                 raise DeadlineExceeded(f"{error} (learner.push.{key})") from error
 
-        return self._of_all(member, score)
+        return torch.stack([self._of_all(member, partial(score, replica)) for replica in _replicas(member)])
 
     def expect(self, version: int) -> Expected | None:
         """Return what to `ask` for when the servers have `version`, which the learner has now; None if it is not its turn."""
@@ -133,17 +140,23 @@ class ParityProbe:
         """Have servers score what is expected, without waiting for it. May be called from another thread."""
         if expected is not None:
             self._asked = [
-                (member, expected, self._loop.submit(member.link.score(expected.token_ids, ASK_TIMEOUT_S)))
+                (
+                    member,
+                    replica,
+                    expected,
+                    self._loop.submit(member.link.score(expected.token_ids, ASK_TIMEOUT_S, replica)),
+                )
                 for member in members
+                for replica in _replicas(member)
             ]
 
     def check(self) -> None:
         """Wait for the answers to what was asked, and compare. Raises ParityError above the bound."""
         asked, self._asked = self._asked, []
-        answers = [answer for _, _, answer in asked]
+        answers = [answer for *_, answer in asked]
         if wait(answers, ASK_TIMEOUT_S + CALL_SLACK_S, "FIRST_COMPLETED").done:
             wait(answers, self._patience_s)
-        for member, expected, answer in asked:
+        for member, replica, expected, answer in asked:
             try:
                 theirs = answer.result(0)
             except TimeoutError:
@@ -157,7 +170,7 @@ class ParityProbe:
                 log.warning("parity of version %d could not be checked: %s", expected.version, error)
             else:
                 theirs_T = _of_version(member, theirs, expected.version)
-                self._compare(member, (expected.logprobs_T - theirs_T).abs())
+                self._compare(member, replica, (expected.logprobs_T - theirs_T).abs())
 
     def check_fresh(self, mean_abs_logprob: Mapping[str, float]) -> None:
         """Raise ParityError when, on tokens of the current version, that of a server (by endpoint) is above its bound."""
@@ -179,10 +192,11 @@ class ParityProbe:
         longest = _longest(member.link.welcome)
         return torch.cat([logprobs(sequence[-longest:]) for sequence in self._sequences])
 
-    def _compare(self, member: Member, difference_T: torch.Tensor) -> float:
+    def _compare(self, member: Member, replica: int, difference_T: torch.Tensor) -> float:
         mismatch = difference_T.mean().item()
         self._measured = max(self._measured or 0.0, mismatch)
-        self._check(mismatch, "fixed sequences", member.endpoint)
+        where = f" at its replica {replica}" if len(_replicas(member)) > 1 else ""
+        self._check(mismatch, f"fixed sequences{where}", member.endpoint)
         return mismatch
 
     def _check(self, mean_abs_logprob: float, tokens: str, endpoint: str) -> None:
@@ -209,6 +223,11 @@ def check_dtype(run: LearnerRun, member: Member, welcome: Welcome) -> None:
             "(learner.parity.max_mean_abs_logprob)",
             member.endpoint, welcome.dtype, run.dtype, comparison(run, welcome).bound,
         )  # fmt: skip
+
+
+def _replicas(member: Member) -> range:
+    assert member.link.welcome is not None
+    return range(member.link.welcome.num_replicas)
 
 
 def _longest(welcome: Welcome) -> int:

@@ -117,6 +117,8 @@ class Score(Message):
     request_id: Name
     token_ids: np.ndarray
     deadline_s: Seconds
+    replica: Size = 0
+    """Which of Welcome.num_replicas is to give them, counted from 0."""
 
     def __post_init__(self) -> None:
         check_array(self.token_ids, "int32", "token_ids")

@@ -1,10 +1,13 @@
 """Who is there: the first message of a learner, its answer, and the server's signs of life."""
 
+from typing import Annotated
+
 import msgspec
 
 from protocol.messages.parts import Message, Name, Version
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
+MAX_REPLICAS = 1024
 
 
 class ModelFingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,6 +46,8 @@ class Welcome(Message):
     max_concurrent_sequences: int
     is_untouched: bool
     """Nothing was ever pushed: the server scores with the model's own weights, under no version."""
+    num_replicas: Annotated[int, msgspec.Meta(ge=1, le=MAX_REPLICAS)] = 1
+    """Copies of the model, each with its share of the workers. vLLM chooses one for a group; to score, each is asked by its number."""
 
 
 class Refused(Message):

@@ -108,6 +108,16 @@ def test_a_section_that_cannot_be_is_refused_by_name(tmp_path: Path, section: di
     ("config", "server", "message"),
     [
         (DeployConfig(server_gpus=((0, 1),)), {"tensor_parallel_size": 4}, "gives a server 2; make them equal"),
+        (
+            DeployConfig(server_gpus=((0, 1),)),
+            {"tensor_parallel_size": 2, "data_parallel_size": 2},
+            r"server\.tensor_parallel_size = 2 times server\.data_parallel_size = 2, but deploy\.server_gpus gives a server 2",
+        ),
+        (
+            DeployConfig(server_gpus=((0, 1, 2),)),
+            {"data_parallel_size": 2},
+            "data_parallel_size = 2, but.* gives a server 3",
+        ),
         (DeployConfig(server_cores=((0,),)), {"cpu_cores": [1]}, "both name the servers' cores"),
         (DeployConfig(server_cores=((0,), (1,))), {}, r"places 2 server\(s\), and the run has 1 endpoint"),
     ],
@@ -117,6 +127,19 @@ def test_what_contradicts_the_servers_section_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         server_places(config, a_server(**server))
+
+
+@pytest.mark.parametrize(
+    ("server", "flags"),
+    [
+        ({"data_parallel_size": 4}, ()),
+        ({"data_parallel_size": 2}, ("--server.tensor-parallel-size", "2")),
+        ({"data_parallel_size": 2, "tensor_parallel_size": 2}, ()),
+    ],
+)
+def test_replicas_divide_the_gpus_of_their_server(server: dict[str, int], flags: tuple[str, ...]) -> None:
+    (place,) = server_places(DeployConfig(server_gpus=((0, 1, 2, 3),)), a_server(**server))
+    assert place.flags == flags and place.environment == {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
 
 
 def test_what_contradicts_the_learners_section_is_refused() -> None:

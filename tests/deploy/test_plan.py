@@ -92,6 +92,14 @@ def test_splits_use_every_gpu_and_tensor_parallel_servers_take_several() -> None
     assert len(many) == 64 and many[0] == Split(1, 4095) and many[-1] == Split(4095, 1)
 
 
+def test_replicas_take_gpus_and_give_places() -> None:
+    alone, together = (
+        planned(*RATES, "--split", "1x1", "--server.data-parallel-size", size, "--steps", "20")["rows"][0] for size in ("1", "2")
+    )  # fmt: skip
+    assert (alone["gpus"], together["gpus"]) == (2, 3)
+    assert together["outcome"]["server_fill_frac"] < alone["outcome"]["server_fill_frac"]
+
+
 def test_a_split_can_be_named_and_the_batch_can_grow_with_the_gpus() -> None:
     result = planned(*RATES, "--split", "6x2", "12x4", "--groups-per-gpu", "8", "--steps", "20")
     assert [row["gpus"] for row in result["rows"]] == [8, 16]

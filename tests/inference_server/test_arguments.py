@@ -43,7 +43,7 @@ REASONS = {
     "labelled with their version": "scheduler_cls",
     "keys and values of old weights": "kv_transfer_config kv_offloading_size ec_transfer_config",
     "turn groups away": "max_num_queued_reqs max_num_queued_tokens",
-    "several servers": "nnodes node_rank master_addr master_port enable_elastic_ep data_parallel_size data_parallel_rank "
+    "several servers": "nnodes node_rank master_addr master_port enable_elastic_ep data_parallel_rank "
     "data_parallel_start_rank data_parallel_size_local data_parallel_address data_parallel_rpc_port data_parallel_hybrid_lb "
     "data_parallel_external_lb data_parallel_multi_port_external_lb data_parallel_backend",
     "set server.max_engine_restarts": "enable_fault_tolerance fault_tolerance_config",
@@ -55,7 +55,7 @@ OURS = {
     "max_model_len": "server.max_model_len", "max_num_seqs": "server.max_concurrent_sequences",
     "kv_cache_memory_bytes": "server.kv_cache_memory_mib", "block_size": "server.block_size",
     "gpu_memory_utilization": "server.gpu_memory_utilization", "enforce_eager": "server.enforce_eager",
-    "tensor_parallel_size": "server.tensor_parallel_size",
+    "tensor_parallel_size": "server.tensor_parallel_size", "data_parallel_size": "server.data_parallel_size",
     "distributed_executor_backend": "server.tensor_parallel_size", "disable_log_stats": "server.http_port",
     "use_tqdm_on_load": "terminal", "enable_prefix_caching": "share their prompt",
     "scheduling_policy": "learner's groups", "logprobs_mode": "sampled from", "generation_config": "learner.sampling",

@@ -216,7 +216,7 @@ def test_an_engine_that_has_groups_and_does_nothing_is_started_again_and_one_tha
         await learner.generate("g", [1])
         for _ in range(100):  # it has others to work on, or a long prompt
             await asyncio.sleep(0.02)
-            engine.num_steps += 1
+            engine.num_steps = [(engine.num_steps[0] or 0) + 1]
         engine.scripted_reports.append([report(ok=False, state="loading", weights_intact=False, error="torn")])
         await learner.send(PushBegin(epoch="e", version=4))
         await learner.receive(PushFailed)

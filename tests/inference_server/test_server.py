@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -33,7 +34,7 @@ from protocol.messages import (
     Scores,
     Welcome,
 )
-from tests.fakes import ScriptedEngine, Serving, report, serving
+from tests.fakes import LIMITS, ScriptedEngine, Serving, report, serving
 from tests.inference_server.scripted_learner import ScriptedLearner
 
 TIMEOUT_S = 60.0
@@ -42,9 +43,13 @@ RENDEZVOUS = Rendezvous(transport="gloo", host="127.0.0.1", port=1, world_size=2
 Test = Callable[[ScriptedEngine, Serving, ScriptedLearner], Awaitable[None]]
 
 
-def run_with_server(test: Test, config: ServerConfig = ServerConfig()) -> None:  # noqa: B008  (frozen)
+def run_with_server(
+    test: Test,
+    config: ServerConfig = ServerConfig(),  # noqa: B008  (frozen)
+    make_engine: Callable[[], ScriptedEngine] = ScriptedEngine,
+) -> None:
     async def run() -> None:
-        engine = ScriptedEngine()
+        engine = make_engine()
         async with serving(engine, config) as running:
             learner = ScriptedLearner(running.endpoint)
             try:
@@ -476,6 +481,31 @@ def test_scores_come_with_their_version_and_errors_with_the_reason() -> None:
         assert "deadline of 0.01 s" in ((await score([1, 2], deadline_s=0.01)).error or "")
 
     run_with_server(test)
+
+
+def test_the_replica_that_a_score_names_is_asked_and_must_be_one_there_is() -> None:
+    class TwoReplicas(ScriptedEngine):
+        def __init__(self) -> None:
+            super().__init__(limits=msgspec.structs.replace(LIMITS, num_replicas=2))
+
+        async def score(self, token_ids: np.ndarray, replica: int) -> tuple[np.ndarray, int | None]:
+            logprobs, version = await super().score(token_ids, replica)
+            return logprobs - np.float32(replica), version
+
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        assert (await learner.join()).num_replicas == 2
+        await join_and_push(engine, learner)
+        answers = []
+        for replica in range(3):
+            tokens = np.array([1, 2], dtype=np.int32)
+            await learner.send(Score(request_id="s", token_ids=tokens, deadline_s=5, replica=replica))
+            answers.append(await learner.receive(Scores))
+        assert [answer.logprobs.tolist() for answer in answers] == [[-0.5], [-1.5], []]
+        assert "replica 2 was asked, counted from 0, and the server has 2 (server.data_parallel_size)" in (
+            answers[2].error or ""
+        )
+
+    run_with_server(test, make_engine=TwoReplicas)
 
 
 def test_an_untouched_engine_scores_under_no_version_and_one_that_a_push_has_torn_does_not() -> None:

@@ -91,6 +91,31 @@ def test_a_model_that_is_none_and_one_that_does_not_fit(tmp_path: Path) -> None:
     assert "lower server.kv_cache_memory_mib" in found["memory"]
 
 
+def test_replicas_need_memory_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference_server.doctor.free_memory_bytes", lambda: 1 << 30)
+    flags = ("--endpoint", free_endpoint(), *HTTP_OFF, "--server.kv-cache-memory-mib", "600")
+    assert problems(*flags) == {}
+    found = problems(*flags, "--server.data-parallel-size", "2")
+    assert set(found) == {"memory"} and "lower server.data_parallel_size" in found["memory"]
+
+
+def test_workers_without_a_gpu_each_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference_server.doctor.gpu_memory_bytes", lambda: (70 << 30, 80 << 30))
+    monkeypatch.setattr("inference_server.doctor.num_gpus", lambda: 2)
+    flags = (
+        "--endpoint",
+        free_endpoint(),
+        *HTTP_OFF,
+        "--server.gpu-memory-utilization",
+        "0.5",
+        "--server.data-parallel-size",
+        "2",
+    )
+    assert problems(*flags) == {}
+    found = problems(*flags, "--server.tensor-parallel-size", "2")
+    assert set(found) == {"gpus"} and "2 can be seen, and 4 workers want one each" in found["gpus"]
+
+
 def test_the_command_exits_1_with_a_problem_and_0_without() -> None:
     def doctor(*flags: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "inference_server", "doctor", RECIPE, *flags, *HTTP_OFF]

@@ -65,7 +65,7 @@ class ModelEngine(ScriptedEngine):
             finish_reason="stop" if tokens[-1] in stops | {self.model.config.eos_token_id} else "length",
         )
 
-    async def score(self, token_ids: np.ndarray) -> tuple[np.ndarray, int | None]:
+    async def score(self, token_ids: np.ndarray, replica: int) -> tuple[np.ndarray, int | None]:
         ids = torch.from_numpy(token_ids.astype(np.int64))
         with torch.no_grad():
             logprobs_TV = self.model(ids[None]).logits[0, :-1].log_softmax(-1)

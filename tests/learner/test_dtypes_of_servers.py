@@ -31,8 +31,8 @@ class Engine(ModelEngine):
         self.limits = msgspec.structs.replace(TINY_LIMITS, dtype=dtype)
         self._off, self._off_in_scores = off, off if scores_too else 0.0
 
-    async def score(self, token_ids: np.ndarray) -> tuple[np.ndarray, int | None]:
-        logprobs, version = await super().score(token_ids)
+    async def score(self, token_ids: np.ndarray, replica: int) -> tuple[np.ndarray, int | None]:
+        logprobs, version = await super().score(token_ids, replica)
         return logprobs - np.float32(self._off_in_scores), version
 
     def _completion(self, prompt: list[int], index: int, sampling: Sampling) -> Completion:

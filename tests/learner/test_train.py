@@ -387,8 +387,8 @@ def test_a_server_with_another_model_refuses_and_both_sides_are_named(tmp_path: 
 
 def test_a_server_that_scores_otherwise_stops_the_run_before_the_first_step(tmp_path: Path) -> None:
     class Wrong(ModelEngine):
-        async def score(self, token_ids):
-            logprobs, version = await super().score(token_ids)
+        async def score(self, token_ids, replica):
+            logprobs, version = await super().score(token_ids, replica)
             return logprobs - 0.01, version
 
     with (
@@ -432,10 +432,10 @@ class TooBusy(ModelEngine):
         super().__init__(resolve_model("tiny:digits"))
         self._from_version = from_version
 
-    async def score(self, token_ids):
+    async def score(self, token_ids, replica):
         if self.version is not None and self.version >= self._from_version:
             await asyncio.sleep(60)
-        return await super().score(token_ids)
+        return await super().score(token_ids, replica)
 
 
 def test_a_server_that_does_not_score_at_the_start_ends_the_run_with_the_knob(tmp_path: Path) -> None:

@@ -111,7 +111,8 @@ def test_a_server_that_is_well_costs_no_complaint(tmp_path: Path) -> None:
     with ServerThread(ScriptedEngine(), model=TINY) as server:
         found = {finding.subject: finding for finding in examine(run_at(server.endpoint, tmp_path))}
     assert {name: finding.verdict for name, finding in found.items()} == dict.fromkeys(
-        ("names", "port", "keys", "versions", "model", "clock", "transport", "bandwidth", "memory", "disk"), "ok"
+        ("names", "port", "keys", "versions", "model", "dtype", "clock", "transport", "bandwidth", "memory", "disk"),
+        "ok",
     )
     assert "by gloo to 1 worker" in found["transport"].text and "MiB/s" in found["bandwidth"].text
 
@@ -144,7 +145,7 @@ def test_each_of_several_servers_is_looked_at_and_named(tmp_path: Path) -> None:
         found = list(examine(run))
     (bad,) = [finding for finding in found if finding.verdict == "problem"]
     assert bad.subject == "port" and bad.text.startswith(f"{closed}: nothing listens at")
-    assert [finding.verdict for finding in found if finding.text.startswith(server.endpoint)] == 8 * ["ok"]
+    assert [finding.verdict for finding in found if finding.text.startswith(server.endpoint)] == 9 * ["ok"]
     unread = msgspec.structs.replace(run, endpoints_from="file:/nowhere/servers.txt")
     assert "servers    endpoints_from: the file /nowhere/servers.txt cannot be read" in the_problem(unread)
 
@@ -234,6 +235,26 @@ def test_a_server_from_before_there_were_doctors(tmp_path: Path) -> None:
     with answering(lambda message: Refused(reason="malformed message: Invalid value 'Probe'")) as endpoint:
         line = the_problem(run_at(endpoint, tmp_path))
     assert "versions   the server has another slipstream-rl" in line and "Invalid value 'Probe'" in line
+
+
+@pytest.mark.parametrize(
+    ("theirs", "is_problem", "expected"),
+    [
+        (
+            "bfloat16",
+            False,
+            "bfloat16 at the server, float32 here: a mean |Δ logprob| of up to 0.15 counts as agreement",
+        ),
+        ("float16", True, "float16 at the server, float32 here"),
+    ],
+)
+def test_another_dtype_is_told_and_one_without_a_bound_is_a_problem(
+    tmp_path: Path, theirs: str, is_problem: bool, expected: str
+) -> None:
+    with answering(lambda message: healthy(message, dtype=theirs)) as endpoint:
+        found = {finding.subject: finding for finding in examine(run_at(endpoint, tmp_path))}
+    assert found["dtype"].text == expected and (found["dtype"].verdict == "problem") == is_problem
+    assert ("server.dtype" in found["dtype"].remedy) == is_problem
 
 
 @pytest.mark.parametrize(("offset_s", "expected"), [(600.0, "600.0 s ahead of"), (-600.0, "600.0 s behind")])

@@ -126,8 +126,8 @@ def test_a_server_that_ignores_the_temperature_is_told_so(tmp_path: Path) -> Non
 
 def test_a_wrong_score_stops_the_test_before_the_first_batch(tmp_path: Path) -> None:
     class Wrong(ModelEngine):
-        async def score(self, token_ids: np.ndarray) -> tuple[np.ndarray, int]:
-            logprobs, version = await super().score(token_ids)
+        async def score(self, token_ids: np.ndarray, replica: int) -> tuple[np.ndarray, int]:
+            logprobs, version = await super().score(token_ids, replica)
             return logprobs - 0.01, version
 
     with (

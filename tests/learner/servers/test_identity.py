@@ -55,8 +55,8 @@ def test_the_noise_of_the_server_widens_the_bound(tmp_path: Path) -> None:
     class Noisy(ModelEngine):
         """A server that is busy with others."""
 
-        async def score(self, token_ids):
-            logprobs, version = await super().score(token_ids)
+        async def score(self, token_ids, replica):
+            logprobs, version = await super().score(token_ids, replica)
             return logprobs + torch.randn(len(logprobs)).numpy() * 2e-4, version
 
     with tiny_server(Noisy(resolve_model("tiny:digits"))) as server:

