@@ -290,8 +290,8 @@ def check_fits(run: LearnerRun, prompts: Prompts, member: Member) -> None:
 def open_player(material: Material, cleanup: ExitStack) -> Player | None:
     """None where completions are all there is. Raises ConfigError."""
     config = material.run.learner
-    if config.environment.factory is None:
+    if not config.environment.is_used:
         return None
-    environments = Environments(config.environment)
+    environments = Environments(config.environment, takes_text=not material.prompts.are_conversations)
     cleanup.callback(environments.close)
-    return Player(config, material.tokenizer, environments)
+    return Player(config, material.prompts.template, environments)

@@ -5,12 +5,13 @@ no prompts reads no data.
 """
 
 import logging
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from learner.config import LearnerRun
+from learner.environments.process import tools_of
 from learner.policy.memory import ModelShape, shape_of
 from learner.policy.model import load_tokenizer
 from learner.prompts.prompts import Prompts
@@ -44,4 +45,6 @@ class Material:
 
     @cached_property
     def prompts(self) -> Prompts:
-        return Prompts(self.run.learner.data, self.tokenizer, self.run.seed)
+        environment = self.run.learner.environment
+        tools = partial(tools_of, environment) if environment.is_used else list
+        return Prompts(self.run.learner.data, self.tokenizer, self.run.seed, tools)

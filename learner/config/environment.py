@@ -10,9 +10,11 @@ class EnvironmentConfig(Section):
     """What answers the policy's turns."""
 
     factory: str | None = None
-    """A class: `module:Class`, `path/to/file.py:Class`, or the built-in `guess`. It has `reset(**row)` and one more public method,
-    which gets the text of each turn and returns the text that follows it; `get_reward()` and an attribute `done` if it likes.
-    Unset: a completion is all there is."""
+    """A class: `module:Class`, `path/to/file.py:Class`, or the built-in `guess`. It has `reset(**row)`, and `get_reward()` and an
+    attribute `done` if it likes. Prompts that are conversations: its other public methods are tools. Prompts that are texts: it has
+    one, which gets the text of each turn and returns the text that follows it."""
+    tools: tuple[str, ...] = ()
+    """Functions that the policy may call beside the methods, likewise named; for prompts that are conversations."""
     max_turns: int = 8
     """Of an episode; sampling.max_tokens is a turn's."""
     max_episode_tokens: int | None = None
@@ -22,8 +24,19 @@ class EnvironmentConfig(Section):
     max_concurrent: MayChange[int] = 64
     """Episodes that are played at once, each with an instance in a process of its own."""
 
+    @property
+    def is_used(self) -> bool:
+        """Unless it is, a completion is all there is."""
+        return self.factory is not None or bool(self.tools)
+
+    @property
+    def named(self) -> str:
+        """What the config names, for messages."""
+        keys = {"factory": self.factory, "tools": list(self.tools)}
+        return ", ".join(f"learner.environment.{key} = {value!r}" for key, value in keys.items() if value)
+
     def lacking(self) -> dict[str, str]:
-        if self.factory is not None:
+        if self.is_used:
             return {}
         return dict.fromkeys(("max_turns", "max_episode_tokens", "timeout_s", "max_concurrent"), "factory")
 

@@ -222,14 +222,14 @@ def _refuse_rewards(config: LearnerConfig) -> None:
         f"reward.overlong_buffer_tokens = {buffer_tokens} must be below sampling.max_tokens = {max_tokens}, else every "
         "completion is penalised",
     )
-    has_environment = config.environment.factory is not None
+    has_environment = config.environment.is_used
     require(
         buffer_tokens is None or not has_environment,
-        f"reward.overlong_buffer_tokens = {buffer_tokens} with environment.factory: an episode is cut off at its turns and tokens, "
+        f"reward.overlong_buffer_tokens = {buffer_tokens} with {config.environment.named}: an episode is cut off at its turns and tokens, "
         "not at sampling.max_tokens; unset it",
     )
     require(
-        has_environment or "environment_reward" not in config.reward.functions,
+        config.environment.factory is not None or "environment_reward" not in config.reward.functions,
         'reward.functions has "environment_reward", which environments give; set environment.factory',
     )
     name = config.curriculum.reward

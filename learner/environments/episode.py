@@ -13,9 +13,10 @@ from learner.environments.branch import Branch
 from protocol.messages import Completion, Group, Message, Part
 from protocol.messages.parts import Version
 
-EndState = Literal["finished", "length", "max_turns", "tool_timeout", "env_error", "aborted"]
-"""finished: the environment was done; length: too many tokens, in a turn or in all; aborted: the server could not go on."""
-REWARDED: tuple[EndState, ...] = ("finished", "length", "max_turns")
+EndState = Literal["finished", "length", "max_turns", "parse_error", "tool_timeout", "env_error", "aborted"]
+"""finished: the environment was done, or the policy called no tool; length: too many tokens, in a turn or in all; parse_error: the
+policy called a tool in a way that nobody can read; aborted: the server could not go on."""
+REWARDED: tuple[EndState, ...] = ("finished", "length", "max_turns", "parse_error")
 """The others say nothing about the policy."""
 
 
@@ -24,8 +25,10 @@ class Course(Part, frozen=True):
 
     state: EndState
     num_turns: int
+    num_calls: int = 0
+    """Of tools."""
     num_failed_calls: int = 0
-    """Turns that the environment answered with an error's text."""
+    """Turns or calls that were answered with an error's text."""
     environment_s: float = 0.0
     """Spent in the environment."""
     num_prompt_tokens: int = 0
@@ -61,45 +64,67 @@ AnyGroup = Group | PlayedGroup
 
 
 class Recording:
-    """The branch of an episode that is being played."""
+    """The branches of an episode that is being played; the last is the one that turns are added to."""
 
     def __init__(self, prompt_token_ids: np.ndarray) -> None:
-        self._prompt_token_ids = prompt_token_ids
-        self._token_ids: list[np.ndarray] = []
-        self._logprobs: list[np.ndarray] = []
-        self._versions: list[tuple[Version | None, int]] = []
+        self._branches = [RecordedBranch(prompt_token_ids, is_own_prompt=False)]
         self.is_cut_off = False
 
     @property
     def token_ids(self) -> np.ndarray:
         """All that the next turn's prompt is, exactly."""
-        return np.concatenate([self._prompt_token_ids, *self._token_ids])
+        return self._branches[-1].all_token_ids
+
+    def begin_branch(self, prompt_token_ids: Sequence[int]) -> None:
+        """From here on another prompt stands before what is said."""
+        self._branches.append(RecordedBranch(np.array(prompt_token_ids, np.int32), is_own_prompt=True))
 
     def add_turn(self, completion: Completion) -> None:
         """What the policy has sampled."""
-        self._token_ids.append(completion.token_ids)
-        self._logprobs.append(completion.behaviour_logprobs)
-        self._versions += completion.versions
+        self._branches[-1].add(completion.token_ids, completion.behaviour_logprobs, completion.versions)
 
     def add_said(self, token_ids: Sequence[int]) -> None:
         """What the environment says."""
         if token_ids:
-            self._token_ids.append(np.array(token_ids, np.int32))
-            self._logprobs.append(np.zeros(len(token_ids), np.float32))
-            self._versions.append((None, len(token_ids)))
+            count = len(token_ids)
+            self._branches[-1].add(np.array(token_ids, np.int32), np.zeros(count, np.float32), [(None, count)])
 
     def branches(self) -> list[Branch]:
-        """None where the policy has said nothing."""
-        if all(version is None for version, _ in self._versions):
-            return []
-        return [
-            Branch(
-                token_ids=np.concatenate(self._token_ids),
-                behaviour_logprobs=np.concatenate(self._logprobs),
-                versions=self._versions,
-                finish_reason="length" if self.is_cut_off else "stop",
-            )
-        ]
+        """Those in which the policy has said something."""
+        spoken = [branch for branch in self._branches if branch.has_turns]
+        return [branch.recorded("length" if self.is_cut_off and branch is spoken[-1] else "stop") for branch in spoken]
+
+
+class RecordedBranch:
+    """Grows behind its prompt."""
+
+    def __init__(self, prompt_token_ids: np.ndarray, *, is_own_prompt: bool) -> None:
+        self._prompt_token_ids, self._is_own_prompt = prompt_token_ids, is_own_prompt
+        self._token_ids: list[np.ndarray] = []
+        self._logprobs: list[np.ndarray] = []
+        self._versions: list[tuple[Version | None, int]] = []
+
+    @property
+    def all_token_ids(self) -> np.ndarray:
+        return np.concatenate([self._prompt_token_ids, *self._token_ids])
+
+    @property
+    def has_turns(self) -> bool:
+        return any(version is not None for version, _ in self._versions)
+
+    def add(self, token_ids: np.ndarray, logprobs: np.ndarray, versions: Sequence[tuple[Version | None, int]]) -> None:
+        self._token_ids.append(token_ids)
+        self._logprobs.append(logprobs)
+        self._versions += versions
+
+    def recorded(self, finish_reason: str) -> Branch:
+        return Branch(
+            token_ids=np.concatenate(self._token_ids),
+            behaviour_logprobs=np.concatenate(self._logprobs),
+            versions=self._versions,
+            finish_reason=finish_reason,
+            prompt_token_ids=self._prompt_token_ids if self._is_own_prompt else None,
+        )
 
 
 def num_sampled(group: AnyGroup) -> int:

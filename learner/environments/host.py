@@ -1,14 +1,15 @@
 """One instance of an environment in a process of its own: what is asked of it, and what it answers. process.py is the other end.
 
-    reset(row) ─▶ turn(text) ─▶ turn(text) ─▶ … ─▶ reward()         then the next episode's reset
+    reset(row) ─▶ turn(text), or call(tool, arguments) ─▶ … ─▶ reward()         then the next episode's reset
 
-The class has the contract of TRL's `environment_factory`: no argument, `reset(**row)`, public methods, `get_reward()`. Of the
-methods there may be one so far, to which each turn goes as it is. Invariant: an answer is msgpack and no pickle, for the class may
-run code that a model wrote; an error of the method is the text that the policy reads.
+contract.py says what the class is. Invariant: an answer is msgpack and no pickle, for the class may run code that a model wrote; an
+error of a method or tool is the text that the policy reads.
 """
 
+import asyncio
 import inspect
 import math
+from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing import connection
 from typing import Any
@@ -16,11 +17,15 @@ from typing import Any
 import msgspec
 
 from learner.children import end_with_the_learner
-from learner.environments.guess import BUILT_IN
-from learner.user_code import NotLoaded, describe, load_named, shorten
-
-RESERVED = ("reset", "get_reward")
-"""Public methods that no turn goes to."""
+from learner.environments.contract import (
+    Tools,
+    load_environment,
+    load_functions,
+    method_of_turns,
+    methods_of,
+    schemas_of,
+)
+from learner.user_code import NotLoaded, describe, shorten
 
 
 class Reset(msgspec.Struct, frozen=True):
@@ -35,8 +40,19 @@ class Turn(msgspec.Struct, frozen=True):
     text: str
 
 
+class Call(msgspec.Struct, frozen=True):
+    """What the policy has called."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
 class Rate(msgspec.Struct, frozen=True):
     """The episode is over."""
+
+
+class Describe(msgspec.Struct, frozen=True):
+    """Which tools are there?"""
 
 
 class Said(msgspec.Struct, frozen=True, tag=True):
@@ -54,46 +70,29 @@ class Rated(msgspec.Struct, frozen=True, tag=True):
     reward: float | None
 
 
+class Described(msgspec.Struct, frozen=True, tag=True):
+    """A JSON schema of each tool."""
+
+    schemas: list[dict[str, Any]]
+
+
 class Wrong(msgspec.Struct, frozen=True, tag=True):
     """What the class did that nobody can go on with."""
 
     problem: str
 
 
-Answer = Said | Rated | Wrong
-Order = Reset | Turn | Rate
+Answer = Said | Rated | Described | Wrong
+Order = Reset | Turn | Call | Rate | Describe
 ANSWER = msgspec.msgpack.Decoder(Answer)
 
 
-def load_environment(spec: str) -> type:
-    """Return the class that `learner.environment.factory` names. Raises NotLoaded."""
-    if ":" not in spec and spec not in BUILT_IN:
-        raise NotLoaded(f"it is not built in; known are: {', '.join(BUILT_IN)}. Name one of your own as module:Class")
-    factory = BUILT_IN[spec] if ":" not in spec else load_named(spec)
-    if not inspect.isclass(factory):
-        raise NotLoaded(f"it is {shorten(factory)}, expected a class")
-    if not callable(getattr(factory, "reset", None)):
-        raise NotLoaded("the class has no method reset(self, **row), which begins an episode")
-    method_of_turns(factory)
-    return factory
-
-
-def method_of_turns(factory: type) -> str:
-    """The name of the one public method beside reset and get_reward. Raises NotLoaded."""
-    names = [name for name, member in inspect.getmembers(factory, callable) if name[0] != "_" and name not in RESERVED]
-    if len(names) != 1:
-        raise NotLoaded(
-            f"the class has {len(names)} public methods beside reset and get_reward ({', '.join(names) or 'none'}); expected one, "
-            "which gets the text of each turn. Let the names of the others begin with _"
-        )
-    return names[0]
-
-
-def serve(pipe: connection.Connection, spec: str) -> None:
-    """Load the class, then answer until the learner is gone; ends with it even in the midst of a call."""
+def serve(pipe: connection.Connection, spec: str | None, tools: Sequence[str], takes_text: bool) -> None:
+    """Load the class and the tools, then answer until the learner is gone; ends with it even in the midst of a call."""
     end_with_the_learner()
     try:
-        host = Host(load_environment(spec))
+        factory = None if spec is None else load_environment(spec, takes_text=takes_text)
+        host = Host(factory, load_functions(tools))
     except NotLoaded as error:
         pipe.send_bytes(msgspec.msgpack.encode(Wrong(str(error))))
         return
@@ -104,32 +103,69 @@ def serve(pipe: connection.Connection, spec: str) -> None:
 
 
 class Host:
-    """Of one instance, used for one episode after another."""
+    """Of one instance, used for one episode after another; without a class there are tools alone."""
 
-    def __init__(self, factory: type) -> None:
-        self._factory, self._method = factory, method_of_turns(factory)
+    def __init__(self, factory: type | None, functions: Tools) -> None:
+        """Raises NotLoaded."""
+        self._factory, self._functions = factory, functions
+        self._methods = [] if factory is None else methods_of(factory)
+        if twice := set(self._methods) & set(functions):
+            raise NotLoaded(
+                f"{twice.pop()} is both a tool and a method of the class; the policy calls them by name, rename one"
+            )
         self._instance: Any = None
 
     def answer(self, order: Order) -> Answer:
         try:
             match order:
                 case Reset(row):
-                    if self._instance is None:
-                        self._instance = self._factory()
-                    return self._said(self._instance.reset(**row), "reset")
+                    return self._reset(row)
                 case Turn(text):
                     return self._turn(text)
+                case Call(name, arguments):
+                    return self._call(name, arguments)
                 case Rate():
                     return self._rated()
+                case Describe():
+                    self._make_instance()
+                    return Described(schemas_of(self._tools))
+        except NotLoaded as error:
+            return Wrong(str(error))
         except (Exception, SystemExit) as error:
             return Wrong(f"raised {describe(error)}")
 
+    @property
+    def _tools(self) -> Tools:
+        return {name: getattr(self._instance, name) for name in self._methods} | self._functions
+
+    def _make_instance(self) -> None:
+        if self._instance is None and self._factory is not None:
+            self._instance = self._factory()
+
+    def _reset(self, row: dict[str, Any]) -> Said | Wrong:
+        self._make_instance()
+        return Said("") if self._instance is None else self._said(self._instance.reset(**row), "reset")
+
     def _turn(self, text: str) -> Said | Wrong:
+        assert self._factory is not None
+        method = method_of_turns(self._factory)
         try:
-            said = getattr(self._instance, self._method)(text)
+            said = getattr(self._instance, method)(text)
         except (Exception, SystemExit) as error:  # as in TRL: the policy reads what was wrong, and may do better
             return Said(str(error) or type(error).__name__, self._is_done, has_failed=True)
-        return self._said(said, self._method)
+        return self._said(said, method)
+
+    def _call(self, name: str, arguments: dict[str, Any]) -> Said:
+        """The texts are TRL's."""
+        try:
+            if name not in self._tools:
+                raise ValueError(f"Tool {name} not found.")
+            said = self._tools[name](**arguments)
+            if inspect.iscoroutine(said):
+                said = asyncio.run(said)
+        except (Exception, SystemExit) as error:
+            return Said(str({"error": str(error) or type(error).__name__}), self._is_done, has_failed=True)
+        return Said(str(said), self._is_done)
 
     def _said(self, said: Any, method: str) -> Said | Wrong:
         if said is not None and not isinstance(said, str):
@@ -141,6 +177,8 @@ class Host:
         if rate is None:
             return Rated(None)
         reward = rate()
+        if inspect.iscoroutine(reward):
+            reward = asyncio.run(reward)
         if reward is not None and not (isinstance(reward, (int, float)) and math.isfinite(reward)):
             return Wrong(f"get_reward returned {shorten(reward)}, expected a finite number or None")
         return Rated(None if reward is None else float(reward))

@@ -1,25 +1,27 @@
 """Plays episodes: the policy's turns, asked of the servers, and what the environment says to each.
 
-    prompt ─▶ reset ─▶ (turn: asked with every token so far ─▶ its text to the environment ─▶ what it says, as tokens)* ─▶ reward
+    prompt ─▶ reset ─▶ (turn: asked with every token so far ─▶ orders to the environment ─▶ what it says, as tokens)* ─▶ reward
 
-Between the rollouts, which ask the servers, and the pool of environments. Invariant: every episode ends, in one of the states of
+Between the rollouts, which ask the servers, and the pool of environments; talk.py says what the orders are. Invariant: every episode ends, in one of the states of
 episode.py: each turn has the server's deadline, each call of the environment its own, and their number is bounded.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from learner.config import LearnerConfig
+from learner.environments.answer import Unreadable
 from learner.environments.episode import REWARDED, Course, EndState, Episode, PlayedGroup, Recording
-from learner.environments.host import Order, Rate, Rated, Reset, Said, Turn
+from learner.environments.host import Call, Order, Rate, Rated, Reset, Said
 from learner.environments.pool import Environments, Seat
 from learner.environments.process import Trouble
+from learner.environments.talk import ChatTalk, Heard, PlainTalk
+from learner.prompts.chat_template import ChatTemplate
 from learner.prompts.prompts import Prompt
 from protocol.errors import DataError
 from protocol.messages import Group
@@ -56,15 +58,16 @@ Ask = Callable[[Asked], Awaitable[Sampled | None]]
 class Player:
     """Of one run; `max_tokens` of an episode are counted with its prompt."""
 
-    def __init__(self, config: LearnerConfig, tokenizer: PreTrainedTokenizerBase, environments: Environments) -> None:
-        self._config, self._tokenizer, self._environments = config, tokenizer, environments
+    def __init__(self, config: LearnerConfig, template: ChatTemplate, environments: Environments) -> None:
+        self._config, self._template, self._environments = config, template, environments
 
     async def play(self, group_id: str, prompt: Prompt, ask: Ask, max_tokens: int) -> PlayedGroup:
         """Play the group of a prompt; episodes in which the policy said nothing are left out. Raises DataError."""
-        if not isinstance(prompt.prompt, str):
+        if isinstance(prompt.prompt, str) != self._environments.takes_text:
+            kinds = ("conversations", "a text") if isinstance(prompt.prompt, str) else ("texts", "a conversation")
             raise DataError(
-                f"the prompt in row {prompt.prompt_id} is a conversation; with learner.environment.factory prompts are plain texts so "
-                "far, which what is said follows as it is. Give texts, without learner.data.system_prompt"
+                f"the prompts are {kinds[0]}, and that in row {prompt.prompt_id} is {kinds[1]}; with {self._config.environment.named} "
+                "all are of one kind, for texts go to one method and conversations have tools. Make them alike"
             )
         num_episodes = self._config.sampling.num_completions
         played = await asyncio.gather(
@@ -82,25 +85,40 @@ class Player:
 
     async def _episode(self, progress: "Progress", ask: Ask) -> "Progress":
         async with self._environments.seat() as seat:
-            said = await progress.call(seat, Reset({"prompt": progress.prompt.prompt, **progress.prompt.columns}))
-            while isinstance(said, Said) and not said.is_done:
-                if not progress.hear(self._encoded(said.text)):
-                    progress.end("length")
-                    break
-                sampled = await self._turn(progress, ask)
-                if sampled is None:
-                    break
-                (text,) = self._tokenizer.batch_decode(
-                    [sampled.group.completions[0].token_ids.tolist()], skip_special_tokens=True
-                )
-                said = await progress.call(seat, Turn(text))
-            if isinstance(said, Said) and said.is_done:
-                progress.end("finished")
-                progress.hear(self._encoded(said.text))
+            opening = await progress.call(seat, Reset({"prompt": progress.prompt.prompt, **progress.prompt.columns}))
+            if isinstance(opening, Said):
+                await self._converse(progress, seat, opening, ask)
             if progress.state in REWARDED:
                 rated = await progress.call(seat, Rate())
                 progress.reward = rated.reward if isinstance(rated, Rated) else None
         return progress
+
+    async def _converse(self, progress: "Progress", seat: Seat, opening: Said, ask: Ask) -> None:
+        """Turn after turn, from what reset has said to the state that the episode ends in."""
+        prompt = progress.prompt.prompt
+        talk = PlainTalk(self._template) if isinstance(prompt, str) else ChatTalk(self._template, prompt)
+        heard, said = talk.begin(opening), [opening]
+        while not said[-1].is_done:
+            if not progress.hear(heard):
+                return progress.end("length")
+            before = progress.recording.token_ids.tolist()
+            sampled = await self._turn(progress, ask)
+            if sampled is None:
+                return None
+            try:
+                orders = talk.orders(before, sampled.group.completions[0].token_ids.tolist())
+            except Unreadable as error:
+                log.debug("a turn of prompt %d: %s", progress.prompt.prompt_id, error)
+                return progress.end("parse_error")
+            if not orders:
+                return progress.end("finished")
+            answers = await progress.call_all(seat, orders)
+            if answers is None:
+                return None
+            heard, said = talk.hear(answers), answers
+        progress.end("finished")
+        progress.hear(heard)
+        return None
 
     async def _turn(self, progress: "Progress", ask: Ask) -> Sampled | None:
         """The policy's next; None, and the state says why, where there is none, or where it was cut off."""
@@ -119,9 +137,6 @@ class Player:
             return None
         return sampled
 
-    def _encoded(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False) if text else []
-
 
 class Progress:
     """One episode while it is played."""
@@ -134,11 +149,12 @@ class Progress:
         self.entered_version: int | None = None
         self.num_turns = 0
         self._salt = self._endpoint = ""
-        self._num_failed_calls = self._num_prompt_tokens = self._num_cached_tokens = 0
+        self._num_calls = self._num_failed_calls = self._num_prompt_tokens = self._num_cached_tokens = 0
         self._environment_s = 0.0
 
     async def call(self, seat: Seat, order: Order) -> Said | Rated | None:
         """What the environment answers; None, and the state says why, where it does not."""
+        self._num_calls += isinstance(order, Call)
         started = time.monotonic()
         answer = await seat.ask(order)
         self._environment_s += time.monotonic() - started
@@ -153,11 +169,26 @@ class Progress:
             self._num_failed_calls += answer.has_failed
         return answer
 
-    def hear(self, token_ids: list[int]) -> bool:
-        """Record what the environment said; False, and it is not, if there is no room for it."""
-        has_room = len(self.recording.token_ids) + len(token_ids) <= self.max_tokens
-        if has_room:
-            self.recording.add_said(token_ids)
+    async def call_all(self, seat: Seat, orders: Sequence[Order]) -> list[Said] | None:
+        """What it answers to each, up to where it is done; None, and the state says why, where it does not."""
+        said: list[Said] = []
+        for order in orders:
+            answer = await self.call(seat, order)
+            if not isinstance(answer, Said):
+                return None
+            said.append(answer)
+            if answer.is_done:
+                break
+        return said
+
+    def hear(self, heard: Heard) -> bool:
+        """Record what stands before the next turn; False, and it is not, if there is no room for it."""
+        num_before = 0 if heard.begins_branch else len(self.recording.token_ids)
+        has_room = num_before + len(heard.token_ids) <= self.max_tokens
+        if has_room and heard.begins_branch:
+            self.recording.begin_branch(heard.token_ids)
+        elif has_room:
+            self.recording.add_said(heard.token_ids)
         return has_room
 
     def asked(self, token_ids: np.ndarray, max_tokens: int) -> Asked:
@@ -190,6 +221,7 @@ class Progress:
             course=Course(
                 state=self.state,
                 num_turns=self.num_turns,
+                num_calls=self._num_calls,
                 num_failed_calls=self._num_failed_calls,
                 environment_s=self._environment_s,
                 num_prompt_tokens=self._num_prompt_tokens,

@@ -32,9 +32,11 @@ class Seat:
 class Environments:
     """Of one run, used in its event loop; close it from anywhere."""
 
-    def __init__(self, config: EnvironmentConfig) -> None:
-        """Start one process, to see whether it can be done. Raises ConfigError."""
-        self._config = config
+    def __init__(self, config: EnvironmentConfig, *, takes_text: bool) -> None:
+        """Start one process, to see whether it can be done. `takes_text`: turns go as they are to the one method of the class.
+        Raises ConfigError.
+        """
+        self._config, self.takes_text = config, takes_text
         self._free: list[EnvironmentProcess] = []
         self._all: set[EnvironmentProcess] = set()
         self._room = asyncio.Semaphore(config.max_concurrent)
@@ -44,7 +46,7 @@ class Environments:
         trouble = first.load()
         if trouble is not None:
             self.close()
-            raise ConfigError(f"learner.environment.factory = {config.factory!r}: {trouble.problem}")
+            raise ConfigError(f"{config.named}: {trouble.problem}")
         self._free.append(first)
 
     @asynccontextmanager
@@ -79,6 +81,6 @@ class Environments:
     def _start(self) -> EnvironmentProcess:
         if self._is_closed:
             raise asyncio.CancelledError  # the run ends, and the episode with it
-        process = EnvironmentProcess(self._config)
+        process = EnvironmentProcess(self._config, takes_text=self.takes_text)
         self._all.add(process)
         return process

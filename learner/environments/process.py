@@ -8,13 +8,14 @@ import multiprocessing
 import os
 import signal
 from contextlib import suppress
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from learner.children import limit_waits
 from learner.config import EnvironmentConfig
-from learner.environments.host import ANSWER, Answer, Order, Wrong, serve
+from learner.environments.host import ANSWER, Answer, Describe, Described, Order, Wrong, serve
+from protocol.errors import ConfigError
 
 STARTUP_TIMEOUT_S = 120.0
 EXIT_WAIT_S = 1.0
@@ -35,12 +36,13 @@ class Trouble(msgspec.Struct, frozen=True):
 class EnvironmentProcess:
     """From its start, which does not wait for the class, to its end. Of one thread at a time but for `kill`."""
 
-    def __init__(self, config: EnvironmentConfig) -> None:
+    def __init__(self, config: EnvironmentConfig, *, takes_text: bool) -> None:
         self._config = config
         CONTEXT.set_forkserver_preload(PRELOADED)  # for all of this process, so not before it is needed
         self._pipe, theirs = CONTEXT.Pipe()
-        assert config.factory is not None
-        self._process = CONTEXT.Process(target=serve, args=(theirs, config.factory), name="environment")
+        self._process = CONTEXT.Process(
+            target=serve, args=(theirs, config.factory, config.tools, takes_text), name="environment"
+        )
         self._process.start()
         theirs.close()
         self._is_loaded = False
@@ -70,7 +72,7 @@ class EnvironmentProcess:
             return self._too_late()
         except OSError:
             return self._ended()
-        return self._answer(self._config.timeout_s)
+        return self._answer(STARTUP_TIMEOUT_S if isinstance(order, Describe) else self._config.timeout_s)
 
     def kill(self) -> None:
         """End it now, and what it has started."""
@@ -111,3 +113,16 @@ class EnvironmentProcess:
             return Trouble("killed", f"lost its process to signal {-code} ({signal.strsignal(-code)})")
         how = "closed the pipe of its process" if code is None else f"ended its process with exit code {code}"
         return Trouble("failed", how)
+
+
+def tools_of(config: EnvironmentConfig) -> list[dict[str, Any]]:
+    """The JSON schemas of what the policy can call. Raises ConfigError."""
+    process = EnvironmentProcess(config, takes_text=False)
+    try:
+        answer = process.ask(Describe())
+    finally:
+        process.kill()  # with what describing has imported
+    if isinstance(answer, Trouble):
+        raise ConfigError(f"{config.named}: {answer.problem}")
+    assert isinstance(answer, Described)
+    return answer.schemas

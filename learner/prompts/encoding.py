@@ -9,20 +9,18 @@ Invariant: what is kept was checked, and its name in the cache stands for everyt
 import datetime
 import decimal
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 import xxhash
 
 from learner.config import DataConfig
+from learner.prompts.chat_template import ChatTemplate, Message
 from learner.prompts.sources import Row, Source, cache_directory
 from protocol.errors import DataError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 ENCODING = 1
 """Raise it with every change of what is kept."""
@@ -49,7 +47,7 @@ class Encoder(msgspec.Struct, frozen=True, eq=False):
 
     source_name: str
     config: DataConfig
-    tokenizer: "PreTrainedTokenizerBase"
+    template: ChatTemplate
 
     def encode(self, rows: Sequence[Row], numbers: Sequence[int]) -> dict[str, list[Any]]:
         """Return token_ids, num_tokens and digest of each row. Raises DataError that names a row."""
@@ -80,13 +78,14 @@ class Encoder(msgspec.Struct, frozen=True, eq=False):
         token_ids: list[list[int]] = [[]] * len(prompts)
         for is_plain in (True, False):
             places = [place for place, prompt in enumerate(prompts) if isinstance(prompt, str) == is_plain]
-            if not is_plain and not hasattr(
-                self.tokenizer, "backend_tokenizer"
-            ):  # a text may mean less than its messages
-                encoded = [self._templated(prompts[place], numbers[place], tokenize=True) for place in places]
+            if not is_plain and not self.template.has_texts:
+                encoded = [self._templated(self.template.token_ids, prompts[p], numbers[p]) for p in places]
             else:
-                texts = [prompts[p] if is_plain else self._templated(prompts[p], numbers[p]) for p in places]
-                encoded = self.tokenizer(texts, add_special_tokens=is_plain)["input_ids"] if texts else []
+                texts = [
+                    prompts[p] if is_plain else self._templated(self.template.text, prompts[p], numbers[p])
+                    for p in places
+                ]
+                encoded = self.template.tokenizer(texts, add_special_tokens=is_plain)["input_ids"] if texts else []
             for place, ids in zip(places, encoded, strict=True):
                 token_ids[place] = list(ids)
         for number, ids in zip(numbers, token_ids, strict=True):
@@ -96,29 +95,11 @@ class Encoder(msgspec.Struct, frozen=True, eq=False):
                 )
         return token_ids
 
-    def _templated(self, messages: list[dict[str, Any]], number: int, *, tokenize: bool = False) -> Any:
-        import jinja2
-
-        tokenizer = self.tokenizer
-        if tokenizer.chat_template is None:
-            raise DataError(
-                f"row {number} of {self.source_name} is a conversation (or learner.data.system_prompt is set), but the tokenizer "
-                f"of {tokenizer.name_or_path!r} has no chat template; use an instruct model, add a chat_template to its "
-                "tokenizer, or give plain prompts without a system prompt"
-            )
+    def _templated(self, render: Callable[[list[Message]], Any], messages: list[Message], number: int) -> Any:
         try:
-            templated: Any = tokenizer.apply_chat_template(
-                messages,
-                tokenize=tokenize,
-                return_dict=False,
-                add_generation_prompt=True,
-                **self.config.chat_template_kwargs,
-            )
-            return templated
-        except (jinja2.TemplateError, ValueError, TypeError) as error:
-            raise DataError(
-                f"row {number} of {self.source_name} does not go through the chat template: {error}"
-            ) from error
+            return render(messages)
+        except DataError as error:
+            raise DataError(f"row {number} of {self.source_name}: {error}") from error
 
 
 def with_system_prompt(prompt: Any, config: DataConfig) -> Any:
@@ -150,9 +131,9 @@ def _plain(value: Any) -> Any:
 
 
 # --- of a whole source -------------------------------------------------------------------------------------------
-def encode_source(source: Source, config: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> Encoded:
+def encode_source(source: Source, config: DataConfig, template: ChatTemplate) -> Encoded:
     """Encode all rows, or find them encoded. Raises DataError for the first row that cannot be."""
-    encoder = Encoder(source.name, config, tokenizer)
+    encoder = Encoder(source.name, config, template)
     if source.fingerprint is None:
         columns: dict[str, list[Any]] = {"token_ids": [], "num_tokens": [], "digest": []}
         for start in range(0, len(source), ROWS_AT_ONCE):
@@ -200,13 +181,13 @@ def _cache_name(source: Source, encoder: Encoder) -> str | None:
     """Another one for whatever would be encoded otherwise; None: the tokenizer cannot be told from another."""
     import transformers
 
-    config, tokenizer = encoder.config, encoder.tokenizer
+    config, tokenizer = encoder.config, encoder.template.tokenizer
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
     parts = [
         ENCODING, transformers.__version__, source.fingerprint, len(source), type(tokenizer).__name__, backend.to_str(),
         tokenizer.chat_template, tokenizer.special_tokens_map, config.prompt_column, config.system_prompt,
-        config.chat_template_kwargs, config.too_long == "truncate" and config.max_prompt_tokens,
+        config.chat_template_kwargs, encoder.template.tools, config.too_long == "truncate" and config.max_prompt_tokens,
     ]  # fmt: skip
     return xxhash.xxh3_128(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()

@@ -9,12 +9,14 @@ only a number, and the digests that tell whether the data is still the same.
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
 from learner.config import DataConfig
+from learner.prompts.chat_template import ChatTemplate
 from learner.prompts.encoding import encode_source, with_system_prompt
 from learner.prompts.sources import open_source
 from protocol.errors import DataError
@@ -43,10 +45,20 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
 class Prompts:
     """All prompts of a run, as an endless sequence of positions."""
 
-    def __init__(self, config: DataConfig, tokenizer: "PreTrainedTokenizerBase", seed: int) -> None:
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: "PreTrainedTokenizerBase",
+        seed: int,
+        tools: Callable[[], list[dict[str, Any]]] = list,
+    ) -> None:
+        """`tools` gives the JSON schemas that the chat template is told; called where prompts are conversations."""
         self._config, self._seed = config, seed
         self._source = open_source(config, seed)
-        self._encoded = encode_source(self._source, config, tokenizer)
+        first = self._source.row(0)[config.prompt_column]
+        self.are_conversations = config.system_prompt is not None or not isinstance(first, str)
+        self.template = ChatTemplate(tokenizer, config.chat_template_kwargs, tools() if self.are_conversations else [])
+        self._encoded = encode_source(self._source, config, self.template)
         too_long = self._find_too_long()
         self.num_too_long = len(too_long)
         """What was dropped or truncated."""

@@ -31,7 +31,7 @@ class Scorer:
         token_ids_G = [branch.token_ids.tolist() for branch in last_G]
         texts_G = self._tokenizer.batch_decode(token_ids_G, skip_special_tokens=self._config.reward.skip_special_tokens)
         state = TrainerState(global_step=step, max_steps=self._config.steps)
-        own_G = [episode.reward for episode in episodes_G] if self._config.environment.factory else None
+        own_G = [episode.reward for episode in episodes_G] if self._config.environment.is_used else None
         rewards = await asyncio.wrap_future(self._workers.submit(prompt, texts_G, token_ids_G, state, own_G))
         self._failures.note(rewards)
         rewards = without(rewards, [episode.course.state not in REWARDED for episode in episodes_G])

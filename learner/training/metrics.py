@@ -97,6 +97,8 @@ def episode_metrics(groups: list[ScoredGroup]) -> dict[str, float]:
     num_prompt_tokens = sum(course.num_prompt_tokens for course in courses)
     metrics = {
         "episode/turns_mean": statistics.fmean(course.num_turns for course in courses),
+        "episode/branches_mean": statistics.fmean(len(branches) for group in groups for branches in group.branches_G),
+        "episode/tool_calls": float(sum(course.num_calls for course in courses)),
         "episode/failed_calls": float(sum(course.num_failed_calls for course in courses)),
         "episode/environment_tokens": float(said),
         "episode/environment_seconds": statistics.fmean(course.environment_s for course in courses),

@@ -23,7 +23,7 @@ TIMEOUT_S = 1.0
 
 def environment(name: str, timeout_s: float = TIMEOUT_S) -> EnvironmentProcess:
     factory = name if name == "guess" else f"{USER}:{name}"
-    return EnvironmentProcess(EnvironmentConfig(factory=factory, timeout_s=timeout_s))
+    return EnvironmentProcess(EnvironmentConfig(factory=factory, timeout_s=timeout_s), takes_text=True)
 
 
 @pytest.fixture
@@ -112,11 +112,12 @@ def test_an_environment_may_rate_nothing() -> None:
 )
 def test_a_class_that_cannot_be_played_ends_the_start_with_the_remedy(factory: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=f"learner.environment.factory = '{factory}': .*{problem}"):
-        Environments(EnvironmentConfig(factory=factory))
+        Environments(EnvironmentConfig(factory=factory), takes_text=True)
 
 
 def test_as_many_are_played_at_once_as_may_be_and_one_that_has_ended_is_replaced() -> None:
-    environments = Environments(EnvironmentConfig(factory=f"{USER}:Treacherous", max_concurrent=2, timeout_s=TIMEOUT_S))
+    config = EnvironmentConfig(factory=f"{USER}:Treacherous", max_concurrent=2, timeout_s=TIMEOUT_S)
+    environments = Environments(config, takes_text=True)
     most, now = 0, 0
 
     async def play(word: str) -> object:
@@ -139,7 +140,7 @@ def test_as_many_are_played_at_once_as_may_be_and_one_that_has_ended_is_replaced
 
 
 def test_closing_ends_the_processes_and_the_calls_that_wait() -> None:
-    environments = Environments(EnvironmentConfig(factory=f"{USER}:Treacherous", timeout_s=600))
+    environments = Environments(EnvironmentConfig(factory=f"{USER}:Treacherous", timeout_s=600), takes_text=True)
 
     async def run() -> object:
         async with environments.seat() as seat:
@@ -157,7 +158,7 @@ def test_environments_end_with_the_learner() -> None:
         "import os, time\nfrom learner.config import EnvironmentConfig\nfrom learner.environments.process import EnvironmentProcess\n"
         "from learner.environments.host import Reset\n"
         "if __name__ == '__main__':\n"
-        f"    process = EnvironmentProcess(EnvironmentConfig(factory={f'{USER}:Echo'!r}))\n"
+        f"    process = EnvironmentProcess(EnvironmentConfig(factory={f'{USER}:Echo'!r}), takes_text=True)\n"
         "    process.ask(Reset({}))\n    print(process._process.pid, flush=True)\n    time.sleep(600)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as learner:

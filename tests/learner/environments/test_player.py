@@ -1,85 +1,17 @@
 """The player with a scripted policy and a real environment: what the next turn is asked with, and what is recorded, token for token."""
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
-from learner.config import LearnerConfig
 from learner.environments.episode import PlayedGroup, episodes_of
-from learner.environments.player import Asked, Player, Sampled
-from learner.environments.pool import Environments
-from learner.prompts.prompts import Prompt
+from learner.environments.player import Asked
 from protocol.codec import pack, unpack
 from protocol.errors import DataError
 from protocol.messages import Completion, Group
-
-USER = "tests.learner.environments.user_environments"
-
-
-class Letters:
-    """A tokenizer of one token per character."""
-
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        assert not add_special_tokens
-        return [ord(letter) for letter in text]
-
-    def batch_decode(self, texts: list[list[int]], skip_special_tokens: bool) -> list[str]:
-        assert skip_special_tokens
-        return ["".join(map(chr, token_ids)) for token_ids in texts]
-
-
-def completion(text: str, version: int, reason: str = "stop") -> Completion:
-    ids = np.array([ord(letter) for letter in text], np.int32)
-    logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32)
-    return Completion(token_ids=ids, behaviour_logprobs=logprobs, versions=[(version, len(ids))], finish_reason=reason)
-
-
-def played(
-    script: Callable[[Asked], Completion | None], factory: str = "Echo", columns: dict[str, Any] | None = None,
-    prompt: Any = "p", max_tokens: int = 1000, **environment: Any,
-) -> tuple[PlayedGroup, list[Asked]]:  # fmt: skip
-    """Play a group of two; return it with what was asked, in order of episode and turn."""
-    settings = {"factory": f"{USER}:{factory}", "timeout_s": 1.0} | environment
-    config = msgspec.convert(
-        {
-            "steps": 1, "data": {"task": "guess", "num_prompts": 1}, "reward": {"functions": ["environment_reward"]},
-            "sampling": {"num_completions": 2, "max_tokens": 8}, "environment": settings,
-        },
-        LearnerConfig,
-    )  # fmt: skip
-    environments = Environments(config.environment)
-    player: Any = Player(config, Letters(), environments)  # type: ignore[arg-type]
-    asked: list[Asked] = []
-
-    async def ask(turn: Asked) -> Sampled | None:
-        asked.append(turn)
-        answer = script(turn)
-        if answer is None:
-            return None
-        group = Group(
-            group_id="g", entered_version=5 - turn.number, completions=[answer], salt=f"salt {turn.episode}",
-            num_cached_tokens=turn.number,
-        )  # fmt: skip
-        return Sampled(group, f"server {turn.number}")
-
-    try:
-        row = Prompt(prompt_id=0, prompt=prompt, token_ids=[1, 2], columns=columns or {})
-        group = asyncio.run(player.play("3.0", row, ask, max_tokens))
-    finally:
-        environments.close()
-    return group, sorted(asked, key=lambda turn: (turn.episode, turn.number))
-
-
-def says(*texts: str) -> Callable[[Asked], Completion]:
-    return lambda asked: completion(texts[asked.number], version=4 + asked.number)
-
-
-def ids(text: str) -> list[int]:
-    return [ord(letter) for letter in text]
+from tests.learner.environments.play import completion, ids, played, says
 
 
 def test_each_turn_is_asked_with_every_token_so_far_and_recorded_as_it_came() -> None:
@@ -159,6 +91,8 @@ def test_an_episode_in_which_the_policy_said_nothing_is_left_out() -> None:
     assert group.episodes == [] and asked == []
 
 
-def test_a_conversation_is_refused_with_the_remedy() -> None:
-    with pytest.raises(DataError, match=r"row 0 is a conversation; .* Give texts"):
+def test_prompts_of_both_kinds_are_refused_with_the_remedy() -> None:
+    with pytest.raises(
+        DataError, match=r"the prompts are texts, and that in row 0 is a conversation; .* Make them alike"
+    ):
         played(says("a"), prompt=[{"role": "user", "content": "hello"}])

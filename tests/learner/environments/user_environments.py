@@ -106,3 +106,93 @@ class Verbose(Unrated):
 
     def get_reward(self) -> float:
         return float(os.getpid() % 2)
+
+
+class Calculator:
+    """As in TRL's documentation: every public method is a tool."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def reset(self, start: int = 0, hint: str = "", **row: Any) -> str | None:
+        self.total = start
+        return hint or None
+
+    def add(self, number: int) -> str:
+        """
+        Add to the total.
+
+        Args:
+            number: What is added.
+
+        Returns:
+            The new total.
+        """
+        self.total += number
+        return str(self.total)
+
+    async def show(self) -> int:
+        """Say what the total is."""
+        return self.total
+
+    def refuse(self, why: str) -> str:
+        """
+        Fail.
+
+        Args:
+            why: What is said of it.
+        """
+        raise ValueError(why)
+
+    def sleep(self) -> str:
+        """Never return."""
+        time.sleep(600)
+        return ""
+
+    async def get_reward(self) -> float:
+        return float(self.total)
+
+
+class WithoutDocstring(Unrated):
+    def untold(self, number: int) -> str:
+        return str(number)
+
+
+def multiply(a: int, b: int) -> int:
+    """
+    Multiply two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a * b
+
+
+def add(number: int) -> int:
+    """
+    The name of a method of Calculator.
+
+    Args:
+        number: What comes back.
+    """
+    return number
+
+
+class Listener:
+    """Answers whatever it is told, in few words."""
+
+    def reset(self, **row: Any) -> None:
+        """Nothing to begin with."""
+
+    def tell(self, text: str) -> str:
+        """
+        Listen.
+
+        Args:
+            text: Anything.
+        """
+        return f"{len(text)} heard"
+
+    def get_reward(self) -> float:
+        return float(os.getpid() % 2)

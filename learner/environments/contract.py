@@ -1,0 +1,81 @@
+"""What the user's code must have to be an environment, and what of it the policy can call. In the environment's process.
+
+    a class of TRL's `environment_factory`: no argument, reset(**row), get_reward(), public methods     beside it: functions
+
+To a policy that converses, methods and functions are tools, told of by their type hints and docstrings; one that answers in plain
+text has one method, which gets each turn as it is.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from learner.environments.guess import BUILT_IN
+from learner.user_code import NotLoaded, load_named, shorten
+
+RESERVED = ("reset", "get_reward")
+"""Public methods that the policy does not call."""
+
+Tools = Mapping[str, Callable[..., Any]]
+
+
+def load_environment(spec: str, *, takes_text: bool) -> type:
+    """Return the class that `learner.environment.factory` names. Raises NotLoaded."""
+    if ":" not in spec and spec not in BUILT_IN:
+        raise NotLoaded(f"it is not built in; known are: {', '.join(BUILT_IN)}. Name one of your own as module:Class")
+    factory = BUILT_IN[spec] if ":" not in spec else load_named(spec)
+    if not inspect.isclass(factory):
+        raise NotLoaded(f"it is {shorten(factory)}, expected a class")
+    if not callable(getattr(factory, "reset", None)):
+        raise NotLoaded("the class has no method reset(self, **row), which begins an episode")
+    if takes_text:
+        method_of_turns(factory)
+    return factory
+
+
+def load_functions(specs: Sequence[str]) -> Tools:
+    """Return what `learner.environment.tools` names, by name. Raises NotLoaded."""
+    functions: dict[str, Callable[..., Any]] = {}
+    for spec in specs:
+        function = load_named(spec)
+        name = getattr(function, "__name__", "")
+        if inspect.isclass(function) or not name:
+            raise NotLoaded(f"{spec} is {shorten(function)}, expected a function")
+        if name in functions:
+            raise NotLoaded(f"{spec} is the second tool with the name {name}; the policy calls them by name, rename it")
+        functions[name] = function
+    return functions
+
+
+def methods_of(factory: type) -> list[str]:
+    """The names of the public methods beside reset and get_reward."""
+    return [name for name, _ in inspect.getmembers(factory, callable) if name[0] != "_" and name not in RESERVED]
+
+
+def method_of_turns(factory: type) -> str:
+    """The name of the one among them. Raises NotLoaded."""
+    names = methods_of(factory)
+    if len(names) != 1:
+        raise NotLoaded(
+            f"the class has {len(names)} public methods beside reset and get_reward ({', '.join(names) or 'none'}); expected one, "
+            "which gets the text of each turn, for the prompts are plain texts. Let the names of the others begin with _, or give "
+            "prompts that are conversations, in which methods are tools"
+        )
+    return names[0]
+
+
+def schemas_of(tools: Tools) -> list[dict[str, Any]]:
+    """As chat templates expect them, of type hints and docstrings in Google's style. Raises NotLoaded."""
+    from transformers.utils import get_json_schema  # takes seconds, so only where somebody asks
+    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+
+    schemas = []
+    for name, tool in tools.items():
+        try:
+            schemas.append(get_json_schema(tool))
+        except (DocstringParsingException, TypeHintParsingException) as error:
+            raise NotLoaded(
+                f"the tool {name} cannot be told to the policy: {error} Expected type hints for all arguments and a docstring "
+                "in Google's style that says what it does, and each argument under Args"
+            ) from error
+    return schemas

