@@ -136,7 +136,7 @@ class Host:
 
     @property
     def _tools(self) -> Tools:
-        return {name: getattr(self._instance, name) for name in self._methods} | self._functions
+        return {**{name: getattr(self._instance, name) for name in self._methods}, **self._functions}
 
     def _make_instance(self) -> None:
         if self._instance is None and self._factory is not None:

@@ -50,11 +50,11 @@ class ChatTemplate(msgspec.Struct, frozen=True, eq=False):
                 f"{self.tokenizer.name_or_path!r} has no chat template; use an instruct model, add a chat_template to its "
                 "tokenizer, or give plain prompts without a system prompt"
             )
-        tools = {"tools": self.tools} if self.tools else {}
+        more = ({"tools": self.tools} if self.tools else {}) | self.arguments
         try:
             return self.tokenizer.apply_chat_template(
                 list(messages), tokenize=tokenize, return_dict=False, add_generation_prompt=opens_turn,
-                **tools, **self.arguments,
+                **more,
             )  # fmt: skip
         except (jinja2.TemplateError, ValueError, TypeError) as error:
             raise DataError(f"the conversation does not go through the chat template: {error}") from error

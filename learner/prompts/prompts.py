@@ -55,7 +55,7 @@ class Prompts:
         """`tools` gives the JSON schemas that the chat template is told; called where prompts are conversations."""
         self._config, self._seed = config, seed
         self._source = open_source(config, seed)
-        first = self._source.row(0)[config.prompt_column]
+        first = self._source.row(0).get(config.prompt_column)  # what is missing, encoding tells
         self.are_conversations = config.system_prompt is not None or not isinstance(first, str)
         self.template = ChatTemplate(tokenizer, config.chat_template_kwargs, tools() if self.are_conversations else [])
         self._encoded = encode_source(self._source, config, self.template)

@@ -162,7 +162,9 @@ def test_the_keys_of_an_environment_contradict_what_it_cannot_have() -> None:
 
     with pytest.raises(msgspec.ValidationError, match=r"environment_reward.*set environment\.factory"):
         playing_run(Path("none"), environment={})
-    with pytest.raises(msgspec.ValidationError, match=r"overlong_buffer_tokens = 1 with environment\.factory"):
+    with pytest.raises(
+        msgspec.ValidationError, match=r"overlong_buffer_tokens = 1 with learner\.environment\.factory = 'guess'"
+    ):
         playing_run(Path("none"), reward={"functions": ["environment_reward"], "overlong_buffer_tokens": 1})
     with pytest.raises(msgspec.ValidationError, match="max_turns = 0 must be at least 1"):
         playing_run(Path("none"), environment={"factory": "guess", "max_turns": 0})
