@@ -1,4 +1,5 @@
-"""`inference-server run.toml`: read the config, bind cores, take the ports, start vLLM, serve until a signal comes.
+"""`inference-server run.toml`: read the config, bind cores, take the ports, start vLLM, serve until a signal comes and what
+was begun has ended.
 `inference-server doctor run.toml` looks instead whether it could.
 
 Nothing heavy is imported before the cores are bound: torch reads the number of threads only once.
@@ -12,11 +13,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Coroutine, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from inference_server.config import ServerRun
-from inference_server.engine.interface import EngineDead
+from inference_server.ending import SIGNALS, until_ended
 from inference_server.engine.socket_directory import socket_directory
 from inference_server.listener import listen
 from protocol.config import load_config, to_toml, until_its_reader_leaves
@@ -43,7 +43,7 @@ ENVIRONMENT = {
 
 
 def main() -> None:
-    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for signal_number in SIGNALS:
         signal.signal(signal_number, _quit_while_starting)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -136,32 +136,14 @@ async def _serve(run: ServerRun) -> None:
         if listener is not None:
             http = await build_http(engine.llm, str(model_path), run.model, server.status, api_key)
             engine.on_restart = http.answer_from
+            server.drain.num_requests = lambda: http.num_requests
             parts.append(http.serve_on(listener))
         where = f"http://{run.server.http_host}:{run.server.http_port}" if listener else "off"
         log.info(
             "ready after %.1f s: model %s, %d worker(s), learners at %s, HTTP at %s",
             time.monotonic() - started_at, run.model, engine.limits.num_workers, channel.endpoint, where,
         )  # fmt: skip
-        await _until_signal(parts)
-
-
-async def _until_signal(parts: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Run all parts until a signal comes; one that ends before that ends the server, with its error."""
-    stop = asyncio.Event()
-    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(signal_number, stop.set)
-    stopped = asyncio.create_task(stop.wait())
-    tasks = [asyncio.create_task(part) for part in parts]
-    done, _ = await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
-    for task in tasks:
-        task.cancel()
-    results = await asyncio.gather(*tasks, return_exceptions=True)
-    if stopped not in done:
-        stopped.cancel()
-        raise next(
-            (result for result in results if isinstance(result, Exception)), EngineDead("a part of the server ended")
-        )
-    log.info("stopping")
+        await until_ended(parts, server.drain.run)
 
 
 if __name__ == "__main__":

@@ -49,6 +49,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     runs wherever there is room. Several replicas divide them."""
     orphan_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0
     """How long the groups of a learner that cannot be reached are kept."""
+    drain_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0
+    """How long a server that was told to end (SIGTERM, Ctrl-C) finishes what it has begun, groups and requests of /v1, before it ends
+    all the same. Told once more it ends at once. Whoever kills what does not end must wait for longer than this."""
     start_timeout_s: Annotated[int, msgspec.Meta(gt=0)] = 600
     """Longest time for loading the model and warming up, also after the engine has died."""
     max_engine_restarts: Annotated[int, msgspec.Meta(ge=0)] = 3

@@ -47,6 +47,11 @@ class _Running(msgspec.Struct, kw_only=True, eq=False):
     token_at: float | None = None
     """When it last got tokens; None before the first and after the last."""
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether something of it was sampled."""
+        return self.token_at is not None or bool(self.completions)
+
     def note(self, sampled: Sampled, now: float) -> None:
         self.token_at, self.entered_version = now, sampled.entered_version
         self.salt, self.num_cached_tokens = sampled.salt, sampled.num_cached_tokens
@@ -83,7 +88,7 @@ class Groups:
     def ask(self, request: Generate) -> None:
         """Start a group; one that is running goes on, one that is finished is on its way."""
         group_id = request.group_id
-        if group_id in self._running or group_id in self._finished:
+        if self.knows(group_id):
             return
         if self._idle_since is not None:
             self._idle_s, self._idle_since = self.idle_s, None
@@ -115,6 +120,16 @@ class Groups:
     def forget_all(self) -> None:
         """Abort what is running and drop what is finished."""
         self.cancel([*self._running, *self._finished])
+
+    def knows(self, group_id: str) -> bool:
+        return group_id in self._running or group_id in self._finished
+
+    async def hand_back(self, *, also_begun: bool) -> None:
+        """Give up the groups that have not begun, or all that run, for the learner to ask for elsewhere."""
+        group_ids = [group_id for group_id, running in self._running.items() if also_begun or not running.has_begun]
+        self.cancel(group_ids)
+        for group_id in group_ids:
+            await self._deliver(not_begun(group_id))
 
     async def deliver_again(self) -> None:
         """Send every finished group on a new connection."""
@@ -177,6 +192,14 @@ class Groups:
     def _note_idle(self) -> None:
         if not self._running and self._idle_since is None:
             self._idle_since = time.monotonic()
+
+
+def not_begun(group_id: str) -> GroupFailed:
+    """What a server that ends says of a group."""
+    return GroupFailed(
+        group_id=group_id, code="draining", retryable=True,
+        message="the server is draining and will not complete it; ask another, or the next one",
+    )  # fmt: skip
 
 
 def why_invalid(prompt_token_ids: np.ndarray, sampling: Sampling, limits: EngineLimits) -> str | None:

@@ -49,6 +49,11 @@ class HttpServer(uvicorn.Server):
         """Leave the signals alone: the server ends this one."""
         yield
 
+    @property
+    def num_requests(self) -> int:
+        """Under way."""
+        return len(self.server_state.tasks)
+
     async def serve_on(self, listener: socket.socket) -> None:
         """Serve until cancelled, then let open requests end within SHUTDOWN_TIMEOUT_S."""
         serving = asyncio.create_task(self.serve(sockets=[listener]))
@@ -103,7 +108,8 @@ async def _models(app: FastAPI, status: Status) -> dict[str, Any]:
 
 
 class RefuseWithoutWeights:
-    """ASGI middleware: without whole weights /v1/* and /health say 503 and why, for a request would wait for a push.
+    """ASGI middleware: without whole weights /v1/* and /health say 503 and why, for a request would wait for a push; and while it
+    drains, what has begun goes on.
 
     /health too, as vLLM's own says 503 when it cannot generate: a load balancer then asks another server.
     """

@@ -1,6 +1,6 @@
 """The server's loop: one ROUTER socket in front of one engine, for one learner at a time.
 
-learner ── Hello, Generate, Ack, Cancel, Score, PushBegin, PushAbort ──▶ receive ▸ match ▸ task per group, score, push
+learner ── Hello, Generate, Ack, Cancel, Score, PushBegin, PushAbort, Farewell ──▶ receive ▸ match ▸ task per group, score, push
 doctor ── Probe, Trial ──▶ receive ▸ visits.py, whoever is served meanwhile
 learner ◀── Welcome, Refused, Group, GroupFailed, Scores, PushReady, PushDone, PushFailed ── the tasks
 learner ◀── Pulse ── pulse, every 0.4 s
@@ -16,6 +16,7 @@ next push. Finished groups stay, for they are what their version labels say; run
 
 import asyncio
 import logging
+import math
 import time
 import uuid
 from collections import deque
@@ -24,10 +25,11 @@ from typing import Any
 import msgspec
 
 from inference_server.config import ServerConfig
+from inference_server.drain import REASON, Drain
 from inference_server.engine.interface import Engine, EngineDead
 from inference_server.engine.life import EngineLife
 from inference_server.engine.stall import StallWatch
-from inference_server.groups import Groups, why_invalid
+from inference_server.groups import Groups, not_begun, why_invalid
 from inference_server.push import Pushes
 from inference_server.refusals import Refusals
 from inference_server.scores import scores_of
@@ -38,6 +40,7 @@ from protocol.messages import (
     PROTOCOL_VERSION,
     Ack,
     Cancel,
+    Farewell,
     Generate,
     GroupFailed,
     Hello,
@@ -68,6 +71,8 @@ class Learner(msgspec.Struct):
     peer: bytes
     reached_at: float
     """When a message could last be handed to its connection."""
+    missed_at: float | None = None
+    """Since when none could."""
 
 
 class Server:
@@ -85,6 +90,10 @@ class Server:
         self._pushes = Pushes(engine, self._deliver, config.pause_timeout_s, receive_overlap=config.receive_overlap)
         self._groups = Groups(engine, self._deliver, self._life.spawn, self._pushes.generating_s)
         self._visits = Visits(channel, engine, model, self._life)
+        self.drain = Drain(
+            self._life, self._pushes, self._groups, config.drain_timeout_s,
+            lambda: self._deliver(self._pulse_message()), self._unreached_s,
+        )  # fmt: skip
         self._stall = StallWatch(engine, self._pushes.generating_s, config.stall_timeout_s)
 
     async def serve(self) -> None:
@@ -116,12 +125,15 @@ class Server:
             "uptime_s": round(uptime_s, 3),
             "idle_frac": round(self._groups.idle_s / uptime_s, 4),
             "engine_restarts": self._life.num_restarts,
+            "draining": self.drain.is_draining,
             "unavailable": self._why_unavailable(),
             "messages_refused": self._refusals.num_messages + self._channel.num_shut_out,
             "handshakes_failed": self._refusals.num_handshakes,
         }
 
     def _why_unavailable(self) -> str | None:
+        if self.drain.is_draining:
+            return REASON
         if reason := self._life.why_not_alive:
             return reason
         if self._pushes.state == "torn":
@@ -156,6 +168,10 @@ class Server:
                     self._groups.acknowledge(group_ids)
                 case Cancel(group_ids=group_ids):
                     self._groups.cancel(group_ids)
+                case Farewell():
+                    self.drain.heard()
+                case PushBegin() if self.drain.is_draining:
+                    await self._deliver(self.drain.refusal_of(message))
                 case _ if not self._life.is_alive:
                     log.info("%s for an engine that has died is ignored", type(message).__name__)
                 case Generate():
@@ -192,8 +208,8 @@ class Server:
             self._refusals.message("Hello", f"run {hello.run}: {reason}")
             await self._channel.send(peer, Refused(reason=reason))
             return
-        if not self._life.is_alive or self._pushes.is_ending:
-            return  # said again until it is answered
+        if not self._life.is_alive or self._pushes.is_ending or self.drain.is_draining:
+            return  # said again until it is answered, by the next server here if this one ends
         if self._learner is None or self._learner.run != hello.run:
             self._groups.forget_all()
             self._pushes.forget_version()
@@ -250,8 +266,10 @@ class Server:
             or learner.peer in self._ignored_peers
             or not await self._channel.send(learner.peer, message)
         ):
+            if learner is not None:
+                learner.missed_at = learner.missed_at or time.monotonic()
             return False
-        learner.reached_at = time.monotonic()
+        learner.reached_at, learner.missed_at = time.monotonic(), None
         return True
 
     def _look(self) -> None:
@@ -271,7 +289,13 @@ class Server:
             groups_unacked=self._groups.num_unacked,
             tokens_generated=self._groups.tokens_generated,
             idle_s=self._groups.idle_s,
+            is_draining=self.drain.is_draining,
         )
+
+    def _unreached_s(self) -> float:
+        if self._learner is None:
+            return math.inf
+        return time.monotonic() - self._learner.missed_at if self._learner.missed_at is not None else 0.0
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -279,6 +303,8 @@ class Server:
         if problem := why_invalid(request.prompt_token_ids, request.sampling, self._engine.limits):
             failed = GroupFailed(group_id=request.group_id, code="invalid_prompt", message=problem, retryable=False)
             await self._deliver(failed)
+        elif self.drain.is_draining and not self._groups.knows(request.group_id):
+            await self._deliver(not_begun(request.group_id))
         elif self._pushes.version is None:
             reason = "the server has no weights of this run yet; push before asking for groups"
             failed = GroupFailed(group_id=request.group_id, code="not_ready", message=reason, retryable=True)

@@ -12,6 +12,7 @@ import os
 import threading
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
@@ -272,6 +273,14 @@ class ServerThread:
         if self._thread.is_alive():
             self.die()
             self._thread.join(timeout=60)
+
+    def told_to_end(self) -> Future[None]:
+        """From any thread: drain, as after a signal, then end."""
+        return asyncio.run_coroutine_threadsafe(self._drain(), self._loop)
+
+    async def _drain(self) -> None:
+        await self.running.server.drain.run()
+        self._stop.set()
 
     def die(self) -> None:
         """From any thread: end without a word."""

@@ -18,6 +18,7 @@ from protocol.messages import (
     Ack,
     Cancel,
     Completion,
+    Farewell,
     Generate,
     Group,
     GroupFailed,
@@ -58,6 +59,7 @@ TO_SERVER = [
     Cancel(group_ids=["7.0"]),
     PushBegin(epoch="e", version=3, rendezvous=RENDEZVOUS, manifest=MANIFEST),
     PushAbort(epoch="e"),
+    Farewell(),
 ]
 OF_A_DOCTOR = [Probe(probe_id="p"), Trial(trial_id="t", rendezvous=RENDEZVOUS, num_bytes=1)]
 """Which the server answers to everybody."""
@@ -69,6 +71,7 @@ TO_LEARNER = [
     Pulse(server_id="s", policy_version=3, groups_running=1, groups_unacked=1, tokens_generated=9, idle_s=0.5),
     Group(group_id="unasked", entered_version=3, completions=[COMPLETION, COMPLETION]),
     GroupFailed(group_id="unasked", code="deadline", message="late", retryable=True),
+    GroupFailed(group_id="unasked", code="draining", message="it ends", retryable=True),
     Scores(request_id="unasked", logprobs=LOGPROBS, policy_version=3),
     PushReady(epoch="e", version=3),
     PushDone(epoch="e", version=3, checksum="f", pause_s=0.0, receive_s=0.0, load_s=0.0, stall_s=0.0),

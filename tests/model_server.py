@@ -1,4 +1,7 @@
-"""`python -m tests.model_server ENDPOINT KEYS`: the real server with a transformers model in vLLM's place, for seconds per run."""
+"""`python -m tests.model_server ENDPOINT [KEYS]`: the real server with a transformers model in vLLM's place, for seconds per run.
+
+A signal drains and ends it, as it does `inference-server`.
+"""
 
 import asyncio
 import logging
@@ -6,19 +9,25 @@ import sys
 
 import torch
 
+from inference_server.config import ServerConfig
+from inference_server.ending import until_ended
+from inference_server.server import Server
 from protocol.channel.keys import server_keys
+from protocol.channel.sockets import ServerChannel
 from protocol.model_files import fingerprint, resolve_model
-from tests.fakes import serving
 from tests.learner.model_engine import ModelEngine
 
 
-async def serve(endpoint: str, keys: str) -> None:
+async def serve(endpoint: str, keys: str | None = None) -> None:
     path = resolve_model("tiny:digits")
-    async with serving(
-        ModelEngine(path), model=fingerprint(path), endpoint=endpoint, keys=server_keys(keys)
-    ) as running:
-        logging.info("ready")
-        await running.task
+    engine, channel = ModelEngine(path), ServerChannel(endpoint, server_keys(keys) if keys is not None else None)
+    server = Server(channel, engine, fingerprint(path), ServerConfig())
+    logging.info("ready")
+    try:
+        await until_ended([server.serve()], server.drain.run)
+    finally:
+        channel.close()
+        engine.close()
 
 
 if __name__ == "__main__":

@@ -72,6 +72,11 @@ class EngineLife:
         return f"the engine is being started again: {self._reason}" if self._reason else "the engine is being started"
 
     @property
+    def num_working(self) -> int:
+        """Of what was spawned and has not ended: groups, scores, pushes."""
+        return len(self._work)
+
+    @property
     def transports(self) -> list[str]:
         """What every worker offers."""
         first, *others = [place.transports for place in self.places]

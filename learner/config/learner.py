@@ -74,8 +74,8 @@ class LearnerConfig(Section):
     connect_timeout_s: MayChange[float] = 600.0
     """How long to wait for the server, at the start and whenever it is gone."""
     drain_timeout_s: MayChange[float] = 60.0
-    """How long a server whose endpoint was taken out of `endpoints_from` may finish the groups that it owes; then they are asked for
-    elsewhere."""
+    """How long a server whose endpoint was taken out of `endpoints_from`, or that was told to end and says so, may finish the groups that
+    it owes; then they are asked for elsewhere."""
     group_deadline_s: MayChange[float] = 600.0
     """How long a group that the server has begun may go without a token, pushes aside, before it is asked for again; if two or
     more of its completions had ended by then, it goes on with those."""

@@ -70,6 +70,13 @@ class Asking:
         for owed in self._owed_by(member):
             self._note_asked(owed, None)
 
+    async def handed_back(self, member: Member, group_id: str) -> None:
+        """Ask another for what this server has not begun and will not: that has cost no attempt."""
+        owed = self._owed.get(group_id)
+        if owed is not None and owed.owed_by == member.endpoint:
+            self._note_asked(owed, None)
+            await self._ask([owed])
+
     async def _ask(self, requests: Iterable[Owed]) -> None:
         unreachable: list[Member] = []
         for owed in requests:

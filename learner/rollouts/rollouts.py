@@ -166,6 +166,9 @@ class Rollouts:
         await (self._asking.begin(requests) if self._turns is None else self._turns.begin(requests))
 
     def _on_group(self, member: Member, message: Group | GroupFailed) -> None:
+        if isinstance(message, GroupFailed) and message.code == "draining":
+            self._loop.spawn(self._asking.handed_back(member, message.group_id))
+            return
         if self._turns is not None and self._turns.answered(member, message):
             return
         if isinstance(message, Group):

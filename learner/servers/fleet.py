@@ -191,7 +191,7 @@ class Fleet:
     @property
     def max_model_len(self) -> int:
         """That every server has which was ever there."""
-        return min(member.welcome.max_model_len for member in self.members if member.welcome is not None)
+        return min(link.welcome.max_model_len for link in self._links if link.welcome is not None)
 
     async def _open(self, endpoints: Collection[str]) -> tuple[Member, ...]:
         links = [ServerLink(one, self.hello, keys=self._keys, insecure=self._run.insecure) for one in endpoints]
@@ -200,6 +200,7 @@ class Fleet:
 
     async def _keep(self, member: Member) -> None:
         member.task, member.link.on_lost = asyncio.current_task(), partial(self._lost, member)
+        member.link.on_draining = partial(self._drains, member)
         try:
             await member.link.run(partial(self._on_group, member), partial(self._welcomed, member))
         except* HandshakeRefused as refused:
@@ -216,32 +217,52 @@ class Fleet:
                 member for member in self.members if not member.is_gone or member.endpoint in endpoints
             )
             known = [member.endpoint for member in self.members]
-            new = await self._open([endpoint for endpoint in endpoints if endpoint not in known])
-            self.members += new
-            for member in new:
-                self.loop.spawn(self._keep(member))
+            await self._take_in([endpoint for endpoint in endpoints if endpoint not in known])
             for member in self.members:
-                was_draining, member.is_draining = member.is_draining, member.endpoint not in endpoints
+                was_draining = member.is_draining
+                member.is_unlisted = member.endpoint not in endpoints
                 self._note(member)
                 if member.is_draining and not was_draining:
                     self.loop.spawn(self._drain(member))
 
+    async def _take_in(self, endpoints: Collection[str], in_place_of: Member | None = None) -> None:
+        new = await self._open(endpoints)
+        self.members = (*(member for member in self.members if member is not in_place_of), *new)
+        for member in new:
+            self.loop.spawn(self._keep(member))
+
+    def _drains(self, member: Member) -> None:
+        """The server has said that it ends."""
+        self._note(member)
+        if not self.is_connected:
+            log.info(
+                "the server at %s is draining and ends; no other is there, so one is waited for, up to %g s "
+                "(learner.connect_timeout_s)",
+                member.endpoint, self._run.learner.connect_timeout_s,
+            )  # fmt: skip
+        if not member.is_unlisted:
+            self.loop.spawn(self._drain(member))
+
     async def _drain(self, member: Member) -> None:
-        """Wait until it owes nothing, is lost, or is wanted again."""
+        """Wait until it owes nothing, is lost, or is wanted again. One that ends by itself does so once it is owed nothing either."""
         deadline = time.monotonic() + self._run.learner.drain_timeout_s
-        while member.is_draining and self._num_owed.get(member.endpoint) and member.link.connected:
+        while member.is_draining and member.link.connected:
+            num_owed = self._num_owed.get(member.endpoint, 0)
+            if not num_owed and not member.link.is_draining:
+                break
             if time.monotonic() > deadline:
-                log.warning(
-                    "the server at %s still owes %d groups after %g s (learner.drain_timeout_s); they are asked for elsewhere",
-                    member.endpoint, self._num_owed[member.endpoint], self._run.learner.drain_timeout_s,
-                )  # fmt: skip
+                if num_owed:
+                    log.warning(
+                        "the server at %s still owes %d groups after %g s (learner.drain_timeout_s); they are asked for elsewhere",
+                        member.endpoint, num_owed, self._run.learner.drain_timeout_s,
+                    )  # fmt: skip
                 break
             await asyncio.sleep(LOOK_EVERY_S)
         if member.is_draining:
             member.is_gone = True
             self._leave(member)
-            # An endpoint that is listed again before the next look is a server that joins, not the one that has gone.
-            self.members = tuple(other for other in self.members if other is not member)
+            # What comes there next, also if it is listed again before the next look, is a server that joins, not the one that has gone.
+            await self._take_in([] if member.is_unlisted else [member.endpoint], in_place_of=member)
 
     def _welcomed(self, member: Member, welcome: Welcome) -> None:
         for other in self.members:

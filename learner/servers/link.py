@@ -31,6 +31,7 @@ from protocol.errors import (
 from protocol.messages import (
     Ack,
     Cancel,
+    Farewell,
     Generate,
     Group,
     GroupFailed,
@@ -89,6 +90,11 @@ class ServerLink:
         self._connected = False
         self.on_lost: Callable[[], None] = _ignore
         """Called whenever the server is no longer connected."""
+        self.is_draining = False
+        """It has said that it ends once it has finished what it has begun. Another server needs another link."""
+        self._has_said_farewell = False
+        self.on_draining: Callable[[], None] = _ignore
+        """Called when it says so."""
         self._connection = 0
         """Counts the welcomes after a silence or by another server."""
         self._push: tuple[str, int] | None = None
@@ -119,10 +125,13 @@ class ServerLink:
             silent_s = time.monotonic() - self._last_heard_s
             if self._connected and (silent_s > DEAD_AFTER_S or self._channel.num_broken > self._num_broken):
                 why = f"no sign for {silent_s:.1f} s" if silent_s > DEAD_AFTER_S else "the connection broke"
-                log.warning("lost the server at %s (%s); waiting for it to come back", self.endpoint, why)
+                if not self.is_draining:
+                    log.warning("lost the server at %s (%s); waiting for it to come back", self.endpoint, why)
                 self._lose()
             self._num_broken = self._channel.num_broken
-            if not self._connected:
+            if self._connected and self.is_draining and not self._has_said_farewell:
+                self._has_said_farewell = await self._try_send(Farewell(), HELLO_INTERVAL_S)
+            elif not self._connected and not self.is_draining:  # whoever is there after it is another link's
                 await self._try_send(self._hello, HELLO_INTERVAL_S)
             await asyncio.sleep(HELLO_INTERVAL_S)
 
@@ -148,6 +157,8 @@ class ServerLink:
                     self._welcomed(message)
                     on_welcome(message)
                 case Group() | GroupFailed():
+                    if isinstance(message, GroupFailed) and message.code == "draining":
+                        self._drains()  # the pulse that says so may come later
                     on_group(message)
                 case _:
                     self._dispatch(message)
@@ -196,6 +207,13 @@ class ServerLink:
         if before is not None and before[0].server_id == pulse.server_id:
             self.server_idle_frac = min(1.0, (pulse.idle_s - before[0].idle_s) / max(now - before[1], 1e-3))
         self._last_pulse = (pulse, now)
+        if pulse.is_draining:
+            self._drains()
+
+    def _drains(self) -> None:
+        if not self.is_draining:
+            self.is_draining = True
+            self.on_draining()
 
     def _lose(self) -> None:
         self._connected = False

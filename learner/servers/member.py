@@ -1,8 +1,8 @@
 """One server of the fleet: the link to it and the weights that it has.
 
-    joining ─ welcomed ─▶ syncing ─ its push is published ─▶ ready ─ its endpoint is taken away ─▶ draining ─▶ gone
-       ▲                     │ lost, or a push failed          │                                                ▲
-       └─────────────────────┴─────────────────────────────────┘       any state, if it does not fit this run ──┘
+    joining ─ welcomed ─▶ syncing ─ its push is published ─▶ ready ─ its endpoint is taken away, or it says so ─▶ draining ─▶ gone
+       ▲                     │ lost, or a push failed          │                                                             ▲
+       └─────────────────────┴─────────────────────────────────┘                    any state, if it does not fit this run ──┘
 
 Between the link and whoever asks for groups or pushes. Invariant: what it is follows from what is known of it; no state is kept
 that could contradict it.
@@ -28,9 +28,14 @@ class Member:
         """Server id and version of what was published last with this server among those that have it."""
         self.chosen_at = 0
         """When it was last chosen, in choices of the fleet."""
-        self.is_draining = self.is_gone = False
+        self.is_unlisted = self.is_gone = False
         self.noted_state: State = "joining"
         """The last one that was told."""
+
+    @property
+    def is_draining(self) -> bool:
+        """Its endpoint was taken out of the list, or the server was told to end and has said so."""
+        return self.is_unlisted or self.link.is_draining
 
     @property
     def welcome(self) -> Welcome | None:

@@ -132,8 +132,7 @@ class ParityProbe:
         if self._every_steps == 0 or version % self._every_steps:
             return None
         index = version // self._every_steps % len(self._sequences)
-        welcomes = [member.link.welcome for member in self._fleet.members]
-        token_ids = self._sequences[index][-min(_longest(welcome) for welcome in welcomes if welcome is not None) :]
+        token_ids = self._sequences[index][-_longest(self._fleet.max_model_len) :]
         return Expected(version, token_ids, self._logprobs(token_ids))
 
     def ask(self, members: Collection[Member], expected: Expected | None) -> None:
@@ -167,6 +166,8 @@ class ParityProbe:
                     expected.version, member.endpoint, self._patience_s,
                 )  # fmt: skip
             except SlipstreamError as error:
+                if member.is_draining:
+                    continue  # it has ended as it said
                 log.warning("parity of version %d could not be checked: %s", expected.version, error)
             else:
                 theirs_T = _of_version(member, theirs, expected.version)
@@ -189,7 +190,7 @@ class ParityProbe:
 
     def _of_all(self, member: Member, logprobs: Callable[[list[int]], torch.Tensor]) -> torch.Tensor:
         assert member.link.welcome is not None
-        longest = _longest(member.link.welcome)
+        longest = _longest(member.link.welcome.max_model_len)
         return torch.cat([logprobs(sequence[-longest:]) for sequence in self._sequences])
 
     def _compare(self, member: Member, replica: int, difference_T: torch.Tensor) -> float:
@@ -230,9 +231,9 @@ def _replicas(member: Member) -> range:
     return range(member.link.welcome.num_replicas)
 
 
-def _longest(welcome: Welcome) -> int:
-    """Tokens of a sequence that the server scores: vLLM does so on the way to one more."""
-    return welcome.max_model_len - 1
+def _longest(max_model_len: int) -> int:
+    """Tokens of a sequence that a server scores: vLLM does so on the way to one more."""
+    return max_model_len - 1
 
 
 def _of_version(member: Member, scores: Scores, version: int | None) -> torch.Tensor:

@@ -149,8 +149,8 @@ class Pusher:
         self, version: int, tensors: Tensors, members: list[Member] | None = None
     ) -> PushReport | None:
         self._forget_gone()
-        reason = ""
-        for attempt in range(1, self._config.max_attempts + 1):
+        reason, attempt = "", 1
+        while attempt <= self._config.max_attempts:
             due = self._due(version, members)
             reports, failures = self._round(version, tensors, due)
             for member, error in failures.items():
@@ -160,6 +160,7 @@ class Pusher:
                 return self._summary(version, reports)
             if self.holders(version if members is None else None):
                 return None
+            attempt += not failures or any(not member.is_draining for member in failures)
         raise PushError(
             f"version {version} could not be pushed in {self._config.max_attempts} attempts (learner.push.max_attempts); "
             f"the last failure: {reason}"
@@ -236,6 +237,10 @@ class Pusher:
         if self._closing.is_set():
             push.give_up(greet_again=False)
             raise error
+        if member.is_draining:
+            log.info("version %d is not pushed to the server at %s: it ends", version, member.endpoint)
+            push.give_up(greet_again=False)
+            return
         to = f" to {member.endpoint}" if self._fleet.is_several else ""
         log.warning("push of version %d%s failed while %s (attempt %d): %s", version, to, push.state, attempt, error)
         self.failed(member)

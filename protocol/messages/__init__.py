@@ -1,6 +1,6 @@
 """Every message on the wire.
 
-    learner ── Hello, Generate, Ack, Cancel, Score, PushBegin, PushAbort ──▶ server
+    learner ── Hello, Generate, Ack, Cancel, Score, PushBegin, PushAbort, Farewell ──▶ server
     learner ◀── Welcome, Refused, Pulse, Group, GroupFailed, Scores, PushReady, PushDone, PushFailed ── server
     a doctor ── Probe, Trial ──▶ server ── Vitals, TrialEnded ──▶ the doctor
 
@@ -21,7 +21,7 @@ from protocol.messages.generation import (
     Score,
     Scores,
 )
-from protocol.messages.handshake import PROTOCOL_VERSION, Hello, ModelFingerprint, Pulse, Refused, Welcome
+from protocol.messages.handshake import PROTOCOL_VERSION, Farewell, Hello, ModelFingerprint, Pulse, Refused, Welcome
 from protocol.messages.parts import DTYPES, Message, Part
 from protocol.messages.probe import MAX_TRIAL_BYTES, Probe, Trial, TrialEnded, Vitals
 from protocol.messages.push import (
@@ -37,13 +37,13 @@ from protocol.messages.push import (
 )
 
 __all__ = [
-    "DTYPES", "MAX_STOPS", "MAX_STOP_LENGTH", "MAX_TRIAL_BYTES", "PROTOCOL_VERSION", "Ack", "Cancel", "Completion", "Generate", "Group",
-    "GroupFailed", "Hello", "LearnerMessage", "Manifest", "Message", "ModelFingerprint", "Part", "Probe", "Pulse", "PushAbort",
+    "DTYPES", "MAX_STOPS", "MAX_STOP_LENGTH", "MAX_TRIAL_BYTES", "PROTOCOL_VERSION", "Ack", "Cancel", "Completion", "Farewell", "Generate",
+    "Group", "GroupFailed", "Hello", "LearnerMessage", "Manifest", "Message", "ModelFingerprint", "Part", "Probe", "Pulse", "PushAbort",
     "PushBegin", "PushDone", "PushFailed", "PushReady", "Refused", "Rendezvous", "Sampling", "Score", "Scores", "ServerMessage",
     "TensorSpec", "Transport", "Trial", "TrialEnded", "Vitals", "Welcome",
 ]  # fmt: skip
 
-LearnerMessage = Hello | Generate | Ack | Cancel | Score | PushBegin | PushAbort | Probe | Trial
+LearnerMessage = Hello | Generate | Ack | Cancel | Score | PushBegin | PushAbort | Farewell | Probe | Trial
 ServerMessage = (
     Welcome | Refused | Pulse | Group | GroupFailed | Scores | PushReady | PushDone | PushFailed | Vitals | TrialEnded
 )

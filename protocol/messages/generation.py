@@ -91,10 +91,13 @@ class Group(Message):
 
 
 class GroupFailed(Message):
-    """The group will not come; sent again only if `retryable`."""
+    """The group will not come; sent again only if `retryable`.
+
+    "draining": the server ends and has not begun with it; it is asked of another, or of the next one, and nothing has failed.
+    """
 
     group_id: Name
-    code: Literal["invalid_prompt", "deadline", "engine_error", "not_ready"]
+    code: Literal["invalid_prompt", "deadline", "engine_error", "not_ready", "draining"]
     message: str
     retryable: bool
 

@@ -66,3 +66,9 @@ class Pulse(Message):
     tokens_generated: int
     idle_s: float
     """Seconds since the start of the server in which no group was running."""
+    is_draining: bool = False
+    """It was told to end: it finishes what it has begun, takes nothing more on, and is then gone. Answered by a Farewell."""
+
+
+class Farewell(Message):
+    """The learner has heard that the server is draining and asks it for nothing more: all that it has asked came before this."""

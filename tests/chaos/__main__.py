@@ -1,9 +1,9 @@
 """`python -m tests.chaos [--json] [--seed S] [--faults N] [--servers M] [--engine real|fake] [--out DIR]`
 
 Runs the system as separate processes, kills, stops and cuts off its parts at random moments and at every named state, starts
-again what has died, and audits what is left. Exit code 0 only if nothing was lost, duplicated, mislabelled, crashed or hung, no more
-than one fault in ten (or a single one) could not be done, and training on several servers never stood still for more than 10 s while one
-of them was left.
+again what has died, and audits what is left. Exit code 0 only if nothing was lost, duplicated, mislabelled, crashed or hung, every
+server that was told to end did so in order, no more than one fault in ten (or a single one) could not be done, and training on several
+servers never stood still for more than 10 s while one of them was left.
 """
 
 import argparse
@@ -92,8 +92,8 @@ def run_leg(leg: Leg, engine: Engine, directory: Path) -> LegReport:
     if leg.num_servers > 1 and not wrong:
         shutil.rmtree(directory / WEIGHTS)  # of far more steps than a run on one server has, which waits for it
     return LegReport(
-        leg=leg, struck=supervisor.struck, hangs=supervisor.hangs, died=supervisor.died, prompts=prompts,
-        num_completions_checked=num_checked, versions_wrong=wrong, stops=longest_stops(run, supervisor),
+        leg=leg, struck=supervisor.struck, hangs=supervisor.hangs, died=supervisor.died, undrained=supervisor.undrained,
+        prompts=prompts, num_completions_checked=num_checked, versions_wrong=wrong, stops=longest_stops(run, supervisor),
     )  # fmt: skip
 
 

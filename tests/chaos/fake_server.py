@@ -6,24 +6,28 @@ served although they are torn show in the tokens.
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from inference_server.config import ServerRun
-from inference_server.engine.interface import PushOrder, WorkerReport
+from inference_server.ending import until_ended
+from inference_server.engine.interface import PushOrder, Sampled, WorkerReport
+from inference_server.server import Server
+from protocol.channel.sockets import ServerChannel
 from protocol.config import load_config
 from protocol.errors import PushError
 from protocol.messages import Completion, Sampling
 from protocol.model_files import fingerprint, resolve_model
 from tests.chaos.server_process import set_traps
-from tests.fakes import ScriptedEngine, report, serving
+from tests.fakes import ScriptedEngine, report
 from tests.learner.model_engine import ModelEngine
 
 
 def run(chaos_dir: Path, arguments: list[str]) -> None:
-    """Serve until killed."""
+    """Serve until killed, or told to end."""
     set_traps(chaos_dir, calls=("pause", "load_push"))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     asyncio.run(_serve(load_config(ServerRun, arguments, "fake server")))
@@ -31,9 +35,13 @@ def run(chaos_dir: Path, arguments: list[str]) -> None:
 
 async def _serve(config: ServerRun) -> None:
     path = resolve_model(config.model)
-    engine = InPlaceModelEngine(path)
-    async with serving(engine, config.server, fingerprint(path), config.endpoint) as running:
-        await running.task
+    engine, channel = InPlaceModelEngine(path), ServerChannel(config.endpoint)
+    server = Server(channel, engine, fingerprint(path), config.server)
+    try:
+        await until_ended([server.serve()], server.drain.run)
+    finally:
+        channel.close()
+        engine.close()
 
 
 GENERATE_S = 0.1
@@ -46,6 +54,15 @@ class InPlaceModelEngine(ModelEngine):
     def __init__(self, model_path: Path) -> None:
         super().__init__(model_path)
         self._parameters = dict(self.model.named_parameters())
+        self._num_asked = 0
+
+    async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling, salt: str) -> AsyncIterator[Sampled]:
+        """Every other group says at once that it has begun, so that a server that is told to end has some of both kinds."""
+        self._num_asked += 1
+        if self._num_asked % 2 and self.version is not None:
+            yield Sampled(entered_version=self.version, salt=salt, completions={})
+        async for sampled in super().generate(prompt_token_ids, sampling, salt):
+            yield sampled
 
     async def sample(self, prompt_token_ids: np.ndarray, sampling: Sampling) -> tuple[list[Completion], int]:
         await asyncio.sleep(GENERATE_S)

@@ -27,6 +27,7 @@ class LegReport(msgspec.Struct, frozen=True, kw_only=True):
     struck: list[Struck]
     hangs: list[str]
     died: list[str]
+    undrained: list[str]
     prompts: Prompts
     num_completions_checked: int
     versions_wrong: list[str]
@@ -67,6 +68,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     completions_checked: int
     crashes: int
     """Processes that nobody had struck and that ended in a traceback."""
+    undrained: int
+    """Servers that were told to end and did not with exit code 0 and in time."""
     ended_by_themselves: dict[str, int]
     """Processes that nobody had struck; each was started again."""
     notice_s: Spread
@@ -89,6 +92,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_clean(self) -> bool:
         num_wrong = self.lost + self.duplicated + self.overtaken + self.hangs + self.versions_wrong + self.crashes
+        num_wrong += self.undrained
         has_stopped = self.longest_stop_s is not None and self.longest_stop_s > MAX_STOP_S
         return (
             num_wrong == 0
@@ -101,7 +105,7 @@ def make_report(seed: int, engine: Engine, legs: Sequence[LegReport], seconds: f
     struck = [each for leg in legs for each in leg.struck]
     names = {id(each): f"leg {leg.leg.number}: {each.fault}" for leg in legs for each in leg.struck}
     asked = sum(len(leg.leg.faults) for leg in legs)
-    lost, duplicated, overtaken, hangs, wrong, crashes = (
+    lost, duplicated, overtaken, hangs, wrong, crashes, undrained = (
         [f"leg {leg.leg.number}: {kind}: {text}" for leg in legs for text in texts(leg)]
         for kind, texts in (
             ("lost", lambda leg: leg.prompts.lost),
@@ -110,6 +114,7 @@ def make_report(seed: int, engine: Engine, legs: Sequence[LegReport], seconds: f
             ("hang", lambda leg: leg.hangs),
             ("wrong version", lambda leg: leg.versions_wrong),
             ("crash", lambda leg: [died for died in leg.died if TRACEBACK in died]),
+            ("not drained", lambda leg: leg.undrained),
         )
     )
     stops = sorted(((stop.seconds, _in_words(leg, stop)) for leg in legs for stop in leg.stops), reverse=True)
@@ -133,6 +138,7 @@ def make_report(seed: int, engine: Engine, legs: Sequence[LegReport], seconds: f
         versions_wrong=len(wrong),
         completions_checked=sum(leg.num_completions_checked for leg in legs),
         crashes=len(crashes),
+        undrained=len(undrained),
         ended_by_themselves=_counted(died for leg in legs for died in leg.died),
         notice_s=_spread((each.notice_s, names[id(each)]) for each in struck if each.fault.target != "learner"),
         server_notice_s=_spread((each.notice_s, names[id(each)]) for each in struck if each.fault.target == "learner"),
@@ -144,7 +150,7 @@ def make_report(seed: int, engine: Engine, legs: Sequence[LegReport], seconds: f
         faults_per_minute=round(60 * len(struck) / seconds, 1),
         problems=[
             problem
-            for kind in (hangs, lost, duplicated, overtaken, wrong, crashes, too_long)
+            for kind in (hangs, lost, duplicated, overtaken, wrong, crashes, undrained, too_long)
             for problem in kind[:NUM_TOLD]
         ],
     )

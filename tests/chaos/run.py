@@ -32,6 +32,8 @@ REAL_SERVER = {
 }  # fmt: skip
 PUSH_TIMEOUT_S = 20.0
 """More than work may take to go on, so that whoever can only wait for it shows."""
+DRAIN_TIMEOUT_S = 30.0
+"""More than a server that is told to end may take, also if the learner is struck meanwhile: one that takes so long waits in vain."""
 PAUSE_TIMEOUT_S = 10.0
 """More than a stop lasts, so that only a call that hangs takes so long."""
 
@@ -153,7 +155,7 @@ def make_config(leg: Leg, engine: Engine, directory: Path) -> LearnerRun:
         "report": {"trackers": [], "dashboard_port": 0}, "connect_timeout_s": 240.0, "group_deadline_s": 60.0,
     }  # fmt: skip
     server = (REAL_SERVER if engine == "real" else {}) | {
-        "max_engine_restarts": 100, "pause_timeout_s": PAUSE_TIMEOUT_S, "http_port": 0, "receive_overlap": leg.receive_overlap, "tensor_parallel_size": leg.num_workers,
+        "max_engine_restarts": 100, "pause_timeout_s": PAUSE_TIMEOUT_S, "drain_timeout_s": DRAIN_TIMEOUT_S, "http_port": 0, "receive_overlap": leg.receive_overlap, "tensor_parallel_size": leg.num_workers,
     }  # fmt: skip
     table = {
         "model": "tiny:digits", "run_dir": str(directory / "run"), "dtype": "float32",

@@ -12,7 +12,7 @@ import msgspec
 Engine = Literal["fake", "real"]
 Process = Literal["server", "learner", "engine"]
 Target = Literal["server", "engine core", "worker", "learner", "reward worker", "link", "call", "list"]
-Kind = Literal["kill", "stop", "stop, then kill", "cut", "stall", "hang", "leave"]
+Kind = Literal["kill", "stop", "stop, then kill", "cut", "stall", "hang", "leave", "drain"]
 
 FAULTS_PER_LEG = 25
 WORKER_FAULTS_SHARE = 0.1
@@ -89,6 +89,8 @@ KINDS: dict[Target, tuple[Kind, ...]] = {
     "call": ("hang",),
     "list": ("leave",),
 }
+DRAIN: Kind = "drain"
+"""One of several servers is told to end, and another takes its place."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,9 +102,14 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     target: Target
     kind: Kind
     seconds: float
-    """How long a stop, a cut, a stall or an absence lasts; 0 for a kill and a call that hangs."""
+    """How long a stop, a cut, a stall or an absence lasts; 0 for a kill, a call that hangs and a drain."""
     server: int | None = None
     """Of several: the one that is struck, or whose state it is."""
+
+    @property
+    def ends_a_process(self) -> bool:
+        """A server or learner, which is to be started again."""
+        return self.target in ("server", "learner") and self.kind in ("kill", "stop, then kill", DRAIN)
 
     def __str__(self) -> str:
         lasting = f" for {self.seconds:g} s" if self.seconds else ""
@@ -131,7 +138,7 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
 def schedule(seed: int, num_faults: int, engine: Engine, num_servers: int = 1) -> list[Leg]:
     """Share the faults out over legs. Every state comes up once before any comes up again.
 
-    On several servers the list that names them changes too, and none has several workers.
+    On several servers the list that names them changes too, one may be told to end, and none has several workers.
     """
     is_several = num_servers > 1
     dice = random.Random(f"{seed}/{num_faults}/{engine}" + (f"/{num_servers}" if is_several else ""))
@@ -176,10 +183,11 @@ def _fault(
         dice.shuffle(deck)
     state = deck.pop(max(i for i, state in enumerate(deck) if may_hang or state.process != "engine"))
     target = "call" if state.process == "engine" else _target(dice, state.process, targets)
-    kind = dice.choice(KINDS[target])
+    is_several = "list" in targets
+    kind = dice.choice((*KINDS[target], DRAIN, DRAIN) if target == "server" and is_several else KINDS[target])
     return Fault(
         after_step=after_step, state=state, nth=dice.randint(1, state.num_times), target=target, kind=kind,
-        seconds=0.0 if kind in ("kill", "hang") else dice.choice(DURATIONS_S),
+        seconds=0.0 if kind in ("kill", "hang", DRAIN) else dice.choice(DURATIONS_S),
     )  # fmt: skip
 
 

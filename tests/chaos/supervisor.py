@@ -17,12 +17,14 @@ from tests.chaos.events import since
 from tests.chaos.outages import Harm, Remedy
 from tests.chaos.place import Place
 from tests.chaos.process import is_stopped, strike
-from tests.chaos.run import Run
-from tests.chaos.schedule import STEPS_PER_FAULT, Fault, Leg
+from tests.chaos.run import DRAIN_TIMEOUT_S, Run
+from tests.chaos.schedule import DRAIN, STEPS_PER_FAULT, Fault, Kind, Leg
 from tests.chaos.struck import Struck, first_up, notice_s, work_goes_on
 from tests.chaos.traps import flip_of, set_trap
 
 POLL_S = 0.01
+SIGNALS: dict[Kind, signal.Signals] = {"kill": signal.SIGKILL, DRAIN: signal.SIGTERM}
+"""That a process ends of; it is only stopped by other faults."""
 HANG_S = 120.0
 """More than every deadline in the config of a run together and a start of vLLM, so whatever takes longer waits for nothing."""
 WORKERS_START_S = 120.0
@@ -45,7 +47,7 @@ class Hang(Exception):
 
 
 class Supervisor:
-    """Runs one leg; `struck`, `hangs`, `died` and `harms` are its findings."""
+    """Runs one leg; `struck`, `hangs`, `died`, `undrained` and `harms` are its findings."""
 
     def __init__(self, leg: Leg, run: Run, say: Callable[[str], None]) -> None:
         self._leg, self._run, self._say = leg, run, say
@@ -55,6 +57,9 @@ class Supervisor:
         self.hangs: list[str] = []
         self.died: list[str] = []
         """Processes that ended although nobody had struck them."""
+        self.undrained: list[str] = []
+        """Servers that were told to end and did not do so in order."""
+        self._told_to_end: Place | None = None
         self.harms: list[Harm] = []
         self._is_over = False
 
@@ -173,8 +178,8 @@ class Supervisor:
         elif fault.target == "list":
             run.take_off_the_list(place)
         elif victim is not None:
-            strike(victim, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
-        if holder != victim:
+            strike(victim, SIGNALS.get(fault.kind, signal.SIGSTOP))
+        if holder != victim or fault.kind == DRAIN:
             strike(holder, signal.SIGCONT)
         if is_process and victim is None:
             return None
@@ -183,7 +188,7 @@ class Supervisor:
             place.link.restore()
         elif fault.target == "list":
             run.list_again()
-        elif victim is not None and fault.kind != "kill":
+        elif victim is not None and fault.kind not in SIGNALS:
             strike(victim, signal.SIGKILL if fault.kind == "stop, then kill" else signal.SIGCONT)
         if harm is not None and harm.until == "let go":
             harm.let_go_s = time.monotonic()
@@ -194,7 +199,7 @@ class Supervisor:
         """None: of a reward worker, which the learner starts again itself."""
         if fault.target == "reward worker":
             return None
-        has_to_start = fault.kind in ("kill", "stop, then kill", "hang")
+        has_to_start = fault.kind in ("kill", "stop, then kill", "hang", DRAIN)
         is_engine = fault.target in ("engine core", "worker", "call")
         until: Remedy = "let go" if not has_to_start else "engine up" if is_engine else "up"
         return self._note_harm(None if fault.target == "learner" else self._run.place(fault).number, until)
@@ -214,9 +219,11 @@ class Supervisor:
         """Start again what was killed, and note when it could work."""
         fault, run = struck.fault, self._run
         struck.back_at = time.monotonic()
-        if fault.target not in ("server", "learner") or "kill" not in fault.kind:
+        if not fault.ends_a_process:
             return
         place = run.place(fault) if fault.target == "server" else None
+        if place is not None and fault.kind == DRAIN:
+            self._see_it_end(place, struck)
         self._start_again(place)
         started_at = (run.learner if place is None else place.process).started_at
         server = fault.server if place is not None else None
@@ -227,6 +234,16 @@ class Supervisor:
         self._until(lambda: up_at() is not None, f"{fault.target} up after: {fault}")
         if (at := up_at()) is not None:
             struck.back_at, struck.start_s = at, at - started_at
+
+    def _see_it_end(self, place: Place, struck: Struck) -> None:
+        """It ends by itself, once it has finished what it had begun."""
+        self._told_to_end = place
+        self._until(lambda: place.process.exit_code is not None, f"an end after: {struck.fault}")
+        self._told_to_end = None
+        code, lasted_s = place.process.exit_code, time.monotonic() - struck.struck_at
+        if code not in (0, None) or lasted_s > DRAIN_TIMEOUT_S:  # None: the run was over before
+            last_words = self._run.last_words(place.directory / "server.log")
+            self.undrained.append(f"exit code {code} after {lasted_s:.1f} s: {struck.fault}: {last_words}")
 
     # --- waiting
 
@@ -256,7 +273,7 @@ class Supervisor:
             self._note_death("learner", run.learner.exit_code, run.directory / "learner.log")
             self._start_again(None)
         for place in run.places:
-            if place.process.exit_code is not None:
+            if place.process.exit_code is not None and place is not self._told_to_end:
                 self._note_death("server", place.process.exit_code, place.directory / "server.log")
                 self._start_again(place)
 

@@ -245,6 +245,7 @@ def strike(target: Target, kind: Kind) -> Struck:
         ("server", "kill", [(10.4, "server lost"), (15.0, "server found")], 0.4),
         ("server", "kill", [(15.0, "server found"), (17.0, "server lost")], None),
         ("server", "kill", [(31.0, "server lost")], None),
+        ("server", "drain", [(10.4, "server lost")], None),
         ("reward worker", "kill", [(10.4, "server lost")], None),
     ],
 )
@@ -256,13 +257,13 @@ def test_a_peer_is_noticed_only_by_who_was_connected_and_before_it_is_back(
 
 
 def report_of(
-    num_asked: int, struck: list[Struck], died: Sequence[str] = (), stops: Sequence[Stop] = ()
+    num_asked: int, struck: list[Struck], died: Sequence[str] = (), stops: Sequence[Stop] = (), undrained: Sequence[str] = ()
 ) -> Report:  # fmt: skip
     leg = msgspec.structs.replace(schedule(0, 1, "fake")[0], faults=tuple([strike("link", "cut").fault] * num_asked))
     prompts = Prompts(expected=1, consumed_once=1, lost=[], duplicated=[], overtaken=[])
     found = LegReport(
-        leg=leg, struck=struck, hangs=[], died=list(died), prompts=prompts, num_completions_checked=1, versions_wrong=[],
-        stops=list(stops),
+        leg=leg, struck=struck, hangs=[], died=list(died), undrained=list(undrained), prompts=prompts,
+        num_completions_checked=1, versions_wrong=[], stops=list(stops),
     )  # fmt: skip
     return make_report(0, "fake", [found], 1.0)
 
@@ -293,6 +294,12 @@ def test_a_campaign_in_which_a_process_ended_in_a_traceback_is_not_clean() -> No
     crashed = report_of(1, [strike("link", "cut")], died=["server with exit code 1: TypeError: of ours"])
     assert told.is_clean and not crashed.is_clean
     assert crashed.problems == ["leg 0: crash: server with exit code 1: TypeError: of ours"]
+
+
+def test_a_campaign_in_which_a_server_that_was_told_to_end_did_not_do_so_in_order_is_not_clean() -> None:
+    report = report_of(1, [strike("server", "drain")], undrained=["exit code -15 after 0.1 s: stopping"])
+    assert not report.is_clean and report.undrained == 1
+    assert report.problems == ["leg 0: not drained: exit code -15 after 0.1 s: stopping"]
 
 
 @pytest.mark.parametrize(("seconds", "is_clean"), [(9.9, True), (10.1, False)])

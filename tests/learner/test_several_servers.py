@@ -1,9 +1,11 @@
 """Whole runs on several servers (the real server code with a transformers model): each is used, and none is needed."""
 
+import logging
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,10 @@ def assert_each_prompt_once(run: LearnerRun, num_steps: int) -> None:
     consumed = rows_of(run, "epoch, prompt_id", "state = 'consumed'")
     assert sorted(consumed) == [(index // 8, index % 8) for index in range(3 * num_steps)]
     assert rows_of(run, "max(attempt), count(*)") == [(0, 3 * num_steps)]
+
+
+def warnings_about_servers(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING and ".servers." in one.name]
 
 
 def free_endpoint() -> str:
@@ -158,6 +164,54 @@ def test_servers_come_and_go_with_a_file(
     assert f"the server at {one.endpoint}: ready → draining" in caplog.text
     assert f"the server at {one.endpoint}: draining → gone" in caplog.text
     assert metrics_of(run)[-1]["servers/ready"] == 2 and metrics_of(run)[-1]["servers/gone"] == 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_server_that_is_told_to_end_costs_nothing_and_no_warning(
+    tmp_path: Path, overlap: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "learner")
+    leaves, stays = Engine(), Engine()
+    drained: list[Future[None]] = []
+    with servers(leaves, stays) as (one, other):
+        leaves.on_version[2] = lambda: drained.append(one.told_to_end())
+        run = make_run(tmp_path, one.endpoint, other.endpoint, steps=40, push={"overlap": overlap})
+        train(run, resume=False)
+        drained[0].result(TIMEOUT_S)
+    assert_each_prompt_once(run, 40)
+    assert stays.versions == list(range(41)) and leaves.versions[-1] <= 3 and leaves.prompts
+    told = [event.what for event in read_events(Path(run.run_dir) / "timeline.jsonl")]
+    assert [what.partition(": ")[2] for what in told if one.endpoint in what][-2:] == [
+        "ready → draining", "draining → gone",
+    ]  # fmt: skip
+    assert metrics_of(run)[-1]["servers/ready"] == metrics_of(run)[-1]["servers/joining"] == 1
+    assert warnings_about_servers(caplog) == []
+
+
+@pytest.mark.parametrize("max_attempts", [1, 3])
+def test_the_only_server_is_told_to_end_and_the_next_one_at_its_endpoint_goes_on(
+    tmp_path: Path, max_attempts: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "learner")
+    first, second, endpoint = Engine(), Engine(), free_endpoint()
+    with ExitStack() as cleanup:
+        one = cleanup.enter_context(tiny_server(first, endpoint))
+
+        def follow() -> None:
+            one.told_to_end().result(TIMEOUT_S)
+            one.__exit__()
+            cleanup.enter_context(tiny_server(second, endpoint))
+
+        follower = threading.Thread(target=follow)
+        first.on_version[2] = follower.start
+        run = make_run(tmp_path, endpoint, steps=16, push={"max_attempts": max_attempts})
+        train(run, resume=False)
+        follower.join(TIMEOUT_S)
+    assert_each_prompt_once(run, 16)
+    assert first.versions[-1] in (2, 3) and second.versions[-1] == 16 and second.prompts
+    lines = [record.getMessage() for record in caplog.records]
+    assert sum("is draining and ends; no other is there" in line for line in lines) == 1
+    assert warnings_about_servers(caplog) == []
 
 
 def test_two_names_of_one_server_are_one_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

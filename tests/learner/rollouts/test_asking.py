@@ -230,3 +230,77 @@ def test_a_server_that_is_taken_out_and_does_not_finish_is_left(
         assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 1, 2] and slots(rollouts.take(0, TIMEOUT_S)) == [3, 4, 5]
     assert sorted(other.generated) == [f"{slot}.0" for slot in range(6)]
     assert "still owes 3 groups after 0.2 s (learner.drain_timeout_s)" in caplog.text
+
+
+def drains(server: HandServer, request: Generate) -> list[Message]:
+    return [GroupFailed(group_id=request.group_id, code="draining", message="scripted", retryable=True)]
+
+
+def test_a_server_that_says_that_it_ends_finishes_what_it_owes_and_is_followed_by_another_at_its_endpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "learner")
+    late, other = Late(is_silent), HandServer(answers)
+    with hand_servers(late, other), rollouts_on(tmp_path, late.endpoint, other.endpoint) as (fleet, rollouts):
+        told = list[str]()
+        fleet.on_change = told.append
+        rollouts.publish(0, "server-0", "server-1")
+        until(lambda: len(late.generated) == 3 and len(other.acked) == 3, "each is asked for three")
+        leaving, late.is_draining = fleet.members[0], True
+        until(lambda: leaving.state(0) == "draining", "it has said so")
+        assert rollouts.take(0, 0.3) is None and len(other.generated) == 3 and leaving in fleet.members
+        rollouts._loop.call(leaving.link._channel.send(fleet.hello, TIMEOUT_S), TIMEOUT_S)  # it answers then
+        assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 1, 2] and slots(rollouts.take(0, TIMEOUT_S)) == [3, 4, 5]
+        until(lambda: len(late.acked) == 3, "all that it gave is acknowledged")
+        late.close()
+        until(lambda: leaving.state(0) == "gone", "it has ended")
+        until(lambda: [member.state(0) for member in fleet.members] == ["ready", "joining"], "another is waited for")
+        assert fleet.members[1].endpoint == late.endpoint and len(late.generated) == 3
+    told = [what for what in told if late.endpoint in what][-2:]
+    assert told == [f"the server at {late.endpoint}: {change}" for change in ("ready → draining", "draining → gone")]
+    assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+
+
+def test_what_a_server_that_ends_has_not_begun_is_asked_for_elsewhere_and_costs_no_attempt(tmp_path: Path) -> None:
+    ending, other = HandServer(drains), HandServer(answers)
+    with hand_servers(ending, other), rollouts_on(tmp_path, ending.endpoint, other.endpoint) as (fleet, rollouts):
+        rollouts.publish(0, "server-0", "server-1")
+        assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 1, 2] and slots(rollouts.take(0, TIMEOUT_S)) == [3, 4, 5]
+        assert fleet.members[0].state(0) == "draining", "its refusal says so too"
+    assert len(ending.generated) <= 3, "it is asked for nothing more once it has refused"
+    assert sorted(other.generated) == [f"{slot}.0" for slot in range(6)]
+    assert counts(tmp_path).lost == 0
+
+
+def test_a_server_that_says_that_it_ends_and_does_not_is_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    one, other = HandServer(is_silent), HandServer(answers)
+    with hand_servers(one, other):
+        run = make_run(tmp_path, one.endpoint, other.endpoint, steps=10, max_staleness=1, drain_timeout_s=0.2)
+        with rollouts_of(run) as (fleet, rollouts):
+            rollouts.start(0)
+            until(lambda: len(fleet.connected()) == 2, "both are connected")
+            rollouts.publish(0, "server-0", "server-1")
+            until(lambda: len(one.generated) == 3, "it owes three")
+            one.is_draining = True
+            assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 1, 2] and slots(rollouts.take(0, TIMEOUT_S)) == [3, 4, 5]
+    assert sorted(other.generated) == [f"{slot}.0" for slot in range(6)]
+    assert "still owes 3 groups after 0.2 s (learner.drain_timeout_s)" in caplog.text
+
+
+def test_when_the_only_server_ends_one_line_says_that_another_is_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "learner")
+    one = HandServer(is_silent)
+    with hand_servers(one), rollouts_on(tmp_path, one.endpoint) as (fleet, rollouts):
+        rollouts.publish(0, "server-0")
+        until(lambda: len(one.generated) == 6, "it owes all")
+        caplog.clear()
+        one.is_draining = True
+        until(lambda: not fleet.is_connected, "it has said so")
+        one.close()
+        until(lambda: [member.state(0) for member in fleet.members] == ["joining"], "another is waited for")
+        assert rollouts.take(0, 0.1) is None and len(rollouts._asking.group_ids) == 6
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith(f"the server at {one.endpoint} is draining and ends; no other is there")
+    assert "(learner.connect_timeout_s)" in line

@@ -85,7 +85,7 @@ class HandServer:
         self, answer: Callable[["HandServer", Generate], list[Message]], max_concurrent_sequences: int = 8
     ) -> None:
         self.max_concurrent_sequences = max_concurrent_sequences
-        self.version, self.server_id = 0, "server-1"
+        self.version, self.server_id, self.is_draining = 0, "server-1", False
         self.generated: list[str] = []
         self.requests: list[Generate] = []
         self.acked: list[str] = []
@@ -112,7 +112,8 @@ class HandServer:
                 await asyncio.sleep(0.5)
                 if peer:
                     await channel.send(peer, Pulse(server_id=self.server_id, policy_version=self.version, groups_running=0,
-                                                   groups_unacked=0, tokens_generated=0, idle_s=0.0))  # fmt: skip
+                                                   groups_unacked=0, tokens_generated=0, idle_s=0.0,
+                                                   is_draining=self.is_draining))  # fmt: skip
 
         beating = asyncio.create_task(pulse())
         try:

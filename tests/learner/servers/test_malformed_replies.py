@@ -11,7 +11,7 @@ from learner.rollouts.ledger import Ledger
 from learner.train import train
 from protocol.codec import decode, encode
 from protocol.errors import ProtocolError
-from protocol.messages import Group, Message, ServerMessage, Welcome
+from protocol.messages import Group, GroupFailed, Message, Pulse, ServerMessage, Welcome
 from tests.learner.model_engine import tiny_server
 from tests.learner.test_train import GROUPS_PER_STEP, make_run, metrics_of
 from tests.malformed import COMPLETION, TO_LEARNER, Frames, without_end
@@ -75,14 +75,18 @@ class Meddler:
 
 
 def harmless(messages: Iterator[Frames]) -> Iterator[tuple[Frames, bool]]:
-    """Leave out the Welcomes that still are some: by that word of another server all weights would be pushed again."""
+    """Leave out the Welcomes that still are some: by that word of another server all weights would be pushed again; and the word that
+    the server ends, after which the learner would wait for another.
+    """
     for frames in messages:
         try:
             message: Message = decode(frames, ServerMessage)  # type: ignore[arg-type]
         except ProtocolError:
             yield frames, True
             continue
-        if not isinstance(message, Welcome):
+        ends = isinstance(message, Pulse) and message.is_draining
+        ends |= isinstance(message, GroupFailed) and message.code == "draining"
+        if not isinstance(message, Welcome) and not ends:
             yield frames, False
 
 

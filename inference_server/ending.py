@@ -1,0 +1,57 @@
+"""A server's parts, from their start until it is told to end: the first signal drains it, another ends it at once.
+
+    SIGTERM, SIGINT, SIGHUP ─▶ drain ─▶ parts cancelled          one more, or a part that ends by itself ─▶ parts cancelled
+
+Between the command and what it runs. Invariant: when `until_ended` is over, so is every part.
+"""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
+
+from inference_server.engine.interface import EngineDead
+
+log = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+async def until_ended(parts: Sequence[Coroutine[Any, Any, None]], drain: Callable[[], Awaitable[None]]) -> None:
+    """Run all parts until a signal has come and `drain` has ended, or another has come; raise the error of one that ends before."""
+    told, told_again = asyncio.Event(), asyncio.Event()
+
+    def tell() -> None:
+        (told_again if told.is_set() else told).set()
+
+    for signal_number in SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(signal_number, tell)
+    ending = asyncio.create_task(_end(told, told_again, drain))
+    tasks = [asyncio.create_task(part) for part in parts]
+    done, _ = await asyncio.wait([ending, *tasks], return_when=asyncio.FIRST_COMPLETED)
+    for task in (ending, *tasks):
+        task.cancel()
+    ended, *results = await asyncio.gather(ending, *tasks, return_exceptions=True)
+    if ending not in done:
+        results.append(EngineDead("a part of the server ended"))
+        raise next(result for result in results if isinstance(result, Exception))
+    if isinstance(ended, Exception):
+        raise ended
+    log.info("stopping")
+
+
+async def _end(told: asyncio.Event, told_again: asyncio.Event, drain: Callable[[], Awaitable[None]]) -> None:
+    """Return when the server may end."""
+    await told.wait()
+    draining = asyncio.ensure_future(drain())
+    again = asyncio.create_task(told_again.wait())
+    try:
+        await asyncio.wait([draining, again], return_when=asyncio.FIRST_COMPLETED)
+        if draining.done():
+            draining.result()
+        else:
+            log.info("told to end once more: ending at once")
+    finally:
+        draining.cancel()
+        again.cancel()
