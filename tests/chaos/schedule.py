@@ -90,7 +90,7 @@ KINDS: dict[Target, tuple[Kind, ...]] = {
     "list": ("leave",),
 }
 DRAIN: Kind = "drain"
-"""One of several servers is told to end, and another takes its place."""
+"""One of several servers is told to end, and another takes its place: half of what is done to the process of one of several."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -183,8 +183,10 @@ def _fault(
         dice.shuffle(deck)
     state = deck.pop(max(i for i, state in enumerate(deck) if may_hang or state.process != "engine"))
     target = "call" if state.process == "engine" else _target(dice, state.process, targets)
-    is_several = "list" in targets
-    kind = dice.choice((*KINDS[target], DRAIN, DRAIN) if target == "server" and is_several else KINDS[target])
+    kinds = KINDS[target]
+    if target == "server" and "list" in targets:
+        kinds += (DRAIN,) * len(kinds)
+    kind = dice.choice(kinds)
     return Fault(
         after_step=after_step, state=state, nth=dice.randint(1, state.num_times), target=target, kind=kind,
         seconds=0.0 if kind in ("kill", "hang", DRAIN) else dice.choice(DURATIONS_S),

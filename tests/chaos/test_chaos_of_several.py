@@ -75,7 +75,7 @@ def test_events_of_several_files_come_in_order_and_say_which_server_they_are_abo
 
 
 def test_a_few_faults_to_one_of_three_servers_stop_nothing(tmp_path: Path) -> None:
-    report = campaign(197, 3, "fake", tmp_path / "chaos", num_servers=3)  # a pause that hangs, two kills
+    report = campaign(197, 3, "fake", tmp_path / "chaos", num_servers=3)  # a pause that hangs, a kill, a drain
     assert report.is_clean, report.problems
     assert report.servers == 3 and report.prompts_consumed_once == report.prompts_expected
     assert report.longest_stop_s is not None and report.longest_stop_s > 0

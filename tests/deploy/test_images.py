@@ -124,6 +124,7 @@ def test_the_services_of_the_compose_file_meet_each_other() -> None:
     assert server.keys == learner.keys == "/keys"
     assert server.server.http_host == "0.0.0.0" and "VLLM_API_KEY" in services["server"]["environment"]
     assert check(services["server"]["healthcheck"]["test"][1:]) is None
+    assert float(services["server"]["stop_grace_period"].removesuffix("s")) > server.server.drain_timeout_s
     gpus = [service["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"] for service in services.values()]
     assert gpus == [["0"], ["1"]]
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.drain import TIMEOUT_S
 from inference_server.api_key import OPEN_PATHS
 from inference_server.config import ServerConfig, ServerRun
 from learner.config import LearnerRun
@@ -18,6 +17,8 @@ from tests.deploy.commands import DEPLOY, check, tool
 BASE, MONITORED = DEPLOY / "kubernetes/base", DEPLOY / "kubernetes/monitored"
 MANIFESTS = sorted(path for path in BASE.glob("*.yaml") if path.name != "kustomization.yaml")
 NAME = "app.kubernetes.io/name"
+END_S = 15.0
+"""From the end of the drain to that of vLLM's processes, and to spare."""
 
 
 def objects(*paths: Path) -> dict[tuple[str, str], dict[str, Any]]:
@@ -131,9 +132,10 @@ def test_probes_ask_what_answers_without_a_key_and_torn_weights_restart_nobody()
 
 
 def test_a_server_is_drained_within_the_time_it_is_given() -> None:
-    words = container(PODS["server"])["lifecycle"]["preStop"]["exec"]["command"]
-    check(words)
-    assert float(words[-1]) == TIMEOUT_S < PODS["server"]["spec"]["terminationGracePeriodSeconds"]
+    run = run_of(PODS["server"])
+    assert isinstance(run, ServerRun)
+    before_s = container(PODS["server"])["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert before_s + run.server.drain_timeout_s + END_S <= PODS["server"]["spec"]["terminationGracePeriodSeconds"]
 
 
 def test_a_learner_that_was_ended_early_is_started_again_and_one_in_error_is_not() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from inference_server.config import ServerRun
+from inference_server.config import ServerConfig, ServerRun
 from learner.config import LearnerRun
 from tests.deploy.commands import DEPLOY, check, tool
 
@@ -53,6 +53,12 @@ def test_systemd_would_complain_of_a_key_that_it_does_not_know(tmp_path: Path) -
 def test_a_unit_starts_a_command_of_ours(unit: Path) -> None:
     run = check(shlex.split(section(unit, "Service")["ExecStart"]))
     assert isinstance(run, (ServerRun, LearnerRun)) and run.keys == "/etc/slipstream/keys"
+
+
+def test_a_server_is_killed_only_after_it_could_drain() -> None:
+    service = section(DEPLOY / "systemd/slipstream-server.service", "Service")
+    assert float(service["TimeoutStopSec"].removesuffix("s")) > ServerConfig().drain_timeout_s
+    assert service["KillMode"] == "mixed"  # the signal is for the server, not for vLLM's processes
 
 
 def test_a_learner_that_is_stopped_has_not_failed_and_one_in_error_is_not_started_again() -> None:
