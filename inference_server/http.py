@@ -23,7 +23,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from inference_server.answer_versions import TellVersions
-from inference_server.api_key import ApiKeyGate
+from inference_server.api_key import OPEN_PATHS, ApiKeyGate
 
 Status = Callable[[], dict[str, Any]]
 
@@ -35,9 +35,9 @@ RETRY_AFTER_S = 5
 class HttpServer(uvicorn.Server):
     """Uvicorn inside the server's own event loop, with vLLM's application."""
 
-    def __init__(self, config: uvicorn.Config, app: FastAPI, args: Namespace) -> None:
+    def __init__(self, config: uvicorn.Config, app: FastAPI, args: Namespace, gate: "RefuseWithoutWeights") -> None:
         super().__init__(config)
-        self._app, self._args = app, args
+        self._app, self._args, self._gate = app, args, gate
         app.state.server = self  # vLLM's handlers would end it when the engine dies, but for KEEP_ALIVE_ON_ENGINE_DEATH
 
     async def answer_from(self, llm: AsyncLLM) -> None:
@@ -51,8 +51,8 @@ class HttpServer(uvicorn.Server):
 
     @property
     def num_requests(self) -> int:
-        """Under way."""
-        return len(self.server_state.tasks)
+        """Under way, without those of monitoring."""
+        return self._gate.num_open
 
     async def serve_on(self, listener: socket.socket) -> None:
         """Serve until cancelled, then let open requests end within SHUTDOWN_TIMEOUT_S."""
@@ -94,7 +94,7 @@ async def build_http(
         timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
         lifespan="on",
     )
-    server = HttpServer(config, app, args)
+    server = HttpServer(config, app, args, guarded)
     await server.answer_from(llm)
     return server
 
@@ -116,12 +116,19 @@ class RefuseWithoutWeights:
 
     def __init__(self, app: ASGIApp, status: Status) -> None:
         self._app, self._status = app, status
+        self.num_open = 0
+        """Requests that were let through and are under way, without those of monitoring."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         needs_weights = scope["type"] == "http" and scope["path"].startswith(("/v1/", "/health"))
         reason = self._status()["unavailable"] if needs_weights else None
         if reason is None:
-            await self._app(scope, receive, send)
+            is_work = scope["type"] == "http" and scope["path"].rstrip("/") not in OPEN_PATHS
+            self.num_open += is_work
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                self.num_open -= is_work
             return
         message = f"{reason}. Try again in {RETRY_AFTER_S} s; /status shows when it is over"
         error = {"message": message, "type": "ServiceUnavailableError", "param": None, "code": 503}

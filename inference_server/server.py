@@ -121,6 +121,7 @@ class Server:
             "push_stall_s": round(self._pushes.stall_s, 3),
             "groups_running": self._groups.num_running,
             "groups_unacked": self._groups.num_unacked,
+            "requests_running": self.drain.num_requests(),
             "tokens_generated": self._groups.tokens_generated,
             "uptime_s": round(uptime_s, 3),
             "idle_frac": round(self._groups.idle_s / uptime_s, 4),

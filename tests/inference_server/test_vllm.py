@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from protocol.channel.keys import learner_keys, make_keys
-from protocol.messages import Ack, Group, GroupFailed, PushDone, PushFailed, Refused
+from protocol.messages import Ack, Farewell, Group, GroupFailed, Pulse, PushDone, PushFailed, Refused
 from protocol.secret_file import write_secret
 from tests.inference_server.scripted_learner import ScriptedLearner
 
@@ -495,13 +495,47 @@ def sockets_of(server: RealServer) -> Path:
     return Path(server.family()[1].environ()["VLLM_RPC_BASE_PATH"])
 
 
-def test_a_signal_ends_the_server_its_children_and_their_sockets(server: RealServer) -> None:
+def test_a_signal_drains_the_server_and_ends_it_its_children_and_their_sockets(server: RealServer) -> None:
+    import openai
+
     family = server.family()
     assert len(family) > 1
     sockets = sockets_of(server)
     assert any(path.is_socket() for path in sockets.iterdir())
-    server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(timeout=60) == 0
+
+    async def status() -> dict[str, Any]:
+        return json.loads(await asyncio.to_thread(server.get, "/status"))
+
+    async def test(learner: ScriptedLearner) -> None:
+        await push(learner, 0, OLD)
+        await sample(learner, "finished")
+        new_weights = tiny_gpt2.named_tensors(NEW)
+        await learner.begin_push(1, new_weights, bucket_bytes=32 << 10)  # from here on nothing is generated
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            request: dict[str, Any] = {"model": str(server.model), "prompt": "345", "max_tokens": 4, "temperature": 0}
+            under_way = asyncio.create_task(client.completions.create(**request))
+            await learner.generate("waits", PROMPT)
+            while (told := await status())["requests_running"] != 1 or told["groups_running"] != 1:
+                await asyncio.sleep(0.05)
+            server.process.send_signal(signal.SIGTERM)
+            while not (await learner.receive(Pulse)).is_draining:
+                pass
+            await learner.send(Farewell())
+            assert (await learner.receive(GroupFailed)).group_id == "waits"
+            assert (await status())["draining"]
+            with pytest.raises(urllib.error.HTTPError, match="503"):
+                await asyncio.to_thread(server.get, "/health")
+            with pytest.raises(openai.InternalServerError, match="the server is draining"):
+                await client.completions.create(**request)
+            await learner.transfer(new_weights)
+            assert (await learner.receive(PushDone)).version == 1
+            prompt = [tiny_gpt2.TOKENS.index(character) for character in "345"]
+            assert (await under_way).choices[0].text == greedy(NEW, prompt, num_tokens=4)
+        assert server.process.poll() is None
+        await learner.send(Ack(group_ids=["finished"]))
+        assert await asyncio.to_thread(server.process.wait, 60) == 0
+
+    with_learner(server, test)
     _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive
     assert "Traceback" not in server.log
