@@ -1,5 +1,6 @@
 """Whole runs on several servers (the real server code with a transformers model): each is used, and none is needed."""
 
+import asyncio
 import logging
 import socket
 import threading
@@ -17,8 +18,10 @@ import torch
 from learner.config import LearnerRun
 from learner.report.timeline import read_events
 from learner.train import train
+from protocol.channel.sockets import ServerChannel
 from protocol.config import DEFAULT_ENDPOINT, to_toml
 from protocol.errors import ConfigError, DeadlineExceeded, ParityError, PushError
+from protocol.messages import PushBegin
 from protocol.model_files import resolve_model
 from tests.fakes import ServerThread, report
 from tests.learner.checkpoints import weights_of
@@ -188,12 +191,13 @@ def test_a_server_that_is_told_to_end_costs_nothing_and_no_warning(
     assert warnings_about_servers(caplog) == []
 
 
-@pytest.mark.parametrize("max_attempts", [1, 3])
+@pytest.mark.parametrize("crosses_a_push", [False, True])
 def test_the_only_server_is_told_to_end_and_the_next_one_at_its_endpoint_goes_on(
-    tmp_path: Path, max_attempts: int, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, crosses_a_push: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level("INFO", "learner")
     first, second, endpoint = Engine(), Engine(), free_endpoint()
+    receive = ServerChannel.receive
     with ExitStack() as cleanup:
         one = cleanup.enter_context(tiny_server(first, endpoint))
 
@@ -203,14 +207,28 @@ def test_the_only_server_is_told_to_end_and_the_next_one_at_its_endpoint_goes_on
             cleanup.enter_context(tiny_server(second, endpoint))
 
         follower = threading.Thread(target=follow)
-        first.on_version[2] = follower.start
-        run = make_run(tmp_path, endpoint, steps=16, push={"max_attempts": max_attempts})
+
+        async def told_before_it_reads_of_version_2(channel: ServerChannel) -> Any:
+            peer, message = await receive(channel)
+            if isinstance(message, PushBegin) and message.version == 2 and follower.ident is None:
+                follower.start()
+                while not one.running.server.drain.is_draining:
+                    await asyncio.sleep(0)
+            return peer, message
+
+        if crosses_a_push:
+            monkeypatch.setattr(ServerChannel, "receive", told_before_it_reads_of_version_2)
+        else:
+            first.on_version[2] = follower.start
+        run = make_run(tmp_path, endpoint, steps=16, push={"max_attempts": 1})
         train(run, resume=False)
         follower.join(TIMEOUT_S)
     assert_each_prompt_once(run, 16)
-    assert first.versions[-1] in (2, 3) and second.versions[-1] == 16 and second.prompts
+    assert first.versions[-1] in ((1,) if crosses_a_push else (2, 3))
+    assert second.versions[-1] == 16 and second.prompts
     lines = [record.getMessage() for record in caplog.records]
     assert sum("is draining and ends; no other is there" in line for line in lines) == 1
+    assert (f"version 2 is not pushed to the server at {endpoint}: it ends" in lines) == crosses_a_push
     assert warnings_about_servers(caplog) == []
 
 
