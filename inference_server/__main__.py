@@ -132,17 +132,20 @@ async def _serve(run: ServerRun) -> None:
         from inference_server.server import Server
 
         server = Server(channel, engine, model, run.server)
-        parts = [server.serve()]
+        where = f"http://{run.server.http_host}:{run.server.http_port}" if listener else "off"
+
+        def tell_ready() -> None:
+            log.info(
+                "ready after %.1f s: model %s, %d worker(s), learners at %s, HTTP at %s",
+                time.monotonic() - started_at, run.model, engine.limits.num_workers, channel.endpoint, where,
+            )  # fmt: skip
+
+        parts = [server.serve(tell_ready)]
         if listener is not None:
             http = await build_http(engine.llm, str(model_path), run.model, server.status, api_key)
             engine.on_restart = http.answer_from
             server.drain.num_requests = lambda: http.num_requests
             parts.append(http.serve_on(listener))
-        where = f"http://{run.server.http_host}:{run.server.http_port}" if listener else "off"
-        log.info(
-            "ready after %.1f s: model %s, %d worker(s), learners at %s, HTTP at %s",
-            time.monotonic() - started_at, run.model, engine.limits.num_workers, channel.endpoint, where,
-        )  # fmt: skip
         await until_ended(parts, server.drain.run)
 
 

@@ -20,6 +20,7 @@ import math
 import time
 import uuid
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -96,11 +97,13 @@ class Server:
         )  # fmt: skip
         self._stall = StallWatch(engine, self._pushes.generating_s, config.stall_timeout_s)
 
-    async def serve(self) -> None:
+    async def serve(self, tell_ready: Callable[[], None] = lambda: None) -> None:
+        """Until it is cancelled. `tell_ready` is called once, when learners and HTTP are answered. Raises EngineDead."""
         try:
             async with self._tasks:
                 self._tasks.create_task(self._life.keep(), name="engine")
                 await self._life.alive.wait()
+                tell_ready()
                 self._tasks.create_task(self._receive(), name="receive")
                 self._tasks.create_task(self._pulse(), name="pulse")
         except* EngineDead as dead:
