@@ -47,7 +47,7 @@ def count_up(prompt: list[int], index: int) -> list[int]:
 
 
 class ScriptedEngine:
-    """Speaks the Engine interface. Without a script it completes by `complete` and really receives pushes over gloo."""
+    """Speaks the Engine interface. Without a script it completes by `complete` and really receives pushes over gloo or tcp."""
 
     def __init__(self, complete: Complete = count_up, limits: EngineLimits = LIMITS, logprob: float = -0.5) -> None:
         self.limits = limits
@@ -85,7 +85,7 @@ class ScriptedEngine:
         self._receiver: Any = None
 
     async def places(self) -> Sequence[WorkerPlace]:
-        return [WorkerPlace(device="cpu", transports=["gloo"], pid=os.getpid())] * self.limits.num_workers
+        return [WorkerPlace(device="cpu", transports=["gloo", "tcp"], pid=os.getpid())] * self.limits.num_workers
 
     async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling, salt: str) -> AsyncIterator[Sampled]:
         self.salts.append(salt)

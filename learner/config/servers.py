@@ -1,9 +1,13 @@
 """The transfer of weights into the server, and the check that both sides agree."""
 
+import re
+from collections.abc import Sequence
 from typing import Literal
 
-from learner.config.section import Section, require
+from learner.config.section import Section, any_of, require
 from protocol.config import MayChange
+
+PORTS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 
 
 class PushConfig(Section):
@@ -15,8 +19,14 @@ class PushConfig(Section):
     """Of several servers: how long training waits for the others once one has the weights. Whoever is later gets a push of its
     own, which may take its time but not stand still for so long: raise it where a collective takes longer to form, or a model to
     load. At most half of timeout_s counts."""
-    transport: MayChange[Literal["auto", "gloo", "nccl", "ipc"]] = "auto"
-    """auto: ipc where learner and server share one GPU, nccl between GPUs (needs cupy), else gloo (TCP between CPUs)."""
+    transport: MayChange[Literal["auto", "gloo", "tcp", "nccl", "ipc"]] = "auto"
+    """auto: ipc where learner and server share one GPU, nccl between GPUs (needs cupy), else gloo (TCP between CPUs, on any port
+    of both sides). tcp: between CPUs over one port of the learner, which the server's workers call."""
+    ports: str | None = None
+    """With transport = "tcp": the ports the learner may listen on for pushes, one for each server: "29500" or "29500-29510"."""
+    advertise: str | None = None
+    """With transport = "tcp": the host or address by which the server's workers call the learner, where it is not the one by
+    which the learner calls the server: behind address translation. The port is the one that the learner listens on."""
     bucket_mib: MayChange[int] = 256
     """Size of the flat buckets the weights travel in; a tensor that is larger is a bucket alone. The server holds two or three."""
     overlap: MayChange[bool] = False
@@ -30,6 +40,15 @@ class PushConfig(Section):
     def check(self) -> None:
         require(self.timeout_s > 0, f"timeout_s = {self.timeout_s} must be above 0")
         require(self.patience_s > 0, f"patience_s = {self.patience_s} must be above 0")
+        require(
+            self.ports is None or len(self.port_range()) > 0,
+            f'ports = "{self.ports}" must be one port or a range from 1 to 65535: "29500" or "29500-29510"',
+        )
+        require(
+            self.advertise is None
+            or ("/" not in self.advertise and "[" not in self.advertise and self.advertise != ""),
+            f'advertise = "{self.advertise}" must be a name or an address alone: "learner.example", "10.0.0.7" or "fd00::7"',
+        )
         require(self.bucket_mib >= 1, f"bucket_mib = {self.bucket_mib} must be at least 1")
         require(self.max_attempts >= 1, f"max_attempts = {self.max_attempts} must be at least 1")
 
@@ -37,6 +56,18 @@ class PushConfig(Section):
     def patience_in_effect_s(self) -> float:
         """Shorter than the deadlines of those that are kept waiting."""
         return min(self.patience_s, self.timeout_s / 2)
+
+    def lacking(self) -> dict[str, str]:
+        return {} if self.transport == "tcp" else dict.fromkeys(("ports", "advertise"), any_of("transport", ["tcp"]))
+
+    def port_range(self) -> Sequence[int]:
+        """Return the ports to try in turn; (0,), which is any, where none are named; nothing for what names none."""
+        if self.ports is None:
+            return (0,)
+        if not (found := PORTS.fullmatch(self.ports)):
+            return ()
+        first, last = int(found[1]), int(found[2] or found[1])
+        return range(first, last + 1) if first > 0 and last < 1 << 16 else ()
 
 
 class ParityConfig(Section):

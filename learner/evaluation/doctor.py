@@ -26,7 +26,7 @@ from protocol.collective.nccl import ranks_may_share_a_gpu
 from protocol.collective.transport import choose_transport, offered_transports, own_device_name
 from protocol.collective.trial import MAX_TRIAL_S, send_trial
 from protocol.errors import ConfigError, HandshakeRefused, PushError
-from protocol.messages import PROTOCOL_VERSION, ModelFingerprint, Trial, TrialEnded, Vitals
+from protocol.messages import PROTOCOL_VERSION, ModelFingerprint, Transport, Trial, TrialEnded, Vitals
 from protocol.model_files import fingerprint, local_model
 
 MAX_CLOCK_OFFSET_S = 5.0
@@ -162,12 +162,23 @@ def transport(run: LearnerRun, vitals: Vitals) -> Finding:
 
 
 async def bandwidth(run: LearnerRun, channel: LearnerChannel) -> Finding:
-    """Send bytes as a push over gloo would, which takes ports that both sides open as they need them."""
+    """Send bytes as a push between CPUs would: over gloo, which takes ports that both sides open as they need them, or tcp."""
     push, own_host = run.learner.push, address_towards(channel.endpoint)
     timeout_s = min(push.timeout_s, MAX_TRIAL_S)
+    by: Transport = "tcp" if push.transport == "tcp" else "gloo"
+    called = push.advertise or own_host
     remedy = f"let the firewalls pass TCP between {own_host} and the server on all ports, in both directions"
-    with closing(Meeting(own_host, timeout_s)) as meeting:
-        trial = Trial(trial_id=uuid.uuid4().hex, rendezvous=meeting.rendezvous(1, "gloo"), num_bytes=TRIAL_BYTES)
+    if by == "tcp":
+        remedy = (
+            f"let the server's machine call {called} on port {push.ports or 'any'} (learner.push.ports, learner.push.advertise), "
+            "and let the firewalls pass it"
+        )
+    try:
+        meeting = Meeting(own_host, timeout_s, ports=push.port_range(), advertise=push.advertise)
+    except PushError as error:
+        return problem_of("bandwidth", error, "end the run that has the ports, or name more in learner.push.ports")
+    with closing(meeting):
+        trial = Trial(trial_id=uuid.uuid4().hex, rendezvous=meeting.rendezvous(1, by), num_bytes=TRIAL_BYTES)
         await channel.send(trial, ANSWER_TIMEOUT_S)
         sending = asyncio.create_task(asyncio.to_thread(send_trial, meeting, trial))
         try:
@@ -181,7 +192,7 @@ async def bandwidth(run: LearnerRun, channel: LearnerChannel) -> Finding:
     if ended.error is not None:
         return problem("bandwidth", f"weights would not arrive: {in_one_line(ended.error)}", remedy)
     found = fast_enough(TRIAL_BYTES / max(ended.receive_s, 1e-6), weights_bytes(run), push)
-    return msgspec.structs.replace(found, text=f"{found.text}, workers call {own_host} back")
+    return msgspec.structs.replace(found, text=f"{found.text}, workers call {called} back")
 
 
 def fast_enough(rate: float, num_bytes: int | None, push: PushConfig) -> Finding:

@@ -87,7 +87,12 @@ class Epochs:
         if welcome is None:
             raise PushError(f"no server is connected at {self._link.endpoint}")
         if self._meeting is None:
-            self._meeting = Meeting(address_towards(self._link.endpoint), self._config.timeout_s)
+            self._meeting = Meeting(
+                address_towards(self._link.endpoint),
+                self._config.timeout_s,
+                ports=self._config.port_range(),
+                advertise=self._config.advertise,
+            )
         return Epoch(
             welcome.server_id, manifest,
             self._meeting.rendezvous(welcome.num_workers, self._transport(welcome)), self._meeting, self._device,

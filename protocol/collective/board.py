@@ -2,21 +2,24 @@
 
     RemoteBoard (a rank) ── a line: epoch, key, value or none ──▶ HostedBoard (the learner's)
                          ◀── a line: value or none ──────────────
+    a worker's line for weights (lines.py) comes to the same port
 
 In place of torch's TCPStore, which asks a name server for the learner's name before it connects, 5 s where none answers, and
 goes on connecting to a learner that is dead. Invariant: a rank that asks has its answer or an error within its time to answer.
 """
 
 import contextlib
+import errno
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
 from torch.distributed import Store
 
+from protocol.collective.lines import Call, Callers, Line, call_learner
 from protocol.endpoint import join_address, needs_ipv6
 from protocol.errors import PushError
 
@@ -31,7 +34,7 @@ CALLED_OFF = "called off"
 """The key of the reason."""
 
 
-class Question(msgspec.Struct, frozen=True):
+class Question(msgspec.Struct, frozen=True, tag="question"):
     """Asks for the value of a key, after it was set if there is one here."""
 
     epoch: str
@@ -53,16 +56,21 @@ class Board(Protocol):
         """Return the value of a key. Raises PushError when the board is out of reach."""
         ...
 
+    def open_lines(self, call: Call, check: Callable[[], None], timeout_s: float) -> list[Line]:
+        """Return rank 0's lines to all workers, or the worker's one to rank 0. Raises PushError, also what `check` raises."""
+        ...
+
 
 class HostedBoard:
-    """The board itself, in the learner. Listens on the one address, on a free port, until `close`."""
+    """The board itself, in the learner. Listens on the one address, on the first free port of `ports` (0: any), until `close`."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, ports: Sequence[int] = (0,)) -> None:
         self.own_host = host
+        self.callers = Callers()
         self._values: dict[tuple[str, str], bytes] = {}
         self._lock = threading.Lock()
         self._is_closed = False
-        self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if needs_ipv6(host) else socket.AF_INET)
+        self._listener = _listen_on(host, ports)
         self.port: int = self._listener.getsockname()[1]
         self._thread = threading.Thread(target=self._listen, name="rendezvous", daemon=True)
         self._thread.start()
@@ -78,6 +86,9 @@ class HostedBoard:
                 del self._values[next(iter(self._values))]
             return self._values.get(name)
 
+    def open_lines(self, call: Call, check: Callable[[], None], timeout_s: float) -> list[Line]:
+        return self.callers.collect(call.secret, check, timeout_s)
+
     def close(self) -> None:
         """Stop listening; a rank that still asks gets an error."""
         self._is_closed = True
@@ -85,6 +96,7 @@ class HostedBoard:
             self._listener.shutdown(socket.SHUT_RDWR)  # else `accept` would keep it open
         self._thread.join()
         self._listener.close()
+        self.callers.close()
 
     def _listen(self) -> None:
         while not self._is_closed:
@@ -103,7 +115,11 @@ class HostedBoard:
             connection.makefile("rwb") as lines,
         ):
             while line := lines.readline(MAX_LINE_BYTES):
-                answer = self.ask(msgspec.json.decode(line, type=Question))
+                said = msgspec.json.decode(line, type=Question | Call)
+                if isinstance(said, Call):
+                    self.callers.admit(connection, said)
+                    return
+                answer = self.ask(said)
                 lines.write(msgspec.json.encode(answer) + b"\n")
                 lines.flush()
 
@@ -112,6 +128,7 @@ class RemoteBoard:
     """The board as seen from another process. Raises PushError if there is none at the address."""
 
     def __init__(self, host: str, port: int, answer_timeout_s: float) -> None:
+        self._host, self._port = host, port
         self._address, self._answer_timeout_s = join_address(host, port), answer_timeout_s
         try:
             self._socket = socket.create_connection((host, port), answer_timeout_s)
@@ -133,6 +150,10 @@ class RemoteBoard:
             raise self._lost("it has ended the connection")
         return msgspec.json.decode(line, type=bytes | None)
 
+    def open_lines(self, call: Call, check: Callable[[], None], timeout_s: float) -> list[Line]:
+        check()
+        return [call_learner(self._host, self._port, call, timeout_s)]
+
     def close(self) -> None:
         with contextlib.suppress(OSError):  # broken already
             self._socket.shutdown(socket.SHUT_RDWR)  # ends what waits for an answer
@@ -144,6 +165,19 @@ class RemoteBoard:
         if isinstance(why, TimeoutError):
             why = f"no answer within {self._answer_timeout_s:g} s; the learner is stopped or its host cannot be reached"
         return PushError(f"cannot reach the learner's rendezvous {self._address}: {why}")
+
+
+def _listen_on(host: str, ports: Sequence[int]) -> socket.socket:
+    for port in ports:
+        try:
+            return socket.create_server((host, port), family=socket.AF_INET6 if needs_ipv6(host) else socket.AF_INET)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise PushError(
+        f"of the ports {ports[0]} to {ports[-1]} none is free on {host}; expected one for each server: end what has them, or "
+        "name more in learner.push.ports"
+    )
 
 
 class EpochStore(Store):

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import closing, suppress
 from typing import Protocol
@@ -22,7 +22,9 @@ import torch
 from protocol.collective.board import Board, EpochStore, HostedBoard, RemoteBoard
 from protocol.collective.gloo import GlooCollective
 from protocol.collective.ipc import IpcCollective
+from protocol.collective.lines import Call
 from protocol.collective.nccl import NcclCollective, new_unique_id, use_interface_of
+from protocol.collective.tcp import TcpCollective
 from protocol.endpoint import needs_ipv6, split_endpoint
 from protocol.errors import PushError
 from protocol.messages import Rendezvous, Transport
@@ -39,7 +41,7 @@ class Collective(Protocol):
     """What a push needs from a transport."""
 
     device: torch.device
-    """Where the tensors must be: the CPU for gloo, this rank's GPU for nccl and ipc."""
+    """Where the tensors must be: the CPU for gloo and tcp, this rank's GPU for nccl and ipc."""
     sends_in_place: bool
     """Whether a tensor is best sent from where it lies, or else out of a few buffers that are used in turn."""
 
@@ -78,20 +80,24 @@ def address_towards(endpoint: str) -> str:
 class Meeting:
     """The learner's place where all ranks of an epoch find each other.
 
-    It listens on the one address the server reaches the learner by, on a free port, until `close`.
+    It listens on the one address the server reaches the learner by, on the first free port of `ports` (0: any), until `close`.
+    The ranks are told to call `advertise`, where the address is another from where the server stands.
     """
 
-    def __init__(self, host: str, timeout_s: float) -> None:
-        self._host, self._timeout_s = host, timeout_s
-        self._board = HostedBoard(host)
+    def __init__(
+        self, host: str, timeout_s: float, *, ports: Sequence[int] = (0,), advertise: str | None = None
+    ) -> None:
+        self._host, self._advertised, self._timeout_s = host, advertise or host, timeout_s
+        self._board = HostedBoard(host, ports)
 
     def rendezvous(self, num_workers: int, transport: Transport) -> Rendezvous:
         """Say where and how the ranks of one new epoch meet. Raises PushError if the transport is not installed."""
         if transport == "nccl":
             use_interface_of(self._host)
         return Rendezvous(
-            transport=transport, host=self._host, port=self._board.port, world_size=1 + num_workers,
+            transport=transport, host=self._advertised, port=self._board.port, world_size=1 + num_workers,
             timeout_s=self._timeout_s, nccl_unique_id=new_unique_id() if transport == "nccl" else None,
+            tcp_secret=self._board.callers.expect(1 + num_workers, self._timeout_s) if transport == "tcp" else None,
         )  # fmt: skip
 
     def host_collective(self, epoch: str, rendezvous: Rendezvous, device: torch.device) -> Collective:
@@ -132,7 +138,7 @@ def _join(epoch: str, rendezvous: Rendezvous, rank: int, device: torch.device, b
     def meet_and_form() -> Collective:
         store.set(f"rank {rank}", b"")
         store.wait([f"rank {other}" for other in range(rendezvous.world_size)])
-        return _form(store, epoch, rank, rendezvous, board.own_host, device)
+        return _form(store, epoch, rank, rendezvous, board, device)
 
     try:
         return _form_while(check, meet_and_form)
@@ -143,13 +149,16 @@ def _join(epoch: str, rendezvous: Rendezvous, rank: int, device: torch.device, b
 
 
 def _form(
-    store: EpochStore, epoch: str, rank: int, rendezvous: Rendezvous, own_host: str, device: torch.device
+    store: EpochStore, epoch: str, rank: int, rendezvous: Rendezvous, board: Board, device: torch.device
 ) -> Collective:
     world_size, timeout_s = rendezvous.world_size, rendezvous.timeout_s
     if rendezvous.nccl_unique_id is not None:
-        use_interface_of(own_host)
+        use_interface_of(board.own_host)
         return NcclCollective(rendezvous.nccl_unique_id, epoch, rank, world_size, device, timeout_s)
-    group = GlooCollective(store, epoch, rank, world_size, own_host, timeout_s)
+    if rendezvous.tcp_secret is not None:
+        lines = board.open_lines(Call(rendezvous.tcp_secret, rank), store.check_not_called_off, timeout_s)
+        return TcpCollective(lines, epoch, rank, timeout_s)
+    group = GlooCollective(store, epoch, rank, world_size, board.own_host, timeout_s)
     return IpcCollective(group, rank, device) if rendezvous.transport == "ipc" else group
 
 

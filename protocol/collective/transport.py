@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 CPU = "cpu"
 NEEDS: dict[Transport, str] = {
     "gloo": "slipstream-rl on both sides",
+    "tcp": "slipstream-rl on both sides",
     "nccl": 'an NVIDIA GPU, and cupy with a libnccl, on both sides (pip install "slipstream-rl[nccl]")',
     "ipc": "an NVIDIA GPU, and expandable_segments not set in PYTORCH_ALLOC_CONF, on both sides",
 }
@@ -32,7 +33,7 @@ def own_device_name(device: torch.device) -> str:
 
 def offered_transports() -> list[Transport]:
     """What a push may travel by, seen from this process. Looks for a GPU, so not for a process that will fork."""
-    offered: list[Transport] = ["gloo"]
+    offered: list[Transport] = ["gloo", "tcp"]
     if torch.cuda.is_available():
         if not has_expandable_segments(os.environ):
             offered.append("ipc")
@@ -42,7 +43,7 @@ def offered_transports() -> list[Transport]:
 
 
 def choose_transport(
-    wanted: Literal["auto", "gloo", "nccl", "ipc"],
+    wanted: Literal["auto", "gloo", "tcp", "nccl", "ipc"],
     learner_device: str,
     worker_devices: Sequence[str],
     *,
@@ -83,7 +84,7 @@ def choose_transport(
 
 def _obstacle_of_place(transport: Transport, devices: Sequence[str], may_share: bool) -> str | None:
     gpus = {device.rpartition("/")[2] for device in devices}  # two containers on one GPU have two host names
-    if transport != "gloo" and CPU in devices:
+    if transport in ("nccl", "ipc") and CPU in devices:
         return "it goes between GPUs only"
     if transport == "ipc" and len(set(devices)) > 1:
         return "it needs learner and workers on one and the same GPU of one host"

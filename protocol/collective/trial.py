@@ -1,8 +1,9 @@
 """A transfer for nothing: whether the ranks of a push would find each other, and how fast bytes go between them.
 
-    send_trial (a doctor, rank 0) ═▶ gloo ═▶ receive_trial (the server, rank 1)
+    send_trial (a doctor, rank 0) ═▶ gloo, tcp ═▶ receive_trial (the server, rank 1)
 
-It goes the way of a push between the same two hosts: to the learner's board, then between free ports. Invariant: it takes one
+It goes the way of a push between the same two hosts: to the learner's board, then between free ports,
+or on lines to the board's own. Invariant: it takes one
 chunk of memory, however much is sent.
 """
 
@@ -32,9 +33,9 @@ def send_trial(meeting: Meeting, trial: Trial) -> Collective:
 def receive_trial(trial: Trial) -> float:
     """Return the seconds that the bytes took. Raises PushError."""
     rendezvous = trial.rendezvous
-    if (rendezvous.transport, rendezvous.world_size) != ("gloo", 2):
+    if rendezvous.transport not in ("gloo", "tcp") or rendezvous.world_size != 2:
         raise PushError(
-            f"a trial over {rendezvous.transport} with {rendezvous.world_size} ranks came; expected gloo and 2"
+            f"a trial over {rendezvous.transport} with {rendezvous.world_size} ranks came; expected gloo or tcp and 2"
         )
     rendezvous = msgspec.structs.replace(rendezvous, timeout_s=min(rendezvous.timeout_s, MAX_TRIAL_S))
     with closing(join_collective(trial.trial_id, rendezvous, 1, CPU)) as collective:

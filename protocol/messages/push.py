@@ -35,10 +35,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """dense: all bytes; delta: what has changed since the last push of the epoch."""
 
 
-Transport = Literal["gloo", "nccl", "ipc"]
-"""What the bytes of a push travel by: TCP between CPUs, NCCL between GPUs, memory within one GPU."""
+Transport = Literal["gloo", "tcp", "nccl", "ipc"]
+"""What the bytes of a push travel by: between CPUs by gloo or over one port of the learner, NCCL between GPUs, memory within one GPU."""
 
 NCCL_UNIQUE_ID_BYTES = 128
+TCP_SECRET_BYTES = 32
 
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -51,12 +52,19 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=1e6)]
     nccl_unique_id: bytes | None = None
     """Whoever has it can join an NCCL epoch, so it travels here and nowhere else."""
+    tcp_secret: bytes | None = None
+    """Whoever calls for a line of a tcp epoch has to show it."""
 
     def __post_init__(self) -> None:
         expected = NCCL_UNIQUE_ID_BYTES if self.transport == "nccl" else 0
         if len(self.nccl_unique_id or b"") != expected:
             raise ValueError(
                 f"the transport {self.transport} goes with an NCCL id of {expected} bytes, got {len(self.nccl_unique_id or b'')}"
+            )
+        expected = TCP_SECRET_BYTES if self.transport == "tcp" else 0
+        if len(self.tcp_secret or b"") != expected:
+            raise ValueError(
+                f"the transport {self.transport} goes with a secret of {expected} bytes, got {len(self.tcp_secret or b'')}"
             )
 
 

@@ -89,7 +89,11 @@ def test_a_learner_is_welcomed_with_what_the_server_can_do() -> None:
     async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
         welcome = await learner.join()
         assert (welcome.policy_version, welcome.num_workers, welcome.dtype) == (None, 1, "float32")
-        assert (welcome.max_model_len, welcome.max_concurrent_sequences, welcome.transports) == (64, 256, ["gloo"])
+        assert (welcome.max_model_len, welcome.max_concurrent_sequences, welcome.transports) == (
+            64,
+            256,
+            ["gloo", "tcp"],
+        )
         again = await learner.join()
         assert again.server_id == welcome.server_id
 

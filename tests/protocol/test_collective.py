@@ -18,10 +18,11 @@ import torch
 import protocol.collective.group
 from protocol.collective.group import Collective, Meeting, join_collective
 from protocol.errors import PushError
-from protocol.messages import Rendezvous
+from protocol.messages import Rendezvous, Transport
 
 HOST = "127.0.0.1"
 CPU = torch.device("cpu")
+BETWEEN_CPUS = pytest.mark.parametrize("transport", ["gloo", "tcp"])
 PROMPTLY_S = 30.0
 """Far below the deadline of a minute that the waits would otherwise have, far above what they take."""
 
@@ -39,9 +40,9 @@ def meeting(timeout_s: float) -> Iterator[Meeting]:
         hosted.close()
 
 
-def join_all(hosted: Meeting, epoch: str, num_workers: int = 1) -> list[Collective]:
+def join_all(hosted: Meeting, epoch: str, num_workers: int = 1, transport: Transport = "gloo") -> list[Collective]:
     """Form a group whose ranks are all in this process."""
-    rendezvous = hosted.rendezvous(num_workers, "gloo")
+    rendezvous = hosted.rendezvous(num_workers, transport)
     with ThreadPoolExecutor(num_workers) as pool:
         workers = [pool.submit(join_collective, epoch, rendezvous, 1 + index, CPU) for index in range(num_workers)]
         return [hosted.host_collective(epoch, rendezvous, CPU), *(worker.result() for worker in workers)]
@@ -83,9 +84,10 @@ def test_the_rendezvous_listens_on_the_named_address_only_and_until_it_is_closed
         pass
 
 
-def test_workers_that_never_come_are_named_at_the_deadline() -> None:
+@BETWEEN_CPUS
+def test_workers_that_never_come_are_named_at_the_deadline(transport: Transport) -> None:
     with meeting(timeout_s=0.5) as hosted:
-        rendezvous = hosted.rendezvous(num_workers=3, transport="gloo")
+        rendezvous = hosted.rendezvous(num_workers=3, transport=transport)
         waiting = Waiting(lambda: join_collective("e1", rendezvous, 2, CPU))
         with pytest.raises(
             PushError, match=r"epoch e1 .* did not come within 0.5 s \(learner.push.timeout_s\): rank 1, rank 3$"
@@ -130,9 +132,10 @@ def test_a_learner_that_is_silent_ends_the_join_of_the_worker_long_before_the_de
         assert f"cannot reach the learner's rendezvous {HOST}:{port}: no answer within 0.2 s" in wait.error
 
 
-def test_an_epoch_that_is_called_off_ends_the_join_on_both_sides() -> None:
+@BETWEEN_CPUS
+def test_an_epoch_that_is_called_off_ends_the_join_on_both_sides(transport: Transport) -> None:
     with meeting(timeout_s=60) as hosted:
-        rendezvous = hosted.rendezvous(num_workers=2, transport="gloo")
+        rendezvous = hosted.rendezvous(num_workers=2, transport=transport)
         waits = [
             Waiting(lambda: hosted.host_collective("e1", rendezvous, CPU)),
             Waiting(lambda: join_collective("e1", rendezvous, 1, CPU)),
@@ -207,9 +210,10 @@ def test_a_worker_does_not_wait_for_the_forming_of_a_group_whose_learner_has_gon
 # --- broadcast -------------------------------------------------------------------------------------------------------
 
 
-def test_every_rank_gets_the_bytes_of_rank_0() -> None:
+@BETWEEN_CPUS
+def test_every_rank_gets_the_bytes_of_rank_0(transport: Transport) -> None:
     with meeting(timeout_s=10) as hosted:
-        ranks = join_all(hosted, "e1", num_workers=3)
+        ranks = join_all(hosted, "e1", num_workers=3, transport=transport)
         sent = torch.arange(100_000).to(torch.uint8)
         received = [zeros(sent.numel()) for _ in ranks[1:]]
         with ThreadPoolExecutor(3) as pool:
@@ -265,10 +269,11 @@ def test_abort_wakes_a_broadcast_that_waits_for_a_stopped_process(own_rank: int)
     process.join()
 
 
+@BETWEEN_CPUS
 @pytest.mark.parametrize("leave", ["abort", "close"])
-def test_a_rank_that_leaves_ends_its_own_broadcast_and_those_that_wait_for_it(leave: str) -> None:
+def test_a_rank_that_leaves_ends_its_own_broadcast_and_those_that_wait_for_it(leave: str, transport: Transport) -> None:
     with meeting(timeout_s=60) as hosted:
-        ranks = join_all(hosted, "e1", num_workers=3)
+        ranks = join_all(hosted, "e1", num_workers=3, transport=transport)
         waits = [Waiting(lambda rank=rank: rank.broadcast(zeros(1024))) for rank in ranks[1:3]]
         time.sleep(0.2)
         assert all(wait.is_waiting() for wait in waits)
@@ -280,9 +285,10 @@ def test_a_rank_that_leaves_ends_its_own_broadcast_and_those_that_wait_for_it(le
             rank.close()
 
 
-def test_a_broadcast_that_a_peer_does_not_join_ends_at_the_deadline() -> None:
+@BETWEEN_CPUS
+def test_a_broadcast_that_a_peer_does_not_join_ends_at_the_deadline(transport: Transport) -> None:
     with meeting(timeout_s=0.5) as hosted:
-        learner, worker = join_all(hosted, "e1")
+        learner, worker = join_all(hosted, "e1", transport=transport)
         with pytest.raises(PushError, match=r"deadline 0.5 s, learner.push.timeout_s"):
             worker.broadcast(zeros(16))
         learner.close()
@@ -351,8 +357,8 @@ def fail_to_meet(hosted: Meeting, epoch: str) -> list[Collective]:
     return []
 
 
-def abort_a_broadcast(hosted: Meeting, epoch: str) -> list[Collective]:
-    learner, worker = join_all(hosted, epoch)
+def abort_a_broadcast(hosted: Meeting, epoch: str, transport: Transport = "gloo") -> list[Collective]:
+    learner, worker = join_all(hosted, epoch, transport=transport)
     waiting = Waiting(lambda: worker.broadcast(zeros(16)))
     time.sleep(0.01)
     worker.abort()
@@ -362,7 +368,11 @@ def abort_a_broadcast(hosted: Meeting, epoch: str) -> list[Collective]:
     return [learner, worker]
 
 
-@pytest.mark.parametrize("fail", [fail_to_meet, abort_a_broadcast])
+def abort_a_broadcast_over_tcp(hosted: Meeting, epoch: str) -> list[Collective]:
+    return abort_a_broadcast(hosted, epoch, "tcp")
+
+
+@pytest.mark.parametrize("fail", [fail_to_meet, abort_a_broadcast, abort_a_broadcast_over_tcp])
 def test_failed_epochs_leave_neither_threads_nor_sockets(fail: Callable[[Meeting, str], list[Collective]]) -> None:
     with meeting(timeout_s=60) as hosted:
         fail(hosted, "warm up")

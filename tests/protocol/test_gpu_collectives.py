@@ -265,4 +265,4 @@ def test_a_gpu_is_named_by_its_host_and_id_and_offers_what_is_installed() -> Non
     assert first == own_device_name(torch.device("cuda", 0)) and first.count("/") == 1
     if torch.cuda.device_count() > 1:
         assert first != own_device_name(torch.device("cuda", 1))
-    assert set(offered_transports()) == {"gloo", "ipc", *(["nccl"] if is_installed() else [])}
+    assert set(offered_transports()) == {"gloo", "tcp", "ipc", *(["nccl"] if is_installed() else [])}

@@ -1,0 +1,191 @@
+"""The lines of a push over tcp: who has the secret has a place, who has not takes up none, and every wait ends."""
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import msgspec
+import pytest
+
+from protocol.collective.lines import MAX_EXPECTED, Call, Callers, Line, call_learner
+from protocol.errors import PushError
+
+HOST = "127.0.0.1"
+TIMEOUT_S = 30.0
+NOBODY = b"x" * 32
+
+
+def do_nothing() -> None:
+    """The check of an epoch that nobody has called off."""
+
+
+class Door:
+    """The learner's port: every caller is shown to the callers, and hung up on by this end of the connection."""
+
+    def __init__(self) -> None:
+        self.callers = Callers()
+        self._listener = socket.create_server((HOST, 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._thread = threading.Thread(target=self._open, daemon=True)
+        self._thread.start()
+
+    def _open(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                with connection, connection.makefile("rb") as lines:
+                    self.callers.admit(connection, msgspec.json.decode(lines.readline(), type=Call))
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+        self.callers.close()
+
+
+@contextlib.contextmanager
+def door() -> Iterator[Door]:
+    opened = Door()
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+@contextlib.contextmanager
+def pair(timeout_s: float) -> Iterator[tuple[Line, Line]]:
+    """Both ends of one line."""
+    with socket.create_server((HOST, 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+        far, _ = listener.accept()
+    ends = Line(near, timeout_s), Line(far, timeout_s)
+    try:
+        yield ends
+    finally:
+        for end in ends:
+            end.close()
+
+
+def in_thread(pool: ThreadPoolExecutor, line: Line, num_bytes: int) -> "Future[None]":
+    return pool.submit(line.receive, memoryview(bytearray(num_bytes)))
+
+
+def test_each_worker_that_shows_the_secret_has_the_line_of_its_rank() -> None:
+    with door() as opened:
+        secret = opened.callers.expect(3, TIMEOUT_S)
+        workers = [call_learner(HOST, opened.port, Call(secret, rank), TIMEOUT_S) for rank in (2, 1)]
+        lines = opened.callers.collect(secret, do_nothing, TIMEOUT_S)
+        for rank, line in enumerate(lines, start=1):
+            line.send(memoryview(bytes([rank]) * 5))
+        for rank, worker in zip((2, 1), workers, strict=True):
+            came = bytearray(5)
+            worker.receive(memoryview(came))
+            assert came == bytes([rank]) * 5
+        for line in (*lines, *workers):
+            line.close()
+
+
+@pytest.mark.parametrize("stranger", [(NOBODY, 1), (b"", 1), (None, 0), (None, 2), (None, -1)])
+def test_a_stranger_is_hung_up_on_and_takes_up_nobodys_place(stranger: tuple[bytes | None, int]) -> None:
+    with door() as opened:
+        secret = opened.callers.expect(2, TIMEOUT_S)
+        shown = secret if stranger[0] is None else stranger[0]
+        with pytest.raises(PushError, match=rf"rank {stranger[1]} got no line .* 127.0.0.1:{opened.port}: .*advertise"):
+            call_learner(HOST, opened.port, Call(shown, stranger[1]), TIMEOUT_S)
+        worker = call_learner(HOST, opened.port, Call(secret, 1), TIMEOUT_S)
+        (line,) = opened.callers.collect(secret, do_nothing, TIMEOUT_S)
+        line.close()
+        worker.close()
+
+
+def test_a_place_is_given_once() -> None:
+    with door() as opened:
+        secret = opened.callers.expect(2, TIMEOUT_S)
+        worker = call_learner(HOST, opened.port, Call(secret, 1), TIMEOUT_S)
+        with pytest.raises(PushError, match="rank 1 got no line"):
+            call_learner(HOST, opened.port, Call(secret, 1), TIMEOUT_S)
+        (line,) = opened.callers.collect(secret, do_nothing, TIMEOUT_S)
+        line.send(memoryview(b"a"))
+        worker.receive(memoryview(bytearray(1)))
+        with pytest.raises(PushError, match="rank 1 got no line"):
+            call_learner(HOST, opened.port, Call(secret, 1), TIMEOUT_S)
+        line.close()
+        worker.close()
+
+
+def test_workers_that_do_not_call_are_named_at_the_deadline_with_the_keys_to_look_at() -> None:
+    with door() as opened:
+        secret = opened.callers.expect(4, TIMEOUT_S)
+        worker = call_learner(HOST, opened.port, Call(secret, 2), TIMEOUT_S)
+        with pytest.raises(PushError, match=r"within 0.3 s \(learner.push.timeout_s\): rank 1, rank 3; .*push.ports"):
+            opened.callers.collect(secret, do_nothing, 0.3)
+        with pytest.raises(OSError, match="ended the connection"):
+            worker.receive(memoryview(bytearray(1)))
+        worker.close()
+
+
+def test_an_epoch_that_is_called_off_ends_the_wait_for_its_workers() -> None:
+    def called_off() -> None:
+        raise PushError("called off")
+
+    callers = Callers()
+    with pytest.raises(PushError, match="called off"):
+        callers.collect(callers.expect(2, TIMEOUT_S), called_off, TIMEOUT_S)
+
+
+def test_of_epochs_whose_workers_never_call_only_the_last_are_remembered() -> None:
+    callers = Callers()
+    secrets = [callers.expect(2, TIMEOUT_S) for _ in range(MAX_EXPECTED + 1)]
+    with pytest.raises(PushError, match="no longer waits"):
+        callers.collect(secrets[0], do_nothing, TIMEOUT_S)
+    with pytest.raises(PushError, match="rank 1"):
+        callers.collect(secrets[1], do_nothing, 0.0)
+
+
+def test_more_than_the_kernel_holds_arrives_whole() -> None:
+    sent = bytes(range(256)) * (1 << 14)
+    came = bytearray(len(sent))
+    with pair(TIMEOUT_S) as (near, far), ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(far.receive, memoryview(came))
+        near.send(memoryview(sent))
+        receiving.result()
+    assert came == sent
+
+
+@pytest.mark.parametrize("shut", [0, 1])
+def test_whoever_shuts_a_line_wakes_those_who_wait_at_both_ends(shut: int) -> None:
+    with pair(TIMEOUT_S) as ends, ThreadPoolExecutor(1) as pool:
+        waiting = in_thread(pool, ends[0], 1)
+        ends[shut].shut()
+        with pytest.raises(OSError, match="ended the connection"):
+            waiting.result(TIMEOUT_S / 2)
+
+
+def test_neither_silence_nor_a_full_line_is_waited_for_longer_than_the_deadline() -> None:
+    with pair(0.3) as (near, far):
+        with pytest.raises(TimeoutError, match="8 of 8 bytes did not pass in time"):
+            far.receive(memoryview(bytearray(8)))
+        with pytest.raises(TimeoutError, match=r"of 67108864 bytes did not pass in time"):
+            near.send(memoryview(bytes(64 << 20)))
+
+
+def test_bytes_that_trickle_in_do_not_put_off_the_deadline() -> None:
+    ended = threading.Event()
+    with pair(0.5) as (near, far), ThreadPoolExecutor(1) as pool:
+
+        def trickle() -> None:
+            with contextlib.suppress(OSError):
+                for _ in range(100):  # 5 s, ten times the deadline, after which the line ends
+                    if ended.wait(0.05):
+                        return
+                    near.send(memoryview(b"a"))
+                near.shut()
+
+        trickling = pool.submit(trickle)
+        with pytest.raises(TimeoutError, match="of 1000000 bytes"):
+            far.receive(memoryview(bytearray(1_000_000)))
+        ended.set()
+        trickling.result()
