@@ -3,7 +3,7 @@
 import random
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,8 @@ pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 RECIPE = "deploy/recipes/reverse.toml"
 PORT = 5757
+PUSH_PORT = 29500
+PUBLIC = "10.78.0.2"
 GROUPS_PER_STEP = 4
 TIMEOUT_S = 120.0
 SMALL = [
@@ -34,7 +36,14 @@ def hosts() -> Iterator[TwoHosts]:
 class Run:
     """A learner on host 1 with its server on host 0."""
 
-    def __init__(self, hosts: TwoHosts, directory: Path, num_steps: int, server: list[str] | None = None) -> None:
+    def __init__(
+        self,
+        hosts: TwoHosts,
+        directory: Path,
+        num_steps: int,
+        server: list[str] | None = None,
+        learner: Sequence[str] = (),
+    ) -> None:
         self.hosts, self.num_steps = hosts, num_steps
         self.directory, self.log = directory / "run", directory / "learner.log"
         keys, endpoint = directory / "keys", f"tcp://{hosts.addresses[0]}:{PORT}"
@@ -43,7 +52,7 @@ class Run:
         command = [*server, *shared] if server is not None else ["-m", "tests.model_server", endpoint, str(keys)]
         self.server_log = directory / "server.log"
         self.server = hosts.start(0, command, self.server_log)
-        command = ["-m", "learner", "train", RECIPE, *shared, "--run-dir", str(self.directory), *SMALL]
+        command = ["-m", "learner", "train", RECIPE, *shared, "--run-dir", str(self.directory), *SMALL, *learner]
         self.learner = hosts.start(1, [*command, "--learner.steps", str(num_steps)], self.log)
 
     @property
@@ -88,6 +97,28 @@ def cut(run: Run, seconds: float) -> None:
 
 def test_a_run_outlasts_a_link_that_is_cut_for_seconds(hosts: TwoHosts, tmp_path: Path) -> None:
     cut(Run(hosts, tmp_path, num_steps=8), 5)
+
+
+def run_behind_translation(hosts: TwoHosts, tmp_path: Path, num_steps: int, server: list[str] | None = None) -> None:
+    """Two ports pass, and what is called at the learner's own address is not: what it advertises is another's."""
+    hosts.wire(only_ports=[PORT, PUSH_PORT])
+    hosts.translate(1, PUBLIC, PUSH_PORT)
+    over_tcp = ["--learner.push.transport", "tcp", "--learner.push.ports", str(PUSH_PORT)]
+    learner = [*over_tcp, "--learner.push.advertise", PUBLIC]
+    run = Run(hosts, tmp_path, num_steps, server, learner)
+    run.assert_ends_complete(timeout_s=300)
+    assert (run.directory / "metrics.jsonl").read_text().count("push/bytes") == num_steps
+
+
+def test_a_run_is_complete_over_two_ports_at_an_address_that_is_advertised(hosts: TwoHosts, tmp_path: Path) -> None:
+    run_behind_translation(hosts, tmp_path, num_steps=4)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+def test_real_vllm_is_trained_over_two_ports_at_an_address_that_is_advertised(hosts: TwoHosts, tmp_path: Path) -> None:
+    run_behind_translation(hosts, tmp_path, 30, ["-m", "inference_server", RECIPE, "--server.http-port", "0"])
 
 
 def test_a_worker_gives_up_a_transfer_whose_learner_has_vanished(hosts: TwoHosts, tmp_path: Path) -> None:

@@ -61,9 +61,9 @@ def test_the_doctor_names_what_lies_between_two_hosts(hosts: TwoHosts, tmp_path:
     assert closed == {"port": f"nothing listens at {hosts.addresses[0]}:{PORT + 1}"}
     assert "cannot be reached (Network is unreachable)" in stray["port"]
     assert "does not know this learner's key" in unknown["keys"]
-    hosts.wire(only_port=PORT)
+    hosts.wire(only_ports=[PORT])
     (walled,) = problems((endpoint, keys))
     assert walled["bandwidth"].startswith("weights would not arrive: cannot reach the learner's rendezvous 10.77.0.2:")
-    hosts.wire(only_port=None, cut=True)
+    hosts.wire(only_ports=None, cut=True)
     (cut,) = problems((endpoint, keys))
     assert "gave no answer within 5 s" in cut["port"]

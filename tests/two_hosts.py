@@ -64,11 +64,16 @@ class TwoHosts:
         return self
 
     def wire(self, **changes: Any) -> dict[str, int]:
-        """Change `cut`, `delay_s`, `loss` or `only_port`; return how many packets were carried and lost so far."""
+        """Change what the wire does (wire.Wire's attributes); return how many packets were carried and lost so far."""
         assert self._wire.stdin is not None and self._wire.stdout is not None
         self._wire.stdin.write(json.dumps(changes) + "\n")
         self._wire.stdin.flush()
         return json.loads(self._wire.stdout.readline())
+
+    def translate(self, host: int, public: str, port: int) -> None:
+        """Let the other host call this one by another address at this port, and by no other at it."""
+        _ip("-n", self._namespaces[1 - host], "route", "add", public, "dev", DEVICE)
+        self.wire(translated=[self.addresses[host], public], translated_port=port)
 
     def start(self, host: int, arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
         """Run python on one of the hosts."""

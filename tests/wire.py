@@ -3,7 +3,7 @@
     TUN device in one namespace ◀──▶ this process: delays, loses, cuts ◀──▶ TUN device in the other
 
 Works where the kernel has no netem. Reads commands from stdin, one JSON object a line: {"cut": true}, {"delay_s": 0.1,
-"loss": 0.01}, {"only_port": 5757}; answers each with a line that counts the packets so far, and ends with its stdin.
+"loss": 0.01}, {"only_ports": [5757]}, {"translated": ["10.77.0.2", "10.78.0.2"], "translated_port": 29500}; answers each with a line that counts the packets so far, and ends with its stdin.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import random
+import socket
 import struct
 import sys
 
@@ -28,8 +29,11 @@ class Wire:
         self._ends = ends
         self._random = random.Random(0)
         self.delay_s, self.loss, self.cut = 0.0, 0.0, False
-        self.only_port: int | None = None
-        """As a firewall that lets one TCP port pass, in both directions."""
+        self.only_ports: list[int] | None = None
+        """As a firewall that lets these TCP ports pass, in both directions."""
+        self.translated: tuple[str, str] | None = None
+        """As a router that translates: a host's own address, and the one by which alone the other calls it at `translated_port`."""
+        self.translated_port = 0
         self.num_carried = self.num_lost = 0
 
     def start(self) -> None:
@@ -44,11 +48,38 @@ class Wire:
             self.num_lost += 1
             return
         self.num_carried += 1
+        packet = self._translate(packet)
         asyncio.get_running_loop().call_later(self.delay_s, os.write, target, packet)
 
     def _is_walled_off(self, packet: bytes) -> bool:
         ports = struct.unpack_from("!HH", packet, 4 * (packet[0] & 0xF))
-        return self.only_port is not None and self.only_port not in ports
+        return self.only_ports is not None and not set(self.only_ports) & set(ports)
+
+    def _translate(self, packet: bytes) -> bytes:
+        if self.translated is None:
+            return packet
+        own, public = (socket.inet_aton(address) for address in self.translated)
+        source_port, target_port = struct.unpack_from("!HH", packet, 4 * (packet[0] & 0xF))
+        if packet[12:16] == own and source_port == self.translated_port:
+            return readdressed(packet, 12, public)
+        if packet[16:20] == public and target_port == self.translated_port:
+            return readdressed(packet, 16, own)
+        return packet
+
+
+def readdressed(packet: bytes, offset: int, address: bytes) -> bytes:
+    """Put another address into a TCP packet, and correct both checksums by the difference (RFC 1624)."""
+    changed, tcp = bytearray(packet), 4 * (packet[0] & 0xF)
+    difference = sum(struct.unpack("!2H", address)) + sum(
+        0xFFFF ^ half for half in struct.unpack_from("!2H", packet, offset)
+    )
+    changed[offset : offset + 4] = address
+    for place in (10, tcp + 16):
+        total = (0xFFFF ^ struct.unpack_from("!H", packet, place)[0]) + difference
+        while total >> 16:
+            total = (total & 0xFFFF) + (total >> 16)
+        struct.pack_into("!H", changed, place, 0xFFFF ^ total)
+    return bytes(changed)
 
 
 def open_end(namespace: str) -> int:
