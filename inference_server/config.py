@@ -62,7 +62,6 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     pause_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0
     """Longest time in which the engine must have paused, taken a version label or resumed around a push; one that has not
     answered by then is started again."""
-
     vllm: PassedOn = msgspec.field(default_factory=dict)
     """Arguments of vLLM's own, under the names of AsyncEngineArgs, tables for those that are configs. What the server sets itself
     and what would break versions, logprobs or pushes is refused (engine/arguments.py)."""
