@@ -22,9 +22,9 @@ class PushConfig(Section):
     transport: MayChange[Literal["auto", "gloo", "tcp", "nccl", "ipc"]] = "auto"
     """auto: ipc where learner and server share one GPU, nccl between GPUs (needs cupy), else gloo (TCP between CPUs, on any port
     of both sides). tcp: between CPUs over one port of the learner, which the server's workers call."""
-    ports: str | None = None
+    ports: MayChange[str | None] = None
     """With transport = "tcp": the ports the learner may listen on for pushes, one for each server: "29500" or "29500-29510"."""
-    advertise: str | None = None
+    advertise: MayChange[str | None] = None
     """With transport = "tcp": the host or address by which the server's workers call the learner, where it is not the one by
     which the learner calls the server: behind address translation. The port is the one that the learner listens on."""
     bucket_mib: MayChange[int] = 256

@@ -8,7 +8,7 @@ import torch
 from protocol.collective.transport import choose_transport, offered_transports, own_device_name
 from protocol.errors import ConfigError
 
-ALL = ["gloo", "ipc", "nccl"]
+ALL = ["gloo", "tcp", "ipc", "nccl"]
 NO_CUPY = ["gloo", "ipc"]
 
 
@@ -31,6 +31,8 @@ NO_CUPY = ["gloo", "ipc"]
         ("gloo", "a/1", ["a/1"], ALL, ALL, "gloo"),
         ("ipc", "a/1", ["a/1"], ALL, ALL, "ipc"),
         ("nccl", "a/1", ["b/2"], ALL, ALL, "nccl"),
+        ("tcp", "cpu", ["cpu"], ["gloo", "tcp"], ["gloo", "tcp"], "tcp"),
+        ("tcp", "a/1", ["b/2"], ALL, ALL, "tcp"),
     ],
 )
 def test_the_choice(wanted, learner, workers, learner_has, server_has, chosen) -> None:
@@ -50,6 +52,7 @@ def test_the_choice(wanted, learner, workers, learner_has, server_has, chosen) -
         ("nccl", "a/1", ["a/2"], ALL, NO_CUPY, r"the server does not offer it, .*slipstream-rl\[nccl\]"),
         ("nccl", "a/1", ["a/1"], ALL, ALL, "share a GPU, which takes NCCL 2.30.3 .* NCCL_MULTI_RANK_GPU_ENABLE=1"),
         ("nccl", "a/1", ["b/1"], ALL, ALL, "share a GPU"),
+        ("tcp", "cpu", ["cpu"], ALL, ["gloo"], "the server does not offer it, which takes slipstream-rl on both sides"),
     ],
 )
 def test_what_is_impossible_is_refused_with_the_reason(
