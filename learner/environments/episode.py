@@ -5,8 +5,9 @@ neither. A plain completion is an episode of one turn.
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
+import msgspec
 import numpy as np
 
 from learner.environments.branch import Branch
@@ -44,6 +45,8 @@ class Episode(Part, frozen=True):
     course: Course
     reward: float | None = None
     """The environment's own."""
+    messages: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    """What was said after a prompt that is a conversation, by the policy and its tools."""
 
 
 class PlayedGroup(Message, frozen=True):

@@ -71,7 +71,10 @@ class Player:
             )
         num_episodes = self._config.sampling.num_completions
         played = await asyncio.gather(
-            *(self._episode(Progress(prompt, episode, max_tokens), ask) for episode in range(num_episodes))
+            *(
+                self._episode(Progress(prompt, episode, max_tokens, self._talk(prompt)), ask)
+                for episode in range(num_episodes)
+            )
         )
         for episode in (one.episode for one in played):
             if episode.course.state not in REWARDED:
@@ -95,8 +98,7 @@ class Player:
 
     async def _converse(self, progress: "Progress", seat: Seat, opening: Said, ask: Ask) -> None:
         """Turn after turn, from what reset has said to the state that the episode ends in."""
-        prompt = progress.prompt.prompt
-        talk = PlainTalk(self._template) if isinstance(prompt, str) else ChatTalk(self._template, prompt)
+        talk = progress.talk
         heard, said = talk.begin(opening), [opening]
         while not said[-1].is_done:
             if not progress.hear(heard):
@@ -105,8 +107,12 @@ class Player:
             sampled = await self._turn(progress, ask)
             if sampled is None:
                 return None
+            (completion,) = sampled.group.completions
+            if completion.finish_reason == "length":
+                talk.cut_off(completion.token_ids.tolist())
+                return progress.end("length")
             try:
-                orders = talk.orders(before, sampled.group.completions[0].token_ids.tolist())
+                orders = talk.orders(before, completion.token_ids.tolist())
             except Unreadable as error:
                 log.debug("a turn of prompt %d: %s", progress.prompt.prompt_id, error)
                 return progress.end("parse_error")
@@ -120,8 +126,11 @@ class Player:
         progress.hear(heard)
         return None
 
+    def _talk(self, prompt: Prompt) -> PlainTalk | ChatTalk:
+        return PlainTalk(self._template) if isinstance(prompt.prompt, str) else ChatTalk(self._template, prompt.prompt)
+
     async def _turn(self, progress: "Progress", ask: Ask) -> Sampled | None:
-        """The policy's next; None, and the state says why, where there is none, or where it was cut off."""
+        """The policy's next; None, and the state says why, where there is none."""
         token_ids = progress.recording.token_ids
         room = min(self._config.sampling.max_tokens, progress.max_tokens - len(token_ids))
         if progress.num_turns == self._config.environment.max_turns or room < 1:
@@ -132,17 +141,14 @@ class Player:
             progress.end("aborted")
             return None
         progress.add(sampled)
-        if sampled.group.completions[0].finish_reason == "length":
-            progress.end("length")
-            return None
         return sampled
 
 
 class Progress:
     """One episode while it is played."""
 
-    def __init__(self, prompt: Prompt, number: int, max_tokens: int) -> None:
-        self.prompt, self._number, self.max_tokens = prompt, number, max_tokens
+    def __init__(self, prompt: Prompt, number: int, max_tokens: int, talk: PlainTalk | ChatTalk) -> None:
+        self.prompt, self._number, self.max_tokens, self.talk = prompt, number, max_tokens, talk
         self.recording = Recording(np.array(prompt.token_ids, np.int32))
         self.state: EndState = "max_turns"
         self.reward: float | None = None
@@ -228,4 +234,5 @@ class Progress:
                 num_cached_tokens=self._num_cached_tokens,
             ),
             reward=self.reward,
+            messages=self.talk.messages,
         )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from learner.environments.answer import calls_of, read_answer
+from learner.environments.answer import Unreadable, calls_of, read_answer
 from learner.environments.host import Call, Said, Turn
 from learner.prompts.chat_template import ChatTemplate, Message
 
@@ -33,6 +33,13 @@ class PlainTalk:
     def begin(self, said: Said) -> Heard:
         return self.hear([said])
 
+    @property
+    def messages(self) -> list[Message]:
+        return []
+
+    def cut_off(self, token_ids: list[int]) -> None:
+        """The environment hears nothing of a turn that was not ended."""
+
     def orders(self, prompt: list[int], token_ids: list[int]) -> Sequence[Turn]:
         """`prompt`: all that stands before the turn."""
         (text,) = self._tokenizer.batch_decode([token_ids], skip_special_tokens=True)
@@ -47,7 +54,7 @@ class ChatTalk:
     """One conversation: the policy calls tools, whose answers are messages, until it calls none."""
 
     def __init__(self, template: ChatTemplate, messages: Sequence[Message]) -> None:
-        self._template, self._messages = template, list(messages)
+        self._template, self._messages, self._num_before = template, list(messages), len(messages)
         self._calls: list[Call] = []
         self._last_token = -1
         """Of the last turn."""
@@ -62,10 +69,24 @@ class ChatTalk:
 
     def orders(self, prompt: list[int], token_ids: list[int]) -> list[Call]:
         """What the turn calls; nothing: it is the last. `prompt`: all that stands before the turn. Raises Unreadable."""
-        message = read_answer(self._template, prompt, token_ids)
-        self._calls, self._last_token = calls_of(message), token_ids[-1]
+        try:
+            message = read_answer(self._template, prompt, token_ids)
+            self._calls, self._last_token = calls_of(message), token_ids[-1]
+        except Unreadable:
+            self.cut_off(token_ids)
+            raise
         self._messages.append(message)
         return self._calls
+
+    @property
+    def messages(self) -> list[Message]:
+        """What was said after the prompt."""
+        return self._messages[self._num_before :]
+
+    def cut_off(self, token_ids: list[int]) -> None:
+        """Note the last turn, of which nothing is read."""
+        (text,) = self._template.tokenizer.batch_decode([token_ids], skip_special_tokens=True)
+        self._messages.append({"role": "assistant", "content": text})
 
     def hear(self, said: list[Said]) -> Heard:
         """`said`: to each call, in order; to the last ones nothing, if the environment was done before."""

@@ -25,13 +25,17 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     epoch: float | None = None
 
 
+Said = str | list[dict[str, Any]]
+"""What follows a prompt: a text, or the messages of a policy and its tools."""
+
+
 class Call(msgspec.Struct, frozen=True):
     """One function, on one group."""
 
     function: str
     prompt: Any
     columns: dict[str, Any]
-    completions: list[str]
+    completions: list[Said]
     completion_ids: list[list[int]]
     state: TrainerState = TrainerState()
     environment_rewards: list[float | None] | None = None
@@ -100,12 +104,14 @@ def _arguments(call: Call, log: Log) -> dict[str, Any]:
         given["environment_rewards"] = call.environment_rewards
     return _repeated(call) | {
         "prompts": [call.prompt] * num_completions,
-        "completions": [[{"role": "assistant", "content": text}] for text in completions]
-        if is_conversation
-        else completions,
+        "completions": [_as_messages(said) for said in completions] if is_conversation else completions,
         "completion_ids": call.completion_ids,
         **{name: value for name, value in given.items() if accepts(call.function, name)},
     }
+
+
+def _as_messages(said: Said) -> list[dict[str, Any]]:
+    return [{"role": "assistant", "content": said}] if isinstance(said, str) else said
 
 
 def _repeated(call: Call) -> dict[str, list[Any]]:

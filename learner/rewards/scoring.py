@@ -25,14 +25,15 @@ class Scorer:
 
     async def score(self, prompt: Prompt, episodes_G: Sequence[Episode], step: int) -> GroupRewards:
         """Call the reward functions, which are told of the step, and add the overlong penalty. Of an episode they see all that was
-        said after the prompt. Raises RewardError if one fails too often.
+        said after the prompt: as messages where it converses. Raises RewardError if one fails too often.
         """
         last_G = [episode.branches[-1] for episode in episodes_G]
         token_ids_G = [branch.token_ids.tolist() for branch in last_G]
         texts_G = self._tokenizer.batch_decode(token_ids_G, skip_special_tokens=self._config.reward.skip_special_tokens)
+        said_G = [episode.messages or text for episode, text in zip(episodes_G, texts_G, strict=True)]
         state = TrainerState(global_step=step, max_steps=self._config.steps)
         own_G = [episode.reward for episode in episodes_G] if self._config.environment.is_used else None
-        rewards = await asyncio.wrap_future(self._workers.submit(prompt, texts_G, token_ids_G, state, own_G))
+        rewards = await asyncio.wrap_future(self._workers.submit(prompt, said_G, token_ids_G, state, own_G))
         self._failures.note(rewards)
         rewards = without(rewards, [episode.course.state not in REWARDED for episode in episodes_G])
         config = self._config.reward

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from learner.config import RewardConfig
-from learner.rewards.call import Answer, Call, Extra, TrainerState
+from learner.rewards.call import Answer, Call, Extra, Said, TrainerState
 from learner.rewards.lanes import Concurrent, Job, Serial
 from learner.rewards.latency import Latencies
 from learner.rewards.process import RewardProcess
@@ -137,7 +137,7 @@ class RewardWorkers:
     def submit(
         self,
         prompt: "Prompt",
-        completions: Sequence[str],
+        completions: Sequence[Said],
         completion_ids: Sequence[Sequence[int]],
         state: TrainerState = TrainerState(),  # noqa: B008  frozen
         environment_rewards: list[float | None] | None = None,

@@ -13,6 +13,8 @@ from learner.environments.episode import Episode, PlayedGroup
 from learner.environments.player import Asked
 from learner.environments.process import tools_of
 from learner.prompts.chat_template import ChatTemplate
+from learner.rewards.builtin import exact_match
+from learner.rewards.call import Call, Log, _arguments
 from protocol.errors import ConfigError
 from protocol.messages import Completion
 from tests.learner.environments.chat_tokenizer import DROPPING, END, KEEPING, call, chat_tokenizer
@@ -68,6 +70,9 @@ def test_a_conversation_goes_on_behind_the_recorded_tokens_as_its_template_says(
     sampled = keeping.tokenizer.decode(branch.token_ids[branch.is_sampled_T].tolist())
     assert sampled == "".join(turn + END for turn in TURNS)
     assert branch.prompt_token_ids is None and branch.sampled_versions == [4, 5, 6]
+    said = [(message["role"], message["content"]) for message in episode.messages]
+    assert said == [("assistant", "first"), ("tool", "2"), ("assistant", ""), ("tool", "5"), ("assistant", "It is 5")]
+    assert episode.messages[2]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"number": 3}}
     course = episode.course
     assert (course.state, course.num_turns, course.num_calls, course.num_failed_calls) == ("finished", 3, 2, 0)
     assert episode.reward == 5.0
@@ -138,6 +143,26 @@ def test_a_call_that_fails_is_told_to_the_policy_and_counted(keeping: ChatTempla
 def test_a_call_that_nobody_can_read_ends_the_episode_which_is_rated(keeping: ChatTemplate, turn: str) -> None:
     episode, _ = conversed(keeping, turn, columns={"start": 3})
     assert (episode.course.state, episode.course.num_calls, episode.reward) == ("parse_error", 0, 3.0)
+    assert episode.messages == [{"role": "assistant", "content": turn}]
+
+
+def test_a_turn_that_is_cut_off_is_told_as_text_and_nothing_in_it_is_called(keeping: ChatTemplate) -> None:
+    def script(asked: Asked) -> Completion:
+        ids = keeping.tokenizer.encode(call("add", number=2), add_special_tokens=False)
+        return completion(ids, version=4, reason="length")
+
+    group, _ = played(script, "Calculator", prompt=QUESTION, template=keeping)
+    for episode in group.episodes:
+        assert (episode.course.state, episode.course.num_calls, episode.reward) == ("length", 0, 0.0)
+        assert episode.messages == [{"role": "assistant", "content": call("add", number=2)}]
+
+
+def test_reward_functions_get_the_messages_of_an_episode_as_trl_gives_them(keeping: ChatTemplate) -> None:
+    episode, _ = conversed(keeping, *TURNS)
+    seen = _arguments(Call("exact_match", QUESTION, {}, [episode.messages, "plain"], [[1], [2]]), Log(2, frozenset()))
+    assert [message["role"] for message in seen["completions"][0]] == ["assistant", "tool"] * 2 + ["assistant"]
+    assert seen["completions"][1] == [{"role": "assistant", "content": "plain"}]
+    assert exact_match(answer=["It is 5", "plain"], **seen) == [1.0, 1.0]
 
 
 def test_a_tool_that_never_returns_ends_its_episode_alone(keeping: ChatTemplate) -> None:
