@@ -75,7 +75,7 @@ def test_every_recorded_token_has_the_servers_logprob_whatever_the_template_does
         run = make_run(
             tmp_path,
             server.endpoint,
-            steps=4,
+            steps=8,
             data={"path": str(data)},
             reward={"functions": ["environment_reward"]},
             sampling={"num_completions": 4, "max_tokens": 48, "stop": STOPS},

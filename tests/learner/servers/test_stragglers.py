@@ -47,9 +47,9 @@ class Hanging(Engine):
         await self._reach("labelling")
         await super().set_version(version)
 
-    async def score(self, token_ids: np.ndarray) -> tuple[np.ndarray, int | None]:
+    async def score(self, token_ids: np.ndarray, replica: int) -> tuple[np.ndarray, int | None]:
         await self._reach("scoring")
-        return await super().score(token_ids)
+        return await super().score(token_ids, replica)
 
     def _load(self, order: PushOrder) -> WorkerReport:
         asyncio.run(self._reach("receiving"))  # in a thread of its own
