@@ -102,7 +102,7 @@ class LearnerOf:
 def run_on(directory: Path, *names: str) -> Iterator[tuple[LearnerOf, list[Server]]]:
     """A run on servers of these names, all of which have worked."""
     servers = [Server(free_endpoint(), directory / f"{name}.log") for name in names]
-    run = make_run(directory, *(server.endpoint for server in servers), steps=WITHOUT_END)
+    run = make_run(directory, *(server.endpoint for server in servers), steps=WITHOUT_END, connect_timeout_s=120)
     learner = LearnerOf(run, directory)
     try:
         for server in servers:
