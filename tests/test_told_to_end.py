@@ -19,7 +19,7 @@ from tests.learner.test_several_servers import free_endpoint
 from tests.learner.test_train import make_run, metrics_of
 
 ROOT = Path(__file__).parent.parent
-TIMEOUT_S = 60.0
+TIMEOUT_S = 150.0
 WITHOUT_END = 100_000
 """Steps of a run that is interrupted."""
 NOISE = ("lost the server", "failed", "waiting for it to come back", "Traceback")
