@@ -1,10 +1,8 @@
 """The other side of a push is killed, stopped or hangs at every state; each time both must be whole again by themselves."""
 
 import itertools
-import random
 import re
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.peer import Pair, Peer
+from tests.ports import free_port
 from tests.push_peers import DEAD_AFTER_S, NUM_TENSORS
 from tests.push_traps import FOREVER_S, HANG, PUSH_TIMEOUT_S, Trap
 
@@ -47,10 +46,7 @@ def start_pair(tmp_path: Path) -> Iterator[Callable[..., Pair]]:
     def start(mode: dict[str, Any]) -> Pair:
         directory = tmp_path / f"pair-{next(numbers)}"
         directory.mkdir()
-        # Below the ports that the kernel gives to other tests, which might have this one before the server is started on it.
-        with socket.create_server(("127.0.0.1", random.randint(10_000, 32_000))) as holder:
-            endpoint = f"tcp://127.0.0.1:{holder.getsockname()[1]}"
-        pair = Pair(directory, endpoint, **mode)
+        pair = Pair(directory, f"tcp://127.0.0.1:{free_port()}", **mode)
         started.append(pair)
         return pair
 
@@ -211,7 +207,11 @@ def test_a_learner_goes_on_with_the_next_engine_when_a_call_into_the_first_never
         digest = pair.learner.receive()
         assert isinstance(digest, str), digest
         assert pair.server.ask("status")["engine_restarts"] == 1
-        assert "(attempt 2)" not in pair.learner.own_log, "an attempt was made on an engine that could only hang"
+        # On a loaded machine a pulse may be late while the server starts its engine again: that attempt meets no engine.
+        again = [
+            line for line in pair.learner.own_log.splitlines() if "(attempt 2)" in line and "went away" not in line
+        ]
+        assert not again, "an attempt was made on an engine that could only hang"
         assert_whole(pair, 1, digest)
         assert_whole(pair, 2, pair.learner.ask(2))
 

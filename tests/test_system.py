@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -18,17 +17,13 @@ import pytest
 
 from tests.inference_server.forked_server import ForkedServer
 from tests.learner.forked_learner import end_of, run_learner, start_learner
+from tests.ports import free_port
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parent.parent
 RECIPE = "deploy/recipes/reverse.toml"
-TIMEOUT_S = 120
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
+TIMEOUT_S = 240
 
 
 class Server:

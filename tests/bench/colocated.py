@@ -7,7 +7,6 @@ A metric samples the server's idleness at the end of a step; /status counts its 
 
 import http.client
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ import numpy as np
 from learner.config import LearnerRun
 from protocol.config import to_toml
 from protocol.errors import SlipstreamError
+from tests.ports import free_port
 
 ROOT = Path(__file__).parent.parent.parent
 POLL_S = 0.5
@@ -67,11 +67,6 @@ def run_colocated(run: LearnerRun, server: dict[str, Any], *, resume: bool = Fal
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl."""
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 def _look(seen: ServerSeen, url: str) -> None:

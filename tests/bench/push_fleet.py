@@ -6,7 +6,6 @@ Only so many servers as there are cores have one to themselves; with more, the m
 """
 
 import multiprocessing
-import socket
 import statistics
 import tempfile
 import time
@@ -24,6 +23,7 @@ from learner.servers.loop_thread import LoopThread
 from learner.servers.pusher import Pusher
 from protocol.messages import PROTOCOL_VERSION, Hello
 from tests.fingerprint import MODEL
+from tests.ports import free_port
 from tests.push_peers import ScriptedWeights, run_server
 
 TENSOR_MIB = 4
@@ -58,7 +58,7 @@ def processes(num_servers: int) -> Iterator[list[str]]:
     context = multiprocessing.get_context("spawn")
     with ExitStack() as cleanup:
         directory = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-bench-")))
-        endpoints = [f"tcp://127.0.0.1:{_free_port()}" for _ in range(num_servers)]
+        endpoints = [f"tcp://127.0.0.1:{free_port()}" for _ in range(num_servers)]
         pipes = []
         for number, endpoint in enumerate(endpoints):
             pipe, theirs = context.Pipe()
@@ -98,8 +98,3 @@ def run(most: int, size_mib: int, num_pushes: int) -> dict[str, Any]:
     counts = [2**power for power in range(most.bit_length()) if 2**power <= most]
     by_servers = {str(num_servers): measure(num_servers, size_mib, num_pushes) for num_servers in counts}
     return {"size_mib": size_mib, "by_servers": by_servers}
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]

@@ -7,7 +7,6 @@ BusyLink is the way to the server with neither ledger nor rewards behind it.
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -30,6 +29,7 @@ from protocol.config import to_toml
 from protocol.errors import SlipstreamError
 from protocol.messages import PROTOCOL_VERSION, Generate, Group, GroupFailed, Hello, Sampling
 from protocol.model_files import fingerprint, resolve_model
+from tests.ports import free_port
 
 ROOT = Path(__file__).parent.parent.parent
 START_TIMEOUT_S = 240
@@ -43,7 +43,7 @@ class ServedModel:
     def __init__(self, model: str, directory: Path, **settings: Any) -> None:
         """`settings` are keys of [server] beyond those that every benchmark has."""
         self.model = model
-        self.endpoint = f"tcp://127.0.0.1:{_free_port()}"
+        self.endpoint = f"tcp://127.0.0.1:{free_port()}"
         directory.mkdir(parents=True, exist_ok=True)
         config, self._log = directory / "run.toml", directory / "server.log"
         config.write_text(to_toml(server_run(model, directory, self.endpoint, settings)))
@@ -160,8 +160,3 @@ def peak_memory(processes: list[psutil.Process]) -> Iterator[PeakMemory]:
         ended.set()
         sampler.join()
         peak.num_bytes_kept = resident() - before
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]

@@ -8,7 +8,6 @@ A role is a process, or all of a kind: reward workers come and go. The exit code
 import argparse
 import json
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -22,6 +21,7 @@ import psutil
 
 from learner.rollouts.ledger import Ledger
 from tests.bench.flatness import Flatness, flatness
+from tests.ports import free_port
 
 ROOT = Path(__file__).parent.parent.parent
 RECIPE = "deploy/recipes/reverse.toml"
@@ -57,8 +57,8 @@ def soak(directory: Path, duration_s: float) -> dict[str, Any]:
     run_dir.mkdir(parents=True)
     command = [
         sys.executable, "-m", "deploy.colocate", RECIPE, "--run-dir", str(run_dir),
-        "--endpoint", f"tcp://127.0.0.1:{_free_port()}", "--server.http-port", str(_free_port()),
-        "--learner.report.dashboard-port", str(_free_port()), "--learner.steps", "10000000",
+        "--endpoint", f"tcp://127.0.0.1:{free_port()}", "--server.http-port", str(free_port()),
+        "--learner.report.dashboard-port", str(free_port()), "--learner.steps", "10000000",
     ]  # fmt: skip
     with (directory / "console.log").open("w") as console:
         demo = subprocess.Popen(command, cwd=ROOT, stdout=console, stderr=console)
@@ -148,11 +148,6 @@ def as_text(result: dict[str, Any]) -> str:
             f"{'flat' if one.is_flat else 'GROWS'}"
         )
     return "\n".join(lines)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 if __name__ == "__main__":

@@ -3,12 +3,12 @@
 Of a run's several servers each has a directory of its own, for its log, its traps and its events; one alone shares the run's.
 """
 
-import socket
 from pathlib import Path
 
 from tests.chaos.process import FAKE_SERVER, SERVER, Process, start_as_user, start_forked
 from tests.chaos.schedule import Engine
 from tests.link import Link
+from tests.ports import free_port
 
 
 class Place:
@@ -30,7 +30,7 @@ class Place:
         self.process = self._start()
 
     def _start(self) -> Process:
-        self.link.server_port = _free_port()  # the one before may be somebody else's by now
+        self.link.server_port = free_port()  # the one before may be somebody else's by now
         address = f"tcp://127.0.0.1:{self.link.server_port}"
         log, arguments = self.directory / "server.log", [str(self._config_file), "--endpoint", address]
         if self._engine == "real":
@@ -40,8 +40,3 @@ class Place:
     def close(self) -> None:
         self.process.end()
         self.link.close()
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as holder:
-        return holder.getsockname()[1]

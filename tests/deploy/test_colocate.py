@@ -1,11 +1,9 @@
 """How colocate shares flags and cores between the two processes, and that it leaves none of them behind."""
 
-import contextlib
 import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +19,7 @@ from deploy.colocate import flags_by_section, with_cores
 from deploy.config import DeployConfig
 from deploy.processes import GRACE_S
 from tests.deploy.test_placement import a_learner, a_server
+from tests.ports import free_port
 
 ROOT = Path(__file__).parent.parent.parent
 NUM_STEPS = 200
@@ -73,7 +72,7 @@ def test_several_ranks_are_told_of_each_other_and_only_a_learner_that_was_begun_
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_servers_and_two_ranks_of_which_one_each_is_killed_end_complete(tmp_path: Path) -> None:
-    ports, run_dir = free_ports(2), tmp_path / "run"
+    ports, run_dir = [free_port(), free_port()], tmp_path / "run"
     recipe = tomllib.loads((ROOT / "deploy/recipes/reverse.toml").read_text())
     recipe |= {"run_dir": str(run_dir), "endpoints": [f"tcp://127.0.0.1:{port}" for port in ports]}
     recipe["server"] |= {"http_port": 0}
@@ -112,17 +111,11 @@ def test_two_servers_and_two_ranks_of_which_one_each_is_killed_end_complete(tmp_
     assert set(steps()) == set(range(1, NUM_STEPS + 1)) and steps()[-1] == NUM_STEPS
 
 
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [listener.getsockname()[1] for listener in listeners]
-
-
 @pytest.mark.vllm
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
 def test_a_closed_terminal_and_a_killed_colocate_leave_no_process_behind(tmp_path: Path, number: int) -> None:
-    ports = free_ports(2)
+    ports = [free_port(), free_port()]
     command = [
         sys.executable,
         "-m",

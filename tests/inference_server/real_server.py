@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,17 +21,12 @@ from protocol.model_files import fingerprint
 from tests.inference_server import tiny_gpt2
 from tests.inference_server.forked_server import ForkedServer
 from tests.inference_server.scripted_learner import ScriptedLearner
+from tests.ports import free_port
 
 ROOT = Path(__file__).parent.parent.parent
 START_TIMEOUT_S = 180
 TEST_TIMEOUT_S = 180
 TOLERANCE = 1e-4
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class RealServer:

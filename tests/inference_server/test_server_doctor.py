@@ -17,6 +17,7 @@ from protocol.config import load_config
 from protocol.messages import MAX_TRIAL_BYTES, Rendezvous, Trial, TrialEnded
 from tests.fakes import ScriptedEngine, serving
 from tests.inference_server.scripted_learner import ScriptedLearner
+from tests.ports import free_port
 
 ROOT = Path(__file__).parent.parent.parent
 RECIPE = "deploy/recipes/reverse.toml"
@@ -30,8 +31,7 @@ def problems(*flags: str, recipe: str = RECIPE) -> dict[str, str]:
 
 
 def free_endpoint() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_port()}"
 
 
 def test_a_machine_that_is_well_costs_no_complaint(tmp_path: Path) -> None:

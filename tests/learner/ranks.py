@@ -1,7 +1,6 @@
 """Ranks of a learner as torchrun would start them, forked from a process that has imported everything."""
 
 import os
-import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ from accelerate import Accelerator
 
 from tests.learner.training.sharding import FSDP2, shard_on_cpu
 from tests.peer import PROCESSES
+from tests.ports import free_port
 
 TIMEOUT_S = 120.0
 Work = Callable[..., Any]
@@ -41,8 +41,7 @@ def places_of(num_ranks: int, *, is_sharded: bool = False) -> list[Place]:
     """Of ranks that will find each other."""
     if num_ranks == 1:
         return [ALONE]
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = free_port()
     return [Place(rank=rank, num_ranks=num_ranks, port=port, is_sharded=is_sharded) for rank in range(num_ranks)]
 
 

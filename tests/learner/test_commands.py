@@ -2,7 +2,6 @@
 
 import json
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from datasets import Dataset
 
 from tests.learner.forked_learner import run_learner
 from tests.learner.model_engine import tiny_server
+from tests.ports import free_port
 
 ROOT = Path(__file__).parent.parent.parent
 RECIPE = "deploy/recipes/reverse.toml"
@@ -25,8 +25,7 @@ def assert_refused(done: subprocess.CompletedProcess[str], expected: str) -> Non
 
 
 def free_endpoint() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_port()}"
 
 
 def test_an_unknown_key_in_the_file(tmp_path: Path) -> None:

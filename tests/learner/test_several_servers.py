@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -28,6 +27,7 @@ from tests.learner.checkpoints import weights_of
 from tests.learner.model_engine import TINY_LIMITS, ModelEngine, tiny_server
 from tests.learner.test_train import make_run, metrics_of, rows_of
 from tests.learner.training.test_ranks import fork
+from tests.ports import free_port
 
 TIMEOUT_S = 60.0
 
@@ -65,8 +65,7 @@ def warnings_about_servers(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def free_endpoint() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_port()}"
 
 
 @pytest.mark.parametrize("overlap", [False, True])

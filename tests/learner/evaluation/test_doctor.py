@@ -26,6 +26,7 @@ from tests.fakes import ScriptedEngine, ServerThread
 from tests.fingerprint import MODEL
 from tests.inference_server.scripted_learner import ScriptedLearner
 from tests.learner.forked_learner import run_learner
+from tests.ports import free_port
 
 ROOT = Path(__file__).parent.parent.parent.parent
 RECIPE = str(ROOT / "deploy/recipes/reverse.toml")
@@ -47,11 +48,6 @@ def the_problem(run: LearnerRun) -> str:
     line = str(found)
     assert "\n" not in line and found.remedy
     return line
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 @pytest.fixture(autouse=True)

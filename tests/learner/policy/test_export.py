@@ -1,7 +1,6 @@
 """The model in a checkpoint, as others load it: transformers, peft, another run; and (slow) vLLM."""
 
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ from protocol.model_files import fingerprint, resolve_model
 from tests.learner.checkpoints import save, weights_of
 from tests.learner.policy.plain import plain_logits
 from tests.learner.test_train import make_run
+from tests.ports import free_port
 from tests.zoo.families import save_model
 
 IDS = torch.arange(3, 15)[None]
@@ -138,8 +138,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[[Path], openai.OpenAI]]:
     processes = []
 
     def start(model: Path) -> openai.OpenAI:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = listener.getsockname()[1]
+        port = free_port()
         command = [
             sys.executable,
             "-m",
