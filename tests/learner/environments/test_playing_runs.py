@@ -140,7 +140,7 @@ def test_turns_stay_at_their_server_and_say_its_salt(tmp_path: Path) -> None:
 
 
 def test_environments_that_hang_die_and_raise_are_counted_and_the_run_is_complete(tmp_path: Path) -> None:
-    settings = {"factory": f"{USER}:Fickle", "max_turns": 2, "max_concurrent": 8, "timeout_s": 0.5}
+    settings = {"factory": f"{USER}:Fickle", "max_turns": 2, "max_concurrent": 8, "timeout_s": 3.0}
     with tiny_server() as server:
         run = playing_run(tmp_path, server.endpoint, environment=settings, max_group_attempts=20)
         train(run, resume=False)
