@@ -1,9 +1,10 @@
-"""The learner's commands: train, doctor, self-test, report.
+"""The learner's commands: train, doctor, self-test, report, runs.
 
     learner train run.toml [--resume] [--key value ...]
     learner doctor run.toml [--json] [--key value ...]
     learner self-test run.toml [--json] [--key value ...]
     learner report RUN_DIR [--json]
+    learner runs [DIR] [--json]
 
 Several ranks: `accelerate launch -m learner train run.toml`.
 """
@@ -28,7 +29,8 @@ ENVIRONMENT = {
 USAGE = """usage: learner train run.toml [--resume] [--dry-run] [--key value ...]   train; --help lists the keys
        learner doctor run.toml [--json] [--key value ...]               what would keep the run from beginning, and remedies
        learner self-test run.toml [--json] [--key value ...]            the noise between the server and this learner
-       learner report RUN_DIR [--json]                                  the report of a run"""
+       learner report RUN_DIR [--json]                                  the report of a run
+       learner runs [DIR] [--json]                                      the runs in a directory ("runs"): state, step, reward"""
 
 
 def main() -> None:
@@ -46,7 +48,11 @@ def main() -> None:
                 self_test_command(arguments)
             case ["report", run_dir, *flags] if set(flags) <= {"--json"} and not run_dir.startswith("-"):
                 report_command(Path(run_dir), as_json="--json" in flags)
-            case ["-h" | "--help"] | [] | ["report", "-h" | "--help"]:
+            case ["runs", *flags] if set(flags) <= {"--json"}:
+                runs_command(Path("runs"), as_json="--json" in flags)
+            case ["runs", directory, *flags] if set(flags) <= {"--json"} and not directory.startswith("-"):
+                runs_command(Path(directory), as_json="--json" in flags)
+            case ["-h" | "--help"] | [] | ["report" | "runs", "-h" | "--help"]:
                 print(USAGE)
             case arguments:
                 raise ConfigError(f"unknown command {' '.join(arguments)!r}\n{USAGE}")
@@ -137,6 +143,17 @@ def report_command(run_dir: Path, *, as_json: bool) -> None:
         print(msgspec.json.encode(summary).decode())
     else:
         print(f"\n{as_text(summary)}\n\nreport: {write_report(run_dir)}")
+
+
+def runs_command(directory: Path, *, as_json: bool) -> None:
+    import msgspec
+
+    from learner.report.runs import as_table, list_runs
+    from protocol.config import until_its_reader_leaves
+
+    runs = list_runs(directory)
+    with until_its_reader_leaves():
+        print(msgspec.json.encode(runs).decode() if as_json else as_table(runs))
 
 
 if __name__ == "__main__":

@@ -48,8 +48,8 @@ def whole_lines(path: Path) -> int:
 
 
 def last_line(path: Path) -> bytes:
-    """Of a file of whole lines; nothing of an empty one."""
-    end = path.stat().st_size
+    """The last whole one; nothing of a file without any."""
+    end = whole_lines(path)
     num_bytes = BLOCK_BYTES
     with path.open("rb") as file:
         while True:

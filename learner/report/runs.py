@@ -1,0 +1,128 @@
+"""The runs below a directory, a line each: `learner runs [DIR]`.
+
+    config.toml, the last line of metrics.jsonl, the kernel's list of locks ─▶ Run ─▶ a table, or JSON
+
+It changes nothing and takes no lock, so a learner that starts meanwhile is not in its way; of a long run it reads one step.
+"""
+
+import json
+import os
+import time
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from learner.report.lines import last_line
+from learner.report.summary import RunDirectoryError, duration, number
+
+MAX_DEPTH = 3
+"""Directories between the one that is asked for and a run's."""
+LOCKS = Path("/proc/locks")
+
+State = Literal["running", "finished", "stopped", "unreadable"]
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """What can be told of a run without reading it."""
+
+    path: str
+    state: State
+    """Running: a learner of this machine has it open; stopped: none has, and steps are left."""
+    step: int = 0
+    steps: int = 0
+    """That its config wants."""
+    reward: float | None = None
+    """Mean of the newest step."""
+    elapsed_s: float = 0.0
+    newest_at: float | None = None
+    """When the newest step ended, in seconds since 1970."""
+    model: str = ""
+    problem: str = ""
+    """Why it is unreadable."""
+
+
+def list_runs(directory: Path) -> list[Run]:
+    """The newest first. Raises RunDirectoryError if there is none."""
+    if not directory.is_dir():
+        raise RunDirectoryError(
+            f"{directory} is not a directory; name the one that holds your runs: `learner runs DIR`"
+        )
+    locked = locked_files()
+    runs = [look_at(path, locked) for path in _run_dirs(directory, MAX_DEPTH)]
+    if not runs:
+        raise RunDirectoryError(
+            f"no run in {directory}, nor up to {MAX_DEPTH} directories below; start one with `learner train`, or name another "
+            "directory: `learner runs DIR`"
+        )
+    return sorted(runs, key=lambda run: run.newest_at or 0.0, reverse=True)
+
+
+def look_at(path: Path, locked: set[tuple[int, int]]) -> Run:
+    """`locked`: device and inode of files on which some process has a lock."""
+    try:
+        config = tomllib.loads((path / "config.toml").read_text())
+        steps, model = int(config["learner"]["steps"]), str(config["model"])
+        metrics = path / "metrics.jsonl"
+        raw = last_line(metrics) if metrics.is_file() else b""
+        newest = json.loads(raw) if raw else {}
+        step, lock = int(newest.get("step", 0)), path / ".lock"
+        is_open = lock.exists() and (lock.stat().st_dev, lock.stat().st_ino) in locked
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return Run(path=str(path), state="unreadable", problem=f"{type(error).__name__}: {error}")
+    return Run(
+        path=str(path),
+        state="running" if is_open else "finished" if step >= steps else "stopped",
+        step=step,
+        steps=steps,
+        reward=newest.get("reward/mean"),
+        elapsed_s=newest.get("elapsed_s", 0.0),
+        newest_at=newest.get("time"),
+        model=model,
+    )
+
+
+def locked_files() -> set[tuple[int, int]]:
+    """Device and inode of each file that a process of this machine has locked as a learner locks its run's `.lock` (flock)."""
+    locked = set()
+    for line in LOCKS.read_text().splitlines() if LOCKS.exists() else []:
+        _, kind, *_, place, _, _ = line.split()
+        if kind == "FLOCK":
+            major, minor, inode = place.split(":")
+            locked.add((os.makedev(int(major, 16), int(minor, 16)), int(inode)))
+    return locked
+
+
+def _run_dirs(directory: Path, depth: int) -> Iterator[Path]:
+    """Not into runs: their checkpoints are many files."""
+    if (directory / "config.toml").is_file() and (directory / ".lock").exists():
+        yield directory
+    elif depth >= 0:
+        for entry in sorted(directory.iterdir()):
+            if entry.is_dir() and not entry.is_symlink() and os.access(entry, os.R_OK | os.X_OK):
+                yield from _run_dirs(entry, depth - 1)
+
+
+def as_table(runs: list[Run]) -> str:
+    rows = [("run", "state", "step", "reward", "trained for", "last step", "model"), *map(_row, runs)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _row(run: Run) -> tuple[str, ...]:
+    if run.state == "unreadable":
+        return (run.path, run.state, run.problem, "", "", "", "")
+    ago = "–" if run.newest_at is None else f"{duration(max(0.0, time.time() - run.newest_at))} ago"
+    return (
+        run.path,
+        run.state,
+        f"{run.step:,}/{run.steps:,}",
+        number(run.reward),
+        duration(run.elapsed_s),
+        ago,
+        run.model,
+    )

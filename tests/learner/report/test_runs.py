@@ -1,0 +1,112 @@
+"""`learner runs`: what it tells of runs that go on, ended, stopped, or cannot be read."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from learner.config import LearnerRun
+from learner.report.runs import as_table, list_runs
+from learner.report.summary import RunDirectoryError
+from learner.storage.run_dir import RunDir
+from protocol.config import load_config
+from tests.learner.report.synthetic_run import write_lines
+
+ROOT = Path(__file__).parents[3]
+
+
+def begin(path: Path, steps: int, num_done: int = 0, ended_at: float = 0.0) -> RunDir:
+    """A run directory as a learner has it open."""
+    arguments = [str(ROOT / "deploy/recipes/reverse.toml"), "--run-dir", str(path), "--learner.steps", str(steps)]
+    run_dir = RunDir(path, load_config(LearnerRun, arguments, "learner train"))
+    run_dir.begin()
+    lines = [
+        {"step": step, "time": ended_at, "elapsed_s": 2.0 * step, "reward/mean": step / 10}
+        for step in range(1, num_done + 1)
+    ]
+    write_lines(run_dir.metrics, lines)
+    return run_dir
+
+
+def test_runs_that_go_on_ended_and_stopped_are_told_apart(tmp_path: Path) -> None:
+    now = time.time()
+    going = begin(tmp_path / "going", steps=9, num_done=4, ended_at=now)
+    begin(tmp_path / "more" / "ended", steps=3, num_done=3, ended_at=now - 50).close()
+    begin(tmp_path / "stopped", steps=9, num_done=2, ended_at=now - 100).close()
+    begin(tmp_path / "new", steps=9).close()
+    found = list_runs(tmp_path)
+    assert [(Path(run.path).name, run.state, run.step, run.steps) for run in found] == [
+        ("going", "running", 4, 9),
+        ("ended", "finished", 3, 3),
+        ("stopped", "stopped", 2, 9),
+        ("new", "stopped", 0, 9),
+    ]
+    assert (found[0].reward, found[0].elapsed_s, found[0].newest_at, found[0].model) == (0.4, 8.0, now, "tiny:digits")
+    assert found[3].reward is None and found[3].newest_at is None
+    going.close()
+    assert list_runs(tmp_path)[0].state == "stopped"
+
+
+def test_a_step_that_is_being_written_is_not_told_yet(tmp_path: Path) -> None:
+    run_dir = begin(tmp_path / "run", steps=9, num_done=2)
+    with run_dir.metrics.open("a") as metrics:
+        metrics.write('{"step": 3, "ti')
+    (found,) = list_runs(tmp_path)
+    run_dir.close()
+    assert (found.state, found.step) == ("running", 2)
+
+
+def test_looking_at_a_run_never_keeps_a_learner_from_it(tmp_path: Path) -> None:
+    begin(tmp_path / "run", steps=9).close()
+    look = (
+        "import sys; from pathlib import Path; from learner.report.runs import list_runs\n"
+        "print('looks', flush=True)\nwhile True: list_runs(Path(sys.argv[1]))"
+    )
+    with subprocess.Popen([sys.executable, "-c", look, str(tmp_path)], stdout=subprocess.PIPE, cwd=ROOT) as looker:
+        assert looker.stdout is not None and looker.stdout.readline() == b"looks\n"
+        for _ in range(30):
+            begin(tmp_path / "run", steps=9).close()  # raises if the directory is taken
+        assert looker.poll() is None
+        looker.kill()
+
+
+def test_a_run_whose_files_are_broken_is_told_with_the_reason(tmp_path: Path) -> None:
+    begin(tmp_path / "whole", steps=1, num_done=1, ended_at=5.0).close()
+    begin(tmp_path / "config", steps=1).close()
+    (tmp_path / "config" / "config.toml").write_text("steps = [")
+    begin(tmp_path / "metrics", steps=1).close()
+    (tmp_path / "metrics" / "metrics.jsonl").write_text("no JSON\n")
+    table = as_table(list_runs(tmp_path)).splitlines()
+    assert [line.split()[:2] for line in table[1:]] == [
+        [str(tmp_path / "whole"), "finished"],
+        [str(tmp_path / "config"), "unreadable"],
+        [str(tmp_path / "metrics"), "unreadable"],
+    ]
+    assert "TOMLDecodeError" in table[2] and "JSONDecodeError" in table[3]
+
+
+@pytest.mark.parametrize(("name", "expected"), [("empty", "no run in"), ("nowhere", "is not a directory")])
+def test_where_there_is_no_run(tmp_path: Path, name: str, expected: str) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RunDirectoryError, match=expected):
+        list_runs(tmp_path / name)
+
+
+def test_the_command_prints_a_table_or_json(tmp_path: Path) -> None:
+    begin(tmp_path / "run", steps=1200, num_done=600, ended_at=time.time() - 90).close()
+
+    def runs(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "learner", "runs", *arguments]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+    head, line = runs(str(tmp_path)).stdout.splitlines()
+    assert head.split() == ["run", "state", "step", "reward", "trained", "for", "last", "step", "model"]
+    assert line.split()[1:4] == ["stopped", "600/1,200", "60.00"] and "20 min 00 s" in line and "ago" in line
+    (found,) = json.loads(runs(str(tmp_path), "--json").stdout)
+    assert (found["state"], found["step"], found["reward"]) == ("stopped", 600, 60.0)
+    refused = runs(str(tmp_path / "nowhere"))
+    assert refused.returncode == 2 and refused.stderr.startswith("error: ") and refused.stdout == ""
+    assert "unknown command 'runs --all'" in runs("--all").stderr
