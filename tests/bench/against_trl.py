@@ -8,7 +8,6 @@ Runs alternate; medians over repetitions. The machine should have nothing else t
 
 import argparse
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -24,14 +23,14 @@ from tests.bench.workload_run import LEARNER_CORES, Run, config_of, run_workload
 
 NUM_STEPS = {"a": 40, "b": 6, "c": 10}
 MAX_STALENESS = 2
-NUM_CORES = len(os.sched_getaffinity(0))
 NOTES = [
-    "TRL generates with transformers and a static cache (on 13-token prompts × 256 a third of the default's processor time). Its "
+    "TRL generates with transformers. Its "
     "vLLM modes do not run without a GPU: the server mode broadcasts weights by NCCL alone (VLLMClient.init_communicator refuses "
     "other devices); the colocated one calls load_weights on the running engine, whose weights vLLM's CPU backend has packed by "
     "then ('Parameter' object has no attribute 'weight_loader'). Its continuous batching runs on a CPU, slower.",
-    "Both sides compute in float32, on all cores of the machine: TRL with a rank of one thread on each, unless --trl-processes says "
-    "otherwise; ours with one core for the server and one for the learner.",
+    "Both sides compute in float32, on all cores of the machine: TRL as `python train.py` starts it, one process with a thread on "
+    "each and its default cache; ours with one core for the server and one for the learner. A rank on each core and a static cache "
+    "(--trl-processes, --trl-cache static) make TRL about as fast as it gets here.",
     "Lengths: the last norm's weights are small, so a completion ends at each token with probability 1/128 on either side, and the "
     "reward is the same on average at every length; expected_length is that distribution's mean, length_ratio what came of it.",
     "Rewards are compared at the same policy versions: a batch that is two versions old shows the policy of two steps ago.",
@@ -60,7 +59,8 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help=f"of each run; by default {NUM_STEPS}")
     parser.add_argument("--warm-up", type=int, default=2, help="first steps of each run that are left out, at least 1")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--trl-processes", type=int, default=NUM_CORES, help="ranks that share the batch and the cores")
+    parser.add_argument("--trl-processes", type=int, default=1, help="ranks that share the batch and the cores")
+    parser.add_argument("--trl-cache", choices=["static"], help="of generation; by default that of transformers")
     parser.add_argument("--trl-rows", type=int, default=32, help="rows that TRL puts through the model at once")
     return parser.parse_args(arguments)
 
@@ -106,7 +106,7 @@ def run_cell(
             if side == "trl":
                 trl.append(
                     run_trl(
-                        trl_job(config, options.trl_rows),
+                        trl_job(config, options.trl_rows, options.trl_cache),
                         files / f"trl-{workload.name}-{seed}",
                         python,
                         options.trl_processes,

@@ -27,8 +27,8 @@ class TrlRun(msgspec.Struct, frozen=True):
     steps: list[Step]
 
 
-def trl_job(config: LearnerRun, rows: int) -> dict[str, Any]:
-    """The same settings in TRL's terms."""
+def trl_job(config: LearnerRun, rows: int, cache: str | None = None) -> dict[str, Any]:
+    """The same settings in TRL's terms. `cache`: of generation; None: the default."""
     learner = config.learner
     optimizer = learner.optimizer
     return {
@@ -37,7 +37,7 @@ def trl_job(config: LearnerRun, rows: int) -> dict[str, Any]:
         "max_tokens": learner.sampling.max_tokens, "micro_batch_rows": rows, "clip_low": learner.loss.value("clip_low"),
         "clip_high": learner.loss.value("clip_high"), "learning_rate": optimizer.learning_rate,
         "max_grad_norm": optimizer.max_grad_norm, "beta1": optimizer.beta1, "beta2": optimizer.beta2,
-        "weight_decay": optimizer.weight_decay,
+        "weight_decay": optimizer.weight_decay, "cache": cache,
     }  # fmt: skip
 
 
