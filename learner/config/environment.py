@@ -21,6 +21,8 @@ class EnvironmentConfig(Section):
     """An episode ends when its prompt and all that followed have so many tokens. Unset: the server's max_model_len."""
     timeout_s: MayChange[float] = 10.0
     """Deadline of one call of a method; the process that exceeds it is killed, and the episode ends without a reward."""
+    episode_deadline_s: MayChange[float] = 600.0
+    """An episode that has gone on for so long, waits for its turns included, begins no further turn and ends without a reward."""
     max_concurrent: MayChange[int] = 64
     """Episodes that are played at once, each with an instance in a process of its own."""
 
@@ -38,10 +40,13 @@ class EnvironmentConfig(Section):
     def lacking(self) -> dict[str, str]:
         if self.is_used:
             return {}
-        return dict.fromkeys(("max_turns", "max_episode_tokens", "timeout_s", "max_concurrent"), "factory")
+        return dict.fromkeys(
+            ("max_turns", "max_episode_tokens", "timeout_s", "episode_deadline_s", "max_concurrent"), "factory"
+        )
 
     def check(self) -> None:
         for name in ("max_turns", "max_episode_tokens", "max_concurrent"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"{name} = {value} must be at least 1")
-        require(0 < self.timeout_s < math.inf, f"timeout_s = {self.timeout_s} must be above 0 and finite")
+        for name in ("timeout_s", "episode_deadline_s"):
+            require(0 < getattr(self, name) < math.inf, f"{name} = {getattr(self, name)} must be above 0 and finite")

@@ -14,9 +14,9 @@ from learner.environments.branch import Branch
 from protocol.messages import Completion, Group, Message, Part
 from protocol.messages.parts import Version
 
-EndState = Literal["finished", "length", "max_turns", "parse_error", "tool_timeout", "env_error", "aborted"]
+EndState = Literal["finished", "length", "max_turns", "parse_error", "tool_timeout", "env_error", "deadline", "aborted"]
 """finished: the environment was done, or the policy called no tool; length: too many tokens, in a turn or in all; parse_error: the
-policy called a tool in a way that nobody can read; aborted: the server could not go on."""
+policy called a tool in a way that nobody can read; deadline: it took too long in all; aborted: the server could not go on."""
 REWARDED: tuple[EndState, ...] = ("finished", "length", "max_turns", "parse_error")
 """The others say nothing about the policy."""
 

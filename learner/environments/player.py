@@ -8,6 +8,7 @@ episode.py: each turn has the server's deadline, each call of the environment it
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -99,6 +100,7 @@ class Player:
     async def _converse(self, progress: "Progress", seat: Seat, opening: Said, ask: Ask) -> None:
         """Turn after turn, from what reset has said to the state that the episode ends in."""
         talk = progress.talk
+        progress.give_up_at = time.monotonic() + self._config.environment.episode_deadline_s
         heard, said = talk.begin(opening), [opening]
         while not said[-1].is_done:
             if not progress.hear(heard):
@@ -131,6 +133,11 @@ class Player:
 
     async def _turn(self, progress: "Progress", ask: Ask) -> Sampled | None:
         """The policy's next; None, and the state says why, where there is none."""
+        if time.monotonic() >= progress.give_up_at:
+            limit = f"{self._config.environment.episode_deadline_s:g} s (learner.environment.episode_deadline_s)"
+            log.warning("an episode of prompt %d had not ended after %s", progress.prompt.prompt_id, limit)
+            progress.end("deadline")
+            return None
         token_ids = progress.recording.token_ids
         room = min(self._config.sampling.max_tokens, progress.max_tokens - len(token_ids))
         if progress.num_turns == self._config.environment.max_turns or room < 1:
@@ -153,6 +160,7 @@ class Progress:
         self.state: EndState = "max_turns"
         self.reward: float | None = None
         self.entered_version: int | None = None
+        self.give_up_at = math.inf
         self.num_turns = 0
         self._salt = self._endpoint = ""
         self._num_calls = self._num_failed_calls = self._num_prompt_tokens = self._num_cached_tokens = 0

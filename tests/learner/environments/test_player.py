@@ -66,6 +66,15 @@ def test_every_episode_ends_in_a_state_and_only_some_are_rated(
         assert (episode.branches[-1].finish_reason == "length") == (state == "length")
 
 
+def test_an_episode_that_goes_on_for_too_long_begins_no_further_turn() -> None:
+    settings = {"timeout_s": 60.0, "episode_deadline_s": 1.0, "max_turns": 100, "max_tokens": 10_000}
+    group, asked = played(lambda turn: completion("a", 4), factory="Slow", **settings)
+    for number, episode in enumerate(group.episodes):
+        turns = [turn for turn in asked if turn.episode == number]
+        assert (episode.course.state, episode.reward, episode.course.num_turns) == ("deadline", None, len(turns))
+        assert 1 <= len(turns) <= 6 and episode.branches[0].num_sampled == len(turns)
+
+
 def test_the_last_turn_has_the_room_that_is_left() -> None:
     _, asked = played(says(*"abcdefgh"), max_tokens=13)
     # 2 of the prompt; then 1 said by the policy and 3 by the environment in each turn

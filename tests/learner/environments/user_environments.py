@@ -26,6 +26,14 @@ class Echo:
         return float(len(self._told))
 
 
+class Slow(Echo):
+    """Takes its time over each turn."""
+
+    def tell(self, text: str) -> str:
+        time.sleep(0.2)
+        return super().tell(text)
+
+
 class Treacherous(Echo):
     """Does what the text says."""
 
