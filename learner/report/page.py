@@ -6,7 +6,6 @@ are text that a model wrote, so everything is escaped by the template and the pa
 
 import datetime
 from pathlib import Path
-from typing import Any
 
 import jinja2
 import msgspec
@@ -14,16 +13,13 @@ from markupsafe import Markup
 
 from learner.report.charts import Absent, Chart, draw_charts
 from learner.report.lines import ends_of
+from learner.report.sample_view import readable, reward_range, shown
 from learner.report.summary import Summary, duration, number, read_ledger, read_metrics, steps_in, summary_of
 from learner.report.timeline import read_events
 from learner.storage.disk import replace_file
 
 SAMPLED_STEPS = 2  # at each end of the run
 SAMPLED_BYTES = 4 << 20  # of samples.jsonl, read at each end
-MAX_COMPLETIONS = 6
-MAX_CHARACTERS = 1200
-# What a browser would not show of a C0 control character, as its picture (U+2400…); tab and newline stay.
-VISIBLE = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} | {127: 0x2421}
 
 
 class Tile(msgspec.Struct, frozen=True):
@@ -31,21 +27,6 @@ class Tile(msgspec.Struct, frozen=True):
     value: str
     note: str
     good: bool | None = None
-
-
-class Completion(msgspec.Struct, frozen=True):
-    text: str
-    reward: str
-    percent: int | None
-    """The reward's place between the lowest and the highest shown; None where there was no reward."""
-
-
-class Sample(msgspec.Struct, frozen=True):
-    step: int
-    prompt: str
-    answer: str | None
-    completions: list[Completion]
-    more: int
 
 
 def write_report(run_dir: Path) -> Path:
@@ -109,38 +90,6 @@ def tiles_of(s: Summary) -> list[Tile]:
         Tile("Groups lost", f"{s.groups_lost:,}", f"of {s.groups_admitted:,} admitted", s.groups_lost == 0),
     ]
     return [tile for tile in tiles if tile is not None]
-
-
-def shown(line: dict[str, Any], low: float, high: float) -> Sample:
-    texts, rewards = line.get("completions", []), line.get("rewards", [])
-    rewards = [*rewards, *[None] * (len(texts) - len(rewards))]
-    completions = []
-    for text, reward in list(zip(texts, rewards, strict=False))[:MAX_COMPLETIONS]:
-        place = None if reward is None else round(100 * (reward - low) / (high - low)) if high > low else 100
-        completions.append(Completion(readable(text), number(reward), place))
-    answer = line.get("answer")
-    return Sample(
-        step=line["step"],
-        prompt=readable(line.get("prompt", "")),
-        answer=None if answer is None else readable(answer),
-        completions=completions,
-        more=max(0, len(texts) - MAX_COMPLETIONS),
-    )
-
-
-def readable(value: Any) -> str:
-    """Text as it is, a chat as its turns, anything else as Python shows it; shortened, control characters visible."""
-    if isinstance(value, list) and all(isinstance(turn, dict) and "content" in turn for turn in value):
-        value = "\n".join(f"{turn.get('role', '?')}: {turn['content']}" for turn in value)
-    text = value if isinstance(value, str) else repr(value)
-    if len(text) > MAX_CHARACTERS:
-        text = f"{text[:MAX_CHARACTERS]} … ({len(text) - MAX_CHARACTERS:,} more characters)"
-    return text.translate(VISIBLE)
-
-
-def reward_range(samples: list[dict[str, Any]]) -> tuple[float, float]:
-    rewards = [reward for line in samples for reward in line.get("rewards", []) if reward is not None]
-    return (min(rewards), max(rewards)) if rewards else (0.0, 1.0)
 
 
 def ended_at(metrics: list[dict[str, float]]) -> str | None:

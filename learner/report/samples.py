@@ -1,13 +1,18 @@
-"""What completions look like: samples.jsonl, a few of one group every so many steps, for the report and for people.
+"""What completions look like: samples.jsonl, a few of one group every so many steps, for the report and for people; of episodes
+each branch, with who said what.
 
 Between the steps and the report. Invariant: the file has at most MAX_BYTES, however long the run: its head stays, and of what
 comes after it the newest.
 """
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from learner.environments.branch import Branch
+from learner.environments.episode import Course
 from learner.report.lines import Lines, ends_of
 from learner.rollouts.scored_group import ScoredGroup
 from learner.storage.disk import replace_file
@@ -31,7 +36,10 @@ class Samples:
         texts = tokenizer.batch_decode([branch.token_ids.tolist() for branch in kept], skip_special_tokens=True)
         prompt = tokenizer.decode(group.prompt_token_ids.tolist())
         rewards = group.rewards_G[:MAX_COMPLETIONS]
-        sample = {"step": step, "prompt": prompt, "completions": list(texts), "rewards": rewards}
+        sample: dict[str, Any] = {"step": step, "prompt": prompt, "completions": list(texts), "rewards": rewards}
+        if group.courses_G:
+            episodes = zip(group.courses_G[:MAX_COMPLETIONS], group.branches_G, strict=False)
+            sample["episodes"] = [episode_of(course, branches, tokenizer) for course, branches in episodes]
         extra = {column: values[:MAX_COMPLETIONS] for column, values in group.logged_extra.items()}
         self._lines.append(sample | ({"extra": extra} if extra else {}))
         if self._path.stat().st_size > MAX_BYTES:
@@ -44,3 +52,31 @@ class Samples:
         self._lines.close()
         replace_file(self._path, b"\n".join(ends_of(self._path, MAX_BYTES // 4)))
         self._lines = Lines(self._path)
+
+
+def episode_of(course: Course, branches: list[Branch], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """`runs`: texts with the version that sampled each, None where the policy did not; special tokens are in them, for they part the
+    turns.
+    """
+    return {
+        "state": course.state,
+        "turns": course.num_turns,
+        "calls": course.num_calls,
+        "failed_calls": course.num_failed_calls,
+        "environment_s": course.environment_s,
+        "branches": [
+            {
+                "prompt": None
+                if branch.prompt_token_ids is None
+                else tokenizer.decode(branch.prompt_token_ids.tolist()),
+                "runs": _runs(branch, tokenizer),
+            }
+            for branch in branches
+        ],
+    }
+
+
+def _runs(branch: Branch, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int | None, str]]:
+    ends = np.cumsum([count for _, count in branch.versions])
+    texts = tokenizer.batch_decode([ids.tolist() for ids in np.split(branch.token_ids, ends[:-1])])
+    return [(version, text) for (version, _), text in zip(branch.versions, texts, strict=True)]

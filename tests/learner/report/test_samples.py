@@ -6,10 +6,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 import learner.report.samples
 from learner.config import ReportConfig
 from learner.environments.branch import Branch
+from learner.environments.episode import Course
 from learner.policy.model import load_tokenizer
 from learner.report.lines import ends_of
 from learner.report.page import render
@@ -91,3 +93,56 @@ def test_a_report_shows_both_ends_of_a_file_that_it_does_not_read_whole(
 def test_a_negative_distance_between_samples_is_refused() -> None:
     with pytest.raises(msgspec.ValidationError, match="samples_every_steps = -1 must not be negative"):
         msgspec.convert({"samples_every_steps": -1}, ReportConfig)
+
+
+def an_episode(tokenizer: PreTrainedTokenizerBase) -> ScoredGroup:
+    """Two, of which the second has a branch; the policy says 1 to 3, the environment 8 and 9."""
+
+    def branch(text: str, versions: list[tuple[int | None, int]], prompt: str | None = None) -> Branch:
+        token_ids = np.array(tokenizer.encode(text, add_special_tokens=False), np.int32)
+        assert len(token_ids) == sum(count for _, count in versions)
+        return Branch(
+            token_ids=token_ids, behaviour_logprobs=np.zeros(len(token_ids), np.float32), versions=versions, finish_reason="stop",
+            prompt_token_ids=None if prompt is None else np.array(tokenizer.encode(prompt, add_special_tokens=False), np.int32),
+        )  # fmt: skip
+
+    return ScoredGroup(
+        group_id="0.0", slot=0, prompt_token_ids=np.array([3, 4], np.int32), rewards_G=[1.0, None], rewards_by_function={},
+        completions=[
+            branch("12893", [(4, 1), (5, 1), (None, 2), (5, 1)]), branch("1", [(5, 1)]), branch("2", [(7, 1)], "77"),
+        ],
+        num_branches_G=[1, 2], entered_version=4,
+        courses_G=[
+            Course(state="finished", num_turns=2, num_calls=1, num_failed_calls=1, environment_s=0.5),
+            Course(state="tool_timeout", num_turns=1),
+        ],
+    )  # fmt: skip
+
+
+def test_of_episodes_every_branch_is_kept_with_the_version_of_each_token(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(resolve_model("tiny:digits"))
+    write(tmp_path / "samples.jsonl", range(1, 2), 1, an_episode(tokenizer))
+    first, second = json.loads((tmp_path / "samples.jsonl").read_text())["episodes"]
+    assert first == {
+        "state": "finished", "turns": 2, "calls": 1, "failed_calls": 1, "environment_s": 0.5,
+        "branches": [{"prompt": None, "runs": [[4, "1"], [5, "2"], [None, "89"], [5, "3"]]}],
+    }  # fmt: skip
+    assert [branch["prompt"] for branch in second["branches"]] == [None, "77"]
+    assert [branch["runs"] for branch in second["branches"]] == [[[5, "1"]], [[7, "2"]]]
+
+
+def test_the_report_shows_who_said_what_under_which_version(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    (tmp_path / "samples.jsonl").unlink()
+    write(tmp_path / "samples.jsonl", range(1, 2), 1, an_episode(load_tokenizer(resolve_model("tiny:digits"))))
+    page = render(tmp_path)
+    told = (
+        '<span class="v0">1</span><span class="v1">2</span><span class="said">89</span><span class="v1">3</span>',
+        "finished · 2 turns · 1 tool call · 1 answered with an error · 0.5 s in the environment",
+        "tool_timeout · 1 turn · 0.0 s in the environment",
+        '<div class="mono">77</div>',
+        '<span class="v0">policy version 4</span><span class="v1">policy version 5</span><span class="v2">policy version 7</span>',
+        '<span class="said">the environment</span>',
+    )
+    for part in told:
+        assert part in page, part
