@@ -1,0 +1,68 @@
+"""The table of metrics names every metric that the code has, and none besides; its remedies name keys that there are."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from learner.config import LearnerRun
+from protocol.config import keys_of
+
+ROOT = Path(__file__).parents[3]
+PAGE = ROOT / "learner/report/README.md"
+ROWS = [
+    [cell.strip() for cell in line.split("|")[1:-1]]
+    for line in PAGE.read_text().splitlines()
+    if re.match(r"\| `[a-z_]+/", line)
+]
+DOCUMENTED = {name for row in ROWS for name in re.findall(r"`([a-z_]+/[a-z_0-9<>]+)`", row[0])}
+NO_METRIC = {"text/html", "perf/train_tflop"}
+"""Of the report's server; handed from the step to the leader, which takes it away."""
+
+
+def names_in(path: Path) -> set[str]:
+    """Strings of the form a/b; what a formatted one takes in is <>."""
+    found = set()
+    formatted: set[int] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            formatted |= {id(part) for part in node.values}
+            found.add("".join(str(part.value) if isinstance(part, ast.Constant) else "<>" for part in node.values))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in formatted:
+            found.add(node.value)
+    return {name for name in found if re.fullmatch(r"[a-z_]+/([a-z_0-9]*<>)?[a-z_0-9]*(?<!/)", name)}
+
+
+IN_CODE = {
+    name for path in (ROOT / "learner").rglob("*.py") if "starter" not in path.parts for name in names_in(path)
+} - NO_METRIC
+
+
+def is_of(name: str, pattern: str) -> bool:
+    """Whether a name of the one side is meant by one of the other; either may have a part that is not fixed."""
+    left, right = re.sub("<[a-z]*>", "<>", name), re.sub("<[a-z]*>", "<>", pattern)
+    return left == right or re.fullmatch(re.escape(right).replace("<>", "[a-z_0-9]+"), left) is not None
+
+
+@pytest.mark.parametrize("name", sorted(IN_CODE))
+def test_every_metric_of_the_code_is_in_the_table(name: str) -> None:
+    assert any(is_of(name, known) or is_of(known, name) for known in DOCUMENTED)
+
+
+@pytest.mark.parametrize("name", sorted(DOCUMENTED))
+def test_every_metric_of_the_table_is_in_the_code(name: str) -> None:
+    assert any(is_of(name, pattern) for pattern in IN_CODE)
+
+
+def test_a_metric_with_a_healthy_range_has_a_remedy_or_a_bound_that_holds_by_itself() -> None:
+    assert len(ROWS) > 40 and {len(row) for row in ROWS} == {5}
+    without = [row[0] for row in ROWS if row[3] and not row[4]]
+    assert without == ["`staleness/mean`, `staleness/max`"], "admission holds it"
+
+
+def test_remedies_name_keys_that_there_are() -> None:
+    keys = set(keys_of(LearnerRun))
+    named = set(re.findall(r"`(learner\.[a-z_.]+)(?: = [^`]*)?`", PAGE.read_text()))
+    sections = {key.rpartition(".")[0] for key in keys}
+    assert named and named <= keys | sections
