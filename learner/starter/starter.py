@@ -1,0 +1,39 @@
+"""`learner new my-task`: a directory with a recipe, prompts, a reward function and its test, to be changed into one's own.
+
+    learner/starter/files/ ─▶ DIR, whose name is put into the recipe
+
+Invariant: nothing that exists is overwritten.
+"""
+
+import shutil
+from pathlib import Path
+
+from protocol.errors import ConfigError
+
+FILES = Path(__file__).parent / "files"
+PLACE = "MY_TASK"
+"""In the recipe: the directory, as it was named."""
+UNFIT = '"\\\n'
+"""Characters that TOML would not take as they are."""
+
+
+def write_starter(directory: Path) -> str:
+    """Return what to do next. Raises ConfigError."""
+    if set(UNFIT) & set(str(directory)):
+        raise ConfigError(f"{str(directory)!r} cannot stand in a recipe as it is; choose a name without quotes")
+    try:
+        directory.mkdir(parents=True)
+        for source in sorted(FILES.iterdir()):
+            if source.is_file():
+                shutil.copyfile(source, directory / source.name)
+        recipe = directory / "run.toml"
+        recipe.write_text(
+            recipe.read_text().replace(f"runs/{PLACE}", f"runs/{directory.name}").replace(PLACE, str(directory))
+        )
+    except FileExistsError:
+        raise ConfigError(f"{directory} exists; name a directory that does not, and `learner new` makes it") from None
+    except OSError as error:
+        raise ConfigError(f"{directory} cannot be written: {error}; choose another directory") from error
+    return f"""wrote {directory}/: prompts.jsonl, reward.py, test_reward.py, run.toml. Next:
+  python -m pytest {directory}                      # does the reward say what you mean?
+  python -m deploy.colocate {directory}/run.toml    # train: server and learner on this machine; runs/{directory.name}/report.html"""

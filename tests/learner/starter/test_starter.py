@@ -1,0 +1,67 @@
+"""`learner new`: what it writes is accepted by both programs, its reward by its own test, and nothing of anybody's is overwritten."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from inference_server.config import ServerRun
+from learner.config import LearnerRun
+from learner.prompts.sources import open_source
+from learner.starter.starter import write_starter
+from learner.user_code import load_named
+from protocol.config import load_config
+from protocol.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+
+
+def run(*command: str, where: Path) -> subprocess.CompletedProcess[str]:
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+    return subprocess.run(
+        [sys.executable, "-m", *command], cwd=where, env=environment, capture_output=True, text=True, timeout=240
+    )
+
+
+def test_what_it_writes_is_a_recipe_for_both_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = write_starter(Path("tasks/mine"))
+    assert {path.name for path in Path("tasks/mine").iterdir()} == {
+        "prompts.jsonl", "reward.py", "run.toml", "test_reward.py",
+    }  # fmt: skip
+    learner = load_config(LearnerRun, ["tasks/mine/run.toml"], "learner train")
+    server = load_config(ServerRun, ["tasks/mine/run.toml"], "inference-server")
+    assert learner.model == server.model and learner.run_dir == "runs/mine" and "runs/mine/report.html" in said
+    assert learner.note_on_idle_keys() is None
+    assert len(open_source(learner.learner.data, 0)) == 3
+    (spec,) = learner.learner.reward.functions
+    assert load_named(spec)(completions=["371", "37", ""], answer=["371"] * 3) == [1.0, 0.75, 0.25]
+
+
+def test_its_test_passes_and_finds_a_reward_with_a_hole(tmp_path: Path) -> None:
+    assert run("learner", "new", "mine", where=tmp_path).stdout.startswith("wrote mine/: prompts.jsonl")
+    passed = run("pytest", "-q", "mine", where=tmp_path)
+    assert passed.returncode == 0 and "3 passed" in passed.stdout, passed.stdout
+    reward = tmp_path / "mine" / "reward.py"
+    reward.write_text(reward.read_text().replace("said.ljust(len(right) + 1)", "f'{said[:len(right)]} '"))
+    assert "3 failed" in run("pytest", "-q", "mine", where=tmp_path).stdout, "the end counts no more"
+
+
+def test_nothing_that_exists_is_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(ConfigError, match="mine exists; name a directory that does not"):
+        write_starter(tmp_path / "mine")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        write_starter(tmp_path / "file" / "mine")
+    with pytest.raises(ConfigError, match="without quotes"):
+        write_starter(tmp_path / 'a"b')
+
+
+def test_a_name_with_other_characters_stands_in_the_recipe(tmp_path: Path) -> None:
+    write_starter(tmp_path / "Größe + 1")
+    recipe = tomllib.loads((tmp_path / "Größe + 1" / "run.toml").read_text())
+    assert recipe["learner"]["data"]["path"] == str(tmp_path / "Größe + 1" / "prompts.jsonl")
+    assert recipe["run_dir"] == "runs/Größe + 1"
