@@ -12,8 +12,8 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inference_server.engine.versioned_llm import UNTOUCHED, sampled_by
+from protocol.answer_headers import END, START
 
-START, END = "X-Slipstream-Policy-Version-Start", "X-Slipstream-Policy-Version-End"
 NO_VERSION = -1
 """What the model's own weights are called, as in /metrics."""
 

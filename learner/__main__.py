@@ -1,6 +1,9 @@
-"""The learner's commands: train, doctor, self-test, report, runs.
+"""The learner's commands: new, check, train, evaluate, doctor, self-test, report, runs.
 
+    learner new DIR
+    learner check run.toml [--json] [--key value ...]
     learner train run.toml [--resume] [--key value ...]
+    learner evaluate run.toml [--json] [--key value ...]
     learner doctor run.toml [--json] [--key value ...]
     learner self-test run.toml [--json] [--key value ...]
     learner report RUN_DIR [--json]
@@ -13,8 +16,12 @@ import logging
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from protocol.errors import ConfigError, ParityError, SlipstreamError
+
+if TYPE_CHECKING:
+    from learner.config import LearnerRun
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +33,10 @@ ENVIRONMENT = {
 }
 """What torch reads while it is imported, unless the user has set it."""
 
-USAGE = """usage: learner train run.toml [--resume] [--dry-run] [--key value ...]   train; --help lists the keys
+USAGE = """usage: learner new DIR                                                    a task of your own to begin with
+       learner check run.toml [--json] [--key value ...]                prompts, rewards and what the run would do; then the doctor
+       learner train run.toml [--resume] [--dry-run] [--key value ...]   train; --help lists the keys
+       learner evaluate run.toml [--json] [--key value ...]             how good a server's policy is, with intervals
        learner doctor run.toml [--json] [--key value ...]               what would keep the run from beginning, and remedies
        learner self-test run.toml [--json] [--key value ...]            the noise between the server and this learner
        learner report RUN_DIR [--json]                                  the report of a run
@@ -44,6 +54,10 @@ def main() -> None:
                 train_command(arguments)
             case ["doctor", *arguments]:
                 sys.exit(doctor_command(arguments))
+            case ["check", *arguments]:
+                sys.exit(check_command(arguments))
+            case ["evaluate", *arguments]:
+                evaluate_command(arguments)
             case ["self-test", *arguments]:
                 self_test_command(arguments)
             case ["report", run_dir, *flags] if set(flags) <= {"--json"} and not run_dir.startswith("-"):
@@ -52,7 +66,9 @@ def main() -> None:
                 runs_command(Path("runs"), as_json="--json" in flags)
             case ["runs", directory, *flags] if set(flags) <= {"--json"} and not directory.startswith("-"):
                 runs_command(Path(directory), as_json="--json" in flags)
-            case ["-h" | "--help"] | [] | ["report" | "runs", "-h" | "--help"]:
+            case ["new", directory] if not directory.startswith("-"):
+                new_command(Path(directory))
+            case ["-h" | "--help"] | [] | ["report" | "runs" | "new", "-h" | "--help"]:
                 print(USAGE)
             case arguments:
                 raise ConfigError(f"unknown command {' '.join(arguments)!r}\n{USAGE}")
@@ -65,6 +81,12 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.stdout.flush()
         os._exit(130)  # at a usual exit Python would wait for the threads of a checkpoint that is being written
+
+
+def new_command(directory: Path) -> None:
+    from learner.starter.starter import write_starter
+
+    print(write_starter(directory))
 
 
 def train_command(arguments: list[str]) -> None:
@@ -97,16 +119,39 @@ def train_command(arguments: list[str]) -> None:
 
 def doctor_command(arguments: list[str]) -> int:
     """Return the exit status: 1 with any problem."""
-    from learner.config import LearnerRun
+    run, as_json = _run_to_look_at(arguments, "learner doctor")
+    from learner.evaluation.doctor import examine
     from protocol.checkup import tell
+
+    return tell(examine(run.in_effect()), as_json=as_json)
+
+
+def check_command(arguments: list[str]) -> int:
+    """Return the exit status: 1 with any problem."""
+    run, as_json = _run_to_look_at(arguments, "learner check")
+    from learner.evaluation.check import check
+    from protocol.checkup import tell
+
+    return tell(check(run), as_json=as_json)
+
+
+def evaluate_command(arguments: list[str]) -> None:
+    run, as_json = _run_to_look_at(arguments, "learner evaluate")
+    import msgspec
+
+    from learner.evaluation.evaluate import as_text, evaluate
+
+    made = evaluate(run.in_effect())
+    print(msgspec.json.encode(made).decode() if as_json else as_text(made))
+
+
+def _run_to_look_at(arguments: list[str], program: str) -> "tuple[LearnerRun, bool]":
+    """The run, and whether to answer in JSON."""
+    from learner.config import LearnerRun
     from protocol.config import load_config
 
-    as_json = "--json" in arguments
-    arguments = [argument for argument in arguments if argument != "--json"]
-    run = load_config(LearnerRun, arguments, "learner doctor", switches="[--json]").in_effect()
-    from learner.evaluation.doctor import examine
-
-    return tell(examine(run), as_json=as_json)
+    rest = [argument for argument in arguments if argument != "--json"]
+    return load_config(LearnerRun, rest, program, switches="[--json]"), rest != arguments
 
 
 def self_test_command(arguments: list[str]) -> None:

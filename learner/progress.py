@@ -1,4 +1,4 @@
-"""Progress bars of bounded work: warm start, large pushes."""
+"""Progress bars of bounded work: warm start, large pushes, evaluations."""
 
 import sys
 

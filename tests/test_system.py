@@ -137,6 +137,12 @@ def test_a_run_trains_while_an_openai_client_is_served_and_a_second_run_follows(
     with openai.OpenAI(base_url=f"http://127.0.0.1:{server.http_port}/v1", api_key="none") as client:
         answer = client.completions.create(model="tiny:digits", prompt="12345678>", max_tokens=9)
     assert learner.process.is_alive() and re.fullmatch(r"[0-9>+=, ]{0,9}", answer.choices[0].text)
+    asked = ["--learner.data.num-prompts", "16", "--learner.evaluation.url", f"http://127.0.0.1:{server.http_port}/v1"]
+    done = run_learner("evaluate", RECIPE, "--run-dir", str(tmp_path / "evaluated"), *asked, "--json")
+    assert done.returncode == 0, done.stderr
+    evaluated = json.loads(done.stdout)
+    assert evaluated["num_prompts"] == len(evaluated["rewards_P"]) == 16 and 0 < evaluated["length_mean"] <= 9
+    assert 1 <= evaluated["versions"][0] <= evaluated["versions"][1] <= 12
     output = learner.finish()
     assert "Step 12/12" in output and "0 lost" in output and "report.html" in output
     assert_every_group_is_accounted_for(tmp_path / "first", 12)  # 48 groups: 3 epochs of 16 prompts

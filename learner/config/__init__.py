@@ -7,6 +7,7 @@ The ground: every room imports it, it imports none.
 
 from learner.config.algorithm import AdvantageConfig, CorrectionConfig, KlConfig, LossConfig
 from learner.config.environment import EnvironmentConfig
+from learner.config.evaluation import EvaluationConfig
 from learner.config.learner import LearnerConfig, LearnerRun
 from learner.config.policy import LoraConfig, ReferenceConfig
 from learner.config.prompts import CurriculumConfig, DataConfig
@@ -19,6 +20,6 @@ from learner.config.training import OptimizerConfig, WarmStartConfig
 
 __all__ = [
     "AdvantageConfig", "CheckpointConfig", "CorrectionConfig", "CurriculumConfig", "DataConfig", "EnvironmentConfig",
-    "KlConfig", "LearnerConfig", "LearnerRun", "LoraConfig", "LossConfig", "OptimizerConfig", "ParityConfig", "PushConfig",
+    "EvaluationConfig", "KlConfig", "LearnerConfig", "LearnerRun", "LoraConfig", "LossConfig", "OptimizerConfig", "ParityConfig", "PushConfig",
     "ReferenceConfig", "ReportConfig", "RewardConfig", "SamplingConfig", "WarmStartConfig",
 ]  # fmt: skip

@@ -9,6 +9,7 @@ import tyro
 
 from learner.config.algorithm import BOUNDS, AdvantageConfig, CorrectionConfig, KlConfig, LossConfig
 from learner.config.environment import EnvironmentConfig
+from learner.config.evaluation import EvaluationConfig
 from learner.config.policy import LoraConfig, ReferenceConfig
 from learner.config.prompts import CurriculumConfig, DataConfig
 from learner.config.report import ReportConfig
@@ -70,6 +71,7 @@ class LearnerConfig(Section):
     push: PushConfig = PushConfig()
     parity: ParityConfig = ParityConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
     report: ReportConfig = ReportConfig()
     connect_timeout_s: MayChange[float] = 600.0
     """How long to wait for the server, at the start and whenever it is gone."""

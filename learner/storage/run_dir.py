@@ -33,7 +33,8 @@ MOVED = {
 """Where keys of earlier versions went: a run that one of these began has the old name in its config.toml."""
 
 LEFT_BY_A_FAILED_START = {".lock", "logs", "run_id", "run_id.tmp", "config.toml.tmp", "ledger.db", "ledger.db-shm",
-                          "ledger.db-wal", "metrics.jsonl", "samples.jsonl", "timeline.jsonl", "data.digests", "tensorboard"}  # fmt: skip
+                          "ledger.db-wal", "metrics.jsonl", "samples.jsonl", "timeline.jsonl", "data.digests", "evaluations.jsonl",
+                          "tensorboard"}  # fmt: skip
 """What a start that ended before its first group leaves behind; the next start goes over it."""
 
 

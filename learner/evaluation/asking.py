@@ -1,0 +1,162 @@
+"""Completions of an OpenAI server: what an evaluation asks and what it gets. Works against Slipstream's server and `vllm serve`.
+
+    prompts ─▶ POST URL/completions, so many at once ─▶ Answered: texts, tokens, why each ended, the versions that sampled it
+
+Invariant: every prompt is answered, or the first error that waiting does not mend ends the evaluation.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import aiohttp
+import msgspec
+from tqdm import tqdm
+
+from learner.config import LearnerRun
+from learner.progress import PROGRESS_EVERY_S
+from learner.prompts.prompts import Prompt
+from protocol.answer_headers import END, START
+from protocol.errors import SlipstreamError
+
+AGAIN_AFTER_S = 1.0
+GONE = {502, 503, 504}
+"""What a server answers that starts, drains, or is not behind its proxy."""
+
+
+class EvaluationError(SlipstreamError):
+    """The server does not answer, or not what was asked."""
+
+
+class Answered(msgspec.Struct, frozen=True):
+    """The completions of one prompt."""
+
+    texts_K: list[str]
+    token_ids_K: list[list[int]] | None
+    """None: the server does not tell them."""
+    num_tokens: int
+    """Of all together."""
+    is_finished_K: list[bool]
+    """Whether it ended by itself, not at max_tokens."""
+    versions: tuple[int, int] | None
+    """Of its oldest and its newest token, from a server that tells; -1: the model as it was started with."""
+
+
+async def ask_all(run: LearnerRun, prompts: Sequence[Prompt]) -> tuple[str, list[Answered]]:
+    """Return the model's name, and the answers in the order of the prompts. Raises EvaluationError."""
+    config = run.learner.evaluation
+    key = os.environ.get("OPENAI_API_KEY")
+    timeout = aiohttp.ClientTimeout(total=config.timeout_s)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    room = asyncio.Semaphore(config.max_concurrent)
+    async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
+        door = Door(session, config.url.rstrip("/"), config.timeout_s)
+        models, _ = await door.say("GET", "models", None)
+        name = _model_named(models, config.url)
+        with tqdm(total=len(prompts), desc="asking", unit="prompt", mininterval=PROGRESS_EVERY_S, leave=False) as bar:
+
+            async def ask(prompt: Prompt) -> Answered:
+                async with room:
+                    answer, told = await door.say("POST", "completions", request_of(run, name, prompt))
+                bar.update()
+                return _answered(answer, told, config.num_samples)
+
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(ask(prompt)) for prompt in prompts]
+            except ExceptionGroup as errors:
+                raise errors.exceptions[0] from None  # the first one has cancelled the others
+    return name, [task.result() for task in tasks]
+
+
+def request_of(run: LearnerRun, model: str, prompt: Prompt) -> dict[str, Any]:
+    """Everything is said that a server would otherwise take from the model's generation_config.json."""
+    config = run.learner.evaluation
+    return {
+        "model": model,
+        "prompt": prompt.token_ids,
+        "n": config.num_samples,
+        "max_tokens": config.max_tokens or run.learner.sampling.max_tokens,
+        "temperature": config.temperature,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "seed": prompt.prompt_id,
+        "stop": list(run.learner.sampling.stop),
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": run.learner.reward.skip_special_tokens,
+        "return_token_ids": True,
+    }
+
+
+class Door:
+    """One server; whoever asks waits while it is gone."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, patience_s: float) -> None:
+        self._session, self._url, self._patience_s = session, url, patience_s
+
+    async def say(self, method: str, path: str, body: dict[str, Any] | None) -> tuple[Any, dict[str, str]]:
+        """Return the answer and its headers. Raises EvaluationError."""
+        give_up_at = time.monotonic() + self._patience_s
+        while True:
+            try:
+                async with self._session.request(method, f"{self._url}/{path}", json=body) as response:
+                    if response.status == 200:
+                        return await response.json(), dict(response.headers)
+                    trouble = f"answered {response.status}: {(await response.text())[:500]}"
+                    if response.status not in GONE:
+                        raise EvaluationError(f"{self._url}/{path} {trouble}; {_remedy(response.status)}")
+            except TimeoutError:
+                trouble = f"had not answered after {self._patience_s:g} s"
+            except (aiohttp.ClientError, OSError) as error:
+                trouble = f"could not be asked ({type(error).__name__}: {error})"
+            if time.monotonic() + AGAIN_AFTER_S >= give_up_at:
+                raise EvaluationError(
+                    f"{self._url}/{path} {trouble}; start the server, correct learner.evaluation.url, or raise learner.evaluation."
+                    f"timeout_s ({self._patience_s:g})"
+                )
+            await asyncio.sleep(AGAIN_AFTER_S)
+
+
+def _remedy(status: int) -> str:
+    match status:
+        case 401 | 403:
+            return "put the server's key into the variable OPENAI_API_KEY"
+        case 404:
+            return 'learner.evaluation.url ends with the version of the API, such as "http://127.0.0.1:8000/v1"'
+    return "correct what it names in [learner.evaluation] or [learner.sampling]"
+
+
+def _model_named(models: Any, url: str) -> str:
+    try:
+        return str(models["data"][0]["id"])
+    except (KeyError, IndexError, TypeError):
+        raise EvaluationError(
+            f"{url}/models answered {str(models)[:200]}, which names no model; expected an OpenAI server at learner.evaluation.url"
+        ) from None
+
+
+def _answered(answer: Any, headers: dict[str, str], num_samples: int) -> Answered:
+    try:
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        answered = Answered(
+            texts_K=[choice["text"] for choice in choices],
+            token_ids_K=[choice["token_ids"] for choice in choices] if choices[0].get("token_ids") else None,
+            num_tokens=int(answer["usage"]["completion_tokens"]),
+            is_finished_K=[choice["finish_reason"] != "length" for choice in choices],
+            versions=(int(headers[START]), int(headers[END])) if START in headers and END in headers else None,
+        )
+    except (IndexError, KeyError, TypeError, ValueError) as error:
+        raise EvaluationError(
+            f"an answer of the server lacks what OpenAI's completions have ({type(error).__name__}: {error}): {str(answer)[:300]}; expected an "
+            "OpenAI server at learner.evaluation.url"
+        ) from error
+    if len(choices) != num_samples:
+        raise EvaluationError(
+            f"the server gave {len(choices)} completions where learner.evaluation.num_samples = {num_samples} were asked for; "
+            "ask for fewer"
+        )
+    return answered

@@ -1,0 +1,81 @@
+"""Intervals hold what they say, by simulation and by published examples; pass@k is that of all choices of k."""
+
+import itertools
+
+import mpmath
+import numpy as np
+import pytest
+
+from learner.evaluation.estimates import Estimate, estimate, of_majority, of_means, pass_at, t_quantile, wilson
+
+NUM_EVALUATIONS = 2000
+
+
+@pytest.mark.parametrize(
+    ("num_right", "count", "low", "high"),
+    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
+)
+def test_wilsons_interval_is_that_of_newcombes_table(num_right: int, count: int, low: float, high: float) -> None:
+    """Newcombe, 1998, Statistics in Medicine 17: 857-872, table I, method 3."""
+    found = wilson(num_right, count)
+    assert (found.low, found.high) == (pytest.approx(low, abs=5e-5), pytest.approx(high, abs=5e-5))
+
+
+def test_a_paired_difference_has_the_interval_of_students_own_example() -> None:
+    """The sleep of ten patients under two drugs (Student, 1908), as R's t.test(paired = TRUE) gives it."""
+    first = np.array([0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0])
+    second = np.array([1.9, 0.8, 1.1, 0.1, -0.1, 4.4, 5.5, 1.6, 4.6, 3.4])
+    found = of_means(second - first)
+    assert found.mean == pytest.approx(1.58)
+    assert (found.low, found.high) == (pytest.approx(0.7001142, abs=1e-4), pytest.approx(2.4598858, abs=1e-4))
+
+
+@pytest.mark.parametrize("num_free", [1, 2, 3, 4, 7, 20, 100, 5000])
+def test_students_quantile_has_the_probability_that_it_is_of(num_free: int) -> None:
+    t = t_quantile(num_free)
+    tail = mpmath.betainc(num_free / 2, 0.5, 0, num_free / (num_free + t**2), regularized=True) / 2
+    assert float(tail) == pytest.approx(0.025, rel=5e-3)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
+def test_intervals_of_shares_cover_in_95_of_100_evaluations(share: float) -> None:
+    draws = np.random.default_rng(0).random((NUM_EVALUATIONS, 100)) < share
+    found = [estimate(draw[:, None].astype(float)) for draw in draws]
+    assert 0.93 <= covered(found, share) <= 0.97
+
+
+def test_intervals_over_problems_cover_where_those_over_samples_do_not() -> None:
+    generator = np.random.default_rng(1)
+    shares = generator.beta(0.5, 0.5, (NUM_EVALUATIONS, 100))  # most problems are nearly always solved, or nearly never
+    draws = (generator.random((NUM_EVALUATIONS, 100, 4)) < shares[:, :, None]).astype(float)
+    assert 0.93 <= covered([estimate(draw) for draw in draws], 0.5) <= 0.97
+    assert covered([of_means(draw.ravel()) for draw in draws], 0.5) < 0.85, "samples of one problem are alike"
+
+
+def covered(found: list[Estimate | None], truth: float) -> float:
+    return float(np.mean([one.low <= truth <= one.high for one in found]))
+
+
+def test_pass_at_k_is_the_share_of_all_choices_of_k_samples_in_which_one_is_right() -> None:
+    is_right_PK = np.random.default_rng(2).random((5, 6)) < 0.4
+    for k in range(1, 7):
+        by_choice = [np.mean([any(chosen) for chosen in itertools.combinations(row, k)]) for row in is_right_PK]
+        assert pass_at(k, is_right_PK) == pytest.approx(by_choice)
+
+
+def test_what_was_not_scored_counts_for_nothing() -> None:
+    nan = np.nan
+    found = estimate(np.array([[1.0, nan], [0.5, 0.7], [nan, nan]]))
+    assert found is not None and found.mean == pytest.approx(0.8) and found.high is not None and found.high > 1
+    assert estimate(np.array([[nan], [nan]])) is None
+    assert estimate(np.array([[0.3]])) == Estimate(0.3)
+
+
+def test_samples_that_never_differ_do_not_claim_certainty() -> None:
+    found = estimate(np.ones((20, 4)))
+    assert found is not None and found.mean == 1 and found.low == pytest.approx(1 - 0.1611, abs=1e-3)
+
+
+def test_the_majority_is_the_answer_given_most_often_and_of_several_the_first() -> None:
+    texts = [["7", " 8", "8 "], ["1", "2", "3"]]
+    assert of_majority(texts, np.array([[0.0, 1.0, 1.0], [1.0, 0.0, 0.0]])).tolist() == [1.0, 1.0]
