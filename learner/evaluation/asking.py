@@ -8,7 +8,7 @@ Invariant: every prompt is answered, or the first error that waiting does not me
 import asyncio
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -98,14 +98,14 @@ class Door:
     def __init__(self, session: aiohttp.ClientSession, url: str, patience_s: float) -> None:
         self._session, self._url, self._patience_s = session, url, patience_s
 
-    async def say(self, method: str, path: str, body: dict[str, Any] | None) -> tuple[Any, dict[str, str]]:
-        """Return the answer and its headers. Raises EvaluationError."""
+    async def say(self, method: str, path: str, body: dict[str, Any] | None) -> tuple[Any, Mapping[str, str]]:
+        """Return the answer and its headers, whose names may be in any case. Raises EvaluationError."""
         give_up_at = time.monotonic() + self._patience_s
         while True:
             try:
                 async with self._session.request(method, f"{self._url}/{path}", json=body) as response:
                     if response.status == 200:
-                        return await response.json(), dict(response.headers)
+                        return await response.json(), response.headers
                     trouble = f"answered {response.status}: {(await response.text())[:500]}"
                     if response.status not in GONE:
                         raise EvaluationError(f"{self._url}/{path} {trouble}; {_remedy(response.status)}")
@@ -139,7 +139,7 @@ def _model_named(models: Any, url: str) -> str:
         ) from None
 
 
-def _answered(answer: Any, headers: dict[str, str], num_samples: int) -> Answered:
+def _answered(answer: Any, headers: Mapping[str, str], num_samples: int) -> Answered:
     try:
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         answered = Answered(

@@ -67,8 +67,8 @@ class Server:
             for i, text in enumerate(texts)
         ]
         told = {
-            "X-Slipstream-Policy-Version-Start": str(self.version),
-            "X-Slipstream-Policy-Version-End": str(self.version + 1),
+            "x-slipstream-policy-version-start": str(self.version),
+            "x-slipstream-policy-version-end": str(self.version + 1),
         }
         answer = {"choices": choices[::-1], "usage": {"completion_tokens": sum(map(len, texts))}}
         return web.json_response(answer, headers=told if self.tells_tokens else {})
