@@ -73,7 +73,7 @@ def evaluate(run: LearnerRun) -> Evaluation:
         )
     started = time.monotonic()
     material = Material(run)
-    prompts = evaluated_prompts(material)
+    prompts = Prompts(evaluated_data(run), material.tokenizer, run.seed)
     asked = [prompts.prompt_at(place) for place in range(len(prompts))]
     # Functions that cannot be loaded are told before the server has worked for nothing.
     with RewardWorkers(run.learner.reward) as workers:
@@ -90,19 +90,21 @@ def evaluate(run: LearnerRun) -> Evaluation:
     return made
 
 
-def evaluated_prompts(material: Material) -> Prompts:
-    """Those of [learner.evaluation], or the run's own. They are not shuffled: each is asked once."""
-    config, data = material.run.learner.evaluation, material.run.learner.data
-    own = {key: getattr(config, key) for key in ("task", "path", "dataset")}
-    if any(own.values()):
-        own |= {"split": config.split, "revision": None, "dataset_config": None, "num_digits": None}
-        own["num_digits"] = data.num_digits if config.task is not None and config.task == data.task else None
-    else:
-        own = {}
-    chosen: DataConfig = msgspec.structs.replace(
-        data, shuffle=False, num_prompts=config.num_prompts or (None if own else data.num_prompts), **own
-    )
-    return Prompts(chosen.in_effect(), material.tokenizer, material.run.seed)
+def evaluated_data(run: LearnerRun) -> DataConfig:
+    """Of [learner.evaluation], or the run's own. Not shuffled: each prompt is asked once. Of the run's own dataset or task another part
+    may be asked, which is read in the same way.
+    """
+    config, data = run.learner.evaluation, run.learner.data
+    if config.task is None and config.path is None and config.dataset is None:
+        return msgspec.structs.replace(data, shuffle=False, num_prompts=config.num_prompts or data.num_prompts)
+    is_same_dataset = config.dataset is not None and config.dataset == data.dataset
+    chosen = msgspec.structs.replace(
+        data, shuffle=False, num_prompts=config.num_prompts, task=config.task, path=config.path, dataset=config.dataset,
+        split=config.split, revision=data.revision if is_same_dataset else None,
+        dataset_config=data.dataset_config if is_same_dataset else None,
+        num_digits=data.num_digits if config.task == data.task else None,
+    )  # fmt: skip
+    return chosen.in_effect()
 
 
 def rate(

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from learner.config import LearnerRun
+from learner.config import DataConfig, EvaluationConfig, LearnerRun
 from learner.evaluation.asking import EvaluationError
-from learner.evaluation.evaluate import Evaluation, as_text, evaluate
+from learner.evaluation.evaluate import Evaluation, as_text, evaluate, evaluated_data
 from learner.policy.model import load_tokenizer
 from protocol.config import load_config
 from protocol.errors import ConfigError, RewardError
@@ -216,6 +216,26 @@ def test_other_prompts_than_the_runs_own(tmp_path: Path, server: Server) -> None
     flags = ["--learner.evaluation.path", str(other), "--learner.evaluation.num-prompts", "2"]
     made = evaluate(a_run(tmp_path, server, *flags))
     assert made.num_prompts == 2 and "other.jsonl" in made.data and made.reward is not None and made.reward.mean == 1.0
+
+
+def test_another_split_of_the_runs_own_dataset_is_read_as_the_run_reads_it(tmp_path: Path) -> None:
+    run = a_run(tmp_path, None)
+    data = DataConfig(
+        dataset="openai/gsm8k", dataset_config="main", revision="abc", split="train", prompt_column="question"
+    )
+
+    def asked(**evaluation: Any) -> DataConfig:
+        chosen = EvaluationConfig(**evaluation)
+        return evaluated_data(
+            msgspec.structs.replace(run, learner=msgspec.structs.replace(run.learner, data=data, evaluation=chosen))
+        )
+
+    own = asked(dataset="openai/gsm8k")
+    assert (own.dataset_config, own.revision, own.split, own.prompt_column) == ("main", "abc", "test", "question")
+    other = asked(dataset="another/one", split="validation")
+    assert (other.dataset_config, other.revision, other.split) == (None, None, "validation")
+    file = asked(path="rows.jsonl")
+    assert (file.path, file.dataset, file.dataset_config, file.shuffle) == ("rows.jsonl", None, None, False)
 
 
 @pytest.mark.parametrize(
