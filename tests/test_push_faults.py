@@ -235,6 +235,7 @@ def assert_settled(peer: Peer, before: dict[str, int]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.timeout(900)  # fifty processes start one after the other, each beside the other tests
 @pytest.mark.parametrize("mode", PLAIN_AND_OVERLAP)
 def test_a_server_is_as_it_was_after_fifty_learners_died(start_pair: Callable[..., Pair], mode: dict[str, Any]) -> None:
     pair = start_pair(mode)
@@ -252,6 +253,7 @@ def test_a_server_is_as_it_was_after_fifty_learners_died(start_pair: Callable[..
     assert_settled(pair.server, before)
 
 
+@pytest.mark.timeout(900)  # fifty processes start one after the other, each beside the other tests
 @pytest.mark.parametrize("mode", PLAIN_AND_OVERLAP)
 def test_a_learner_is_as_it_was_after_fifty_servers_died(start_pair: Callable[..., Pair], mode: dict[str, Any]) -> None:
     pair = start_pair(mode)
