@@ -248,7 +248,7 @@ def test_the_run_ends_when_no_server_can_be_pushed_to(tmp_path: Path) -> None:
         pytest.raises(PushError, match=r"version 2 could not be pushed in 2 attempts.*scripted failure"),
     ):
         train(
-            make_run(tmp_path, *(server.endpoint for server in running), push={"timeout_s": 2, "max_attempts": 2}),
+            make_run(tmp_path, *(server.endpoint for server in running), push={"timeout_s": 20, "max_attempts": 2}),
             resume=False,
         )
 

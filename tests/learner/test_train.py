@@ -289,7 +289,7 @@ def test_a_push_that_fails_is_tried_again_in_a_new_epoch(tmp_path: Path) -> None
     engine = ModelEngine(resolve_model("tiny:digits"))
     engine.scripted_reports = [[report(ok=False, state="joining", error="scripted failure")]]
     with tiny_server(engine) as server:
-        run = make_run(tmp_path, server.endpoint, steps=2, push={"timeout_s": 2})
+        run = make_run(tmp_path, server.endpoint, steps=2, push={"timeout_s": 20})
         train(run, resume=False)
     first, second = (order.epoch for order in engine.orders[:2])
     assert first != second and engine.orders[1].rendezvous is not None
@@ -305,7 +305,7 @@ def test_a_push_that_would_fail_again_ends_the_run_at_once(tmp_path: Path, overl
         report(ok=False, state="loading", weights_intact=False, retryable=False, error=error)
     ]
     with tiny_server(engine) as server:
-        run = make_run(tmp_path, server.endpoint, steps=3, push={"timeout_s": 2, "overlap": overlap})
+        run = make_run(tmp_path, server.endpoint, steps=3, push={"timeout_s": 30, "overlap": overlap})
         with pytest.raises(PushIncomplete, match=r"model\.norm\.weight did not come.*the same `model`"):
             train(run, resume=False)
     assert [order.version for order in engine.orders] == [0, 1]
@@ -372,7 +372,7 @@ def test_a_push_beside_the_next_step_sends_the_weights_as_they_were_and_keeps_st
 def test_a_push_beside_the_next_step_that_never_succeeds_stops_the_run(tmp_path: Path) -> None:
     engine = ModelEngine(resolve_model("tiny:digits"))
     with tiny_server(engine) as server:
-        run = make_run(tmp_path, server.endpoint, push={"timeout_s": 2, "overlap": True, "max_attempts": 2})
+        run = make_run(tmp_path, server.endpoint, push={"timeout_s": 20, "overlap": True, "max_attempts": 2})
         bad = report(ok=False, state="receiving", error="scripted failure")
         engine.reports_from_version = {1: [bad]}
         with pytest.raises(PushError, match=r"version 1 could not be pushed in 2 attempts .*scripted failure"):
