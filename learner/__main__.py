@@ -120,7 +120,7 @@ def train_command(arguments: list[str]) -> None:
 def doctor_command(arguments: list[str]) -> int:
     """Return the exit status: 1 with any problem."""
     run, as_json = _run_to_look_at(arguments, "learner doctor")
-    from learner.evaluation.doctor import examine
+    from learner.checkup.doctor import examine
     from protocol.checkup import tell
 
     return tell(examine(run.in_effect()), as_json=as_json)
@@ -129,7 +129,7 @@ def doctor_command(arguments: list[str]) -> int:
 def check_command(arguments: list[str]) -> int:
     """Return the exit status: 1 with any problem."""
     run, as_json = _run_to_look_at(arguments, "learner check")
-    from learner.evaluation.check import check
+    from learner.checkup.check import check
     from protocol.checkup import tell
 
     return tell(check(run), as_json=as_json)
@@ -139,7 +139,8 @@ def evaluate_command(arguments: list[str]) -> None:
     run, as_json = _run_to_look_at(arguments, "learner evaluate")
     import msgspec
 
-    from learner.evaluation.evaluate import as_text, evaluate
+    from learner.evaluation.evaluate import evaluate
+    from learner.evaluation.evaluation import as_text
 
     made = evaluate(run.in_effect())
     print(msgspec.json.encode(made).decode() if as_json else as_text(made))
@@ -165,8 +166,8 @@ def self_test_command(arguments: list[str]) -> None:
     bind_cores(run.learner.cpu_cores)
     import msgspec
 
-    from learner.evaluation.self_test import self_test
-    from learner.evaluation.verdict import as_text, problems
+    from learner.checkup.self_test import self_test
+    from learner.checkup.verdict import as_text, problems
 
     measured = self_test(run)
     found = problems(measured)

@@ -18,6 +18,7 @@ import msgspec
 from learner.config import LearnerRun
 from learner.environments.player import Player
 from learner.environments.pool import Environments
+from learner.evaluation.alongside import Evaluations
 from learner.interrupt import Interrupt
 from learner.material import Material
 from learner.policy.published import PublishedPolicy
@@ -69,6 +70,7 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     rollouts: Rollouts
     pusher: Pusher
     parity: ParityProbe
+    evaluations: Evaluations
     ledger: Ledger
     log: RunLog
     run_dir: RunDir
@@ -86,6 +88,7 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             check_data(run_dir.data_digests, material.prompts)
         num_prompts = min(NUM_SEQUENCES, len(material.prompts))  # read before there are threads, for it may fork
         prompts = [material.prompts.prompt_at(position).token_ids for position in range(num_prompts)]
+        evaluations = Evaluations(material, run_dir.path)
         with ExitStack() as cleanup:
             timeline = Timeline(run_dir.timeline)
             cleanup.callback(timeline.close)
@@ -115,6 +118,8 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             cleanup.callback(run_log.close)
             pusher = Pusher(fleet, published, config.push)
             cleanup.callback(pusher.close)
+            evaluations.start(workers)
+            cleanup.callback(evaluations.close)
             yield cls(
                 material=material,
                 fleet=fleet,
@@ -123,6 +128,7 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
                 rollouts=rollouts,
                 pusher=pusher,
                 parity=ParityProbe(run, fleet, published.logprobs, prompts),
+                evaluations=evaluations,
                 ledger=ledger,
                 log=run_log,
                 run_dir=run_dir,
@@ -136,6 +142,10 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         while (mismatch := self._sync(self.fleet.wait(), version)) is None:
             pass
         record_data(self.run_dir.data_digests, self.material.prompts)
+        if self.run_dir.has_begun:
+            self.evaluations.resume(version)
+        else:
+            self.evaluations.begin_run()
         self.run_dir.begin()
         log.info("parity: mean |Δ logprob| = %.1e between server and learner", mismatch)
         self.publish(version)
@@ -176,6 +186,7 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         """Book the groups as consumed by `step` and push its weights; return the metrics of the last push that is done: this
         one, or with overlap the one before.
         """
+        self.evaluations.hold(self.fleet.on_wait)
         self.ledger.consume([(group.group_id, staleness(group, step - 1)) for group in groups], step)
         report = self.pusher.wait()
         self.parity.check()
@@ -203,8 +214,10 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         metrics |= self.fleet.metrics()
         if "perf/server_idle_frac" in metrics:
             metrics["wait/learner"] = learner_s(metrics, metrics["perf/server_idle_frac"])
+        metrics |= self.evaluations.take_metrics()
         metrics |= self.rollouts.batch_metrics | self.material.prompts.metrics | self.rewards.latencies.take()
         self.log.step(step, metrics)
+        self.evaluations.after_step(step, times["time/step"])
         self.log.sample(step, groups[0], self.material.tokenizer)
         if all(reward is None for group in groups for reward in group.rewards_G):
             log.warning(
@@ -213,9 +226,11 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         self.parity.check_fresh(of_servers)
 
     def finish(self) -> None:
-        """Wait for the last push and its check."""
+        """Wait for the last push and its check, and for the last evaluation."""
         self.pusher.wait()
         self.parity.check()
+        self.evaluations.finish(self.fleet.on_wait)
+        self.log.amend(self.evaluations.take_metrics())
 
     def _sync(self, members: list[Member], version: int) -> float | None:
         """Give servers that have no weights of this run what the learner has now, and compare both sides on the fixed sequences.

@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from learner.config import LearnerRun
+from learner.evaluation.alongside import is_left
 from learner.interrupt import Interrupt
 from learner.leader import Lead, Leader
 from learner.material import Material
@@ -63,7 +64,7 @@ def _train(run: LearnerRun, accelerator: Accelerator, *, resume: bool) -> Path |
         trainee = make_trainee(material, accelerator, is_new=checkpoint is None)
         version = load_checkpoint(trainee, checkpoint).version if checkpoint else 0
         trainee.set_kl_coef(version, None)
-        if version >= config.steps:
+        if version >= config.steps and not is_left(run):
             log.warning("nothing to do: the run is at step %d, learner.steps = %d", version, config.steps)
             return run_dir.path if run_dir else None
         published = trainee.published

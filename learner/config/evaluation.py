@@ -1,4 +1,4 @@
-"""The evaluation section of the learner's config: `learner evaluate run.toml`."""
+"""The evaluation section of the learner's config: `learner evaluate run.toml`, and evaluations while a run trains."""
 
 import math
 
@@ -7,8 +7,14 @@ from protocol.config import MayChange
 
 
 class EvaluationConfig(Section):
-    """What `learner evaluate` asks, and whom. How prompts become tokens and what rates answers is as in training."""
+    """What an evaluation asks, and whom. How prompts become tokens and what rates answers is as in training."""
 
+    every_steps: MayChange[int] = 0
+    """Evaluate while training goes on: after every so many steps and after the last. 0: only by `learner evaluate`."""
+    at_start: MayChange[bool] = False
+    """Evaluate before the first step too."""
+    pin: MayChange[bool] = False
+    """Hold the next push until all is answered, so that one policy version answers. Training may wait for it."""
     url: MayChange[str] = "http://127.0.0.1:8000/v1"
     """The OpenAI side of a server: Slipstream's or `vllm serve`. Its key, if it wants one, in the variable OPENAI_API_KEY."""
     task: MayChange[str | None] = None
@@ -33,7 +39,8 @@ class EvaluationConfig(Section):
     """How long an answer may take, and how long a server that is gone is waited for."""
 
     def lacking(self) -> dict[str, str]:
-        return {} if self.dataset else {"split": "dataset"}
+        idle = {} if self.dataset else {"split": "dataset"}
+        return idle if self.every_steps else idle | {"at_start": "every_steps", "pin": "every_steps"}
 
     def check(self) -> None:
         sources = [f"{key} = {value!r}" for key in ("task", "path", "dataset") if (value := getattr(self, key))]
@@ -42,6 +49,7 @@ class EvaluationConfig(Section):
             self.url.startswith(("http://", "https://")),
             f'url = {self.url!r} is no address of an OpenAI server; expected such as "http://127.0.0.1:8000/v1"',
         )
+        require(self.every_steps >= 0, f"every_steps = {self.every_steps} must not be negative")
         for key in ("num_prompts", "num_samples", "max_tokens", "max_concurrent"):
             value = getattr(self, key)
             require(value is None or value >= 1, f"{key} = {value} must be at least 1")

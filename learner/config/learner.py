@@ -205,6 +205,7 @@ def refuse_contradictions(config: LearnerConfig) -> None:
     _refuse_rewards(config)
     _refuse_corrections(config)
     _refuse_references(config)
+    _refuse_evaluations(config)
 
 
 def _refuse_rewards(config: LearnerConfig) -> None:
@@ -292,3 +293,18 @@ def _refuse_references(config: LearnerConfig) -> None:
             f"{key} with reference.reward_guard = true: the mean reward of chosen groups falls while the policy improves, so the "
             "reference would never be refreshed; set reward_guard = false",
         )
+
+
+def _refuse_evaluations(config: LearnerConfig) -> None:
+    evaluation = config.evaluation
+    if not evaluation.every_steps:
+        return
+    require(
+        not evaluation.pin or not config.push.overlap,
+        "evaluation.pin = true with push.overlap = true: a push that goes on beside the next step cannot be held until a version has "
+        "answered; set one of them to false",
+    )
+    require(
+        not config.environment.is_used,
+        f"evaluation.every_steps = {evaluation.every_steps} with {config.environment.named}: episodes are not evaluated yet; set it to 0",
+    )

@@ -1,1 +1,1 @@
-"""What is measured without learning: the noise between the two sides."""
+"""How good the policy is, asked of a server: by a command, and beside a run that trains."""

@@ -8,7 +8,7 @@ Invariant: every prompt is answered, or the first error that waiting does not me
 import asyncio
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -44,31 +44,48 @@ class Answered(msgspec.Struct, frozen=True):
     """Of its oldest and its newest token, from a server that tells; -1: the model as it was started with."""
 
 
-async def ask_all(run: LearnerRun, prompts: Sequence[Prompt]) -> tuple[str, list[Answered]]:
-    """Return the model's name, and the answers in the order of the prompts. Raises EvaluationError."""
+async def ask_all(
+    run: LearnerRun,
+    prompts: Sequence[Prompt],
+    places: Sequence[int],
+    when_answered: Callable[[int, Answered], None],
+    *,
+    show: bool,
+) -> tuple[str, dict[int, Answered]]:
+    """Ask the prompts at these places; return the model's name, and the answers by place. Raises EvaluationError.
+
+    `when_answered` hears of each as it comes; `show`: a progress bar.
+    """
     config = run.learner.evaluation
     key = os.environ.get("OPENAI_API_KEY")
     timeout = aiohttp.ClientTimeout(total=config.timeout_s)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     room = asyncio.Semaphore(config.max_concurrent)
+    answers: dict[int, Answered] = {}
     async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
         door = Door(session, config.url.rstrip("/"), config.timeout_s)
         models, _ = await door.say("GET", "models", None)
         name = _model_named(models, config.url)
-        with tqdm(total=len(prompts), desc="asking", unit="prompt", mininterval=PROGRESS_EVERY_S, leave=False) as bar:
+        bar = tqdm(
+            total=len(places), desc="asking", unit="prompt", mininterval=PROGRESS_EVERY_S, leave=False, disable=not show
+        )
 
-            async def ask(prompt: Prompt) -> Answered:
-                async with room:
-                    answer, told = await door.say("POST", "completions", request_of(run, name, prompt))
-                bar.update()
-                return _answered(answer, told, config.num_samples)
+        async def ask(place: int) -> None:
+            async with room:
+                answer, told = await door.say("POST", "completions", request_of(run, name, prompts[place]))
+            answers[place] = _answered(answer, told, config.num_samples)
+            when_answered(place, answers[place])
+            bar.update()
 
-            try:
-                async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(ask(prompt)) for prompt in prompts]
-            except ExceptionGroup as errors:
-                raise errors.exceptions[0] from None  # the first one has cancelled the others
-    return name, [task.result() for task in tasks]
+        try:
+            async with asyncio.TaskGroup() as group:
+                for place in places:
+                    group.create_task(ask(place))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None  # the first one has cancelled the others
+        finally:
+            bar.close()
+    return name, answers
 
 
 def request_of(run: LearnerRun, model: str, prompt: Prompt) -> dict[str, Any]:

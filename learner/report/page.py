@@ -12,13 +12,24 @@ import msgspec
 from markupsafe import Markup
 
 from learner.report.charts import Absent, Chart, draw_charts
-from learner.report.lines import ends_of
+from learner.report.evaluations import evaluation_chart
 from learner.report.sample_view import readable, reward_range, shown
-from learner.report.summary import Summary, duration, number, read_ledger, read_metrics, steps_in, summary_of
+from learner.report.summary import (
+    Summary,
+    duration,
+    number,
+    read_evaluations,
+    read_ledger,
+    read_metrics,
+    steps_in,
+    summary_of,
+)
 from learner.report.timeline import read_events
 from learner.storage.disk import replace_file
+from learner.storage.lines import ends_of
 
 SAMPLED_STEPS = 2  # at each end of the run
+EVALUATIONS_PLACE = 1  # after the reward
 SAMPLED_BYTES = 4 << 20  # of samples.jsonl, read at each end
 
 
@@ -39,8 +50,11 @@ def write_report(run_dir: Path) -> Path:
 
 def render(run_dir: Path) -> str:
     metrics, ledger = read_metrics(run_dir), read_ledger(run_dir)
-    summary = summary_of(metrics, ledger)
+    evaluations = read_evaluations(run_dir)
+    summary = summary_of(metrics, ledger, evaluations)
     charts = draw_charts(metrics, ledger.staleness_histogram)
+    if evaluated := evaluation_chart(evaluations):
+        charts.insert(EVALUATIONS_PLACE, evaluated)
     samples_path, config_path = run_dir / "samples.jsonl", run_dir / "config.toml"
     samples = steps_in(ends_of(samples_path, SAMPLED_BYTES), samples_path) if samples_path.is_file() else []
     low, high = reward_range(samples)
@@ -77,6 +91,7 @@ def tiles_of(s: Summary) -> list[Tile]:
     tiles = [
         Tile("Reward", f"{number(s.reward_first)} → {number(s.reward_last)}", "first and last tenth of the steps"),
         Tile("Exact match", number(s.exact_last), "last tenth of the steps") if s.exact_last is not None else None,
+        Tile("Evaluation", number(s.evaluation.mean), evaluation_note(s)) if s.evaluation else None,
         Tile("Steps", f"{s.steps:,}", f"in {duration(s.seconds)}"),
         Tile("Speed", number(s.completion_tokens_per_s, ",.0f"), "completion tokens per second"),
         Tile(
@@ -90,6 +105,13 @@ def tiles_of(s: Summary) -> list[Tile]:
         Tile("Groups lost", f"{s.groups_lost:,}", f"of {s.groups_admitted:,} admitted", s.groups_lost == 0),
     ]
     return [tile for tile in tiles if tile is not None]
+
+
+def evaluation_note(s: Summary) -> str:
+    after = f"after step {s.evaluation_step}"
+    if s.evaluation is None or s.evaluation.low is None or s.evaluation.high is None:
+        return after
+    return f"{number(s.evaluation.low)} to {number(s.evaluation.high)}, {after}"
 
 
 def ended_at(metrics: list[dict[str, float]]) -> str | None:

@@ -10,11 +10,11 @@ from transformers import PreTrainedTokenizerBase
 from learner.config import ReportConfig
 from learner.report.dashboard import Dashboard
 from learner.report.health import Health
-from learner.report.lines import Lines, last_line
 from learner.report.samples import Samples
 from learner.rollouts.scored_group import ScoredGroup
 from learner.rollouts.waits import held_up_by
 from learner.storage.disk import writing
+from learner.storage.lines import Lines, last_line
 from learner.storage.run_dir import RunDir
 
 
@@ -29,6 +29,7 @@ class RunLog:
         self._metrics, self._samples = Lines(run_dir.metrics), Samples(run_dir.samples, config.samples_every_steps)
         self._elapsed_before = _elapsed_before(run_dir)
         self._started = time.monotonic()
+        self._newest: dict[str, float] = {}
         self._tensorboard = None
         if "tensorboard" in config.trackers:
             from torch.utils.tensorboard import SummaryWriter  # slow to import, and optional
@@ -47,16 +48,25 @@ class RunLog:
             "time": time.time(),
             "elapsed_s": self._elapsed_before + time.monotonic() - self._started,
         } | metrics
-        self._metrics.append(line)
+        self._tell(step, line, metrics)
         self._health.watch(step, metrics)
+        self._newest = line
+        sys.stdout.write(console_line(step, self._num_steps, metrics) + "\n")
+        sys.stdout.flush()
+
+    def amend(self, metrics: dict[str, float]) -> None:
+        """Record more of the newest step, which replaces it. Raises DiskError."""
+        if metrics and self._newest:
+            self._tell(int(self._newest["step"]), self._newest | metrics, metrics)
+
+    def _tell(self, step: int, line: dict[str, float], new: dict[str, float]) -> None:
+        self._metrics.append(line)
         if self._dashboard is not None:
             self._dashboard.publish(step, line)
         if self._tensorboard is not None:
             with writing(Path(self._tensorboard.log_dir)):
-                for name, value in metrics.items():
+                for name, value in new.items():
                     self._tensorboard.add_scalar(name, value, step)
-        sys.stdout.write(console_line(step, self._num_steps, metrics) + "\n")
-        sys.stdout.flush()
 
     def sample(self, step: int, group: ScoredGroup, tokenizer: PreTrainedTokenizerBase) -> None:
         """Keep a few completions of one group, as text, for the report, if it is this step's turn."""

@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from learner.environments.branch import Branch
 from learner.environments.episode import Course
-from learner.report.lines import Lines, ends_of
 from learner.rollouts.scored_group import ScoredGroup
 from learner.storage.disk import replace_file
+from learner.storage.lines import Lines, ends_of
 
 MAX_COMPLETIONS = 4
 MAX_BYTES = 32 << 20

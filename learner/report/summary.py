@@ -14,6 +14,8 @@ from typing import Any
 
 import msgspec
 
+from learner.evaluation.estimates import Estimate
+from learner.evaluation.evaluation import FILE, Evaluation, earlier
 from learner.rollouts.ledger import Ledger, LedgerCounts
 from learner.rollouts.waits import IN_WORDS, shares
 from protocol.errors import SlipstreamError
@@ -45,6 +47,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     push_stall_median_s: float | None
     mismatch_mean_abs_logprob: float | None
     """The larger of two means over the steps: of the fresh tokens met in training, and of the parity probes."""
+    evaluation: Estimate | None
+    """The reward of the newest evaluation that the run made itself."""
+    evaluation_step: int | None
     completion_tokens_per_s: float | None
     wait_shares: dict[str, float]
     """Of the time of all steps, the share that each part of the run held them up (waits.py), the largest first."""
@@ -66,10 +71,10 @@ class LedgerFacts(msgspec.Struct, frozen=True):
 def summarize(run_dir: Path) -> Summary:
     run_dir = Path(run_dir)
     metrics = read_metrics(run_dir)
-    return summary_of(metrics, read_ledger(run_dir))
+    return summary_of(metrics, read_ledger(run_dir), read_evaluations(run_dir))
 
 
-def summary_of(metrics: list[dict[str, float]], ledger: LedgerFacts) -> Summary:
+def summary_of(metrics: list[dict[str, float]], ledger: LedgerFacts, evaluations: Sequence[Evaluation]) -> Summary:
     seconds = float(metrics[-1].get("elapsed_s", 0.0))
     tenth = max(1, len(metrics) // 10)
     staleness_max = _present(metrics, "staleness/max")
@@ -97,6 +102,8 @@ def summary_of(metrics: list[dict[str, float]], ledger: LedgerFacts) -> Summary:
         prompts_truncated=_newest(metrics, "data/truncated_prompts"),
         push_stall_median_s=median(stalls) if stalls else None,
         mismatch_mean_abs_logprob=max(mismatches) if mismatches else None,
+        evaluation=evaluations[-1].reward if evaluations else None,
+        evaluation_step=evaluations[-1].step if evaluations else None,
         completion_tokens_per_s=sum(tokens) / seconds if tokens and seconds > 0 else None,
         wait_shares=shares(metrics),
     )
@@ -115,6 +122,7 @@ def lines(summary: Summary) -> list[str]:
     rows = [
         ("reward", f"{number(s.reward_first)} → {number(s.reward_last)} (first and last tenth of the steps)"),
         ("exact match", f"{number(s.exact_last)} (last tenth)" if s.exact_last is not None else None),
+        ("evaluation", f"{s.evaluation} after step {s.evaluation_step}" if s.evaluation else None),
         ("steps", f"{s.steps:,} in {duration(s.seconds)}"),
         ("staleness", f"mean {number(s.staleness_mean)}, max {number(s.staleness_max, '.0f')} policy versions"),
         ("groups", groups),
@@ -174,6 +182,12 @@ def read_ledger(run_dir: Path) -> LedgerFacts:
         return LedgerFacts(ledger.counts(), ledger.staleness_histogram())
     finally:
         ledger.close()
+
+
+def read_evaluations(run_dir: Path) -> list[Evaluation]:
+    """Those that the run made itself, in the order of its steps. Raises ConfigError for a file that holds something else."""
+    made = [one for one in earlier(run_dir / FILE) if one.step is not None and one.reward is not None]
+    return sorted(made, key=lambda one: one.step or 0)
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from learner.report.lines import Lines, ends_of
 from learner.storage.disk import DiskError
+from learner.storage.lines import Lines, ends_of
 
 log = logging.getLogger(__name__)
 

@@ -34,6 +34,9 @@ POINTS = {
     "checkpoint named": "learner.storage.writer:Draft.write",
     "old one unnamed": "pathlib:Path.rename",
     "best one named": "learner.storage.checkpoint:replace_file",
+    "answer kept": "learner.evaluation.under_way:UnderWay.add",
+    "evaluation noted": "learner.evaluation.evaluation:note",
+    "answers forgotten": "learner.evaluation.under_way:UnderWay.forget",
     "old one removed": "learner.storage.retention:remove_checkpoint",
 }
 """What has just been called when the blow falls."""

@@ -1,24 +1,22 @@
 """`learner evaluate` against an OpenAI server that answers as it is told."""
 
-import asyncio
 import json
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from aiohttp import web
 
 from learner.config import DataConfig, EvaluationConfig, LearnerRun
 from learner.evaluation.asking import EvaluationError
-from learner.evaluation.evaluate import Evaluation, as_text, evaluate, evaluated_data
-from learner.policy.model import load_tokenizer
+from learner.evaluation.evaluate import evaluate
+from learner.evaluation.evaluation import Evaluation, as_text
+from learner.evaluation.questions import evaluated_data
 from protocol.config import load_config
 from protocol.errors import ConfigError, RewardError
-from protocol.model_files import resolve_model
 from tests.learner.forked_learner import run_learner
+from tests.learner.openai_server import OpenAIServer, openai_server
 from tests.ports import free_port
 
 ROWS = [{"prompt": f"{n}>", "answer": str(n)} for n in range(20, 30)]
@@ -33,74 +31,17 @@ def length(completions, completion_ids, **row):
 def broken(completions, **row):
     raise KeyError("no such column")
 """
-Answer = Callable[[str, int], list[str]]
-
-
-class Server:
-    """Answers each prompt with what `answer` says of its text and the number of samples."""
-
-    url = ""
-
-    def __init__(self) -> None:
-        self.answer: Answer = lambda prompt, count: [prompt[:-1]] * count
-        self.version = 3
-        self.failures: list[int] = []
-        """Status codes of the next answers."""
-        self.requests: list[dict[str, Any]] = []
-        self.tells_tokens = True
-        self.num_lost = 0
-        self._tokenizer = load_tokenizer(resolve_model("tiny:digits"))
-
-    async def models(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "a model"}]})
-
-    async def completions(self, request: web.Request) -> web.Response:
-        if self.failures:
-            return web.Response(status=self.failures.pop(0), text="no")
-        asked = await request.json()
-        self.requests.append(asked)
-        prompt = self._tokenizer.decode(asked["prompt"])
-        texts = self.answer(prompt, asked["n"])[self.num_lost :]
-        choices = [
-            {"index": i, "text": text, "finish_reason": "length" if len(text) > 2 else "stop"}
-            | ({"token_ids": self._tokenizer.encode(text)} if self.tells_tokens else {})
-            for i, text in enumerate(texts)
-        ]
-        told = {
-            "x-slipstream-policy-version-start": str(self.version),
-            "x-slipstream-policy-version-end": str(self.version + 1),
-        }
-        answer = {"choices": choices[::-1], "usage": {"completion_tokens": sum(map(len, texts))}}
-        return web.json_response(answer, headers=told if self.tells_tokens else {})
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    server, loop, ready = Server(), asyncio.new_event_loop(), threading.Event()
-
-    async def serve() -> None:
-        app = web.Application()
-        app.add_routes([web.get("/v1/models", server.models), web.post("/v1/completions", server.completions)])
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", port := free_port())
-        await site.start()
-        server.url = f"http://127.0.0.1:{port}/v1"
-        ready.set()
-        await ended.wait()
-        await runner.cleanup()
-
-    ended = asyncio.Event()
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
-    thread.start()
-    assert ready.wait(30)
-    yield server
-    loop.call_soon_threadsafe(ended.set)
-    thread.join(30)
-    loop.close()
+def server() -> Iterator[OpenAIServer]:
+    with openai_server() as server:
+        yield server
 
 
-def a_run(tmp_path: Path, server: Server | None, *flags: str, functions: tuple[str, ...] = ("right",)) -> LearnerRun:
+def a_run(
+    tmp_path: Path, server: OpenAIServer | None, *flags: str, functions: tuple[str, ...] = ("right",)
+) -> LearnerRun:
     (tmp_path / "rewards.py").write_text(REWARDS)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     config = tmp_path / "run.toml"
@@ -118,7 +59,7 @@ def noted(tmp_path: Path) -> list[Evaluation]:
     return [msgspec.json.decode(line, type=Evaluation) for line in lines]
 
 
-def test_every_prompt_is_asked_once_and_rated_as_in_training(tmp_path: Path, server: Server) -> None:
+def test_every_prompt_is_asked_once_and_rated_as_in_training(tmp_path: Path, server: OpenAIServer) -> None:
     server.answer = lambda prompt, count: [prompt[:-1] if prompt[1] in "0123" else "9999"]
     made = evaluate(a_run(tmp_path, server, functions=("right", "length")))
     assert sorted(tuple(asked["prompt"]) for asked in server.requests) == sorted(
@@ -136,7 +77,7 @@ def test_every_prompt_is_asked_once_and_rated_as_in_training(tmp_path: Path, ser
 
 
 def test_an_evaluation_is_compared_prompt_by_prompt_with_the_one_before_that_asked_the_same(
-    tmp_path: Path, server: Server
+    tmp_path: Path, server: OpenAIServer
 ) -> None:
     server.answer = lambda prompt, count: [prompt[:-1] if prompt[1] in "0123" else "9"]
     evaluate(a_run(tmp_path, server))
@@ -151,7 +92,7 @@ def test_an_evaluation_is_compared_prompt_by_prompt_with_the_one_before_that_ask
     assert "  0.2  [-" in told and "] more than policy versions 3 to 4" in told and "by policy versions 7 to 8" in told
 
 
-def test_of_several_samples_pass_at_k_and_the_majority_are_told(tmp_path: Path, server: Server) -> None:
+def test_of_several_samples_pass_at_k_and_the_majority_are_told(tmp_path: Path, server: OpenAIServer) -> None:
     server.answer = lambda prompt, count: (
         [prompt[:-1]] + ["9"] * (count - 1) if prompt[1] < "5" else [prompt[:-1]] * count
     )
@@ -164,13 +105,13 @@ def test_of_several_samples_pass_at_k_and_the_majority_are_told(tmp_path: Path, 
     assert len({asked["seed"] for asked in server.requests}) == 10
 
 
-def test_a_server_that_is_gone_is_waited_for(tmp_path: Path, server: Server) -> None:
+def test_a_server_that_is_gone_is_waited_for(tmp_path: Path, server: OpenAIServer) -> None:
     server.failures = [503, 502]
     made = evaluate(a_run(tmp_path, server, "--learner.evaluation.max-concurrent", "1"))
     assert made.reward is not None and made.reward.mean == 1.0 and len(server.requests) == 10
 
 
-def test_a_server_that_tells_neither_tokens_nor_versions_will_do(tmp_path: Path, server: Server) -> None:
+def test_a_server_that_tells_neither_tokens_nor_versions_will_do(tmp_path: Path, server: OpenAIServer) -> None:
     server.tells_tokens = False
     made = evaluate(a_run(tmp_path, server, functions=("right", "length")))
     assert made.versions is None and made.functions["right"] is not None and made.functions["right"].mean == 1.0
@@ -182,7 +123,7 @@ def test_a_server_that_tells_neither_tokens_nor_versions_will_do(tmp_path: Path,
     [(401, "OPENAI_API_KEY"), (404, "ends with the version of the API"), (400, r"correct what it names in \[learner")],
 )
 def test_what_waiting_does_not_mend_ends_it_with_the_remedy(
-    tmp_path: Path, server: Server, status: int, told: str
+    tmp_path: Path, server: OpenAIServer, status: int, told: str
 ) -> None:
     server.failures = [status]
     with pytest.raises(EvaluationError, match=f"answered {status}: no; .*{told}"):
@@ -195,20 +136,20 @@ def test_a_server_that_never_comes_ends_it_at_its_deadline(tmp_path: Path) -> No
         evaluate(a_run(tmp_path, None, "--learner.evaluation.timeout-s", "1.5"))
 
 
-def test_an_answer_with_too_few_completions_is_no_answer(tmp_path: Path, server: Server) -> None:
+def test_an_answer_with_too_few_completions_is_no_answer(tmp_path: Path, server: OpenAIServer) -> None:
     server.num_lost = 1
     flags = ["--learner.evaluation.num-samples", "2", "--learner.evaluation.temperature", "1.0"]
     with pytest.raises(EvaluationError, match=r"gave 1 completions where .*num_samples = 2"):
         evaluate(a_run(tmp_path, server, *flags))
 
 
-def test_a_reward_function_that_fails_ends_it_and_nothing_is_noted(tmp_path: Path, server: Server) -> None:
+def test_a_reward_function_that_fails_ends_it_and_nothing_is_noted(tmp_path: Path, server: OpenAIServer) -> None:
     with pytest.raises(RewardError, match="broken raised KeyError"):
         evaluate(a_run(tmp_path, server, functions=("right", "broken")))
     assert not (tmp_path / "run").exists()
 
 
-def test_other_prompts_than_the_runs_own(tmp_path: Path, server: Server) -> None:
+def test_other_prompts_than_the_runs_own(tmp_path: Path, server: OpenAIServer) -> None:
     other = tmp_path / "other.jsonl"
     other.write_text(
         '{"prompt": "7>", "answer": "7"}\n{"prompt": "8>", "answer": "8"}\n{"prompt": "9>", "answer": "9"}\n'
@@ -252,7 +193,7 @@ def test_keys_that_contradict_each_other(tmp_path: Path, flags: list[str], told:
         a_run(tmp_path, None, *flags)
 
 
-def test_the_command_prints_a_table_or_json(tmp_path: Path, server: Server) -> None:
+def test_the_command_prints_a_table_or_json(tmp_path: Path, server: OpenAIServer) -> None:
     a_run(tmp_path, server)
     arguments = ["evaluate", str(tmp_path / "run.toml"), "--learner.evaluation.url", server.url]
     done = run_learner(*arguments)

@@ -13,12 +13,12 @@ from learner.config import ReportConfig
 from learner.environments.branch import Branch
 from learner.environments.episode import Course
 from learner.policy.model import load_tokenizer
-from learner.report.lines import ends_of
 from learner.report.page import render
 from learner.report.run_log import RunLog
 from learner.report.samples import Samples
 from learner.report.summary import steps_in
 from learner.rollouts.scored_group import ScoredGroup
+from learner.storage.lines import ends_of
 from learner.storage.run_dir import RunDir
 from protocol.model_files import resolve_model
 from tests.learner.report.synthetic_run import write_run

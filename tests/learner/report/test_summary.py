@@ -32,6 +32,8 @@ FIELDS = [
     "prompts_truncated",
     "push_stall_median_s",
     "mismatch_mean_abs_logprob",
+    "evaluation",
+    "evaluation_step",
     "completion_tokens_per_s",
     "wait_shares",
 ]
@@ -114,7 +116,8 @@ def test_one_bare_step_is_enough_and_absent_numbers_are_none(tmp_path):
     absent = [name for name in FIELDS if getattr(summary, name) is None]
     assert absent == [
         "reward_first", "reward_last", "exact_last", "staleness_mean", "staleness_max",
-        "push_stall_median_s", "mismatch_mean_abs_logprob", "completion_tokens_per_s",
+        "push_stall_median_s", "mismatch_mean_abs_logprob", "evaluation", "evaluation_step",
+        "completion_tokens_per_s",
     ]  # fmt: skip
     assert "–" in as_text(summary)
 

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import save_file
 
 from learner.config import LearnerRun
-from learner.report.lines import Lines
 from learner.rollouts.ledger import Ledger, LedgerError
 from learner.storage.checkpoint import complete_checkpoints
 from learner.storage.disk import DiskError, replace_file, writing
+from learner.storage.lines import Lines
 from tests.learner.model_engine import tiny_server
 from tests.learner.mortal_learner import BALLAST, FullDisk, Life, live
 from tests.learner.storage.test_exact_resume import a_run, assert_ends_alike

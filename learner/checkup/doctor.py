@@ -13,9 +13,9 @@ from contextlib import closing, suppress
 import msgspec
 import torch
 
+from learner.checkup.reach import ANSWER_TIMEOUT_S, NotReached, answer, ask, names, port
+from learner.checkup.resources import resources
 from learner.config import LearnerRun, PushConfig
-from learner.evaluation.reach import ANSWER_TIMEOUT_S, NotReached, answer, ask, names, port
-from learner.evaluation.resources import resources
 from learner.servers.membership import Membership
 from learner.servers.parity import DTYPES, coarser
 from protocol.channel.keys import learner_keys

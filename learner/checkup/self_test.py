@@ -20,9 +20,9 @@ from accelerate.utils import set_seed
 
 from learner.algorithm.kl import clamped, masked
 from learner.algorithm.objectives import OBJECTIVES, Tokens
+from learner.checkup.noise_floor import ComparedTokens, bounds, floor
+from learner.checkup.verdict import Measured
 from learner.config import KlConfig, LearnerConfig, LearnerRun, ReferenceConfig, ReportConfig
-from learner.evaluation.noise_floor import ComparedTokens, bounds, floor
-from learner.evaluation.verdict import Measured
 from learner.forward.logprobs import token_logprobs
 from learner.interrupt import Interrupt
 from learner.leader import Leader

@@ -12,8 +12,8 @@ from statistics import fmean
 import numpy as np
 from transformers import AutoConfig
 
+from learner.checkup.doctor import examine
 from learner.config import LearnerRun
-from learner.evaluation.doctor import examine
 from learner.material import Material
 from learner.prompts.prompts import Prompt
 from learner.rewards.workers import GroupRewards, RewardWorkers

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-import learner.evaluation.check as module
+import learner.checkup.check as module
+from learner.checkup.check import check
 from learner.config import LearnerRun
-from learner.evaluation.check import check
 from learner.policy.model import load_tokenizer
 from protocol.checkup import Finding, ok
 from protocol.config import load_config

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
+from learner.checkup.noise_floor import ComparedTokens, bounds, floor
+from learner.checkup.self_test import self_test
+from learner.checkup.verdict import as_text, problems
 from learner.config import LearnerConfig
-from learner.evaluation.noise_floor import ComparedTokens, bounds, floor
-from learner.evaluation.self_test import self_test
-from learner.evaluation.verdict import as_text, problems
 from protocol.config import to_toml
 from protocol.errors import ParityError
 from protocol.messages import Completion, Sampling

@@ -5,7 +5,7 @@ After self_test.py. Invariant: every problem says what was measured, what was ex
 
 import msgspec
 
-from learner.evaluation.noise_floor import TRUSTED_RATIO, Bound, Floor
+from learner.checkup.noise_floor import TRUSTED_RATIO, Bound, Floor
 
 SMALLEST_MARGIN = 10.0
 """A bound that is fewer times the noise away acts on the noise."""

@@ -13,9 +13,9 @@ import msgspec
 import pytest
 import torch
 
+from learner.checkup import doctor, reach, resources
+from learner.checkup.doctor import examine
 from learner.config import LearnerRun, PushConfig
-from learner.evaluation import doctor, reach, resources
-from learner.evaluation.doctor import examine
 from protocol.channel.keys import make_keys, server_keys
 from protocol.channel.sockets import ServerChannel
 from protocol.checkup import Finding, of_disk, package_version

@@ -1,0 +1,197 @@
+"""Evaluations while a run trains: begun after a step, asked in a thread, told in the metrics of the step in which they end.
+
+    after_step ─▶ (every_steps) ─▶ a thread's event loop: evaluate.py ─▶ evaluations.jsonl ─▶ take_metrics, a step later or more
+                                     under_way.py: each answer on disk ─▶ resume
+
+Between the main loop and the OpenAI side of a server. Invariant: one at a time, and none of them stops the run: what goes wrong with one
+costs that one, with a line that says why.
+"""
+
+import logging
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+
+import msgspec
+
+from learner.config import LearnerRun
+from learner.evaluation import evaluation
+from learner.evaluation.asking import Answered
+from learner.evaluation.evaluate import ask_and_rate
+from learner.evaluation.evaluation import Evaluation, in_words, metrics_of, versions_in_words
+from learner.evaluation.questions import Questions
+from learner.evaluation.under_way import Begun, UnderWay
+from learner.material import Material
+from learner.rewards.workers import RewardWorkers
+from learner.servers.loop_thread import LoopThread
+from protocol.errors import SlipstreamError
+
+log = logging.getLogger(__name__)
+
+ALONE_STEPS = 20
+"""So many of the newest steps that no evaluation went on beside are what the others are compared with."""
+WAIT_SLICE_S = 0.05
+IN_EVERY_STEP = ("evaluation/step", "evaluation/reward", "evaluation/reward/low", "evaluation/reward/high")
+"""The newest is told in the steps after it too, for who reads only some of them."""
+
+
+class Evaluations:
+    """Those of one run, on rank 0; none unless `learner.evaluation.every_steps` says so."""
+
+    def __init__(self, material: Material, run_dir: Path) -> None:
+        """Read what will be asked. Raises ConfigError or DataError."""
+        self._config, self._num_steps = material.run.learner.evaluation, material.run.learner.steps
+        self._questions = Questions(material) if self._config.every_steps else None
+        self._path = run_dir / evaluation.FILE
+        self._kept = UnderWay(run_dir)
+        self._asked: Asked | None = None
+        self._alone_s: deque[float] = deque(maxlen=ALONE_STEPS)
+        self._beside_s: list[float] = []
+        self._newest: dict[str, float] = {}
+        self._metrics: dict[str, float] = {}
+        self._newest_step, self._ended_step = 0, -1
+
+    def start(self, workers: RewardWorkers) -> None:
+        """They rate the answers, beside those of the training."""
+        self._workers = workers
+        self._thread = LoopThread("evaluation")
+
+    def close(self) -> None:
+        """The one under way is left for a resume."""
+        if self._asked is not None:
+            self._asked.result.cancel()
+        self._thread.stop()
+        self._kept.close()
+
+    def begin_run(self) -> None:
+        """That before the first step."""
+        if self._questions is not None and self._config.at_start:
+            self._begin(self._questions, 0)
+
+    def resume(self, version: int) -> None:
+        """Go on with what the learner before this one had not finished."""
+        self._newest_step = version
+        if self._questions is None:
+            return
+        noted = {
+            one.step: one for one in evaluation.earlier(self._path) if one.step is not None and one.step <= version
+        }
+        if noted:
+            self._ended_step = max(noted)
+            self._tell(noted[self._ended_step])
+        left = self._kept.left()
+        if left is None:
+            return
+        begun, answers = left
+        # Of a later step: those weights are gone, and the step will come again.
+        if begun.asked == self._questions.digest and begun.step <= version and begun.step not in noted:
+            total = len(self._questions.prompts)
+            log.info(
+                "going on with the evaluation after step %d: %d of %d answers are there",
+                begun.step,
+                len(answers),
+                total,
+            )
+            self._ask(self._questions, begun.step, answers)
+
+    def hold(self, on_wait: Callable[[], object]) -> None:
+        """Called before a push: with `pin` it waits for the answers of the version that the server has."""
+        if self._config.pin:
+            self._wait(on_wait)
+
+    def after_step(self, step: int, seconds: float) -> None:
+        """Begin one if it is its turn. The one after the last step is `finish`'s."""
+        (self._alone_s if self._asked is None else self._beside_s).append(seconds)
+        self._newest_step = step
+        self._take()
+        if self._questions is None or step % self._config.every_steps or step == self._num_steps:
+            return
+        if self._asked is None:
+            self._begin(self._questions, step)
+        else:
+            log.warning("no evaluation after step %d: that after step %d is still under way; raise learner.evaluation.every_steps (%d)",
+                        step, self._asked.step, self._config.every_steps)  # fmt: skip
+            self._metrics["evaluation/left_out"] = 1.0
+
+    def take_metrics(self) -> dict[str, float]:
+        """Of the one that has ended since they were taken last."""
+        metrics, self._metrics = self._newest | self._metrics, {}
+        return metrics
+
+    def finish(self, on_wait: Callable[[], object]) -> None:
+        """After the last step: wait for the one under way, and for one of the last step. An interrupted run has none."""
+        if self._questions is None or self._newest_step < self._num_steps:
+            return
+        self._wait(on_wait)
+        self._take()
+        if self._ended_step != self._newest_step:
+            self._begin(self._questions, self._newest_step)
+            self._wait(on_wait)
+            self._take()
+
+    def _begin(self, questions: Questions, step: int) -> None:
+        try:
+            self._kept.begin(Begun(step, questions.digest))
+        except SlipstreamError as error:
+            self._give_up(step, error)
+        else:
+            self._ask(questions, step, {})
+
+    def _ask(self, questions: Questions, step: int, known: Mapping[int, Answered]) -> None:
+        self._beside_s.clear()
+        work = ask_and_rate(questions, self._workers, known, self._kept.add)
+        self._asked = Asked(step, self._thread.submit(work))
+
+    def _wait(self, on_wait: Callable[[], object]) -> None:
+        """Every question has its deadline (learner.evaluation.timeout_s), so this ends."""
+        while self._asked is not None and not self._asked.result.done():
+            on_wait()
+            time.sleep(WAIT_SLICE_S)
+
+    def _take(self) -> None:
+        """What has ended, if it has."""
+        if self._asked is None or not self._asked.result.done():
+            return
+        asked, self._asked = self._asked, None
+        self._ended_step = asked.step
+        try:
+            made = msgspec.structs.replace(asked.result.result(), step=asked.step)
+            made = evaluation.note(self._path, made)
+            self._kept.forget()
+        except SlipstreamError as error:
+            self._give_up(asked.step, error)
+            return
+        self._metrics |= self._tell(made)
+        beside = ""
+        if self._alone_s and self._beside_s:
+            slowdown = statistics.median(self._beside_s) / statistics.median(self._alone_s)
+            self._metrics["evaluation/training_slowdown"] = slowdown
+            beside = f"; a step took {slowdown:.2f} times as long beside it"
+        log.info("%s%s", in_words(made), beside)
+        if self._config.pin and made.versions is not None and made.versions[0] != made.versions[1]:
+            log.warning("learner.evaluation.pin: %s answered all the same; does another learner push to the server at %s?",
+                        versions_in_words(made.versions, ""), made.url)  # fmt: skip
+
+    def _tell(self, made: Evaluation) -> dict[str, float]:
+        metrics = metrics_of(made)
+        self._newest = {name: metrics[name] for name in IN_EVERY_STEP if name in metrics}
+        return metrics
+
+    def _give_up(self, step: int, error: SlipstreamError) -> None:
+        log.warning("no evaluation after step %d: %s", step, error)
+        self._metrics["evaluation/failed"] = 1.0
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """The one under way."""
+
+    step: int
+    result: Future[Evaluation]
+
+
+def is_left(run: LearnerRun) -> bool:
+    """Whether the learner before this one was killed while it waited for an evaluation."""
+    return run.learner.evaluation.every_steps > 0 and UnderWay(Path(run.run_dir)).left() is not None

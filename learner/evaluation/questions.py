@@ -1,0 +1,54 @@
+"""What an evaluation asks: the prompts of [learner.evaluation], read once, however often they are asked.
+
+    [learner.evaluation] ─▶ prompts ─▶ Questions ─▶ evaluate.py
+
+Invariant: two evaluations whose questions have the same digest asked the same prompts in the same way.
+"""
+
+import msgspec
+import xxhash
+
+from learner.config import DataConfig, LearnerRun
+from learner.material import Material
+from learner.prompts.prompts import Prompts
+from protocol.errors import ConfigError
+
+
+class Questions:
+    """Of one run. Raises ConfigError or DataError."""
+
+    def __init__(self, material: Material) -> None:
+        run = material.run
+        if run.learner.environment.is_used:
+            raise ConfigError(
+                f"{run.learner.environment.named}: episodes are not evaluated yet; evaluate a run whose rewards rate completions"
+            )
+        self.run, self.tokenizer = run, material.tokenizer
+        prompts = Prompts(evaluated_data(run), material.tokenizer, run.seed)
+        self.name = prompts.name
+        self.prompts = [prompts.prompt_at(place) for place in range(len(prompts))]
+        self.digest = _digest(run, prompts)
+
+
+def evaluated_data(run: LearnerRun) -> DataConfig:
+    """Of [learner.evaluation], or the run's own. Not shuffled: each prompt is asked once. Of the run's own dataset or task another part
+    may be asked, which is read in the same way.
+    """
+    config, data = run.learner.evaluation, run.learner.data
+    if config.task is None and config.path is None and config.dataset is None:
+        return msgspec.structs.replace(data, shuffle=False, num_prompts=config.num_prompts or data.num_prompts)
+    is_same_dataset = config.dataset is not None and config.dataset == data.dataset
+    chosen = msgspec.structs.replace(
+        data, shuffle=False, num_prompts=config.num_prompts, task=config.task, path=config.path, dataset=config.dataset,
+        split=config.split, revision=data.revision if is_same_dataset else None,
+        dataset_config=data.dataset_config if is_same_dataset else None,
+        num_digits=data.num_digits if config.task == data.task else None,
+    )  # fmt: skip
+    return chosen.in_effect()
+
+
+def _digest(run: LearnerRun, prompts: Prompts) -> str:
+    config, sampling, reward = run.learner.evaluation, run.learner.sampling, run.learner.reward
+    max_tokens = config.max_tokens or sampling.max_tokens
+    how = (config.num_samples, config.temperature, max_tokens, sampling.stop, reward.names, reward.function_weights)
+    return xxhash.xxh64(prompts.digests.tobytes() + repr(how).encode()).hexdigest()

@@ -1,0 +1,69 @@
+"""The evaluations of a run as a chart: the reward on the same prompts after so many steps, with its interval.
+
+    evaluations.jsonl ─▶ summary.py ─▶ evaluation_chart ─▶ page.py
+
+Invariant: one curve for each set of questions, for only those can be compared.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from learner.evaluation.evaluation import Evaluation
+from learner.report.charts import Chart
+from learner.report.drawing import (
+    AMBER,
+    BLUE,
+    GREY,
+    ROSE,
+    TEAL,
+    VIOLET,
+    canvas,
+    label_ends,
+    plain,
+    room_for,
+    set_limits,
+    svg_of,
+)
+
+COLOURS = (BLUE, AMBER, TEAL, VIOLET, ROSE, GREY)
+
+
+def evaluation_chart(evaluations: Sequence[Evaluation]) -> Chart | None:
+    """None without any."""
+    if not evaluations:
+        return None
+    by_questions: dict[str, list[Evaluation]] = {}
+    for one in evaluations:
+        by_questions.setdefault(one.asked, []).append(one)
+    sets = list(by_questions.values())[-len(COLOURS) :]
+    ends = [
+        (made[-1].reward.mean, plain(made[-1].reward.mean), colour)
+        for made, colour in zip(sets, COLOURS, strict=False)
+        if made[-1].reward
+    ]
+    figure, axes = canvas(right_in=room_for(text for _, text, _ in ends))
+    heights = []
+    for made, colour in zip(sets, COLOURS, strict=False):
+        steps, table = np.array([one.step for one in made]), _table(made)
+        axes.fill_between(steps, table[:, 1], table[:, 2], color=colour, alpha=0.16, linewidth=0)
+        axes.plot(steps, table[:, 0], "o-", color=colour, markersize=4, markeredgewidth=0, linewidth=1.9)
+        heights.append(table.ravel())
+    set_limits(axes, heights, plain, False)
+    axes.set_xlabel("step")
+    label_ends(axes, ends)
+    data = sets[-1][-1]
+    told = f"Reward on {data.num_prompts:,} prompts of {data.data}; shaded: intervals of 95 %."
+    title = "Evaluations"
+    return Chart(title=title, told=told, svg=svg_of(figure, title))
+
+
+def _table(made: Sequence[Evaluation]) -> np.ndarray:
+    """Of each the mean, and the ends of the interval; where there is none, the mean."""
+    rows = []
+    for one in made:
+        reward = one.reward
+        assert reward is not None
+        low, high = (reward.mean if end is None else end for end in (reward.low, reward.high))
+        rows.append((reward.mean, low, high))
+    return np.array(rows)

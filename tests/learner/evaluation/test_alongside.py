@@ -1,0 +1,184 @@
+"""Evaluations of a run that trains: when they are begun, who answers them, what they cost, what a death leaves."""
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from learner.config import LearnerRun
+from learner.evaluation.evaluation import FILE, Evaluation, earlier
+from learner.report.summary import read_metrics
+from learner.train import train
+from protocol.errors import ConfigError
+from protocol.model_files import resolve_model
+from tests.fakes import ServerThread
+from tests.learner.model_engine import ModelEngine, tiny_server
+from tests.learner.mortal_learner import Death, Life
+from tests.learner.openai_server import OpenAIServer, openai_server
+from tests.learner.test_train import make_run
+from tests.ports import free_port
+
+NUM_PROMPTS = 8
+STEPS = 6
+
+
+@pytest.fixture
+def engine() -> ModelEngine:
+    return ModelEngine(resolve_model("tiny:digits"))
+
+
+@pytest.fixture
+def server(engine: ModelEngine) -> Iterator[ServerThread]:
+    with tiny_server(engine) as server:
+        yield server
+
+
+@pytest.fixture
+def openai(engine: ModelEngine) -> Iterator[OpenAIServer]:
+    with openai_server() as openai:
+        openai.engine = engine
+        openai.answer = lambda prompt, count: [prompt[-2:0:-1]] * count
+        yield openai
+
+
+def evaluating(
+    tmp_path: Path, server: ServerThread, url: str, evaluation: dict[str, Any], **learner: Any
+) -> LearnerRun:
+    evaluation = {"url": url, "every_steps": 2, "timeout_s": 20, "max_concurrent": 2} | evaluation
+    return make_run(tmp_path, server.endpoint, steps=STEPS, evaluation=evaluation, **learner)
+
+
+def made_by(run: LearnerRun) -> list[Evaluation]:
+    return earlier(Path(run.run_dir) / FILE)
+
+
+def test_a_run_is_evaluated_before_its_first_step_every_so_many_and_after_its_last(
+    tmp_path: Path, server: ServerThread, openai: OpenAIServer
+) -> None:
+    run = evaluating(tmp_path, server, openai.url, {"at_start": True, "every_steps": 4, "pin": True})
+    train(run, resume=False)
+    made = made_by(run)
+    assert [one.step for one in made] == [0, 4, STEPS]
+    assert len(openai.requests) == 3 * NUM_PROMPTS
+    asked = Counter(tuple(request["prompt"]) for request in openai.requests)
+    assert len(asked) == NUM_PROMPTS and set(asked.values()) == {3}
+    rewards = [one.reward.mean for one in made if one.reward is not None]
+    assert (
+        rewards == [made[0].rewards_P[0]] * 3
+        and made[2].difference is not None
+        and made[2].difference_to_first is not None
+    )
+    metrics = read_metrics(Path(run.run_dir))
+    assert [line["step"] for line in metrics] == list(range(1, STEPS + 1))
+    assert metrics[-1]["evaluation/step"] == STEPS and metrics[-1]["evaluation/reward"] == rewards[-1]
+    assert metrics[-2]["evaluation/step"] == 0 and metrics[1]["evaluation/step"] == 0
+    assert "evaluation/seconds" in metrics[1], "it ended in step 1, whose push it held"
+    assert not (tmp_path / "run" / "evaluation.partial.jsonl").exists()
+
+
+@pytest.mark.parametrize("pin", [True, False])
+def test_a_pinned_evaluation_is_answered_by_the_version_of_its_step(
+    tmp_path: Path, server: ServerThread, openai: OpenAIServer, pin: bool
+) -> None:
+    openai.delay_s = 0.3
+    run = evaluating(tmp_path, server, openai.url, {"pin": pin, "max_concurrent": 1})
+    train(run, resume=False)
+    versions = {one.step: one.versions for one in made_by(run)}
+    slowdowns = [
+        line["evaluation/training_slowdown"]
+        for line in read_metrics(Path(run.run_dir))
+        if "evaluation/training_slowdown" in line
+    ]
+    if pin:
+        assert versions == {step: (step, step) for step in (2, 4, 6)}
+        assert len(slowdowns) == 2 and min(slowdowns) > 2, "a step that waits 2.4 s beside one of a tenth"
+    else:
+        assert versions[2] is not None and versions[2][0] in (2, 3) and versions[2][1] > versions[2][0]
+        assert versions[6] == (6, 6)
+
+
+def test_what_is_due_while_another_is_under_way_is_left_out_and_told(
+    tmp_path: Path, server: ServerThread, openai: OpenAIServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    openai.delay_s = 1.0
+    run = evaluating(tmp_path, server, openai.url, {"every_steps": 1, "max_concurrent": 1, "num_prompts": 3})
+    train(run, resume=False)
+    steps = [one.step for one in made_by(run)]
+    left_out = [line["step"] - 1 for line in read_metrics(Path(run.run_dir)) if line.get("evaluation/left_out")]
+    assert steps[0] == 1 and steps[-1] == STEPS and set(left_out) | set(steps) >= set(range(1, STEPS - 1))
+    assert "no evaluation after step 2: that after step 1 is still under way" in caplog.text
+
+
+def test_an_evaluation_that_fails_is_told_and_training_goes_on(
+    tmp_path: Path, server: ServerThread, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = f"http://127.0.0.1:{free_port()}/v1"
+    run = evaluating(tmp_path, server, url, {"timeout_s": 0.5})
+    train(run, resume=False)
+    metrics = read_metrics(Path(run.run_dir))
+    assert len(metrics) == STEPS and any(line.get("evaluation/failed") for line in metrics)
+    assert made_by(run) == [] and "could not be asked" in caplog.text and "learner.evaluation.url" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "death",
+    [Death("answer kept", 3), Death("answer kept", NUM_PROMPTS + 1), Death("answer kept", 3 * NUM_PROMPTS),
+     Death("evaluation noted", 1), Death("evaluation noted", 3), Death("answers forgotten", 3)],
+    ids=str,
+)  # fmt: skip
+def test_a_learner_killed_within_an_evaluation_asks_for_each_prompt_once(
+    tmp_path: Path, server: ServerThread, openai: OpenAIServer, death: Death
+) -> None:
+    openai.delay_s = 0.2
+    run = evaluating(tmp_path, server, openai.url, {"max_concurrent": 1, "pin": True}, checkpoint={"every_steps": 1})
+    life = Life(run, death, resume=False)
+    assert life.end() < 0, life.log
+    life = Life(run, resume=True)
+    assert life.end() == 0, life.log
+    made = made_by(run)
+    assert [one.step for one in made] == [2, 4, 6]
+    assert all(one.num_prompts == NUM_PROMPTS == len(one.rewards_P) and None not in one.rewards_P for one in made)
+    # Not that of a step after the checkpoint, which comes again; else one may have been on its way, for one is asked at a time.
+    goes_on = "going on with the evaluation after step" in life.log
+    assert goes_on or death.nth != 3 * NUM_PROMPTS, "its checkpoint was complete long before"
+    num_again = len(openai.requests) - 3 * NUM_PROMPTS
+    assert num_again <= (1 if goes_on or death.point != "answer kept" else death.nth % NUM_PROMPTS + 1)
+    lines = [json.loads(line) for line in (Path(run.run_dir) / FILE).read_text().splitlines()]
+    assert len(lines) == 3, "none is noted twice"
+
+
+def test_an_interrupted_run_leaves_its_evaluation_to_the_resume(
+    tmp_path: Path, server: ServerThread, openai: OpenAIServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    openai.delay_s = 0.5
+    evaluation = {"every_steps": 3, "max_concurrent": 1}
+    first = evaluating(tmp_path, server, openai.url, evaluation)
+    half = msgspec.structs.replace(first, learner=msgspec.structs.replace(first.learner, steps=4))
+
+    life = Life(half, Death("logged", 4), resume=False)
+    assert life.end() < 0
+    openai.delay_s = 0.0
+    train(first, resume=True)
+    assert [one.step for one in made_by(first)] == [3, 6]
+
+
+@pytest.mark.parametrize(
+    ("learner", "told"),
+    [
+        (
+            {"evaluation": {"every_steps": 2, "pin": True}, "push": {"overlap": True}},
+            "cannot be held until a version has answered",
+        ),
+        ({"evaluation": {"every_steps": 2}, "environment": {"factory": "guess"}}, "episodes are not evaluated yet"),
+        ({"evaluation": {"every_steps": -1}}, "every_steps = -1 must not be negative"),
+    ],
+)
+def test_keys_that_contradict_each_other(tmp_path: Path, learner: dict[str, Any], told: str) -> None:
+    with pytest.raises((ConfigError, msgspec.ValidationError), match=told):
+        make_run(tmp_path, "tcp://127.0.0.1:1", **learner)
