@@ -70,7 +70,7 @@ def _train(run: LearnerRun, accelerator: Accelerator, *, resume: bool) -> Path |
         published = trainee.published
         leader = cleanup.enter_context(Leader.open(material, run_dir, published, checkpoint)) if run_dir else None
         lead = Lead(leader, published)
-        books = Books(leader.ledger, leader.queue) if leader else None
+        books = Books(leader.ledger, leader.queue, leader.evaluations.scores) if leader else None
         newest_step = version if checkpoint else None
         checkpoints = cleanup.enter_context(Checkpoints(trainee, directory, books, newest_step))
         lead(Leader.connect, version)

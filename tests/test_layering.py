@@ -33,7 +33,7 @@ INDEPENDENT = {"prompts", "servers", "algorithm", "forward"}
 """Of each other: what is asked, whom, how to learn, what is trained."""
 ANYWHERE = {"children", "interrupt", "progress", "rank_watch", "together", "user_code"}
 """Import nothing of the learner, so anyone of it may import them."""
-MAX_FILES_OF_A_FOLDER = 14
+MAX_FILES_OF_A_FOLDER = 15
 MAX_PARAMETERS = 6
 MAX_LINES = {"learner/train.py": 120, "learner/rollouts/rollouts.py": 250}
 """What is to be read in one go: the main loop, and what it waits for."""

@@ -9,12 +9,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import openai
 import psutil
 import pytest
 
+from inference_server.config import ServerRun
+from learner.config import LearnerRun
+from learner.evaluation.evaluation import FILE, earlier
+from learner.evaluation.questions import Questions
+from learner.material import Material
+from learner.rewards.builtin import share_right
+from protocol.config import load_config
+from protocol.messages import Sampling
+from tests.bench.bare_vllm import BareVllm, Order
 from tests.inference_server.forked_server import ForkedServer
 from tests.learner.forked_learner import end_of, run_learner, start_learner
 from tests.ports import free_port
@@ -154,6 +164,38 @@ def test_a_run_trains_while_an_openai_client_is_served_and_a_second_run_follows(
     # At staleness 0 every token is sampled by the very weights that are trained: vLLM's logprobs are the learner's.
     assert all(line["staleness/max"] == 0 and line["policy/mismatch_abs_logprob"] <= 1e-5 for line in metrics)
     assert all(line["loss/clipped_frac"] == 0 and abs(line["policy/behaviour_kl"]) <= 1e-6 for line in metrics)
+
+
+def test_a_pinned_evaluation_of_a_run_gives_what_plain_vllm_gives_with_the_exported_model(
+    server: Server, tmp_path: Path
+) -> None:
+    flags = ["--learner.steps", "12", "--learner.checkpoint.every-steps", "6", "--learner.checkpoint.keep-last", "0"]
+    flags += [
+        "--learner.evaluation.every-steps",
+        "6",
+        "--learner.evaluation.num-prompts",
+        "64",
+        "--learner.evaluation.pin",
+    ]
+    flags += ["--learner.evaluation.url", f"http://127.0.0.1:{server.http_port}/v1"]
+    flags += ["--learner.evaluation.task", "reverse", "--learner.parity.every-steps", "1"]
+    Learner(server, tmp_path / "run", *flags).finish()
+    made = earlier(tmp_path / "run" / FILE)
+    assert [(one.step, one.versions, one.num_prompts) for one in made] == [(6, (6, 6), 64), (12, (12, 12), 64)]
+
+    run = load_config(LearnerRun, [str(tmp_path / "run/config.toml")], "test").in_effect()
+    questions = Questions(Material(run))
+    served = load_config(ServerRun, [RECIPE, "--model", str(tmp_path / "run/checkpoints/step-000006/model")], "test")
+    eos = questions.tokenizer.eos_token_id
+    order = Order(
+        [one.token_ids for one in questions.prompts], [Sampling(num_completions=1, max_tokens=9, temperature=0.0)] * 64
+    )
+    with closing(BareVllm(served, eos)) as plain:
+        answers = [ids for (ids,) in plain.generate(order).token_ids]
+    texts = [questions.tokenizer.decode(ids, skip_special_tokens=True) for ids in answers]
+    gold = [one.columns["answer"] for one in questions.prompts]
+    assert made[0].rewards_P == share_right(texts, gold)
+    assert len(set(made[0].rewards_P)) > 1 and made[0].rewards_P != made[1].rewards_P, "or they would say nothing"
 
 
 def test_an_adapter_is_trained_and_vllm_gives_its_logprobs_after_every_push(server: Server, tmp_path: Path) -> None:

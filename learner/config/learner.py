@@ -1,13 +1,12 @@
-"""The learner's section as a whole, and what no section can tell by itself: which keys do nothing beside another section's, and
-which contradict one.
-"""
+"""The learner's section as a whole, and the run that it is part of."""
 
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
 import tyro
 
-from learner.config.algorithm import BOUNDS, AdvantageConfig, CorrectionConfig, KlConfig, LossConfig
+from learner.config.algorithm import AdvantageConfig, CorrectionConfig, KlConfig, LossConfig
+from learner.config.contradictions import refuse_contradictions, what_is_lacking
 from learner.config.environment import EnvironmentConfig
 from learner.config.evaluation import EvaluationConfig
 from learner.config.policy import LoraConfig, ReferenceConfig
@@ -173,138 +172,3 @@ class LearnerRun(SharedConfig):
             for key, need in sorted(self.learner.idle_keys().items())
         ]
         return f"these keys do nothing beside the others: {'; '.join(idle)}" if idle else None
-
-
-def what_is_lacking(config: LearnerConfig) -> dict[str, str]:
-    """What keys need that do nothing beside another section's."""
-    correction, lacking = config.correction, {}
-    if not config.active_sampling:
-        lacking["max_replacements"] = "active_sampling = true"
-    if config.max_staleness != "auto":
-        lacking["max_auto_staleness"] = 'max_staleness = "auto"'
-    if config.max_staleness == 0:  # the next step waits for groups of the version that is pushed
-        lacking["push.overlap"] = "max_staleness above 0"
-    if sum(weight != 0 for weight in config.reward.weight_by_name.values()) < 2:
-        lacking["advantage.combine"] = "two rewards whose weight is not 0"
-    if not config.kl.is_on:
-        lacking["reference.kind"] = "kl.coef above 0"
-    if correction.max_token_staleness is not None and correction.max_token_staleness >= config.staleness_bound:
-        lacking["correction.max_token_staleness"] = f"max_staleness above {correction.max_token_staleness}"
-    if correction.anchor == "proximal":
-        if config.loss.objective == "reinforce":
-            lacking["correction.anchor"] = "an objective with a ratio"
-        elif correction.proximal == "log_linear" and config.max_staleness == 0:  # it is the behaviour policy
-            lacking |= dict.fromkeys(("correction.anchor", "correction.weight"), "max_staleness above 0")
-        elif correction.proximal == "exact" and config.updates_per_batch == 1:  # the ratio is always 1
-            lacking |= {f"loss.{bound}": "updates_per_batch above 1" for bound in BOUNDS}
-    return lacking
-
-
-def refuse_contradictions(config: LearnerConfig) -> None:
-    """Raise ValueError for the first contradiction found between keys that are in effect."""
-    _refuse_rewards(config)
-    _refuse_corrections(config)
-    _refuse_references(config)
-    _refuse_evaluations(config)
-
-
-def _refuse_rewards(config: LearnerConfig) -> None:
-    require(
-        config.kl.place == "loss" or config.advantage.combine == "sum",
-        'kl.place = "reward" with advantage.combine = "normalize_then_sum": there is no one reward to take the KL off; '
-        'set combine to "sum" or place to "loss"',
-    )
-    require(
-        config.kl.place == "loss" or config.advantage.scale != "group",
-        'kl.place = "reward" with advantage.scale = "group": in a group whose rewards are all equal only the KL is left, and '
-        'dividing by its own deviation cancels kl.coef; set scale to "batch" or "none", or place to "loss"',
-    )
-    buffer_tokens, max_tokens = config.reward.overlong_buffer_tokens, config.sampling.max_tokens
-    require(
-        buffer_tokens is None or buffer_tokens < max_tokens,
-        f"reward.overlong_buffer_tokens = {buffer_tokens} must be below sampling.max_tokens = {max_tokens}, else every "
-        "completion is penalised",
-    )
-    has_environment = config.environment.is_used
-    require(
-        buffer_tokens is None or not has_environment,
-        f"reward.overlong_buffer_tokens = {buffer_tokens} with {config.environment.named}: an episode is cut off at its turns and tokens, "
-        "not at sampling.max_tokens; unset it",
-    )
-    require(
-        config.environment.factory is not None or "environment_reward" not in config.reward.functions,
-        'reward.functions has "environment_reward", which environments give; set environment.factory',
-    )
-    name = config.curriculum.reward
-    require(
-        name is None or name in config.reward.names,
-        f"curriculum.reward = {name!r} is none of the reward functions: {', '.join(config.reward.names)}",
-    )
-
-
-def _refuse_corrections(config: LearnerConfig) -> None:
-    correction, objective = config.correction, config.loss.objective
-    if correction.anchor == "proximal":
-        is_one = correction.proximal == "exact" and config.updates_per_batch == 1
-        require(
-            not is_one or correction.weight != "none",
-            'correction.anchor = "proximal" with updates_per_batch = 1 and correction.weight = "none": the ratio is always 1, so '
-            "nothing is clipped or corrected; set correction.weight, raise updates_per_batch or use the behaviour anchor",
-        )
-    else:
-        require(
-            correction.weight != "truncate" or objective == "reinforce",
-            f'correction.weight = "truncate" with anchor = "behaviour": the ratio of {objective} is the importance weight '
-            'already, and would count twice; set anchor = "proximal", or weight = "mask" to leave tokens out',
-        )
-    leaves_tokens_out = {
-        'correction.weight = "mask" with level = "token"': correction.weight == "mask" and correction.level == "token",
-        f"correction.max_token_staleness = {correction.max_token_staleness}": correction.max_token_staleness
-        is not None,
-        f"loss.top_entropy_frac = {config.loss.top_entropy_frac}": config.loss.top_entropy_frac < 1,
-    }
-    for key, is_set in leaves_tokens_out.items():
-        require(
-            objective != "gspo" or not is_set,
-            f'{key} with loss.objective = "gspo": its ratio is one of the whole completion, which the tokens left out would '
-            'still move; leave out completions (level = "sequence" or "geometric", sequence_mask) or choose another objective',
-        )
-
-
-def _refuse_references(config: LearnerConfig) -> None:
-    reference = config.reference
-    require(
-        reference.kind != "none" or not config.kl.is_on,
-        f"kl.coef = {config.kl.coef} needs a reference; set reference.kind, or kl.coef to 0",
-    )
-    is_policy_itself = reference.kind == "every" and reference.every_steps == 1 and reference.growth is None
-    require(
-        not is_policy_itself or (config.updates_per_batch > 1 and config.kl.place == "loss"),
-        'reference.kind = "every" with every_steps = 1: where its KL is measured, at the start of a step, the reference is the '
-        "policy itself and the KL 0; raise every_steps",
-    )
-    selects = {
-        "active_sampling = true": config.active_sampling,
-        f'curriculum.kind = "{config.curriculum.kind}"': config.curriculum.kind != "none",
-    }
-    for key, is_set in selects.items():
-        require(
-            reference.kind != "adaptive" or not reference.reward_guard or not is_set,
-            f"{key} with reference.reward_guard = true: the mean reward of chosen groups falls while the policy improves, so the "
-            "reference would never be refreshed; set reward_guard = false",
-        )
-
-
-def _refuse_evaluations(config: LearnerConfig) -> None:
-    evaluation = config.evaluation
-    if not evaluation.every_steps:
-        return
-    require(
-        not evaluation.pin or not config.push.overlap,
-        "evaluation.pin = true with push.overlap = true: a push that goes on beside the next step cannot be held until a version has "
-        "answered; set one of them to false",
-    )
-    require(
-        not config.environment.is_used,
-        f"evaluation.every_steps = {evaluation.every_steps} with {config.environment.named}: episodes are not evaluated yet; set it to 0",
-    )

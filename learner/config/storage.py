@@ -1,5 +1,7 @@
 """When a checkpoint is written, what is in it, and which of them stay."""
 
+from typing import Literal
+
 from learner.config.section import Section, require
 from protocol.config import MayChange
 
@@ -13,8 +15,10 @@ class CheckpointConfig(Section):
     """How many of the newest checkpoints stay, 0: all; a resume goes on from the newest, or, when newer ones are removed by
     hand, from any of these. While one is written there is one more."""
     keep_best: MayChange[int] = 1
-    """Of so many with the highest mean reward over the steps that led to them the `model/` stays, however old, without what
-    only a resume needs; `best.json` beside it has the reward."""
+    """Of so many of the best (`best_by`) the `model/` stays, however old, without what only a resume needs; `best.json` beside it has
+    the reward."""
+    best_by: MayChange[Literal["training_reward", "evaluation"]] = "training_reward"
+    """The best have the highest mean reward over the steps that led to them, or at the evaluation after their step."""
     export_model: MayChange[bool] = True
     """Also write the policy into each checkpoint as `model/`, in the run's dtype and with the adapter merged, for `vllm serve`
     and `from_pretrained`."""
@@ -24,7 +28,8 @@ class CheckpointConfig(Section):
     for it."""
 
     def lacking(self) -> dict[str, str]:
-        return {} if self.export_model else {"keep_best": "export_model = true"}
+        idle = {} if self.keep_best else {"best_by": "keep_best above 0"}
+        return idle if self.export_model else idle | {"keep_best": "export_model = true"}
 
     def check(self) -> None:
         require(self.every_steps >= 1, f"every_steps = {self.every_steps} must be at least 1")

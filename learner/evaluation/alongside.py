@@ -50,6 +50,7 @@ class Evaluations:
         self._asked: Asked | None = None
         self._alone_s: deque[float] = deque(maxlen=ALONE_STEPS)
         self._beside_s: list[float] = []
+        self._score_of: dict[int, float | None] = {}
         self._newest: dict[str, float] = {}
         self._metrics: dict[str, float] = {}
         self._newest_step, self._ended_step = 0, -1
@@ -79,6 +80,7 @@ class Evaluations:
         noted = {
             one.step: one for one in evaluation.earlier(self._path) if one.step is not None and one.step <= version
         }
+        self._score_of = {step: one.reward.mean for step, one in noted.items() if one.reward is not None}
         if noted:
             self._ended_step = max(noted)
             self._tell(noted[self._ended_step])
@@ -116,6 +118,10 @@ class Evaluations:
                         step, self._asked.step, self._config.every_steps)  # fmt: skip
             self._metrics["evaluation/left_out"] = 1.0
 
+    def scores(self) -> dict[int, float | None]:
+        """By step, the mean reward; None: not known yet. From any thread."""
+        return dict(self._score_of)
+
     def take_metrics(self) -> dict[str, float]:
         """Of the one that has ended since they were taken last."""
         metrics, self._metrics = self._newest | self._metrics, {}
@@ -142,6 +148,7 @@ class Evaluations:
 
     def _ask(self, questions: Questions, step: int, known: Mapping[int, Answered]) -> None:
         self._beside_s.clear()
+        self._score_of[step] = None
         work = ask_and_rate(questions, self._workers, known, self._kept.add)
         self._asked = Asked(step, self._thread.submit(work))
 
@@ -157,6 +164,7 @@ class Evaluations:
             return
         asked, self._asked = self._asked, None
         self._ended_step = asked.step
+        del self._score_of[asked.step]
         try:
             made = msgspec.structs.replace(asked.result.result(), step=asked.step)
             made = evaluation.note(self._path, made)
@@ -164,6 +172,8 @@ class Evaluations:
         except SlipstreamError as error:
             self._give_up(asked.step, error)
             return
+        if made.reward is not None:
+            self._score_of[asked.step] = made.reward.mean
         self._metrics |= self._tell(made)
         beside = ""
         if self._alone_s and self._beside_s:

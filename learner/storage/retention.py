@@ -6,6 +6,7 @@ older checkpoint that stays because it is among the best only the model is kept,
 
 import logging
 import statistics
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,8 +27,8 @@ from learner.training.trainee import Trainee
 
 log = logging.getLogger(__name__)
 
-JUDGED_BY = "training reward"
-"""What tells how good a checkpoint is: the mean reward over the steps that led to it."""
+TRAINING_REWARD, EVALUATION = "training reward", "evaluation"
+"""What tells how good a checkpoint is: the mean reward over the steps that led to it, or at the evaluation after it."""
 
 
 class Books(NamedTuple):
@@ -35,6 +36,8 @@ class Books(NamedTuple):
 
     ledger: Ledger
     queue: GroupQueue
+    scores: Callable[[], Mapping[int, float | None]]
+    """Of the evaluations, by step; None: not known yet."""
 
 
 class Checkpoints(CheckpointWriter):
@@ -72,29 +75,40 @@ class Checkpoints(CheckpointWriter):
         assert self._books is not None
         config = self._trainee.config.checkpoint
         with writing(self._directory):
-            oldest_step = prune(self._directory, config.keep_last, config.keep_best)
+            scores = self._books.scores() if config.best_by == "evaluation" else None
+            oldest_step = prune(self._directory, config.keep_last, config.keep_best, scores)
         self._books.ledger.forget_payloads(oldest_step)
 
 
-def prune(directory: Path, keep_last: int, keep_best: int) -> int:
+def prune(directory: Path, keep_last: int, keep_best: int, scores: Mapping[int, float | None] | None = None) -> int:
     """Remove all complete checkpoints but the newest, and of the best all but their models; return the step of the oldest that a
     resume may use.
+
+    `scores`: of the evaluations, which then say what is best; one that is not judged yet stays whole until it is.
     """
     states = {checkpoint: read_state(checkpoint) for checkpoint in complete_checkpoints(directory)}
     newest = list(states)[-keep_last:]  # -0: all
-    judged = best_models(directory) | {
-        path: Best(step=state.step, score=state.reward_mean, judged_by=JUDGED_BY)
-        for path, state in states.items()
-        if state.reward_mean is not None and (path / "model").is_dir()
+    judged_by = TRAINING_REWARD if scores is None else EVALUATION
+    with_model = {path: state for path, state in states.items() if (path / "model").is_dir()}
+    score_of = {
+        path: state.reward_mean if scores is None else scores.get(state.step) for path, state in with_model.items()
+    }
+    judged = {path: best for path, best in best_models(directory).items() if best.judged_by == judged_by} | {
+        path: Best(step=states[path].step, score=score, judged_by=judged_by)
+        for path, score in score_of.items()
+        if score is not None
     }
     in_order = sorted(judged, key=lambda path: (judged[path].score, judged[path].step), reverse=True)
     best = in_order[:keep_best]
-    for checkpoint in (states.keys() | judged.keys()) - {*newest, *best}:
+    awaited = {
+        path for path, state in with_model.items() if keep_best and scores and scores.get(state.step, 0.0) is None
+    }
+    for checkpoint in (states.keys() | judged.keys()) - {*newest, *best, *awaited}:
         log.info("removing %s", checkpoint)
         remove_checkpoint(checkpoint)
     for checkpoint in set(best) - set(newest):
         if checkpoint in states:
             score = judged[checkpoint].score
-            log.info("%s stays as a model alone: it is among the best by %s (%.4g)", checkpoint, JUDGED_BY, score)
+            log.info("%s stays as a model alone: it is among the best by %s (%.4g)", checkpoint, judged_by, score)
         keep_model_alone(checkpoint, judged[checkpoint])
     return states[newest[0]].step

@@ -13,6 +13,8 @@ import pytest
 from learner.config import LearnerRun
 from learner.evaluation.evaluation import FILE, Evaluation, earlier
 from learner.report.summary import read_metrics
+from learner.storage.checkpoint import best_models, complete_checkpoints
+from learner.storage.run_dir import RunDir
 from learner.train import train
 from protocol.errors import ConfigError
 from protocol.model_files import resolve_model
@@ -102,6 +104,22 @@ def test_a_pinned_evaluation_is_answered_by_the_version_of_its_step(
         assert versions[6] == (6, 6)
 
 
+def test_the_model_that_is_best_at_evaluations_stays(
+    tmp_path: Path, server: ServerThread, openai: OpenAIServer
+) -> None:
+    engine = openai.engine
+    assert engine is not None
+    openai.answer = lambda prompt, count: [prompt[-2:0:-1] if engine.version == 2 else "1"] * count
+    checkpoint = {"every_steps": 2, "keep_last": 1, "best_by": "evaluation"}
+    run = evaluating(tmp_path, server, openai.url, {"pin": True}, checkpoint=checkpoint)
+    train(run, resume=False)
+    directory = RunDir.checkpoints_of(run.run_dir)
+    assert [path.name for path in complete_checkpoints(directory)] == ["step-000006"]
+    (best,) = best_models(directory).values()
+    rewards = {one.step: one.reward.mean for one in made_by(run) if one.reward is not None}
+    assert best.judged_by == "evaluation" and best.step == 2 and best.score == rewards[2] > max(rewards[4], rewards[6])
+
+
 def test_what_is_due_while_another_is_under_way_is_left_out_and_told(
     tmp_path: Path, server: ServerThread, openai: OpenAIServer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -176,6 +194,10 @@ def test_an_interrupted_run_leaves_its_evaluation_to_the_resume(
             "cannot be held until a version has answered",
         ),
         ({"evaluation": {"every_steps": 2}, "environment": {"factory": "guess"}}, "episodes are not evaluated yet"),
+        (
+            {"evaluation": {"every_steps": 20}, "checkpoint": {"every_steps": 50, "best_by": "evaluation"}},
+            "judged by no evaluation; set evaluation.every_steps to a number that divides it",
+        ),
         ({"evaluation": {"every_steps": -1}}, "every_steps = -1 must not be negative"),
     ],
 )

@@ -40,6 +40,17 @@ def steps_in(directory: Path) -> list[int]:
     return [int(path.name.removeprefix("step-")) for path in complete_checkpoints(directory)]
 
 
+def test_the_best_may_be_those_of_the_evaluations(tmp_path: Path) -> None:
+    checkpoints(tmp_path, {10: 0.9, 20: 0.1, 30: 0.2, 40: 0.2, 50: 0.1})
+    scores: dict[int, float | None] = {10: 0.1, 20: 0.8, 40: None, 50: None}
+    assert prune(tmp_path, 1, 1, scores) == 50
+    assert steps_in(tmp_path) == [40, 50], "that of 40 is not known yet"
+    (kept,) = best_models(tmp_path).values()
+    assert (kept.step, kept.score, kept.judged_by) == (20, 0.8, "evaluation")
+    prune(tmp_path, 1, 1, scores | {40: 0.9})
+    assert steps_in(tmp_path) == [50] and [best.step for best in best_models(tmp_path).values()] == [40]
+
+
 @pytest.mark.parametrize(
     ("keep_last", "keep_best", "whole", "models"),
     [
