@@ -11,7 +11,9 @@ import msgspec
 import pytest
 
 from learner.config import LearnerRun
+from learner.evaluation.asking import Answered
 from learner.evaluation.evaluation import FILE, Evaluation, earlier
+from learner.evaluation.under_way import Begun, UnderWay
 from learner.report.summary import read_metrics
 from learner.storage.checkpoint import best_models, complete_checkpoints
 from learner.storage.run_dir import RunDir
@@ -161,13 +163,32 @@ def test_a_learner_killed_within_an_evaluation_asks_for_each_prompt_once(
     made = made_by(run)
     assert [one.step for one in made] == [2, 4, 6]
     assert all(one.num_prompts == NUM_PROMPTS == len(one.rewards_P) and None not in one.rewards_P for one in made)
-    # Not that of a step after the checkpoint, which comes again; else one may have been on its way, for one is asked at a time.
+    # Of a step after the checkpoint all answers, for the step comes again; else the one that was on its way.
     goes_on = "going on with the evaluation after step" in life.log
-    assert goes_on or death.nth != 3 * NUM_PROMPTS, "its checkpoint was complete long before"
     num_again = len(openai.requests) - 3 * NUM_PROMPTS
     assert num_again <= (1 if goes_on or death.point != "answer kept" else death.nth % NUM_PROMPTS + 1)
     lines = [json.loads(line) for line in (Path(run.run_dir) / FILE).read_text().splitlines()]
     assert len(lines) == 3, "none is noted twice"
+
+
+def test_of_a_run_that_was_killed_in_its_last_evaluation_only_that_is_finished(
+    tmp_path: Path, server: ServerThread, openai: OpenAIServer
+) -> None:
+    run = evaluating(tmp_path, server, openai.url, {"pin": True})
+    train(run, resume=False)
+    noted, under_way = Path(run.run_dir) / FILE, UnderWay(Path(run.run_dir))
+    first, second, last = noted.read_text().splitlines(keepends=True)
+    noted.write_text(first + second)
+    under_way.begin(Begun(STEPS, json.loads(last)["asked"]))
+    for place in (1, 4, 6):
+        under_way.add(place, Answered([""], [[0]], 1, [True], (STEPS, STEPS)))
+    under_way.close()
+    openai.requests.clear()
+    train(run, resume=True)
+    assert len(openai.requests) == NUM_PROMPTS - 3 and [one.step for one in made_by(run)] == [2, 4, STEPS]
+    rewards = made_by(run)[-1].rewards_P
+    assert [place for place, reward in enumerate(rewards) if reward == 0] == [1, 4, 6], "as they were answered"
+    assert read_metrics(Path(run.run_dir))[-1]["step"] == STEPS
 
 
 def test_an_interrupted_run_leaves_its_evaluation_to_the_resume(
