@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import tomllib
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -178,11 +179,13 @@ def _with_flags(config_type: type[C], base: C | None, flags: list[str], program:
         return base
     flags, passed_on = _split_passed_on(config_type, flags)
     _refuse_unknown_flags(config_type, flags)
+    flags = _spell_out_booleans(config_type, flags)
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint), until_its_reader_leaves():
             default = tyro.MISSING_NONPROP if base is None else base
-            config = tyro.cli(config_type, args=flags, prog=program, default=default)
+            conversions = (tyro.conf.FlagConversionOff,)
+            config = tyro.cli(config_type, args=flags, prog=program, default=default, config=conversions)
     except SystemExit as exit_:
         if exit_.code in (0, None):
             raise
@@ -216,6 +219,28 @@ def _split_passed_on(
             )
         passed_on.append((name.removeprefix("--").replace("-", "_").split("."), _toml_value(value)))
     return known, passed_on
+
+
+def _spell_out_booleans(config_type: type[msgspec.Struct], flags: list[str]) -> list[str]:
+    """A flag of what is on or off may stand alone, or before true or false; tyro wants a word. Raises ConfigError."""
+    names = {f"--{key.replace('_', '-')}" for key, field in keys_of(config_type).items() if _is_boolean(field)}
+    spelled, left = [], deque(flags)
+    while left:
+        flag = left.popleft()
+        name, has_value, word = flag.partition("=")
+        if name not in names:
+            spelled.append(flag)
+            continue
+        if not has_value:
+            word = left.popleft() if left and not left[0].startswith("--") else "true"
+        if word.lower() not in ("true", "false"):
+            raise ConfigError(f"{name} {word} came; expected true or false after it, or the flag alone, which is true")
+        spelled += [name, word.capitalize()]
+    return spelled
+
+
+def _is_boolean(field: msgspec.structs.FieldInfo) -> bool:
+    return getattr(field.type, "__origin__", field.type) is bool  # that of an Annotated is what it annotates
 
 
 def _toml_value(text: str) -> Any:

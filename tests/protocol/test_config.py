@@ -101,6 +101,17 @@ def test_a_wrong_config_is_refused_with_key_value_and_remedy(
         load(tmp_path, toml, *flags)
 
 
+def test_what_is_on_or_off_is_a_flag_alone_or_with_a_word(tmp_path: Path) -> None:
+    on = "insecure = true\n" + TOML
+    assert load(tmp_path, TOML, "--insecure").insecure and load(tmp_path, TOML, "--insecure", "--seed", "7").seed == 7
+    assert load(tmp_path, TOML, "--insecure", "true").insecure and load(tmp_path, TOML, "--insecure=True").insecure
+    assert (
+        not load(tmp_path, on, "--insecure", "false").insecure and not load(tmp_path, on, "--insecure=false").insecure
+    )
+    with pytest.raises(ConfigError, match=r"--insecure maybe came; expected true or false"):
+        load(tmp_path, TOML, "--insecure", "maybe")
+
+
 def test_what_a_library_types_takes_any_name_and_a_flag_of_it_is_read_as_toml(tmp_path: Path) -> None:
     toml = TOML + "[learner.library]\nsize = 1\nkept = 2.5\ndeep.kept = true\ndeep.mode = 1\n"
     flags = ("--learner.library.size=-3", "--learner.library.deep.mode", "2", "--learner.library.on-disk", "true")
