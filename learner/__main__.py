@@ -6,7 +6,7 @@
     learner evaluate run.toml [--json] [--key value ...]
     learner doctor run.toml [--json] [--key value ...]
     learner self-test run.toml [--json] [--key value ...]
-    learner report RUN_DIR [--json]
+    learner report RUN_DIR [RUN_DIR ...] [--json]
     learner runs [DIR] [--json]
 
 Several ranks: `accelerate launch -m learner train run.toml`.
@@ -40,6 +40,7 @@ USAGE = """usage: learner new DIR                                               
        learner doctor run.toml [--json] [--key value ...]               what would keep the run from beginning, and remedies
        learner self-test run.toml [--json] [--key value ...]            the noise between the server and this learner
        learner report RUN_DIR [--json]                                  the report of a run
+       learner report RUN_DIR RUN_DIR ... [--json]                      several runs side by side, and in what their configs differ
        learner runs [DIR] [--json]                                      the runs in a directory ("runs"): state, step, reward"""
 
 
@@ -62,6 +63,8 @@ def main() -> None:
                 self_test_command(arguments)
             case ["report", run_dir, *flags] if set(flags) <= {"--json"} and not run_dir.startswith("-"):
                 report_command(Path(run_dir), as_json="--json" in flags)
+            case ["report", *words] if len([w for w in words if not w.startswith("-")]) > 1:
+                compare_command(words)
             case ["runs", *flags] if set(flags) <= {"--json"}:
                 runs_command(Path("runs"), as_json="--json" in flags)
             case ["runs", directory, *flags] if set(flags) <= {"--json"} and not directory.startswith("-"):
@@ -189,6 +192,21 @@ def report_command(run_dir: Path, *, as_json: bool) -> None:
         print(msgspec.json.encode(summary).decode())
     else:
         print(f"\n{as_text(summary)}\n\nreport: {write_report(run_dir)}")
+
+
+def compare_command(words: list[str]) -> None:
+    import msgspec
+
+    from learner.report.comparison import as_text, compare, write_comparison
+
+    flags = [word for word in words if word.startswith("-")]
+    if set(flags) - {"--json"}:
+        raise ConfigError(f"unknown flag {flags[0]!r} of learner report; expected --json or none\n{USAGE}")
+    comparison, metrics = compare([Path(word) for word in words if not word.startswith("-")])
+    if flags:
+        print(msgspec.json.encode(comparison).decode())
+    else:
+        print(f"{as_text(comparison)}\n\ncomparison: {write_comparison(comparison, metrics)}")
 
 
 def runs_command(directory: Path, *, as_json: bool) -> None:

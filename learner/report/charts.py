@@ -151,11 +151,20 @@ def curves(
     wanted: list[Curve],
     axes_are: Axes = PLAIN,
 ) -> Chart | Absent:
+    against = "elapsed_s" if axes_are.over_time else "step"
+    found = [(curve, *series(metrics, curve.metric, against)) for curve in wanted]
+    return drawn(title, told, found, axes_are)
+
+
+def drawn(
+    title: str, told: str, found: Sequence[tuple[Curve, np.ndarray, np.ndarray]], axes_are: Axes = PLAIN
+) -> Chart | Absent:
+    """Curves, each with its values against steps or seconds."""
     fmt, over_time, log = axes_are
-    found = [(curve, *series(metrics, curve.metric, "elapsed_s" if over_time else "step")) for curve in wanted]
+    names = sorted({curve.metric for curve, _, _ in found})
     found = [(curve, x, y) for curve, x, y in found if len(y) and not (log and y.max() <= 0)]
     if not found:
-        return Absent(title, f"the run recorded no {' and no '.join(curve.metric for curve in wanted)}")
+        return Absent(title, f"the run recorded no {' and no '.join(names)}")
     unit, scale = time_unit(found[0][1][-1]) if over_time else ("step", 1.0)
     if log:
         found = [(curve, x, np.maximum(y, y[y > 0].min())) for curve, x, y in found]

@@ -60,14 +60,7 @@ def render(run_dir: Path) -> str:
     low, high = reward_range(samples)
     early = samples[:SAMPLED_STEPS]
     late = samples[len(early) :][-SAMPLED_STEPS:]
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("report.html.jinja").render(
+    return template("report.html.jinja").render(
         name=run_dir.resolve().name,
         ended=ended_at(metrics),
         summary=summary,
@@ -84,6 +77,18 @@ def render(run_dir: Path) -> str:
         ],
         config=config_path.read_text("utf-8", "replace") if config_path.is_file() else None,
     )
+
+
+def template(name: str) -> jinja2.Template:
+    """Escapes whatever it is given."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(name)
 
 
 def tiles_of(s: Summary) -> list[Tile]:

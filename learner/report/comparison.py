@@ -1,0 +1,162 @@
+"""Several runs side by side: what each came to, how, and in which keys of their configs they differ. One HTML file, or JSON.
+
+    run directories ─▶ summary.py, config.toml ─▶ Comparison ─▶ comparison.html beside the first run, a table on the console
+
+Like the report it changes nothing in a run, and needs neither network nor script.
+"""
+
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from markupsafe import Markup
+
+from learner.report.charts import PLAIN, Absent, Axes, Chart, drawn
+from learner.report.drawing import AMBER, BLUE, GREY, ROSE, TEAL, VIOLET, Curve, percent, plain, series
+from learner.report.page import template
+from learner.report.summary import (
+    RunDirectoryError,
+    Summary,
+    duration,
+    number,
+    read_evaluations,
+    read_ledger,
+    read_metrics,
+    summary_of,
+)
+from learner.storage.disk import replace_file
+
+COLOURS = (BLUE, AMBER, TEAL, VIOLET, ROSE, GREY)
+CHARTS = (
+    ("Reward per step", "Moving means; pale: each step.", "reward/mean", PLAIN),
+    ("Reward over time", "The same against the clock.", "reward/mean", Axes(over_time=True)),
+    ("Evaluations", "Reward on the prompts of learner.evaluation.", "evaluation/reward", PLAIN),
+    ("Entropy of the policy", "Near 0 it no longer explores.", "policy/entropy", PLAIN),
+    ("Length of completions", "Mean number of tokens.", "rollout/completion_length_mean", PLAIN),
+    ("Tokens held by the clip", "Share whose ratio left the trusted range.", "loss/clipped_frac", Axes(percent)),
+    ("Speed", "Completion tokens per second.", "perf/completion_tokens_per_s", PLAIN),
+)
+ROWS: tuple[tuple[str, Callable[[Summary], str]], ...] = (
+    ("steps", lambda s: f"{s.steps:,}"),
+    ("time", lambda s: duration(s.seconds)),
+    ("reward, first tenth", lambda s: number(s.reward_first, ".3f")),
+    ("reward, last tenth", lambda s: number(s.reward_last, ".3f")),
+    ("exact match", lambda s: number(s.exact_last, ".3f")),
+    ("evaluation", lambda s: "–" if s.evaluation is None else f"{s.evaluation}, step {s.evaluation_step}"),
+    ("tokens/s", lambda s: number(s.completion_tokens_per_s, ",.0f")),
+    ("staleness", lambda s: number(s.staleness_mean)),
+    ("mismatch", lambda s: number(s.mismatch_mean_abs_logprob, ".1e")),
+    ("waits for", lambda s: f"{s.waited_for[0]}, {s.waited_for[1]:.0%}" if s.waited_for else "–"),
+    ("groups lost", lambda s: f"{s.groups_lost:,}"),
+)
+IN_ANY_CASE = {"run_dir"}
+"""Keys in which two runs differ whatever they are about."""
+
+
+class Compared(msgspec.Struct, frozen=True):
+    """One of the runs."""
+
+    name: str
+    path: str
+    summary: Summary
+    config: dict[str, Any]
+    """By the keys' whole names; those that were not set are not there."""
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """Example of `differences`: {"learner.max_staleness": [0, None]}; None: the default."""
+
+    runs: list[Compared]
+    differences: dict[str, list[Any]]
+
+
+def compare(run_dirs: Sequence[Path]) -> tuple[Comparison, list[list[dict[str, float]]]]:
+    """Return it with the metrics of each run. Raises RunDirectoryError."""
+    if len(run_dirs) > len(COLOURS):
+        raise RunDirectoryError(
+            f"{len(run_dirs)} runs came; at most {len(COLOURS)} can be told apart beside each other"
+        )
+    if twice := {str(path) for path in run_dirs if run_dirs.count(path) > 1}:
+        raise RunDirectoryError(f"{', '.join(sorted(twice))} came more than once; name each run once")
+    metrics = [read_metrics(path) for path in run_dirs]
+    runs = [
+        Compared(name, str(path), summary_of(lines, read_ledger(path), read_evaluations(path)), _config_of(path))
+        for name, path, lines in zip(_names(run_dirs), run_dirs, metrics, strict=True)
+    ]
+    keys = sorted({key for run in runs for key in run.config} - IN_ANY_CASE)
+    values = {key: [run.config.get(key) for run in runs] for key in keys}
+    differences = {key: told for key, told in values.items() if any(one != told[0] for one in told)}
+    return Comparison(runs, differences), metrics
+
+
+def write_comparison(comparison: Comparison, metrics: Sequence[Sequence[dict[str, float]]]) -> Path:
+    """Write comparison.html beside the first run's directory."""
+    charts = [_chart(comparison, metrics, *chart) for chart in CHARTS]
+    page = template("comparison.html.jinja").render(
+        names=[run.name for run in comparison.runs],
+        charts=[chart for chart in charts if isinstance(chart, Chart)],
+        rows=[(label, [told(run.summary) for run in comparison.runs]) for label, told in ROWS],
+        differences=[(key, list(map(_in_words, values))) for key, values in comparison.differences.items()],
+        markup=Markup,
+    )
+    path = Path(comparison.runs[0].path).resolve().parent / "comparison.html"
+    replace_file(path, page.encode("utf-8", "replace"))
+    return path
+
+
+def as_text(comparison: Comparison) -> str:
+    """A table of what they came to, and one of the keys in which they differ."""
+    rows = [("", *(run.name for run in comparison.runs))]
+    rows += [(label, *(told(run.summary) for run in comparison.runs)) for label, told in ROWS]
+    if comparison.differences:
+        rows += [("",) * len(rows[0])]
+        rows += [(key, *map(_in_words, values)) for key, values in comparison.differences.items()]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _chart(
+    comparison: Comparison,
+    metrics: Sequence[Sequence[dict[str, float]]],
+    title: str,
+    told: str,
+    metric: str,
+    axes_are: Axes,
+) -> Chart | Absent:
+    against = "elapsed_s" if axes_are.over_time else "step"
+    found = [
+        (Curve(metric, run.name[:18], colour), *series(lines, metric, against))
+        for run, lines, colour in zip(comparison.runs, metrics, COLOURS, strict=False)
+    ]
+    return drawn(title, told, found, axes_are)
+
+
+def _names(run_dirs: Sequence[Path]) -> list[str]:
+    """The last part of each path, or the whole where that says nothing."""
+    names = [path.resolve().name for path in run_dirs]
+    return names if len(set(names)) == len(names) else [str(path) for path in run_dirs]
+
+
+def _config_of(run_dir: Path) -> dict[str, Any]:
+    path = run_dir / "config.toml"
+    try:
+        return dict(_flat(tomllib.loads(path.read_text())))
+    except (OSError, ValueError) as error:
+        raise RunDirectoryError(
+            f"{path} cannot be read ({error}); without it nobody can say in what the runs differ"
+        ) from error
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    flat: list[tuple[str, Any]] = []
+    for key, value in table.items():
+        flat += _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
+    return flat
+
+
+def _in_words(value: Any) -> str:
+    return "–" if value is None else plain(value) if isinstance(value, float) and value >= 0.01 else str(value)

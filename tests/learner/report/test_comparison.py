@@ -1,0 +1,69 @@
+"""Several runs side by side: their numbers, the keys in which they differ, one page that needs nothing else."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from learner.report.comparison import as_text, compare, write_comparison
+from learner.report.summary import RunDirectoryError, summarize
+from tests.learner.forked_learner import run_learner
+from tests.learner.report.synthetic_run import write_run
+from tests.learner.report.test_report import Page
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Path]:
+    """Two that differ in one key, and in one that only one of them has."""
+    paths = [tmp_path / "with-care", tmp_path / "bold"]
+    for seed, path in enumerate(paths):
+        write_run(path, steps=40 + 20 * seed, seed=seed)
+    config = (paths[1] / "config.toml").read_text().replace("clip_high = 0.28", "clip_high = 0.4\nkind = 'new'")
+    (paths[1] / "config.toml").write_text(config)
+    return paths
+
+
+def test_each_run_has_its_own_numbers_and_only_keys_that_differ_are_told(runs: list[Path]) -> None:
+    comparison, metrics = compare(runs)
+    assert [run.name for run in comparison.runs] == ["with-care", "bold"]
+    assert [run.summary for run in comparison.runs] == [summarize(path) for path in runs]
+    assert comparison.differences == {"learner.loss.clip_high": [0.28, 0.4], "learner.loss.kind": [None, "new"]}
+    rows = {line.split("  ")[0]: line.split()[-2:] for line in as_text(comparison).splitlines() if line.strip()}
+    assert rows["steps"] == ["40", "60"] and rows["learner.loss.kind"] == ["–", "new"]
+    assert [len(lines) for lines in metrics] == [40, 60]
+
+
+def test_the_page_shows_both_in_every_chart_and_needs_nothing_from_outside(runs: list[Path]) -> None:
+    path = write_comparison(*compare(runs))
+    assert path == runs[0].parent / "comparison.html"
+    page = Page(path.read_text())
+    assert page.tags.count("svg") == 5, "neither evaluations nor speed, which these runs do not have"
+    assert page.text.count("bold ") >= 5 and "learner.loss.clip_high" in page.text
+    assert all(target.startswith("#") for target in page.loads)
+    assert {"script", "link", "img", "iframe"}.isdisjoint(page.tags) and len(page.ids) == len(set(page.ids))
+    assert "#0a0b0" not in path.read_text()
+
+
+def test_runs_of_one_name_are_told_apart_by_their_paths(runs: list[Path], tmp_path: Path) -> None:
+    write_run(other := tmp_path / "elsewhere/bold", steps=5)
+    comparison, _ = compare([runs[1], other])
+    assert [run.name for run in comparison.runs] == [str(runs[1]), str(other)]
+
+
+def test_what_cannot_be_compared_is_named(runs: list[Path], tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match="bold came more than once"):
+        compare([*runs, runs[1]])
+    with pytest.raises(RunDirectoryError, match="7 runs came; at most 6"):
+        compare([tmp_path / str(i) for i in range(7)])
+    (runs[0] / "config.toml").write_text("= 3")
+    with pytest.raises(RunDirectoryError, match=r"config\.toml cannot be read .* in what the runs differ"):
+        compare(runs)
+
+
+def test_the_command_compares_what_it_is_given(runs: list[Path]) -> None:
+    done = run_learner("report", *map(str, runs))
+    assert done.returncode == 0 and "comparison: " in done.stdout, done.stderr
+    told = json.loads(run_learner("report", str(runs[0]), "--json", str(runs[1])).stdout)
+    assert [run["summary"]["steps"] for run in told["runs"]] == [40, 60]
+    refused = run_learner("report", *map(str, runs), "--bogus")
+    assert refused.returncode == 2 and "unknown flag '--bogus' of learner report" in refused.stderr
