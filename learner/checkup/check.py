@@ -6,6 +6,7 @@ on noise, how much there is to do; then what the doctor sees.
 It comes before everything else in the data's way, and changes nothing.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 
@@ -14,6 +15,7 @@ from transformers import AutoConfig
 
 from learner.checkup.doctor import examine
 from learner.config import LearnerRun
+from learner.evaluation.questions import Questions
 from learner.material import Material
 from learner.prompts.prompts import Prompt
 from learner.rewards.workers import GroupRewards, RewardWorkers
@@ -45,6 +47,8 @@ def check(run: LearnerRun) -> Iterator[Finding]:
         else:
             yield from of_rewards(material, [prompts.prompt_at(place) for place in range(min(NUM_RATED, len(prompts)))])
         yield course(run, len(prompts))
+    if run.learner.evaluation.every_steps:
+        yield of_evaluation(material)
     yield from examine(run)
 
 
@@ -117,6 +121,21 @@ def course(run: LearnerRun, num_prompts: int) -> Finding:
         f"{config.steps:,} steps of {config.groups_per_step:,} groups of {num_completions:,} completions: each prompt "
         f"{num_groups / num_prompts:,.3g} times, {num_groups * num_completions:,} completions, at most {tokens:,} tokens to sample, none "
         f"trained on when more than {config.staleness_bound} versions old",
+    )
+
+
+def of_evaluation(material: Material) -> Finding:
+    """What will be asked while the run trains, and how often."""
+    config, num_steps = material.run.learner.evaluation, material.run.learner.steps
+    try:
+        questions = Questions(material)
+    except SlipstreamError as error:
+        return problem_of("evaluation", error, "correct learner.evaluation")
+    times = math.ceil(num_steps / config.every_steps) + config.at_start
+    each = "greedy" if config.temperature == 0 else f"{config.num_samples:,} samples each"
+    return ok(
+        "evaluation",
+        f"{len(questions.prompts):,} prompts of {questions.name}, {each}, asked {times:,} times of {config.url}",
     )
 
 

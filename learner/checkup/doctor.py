@@ -1,6 +1,6 @@
 """`learner doctor`: whether a run could begin, seen from the learner; each problem is one line with its remedy.
 
-    names ─▶ port ─▶ keys ─▶ Probe, Vitals ─▶ versions, model, clock, transport ─▶ Trial ─▶ bandwidth       memory, disk
+    names ─▶ port ─▶ keys ─▶ Probe, Vitals ─▶ versions, model, clock, transport ─▶ Trial ─▶ bandwidth       evaluation, memory, disk
 
 The server is asked as it stands, also while it serves a run, and nothing is changed. What cannot be reached is not asked further.
 """
@@ -16,6 +16,7 @@ import torch
 from learner.checkup.reach import ANSWER_TIMEOUT_S, NotReached, answer, ask, names, port
 from learner.checkup.resources import resources
 from learner.config import LearnerRun, PushConfig
+from learner.evaluation.asking import EvaluationError, door_to
 from learner.servers.membership import Membership
 from learner.servers.parity import DTYPES, coarser
 from protocol.channel.keys import learner_keys
@@ -30,6 +31,7 @@ from protocol.messages import PROTOCOL_VERSION, ModelFingerprint, Transport, Tri
 from protocol.model_files import fingerprint, local_model
 
 MAX_CLOCK_OFFSET_S = 5.0
+EVALUATION_TIMEOUT_S = 3.0
 TRIAL_BYTES = 64 << 20
 MIB = 1 << 20
 
@@ -47,6 +49,8 @@ def examine(run: LearnerRun) -> Iterator[Finding]:
             while (finding := runner.run(_next(findings))) is not None:
                 is_one = len(endpoints) == 1
                 yield finding if is_one else msgspec.structs.replace(finding, text=f"{endpoint}: {finding.text}")
+        if run.learner.evaluation.every_steps:
+            yield runner.run(evaluation(run.learner.evaluation.url))
     yield from resources(run)
 
 
@@ -94,6 +98,17 @@ async def examine_server(run: LearnerRun, endpoint: str) -> AsyncIterator[Findin
         yield found
         if found.verdict != "problem":
             yield await bandwidth(run, channel)
+
+
+async def evaluation(url: str) -> Finding:
+    """Whether somebody is there whom the evaluations of the run will ask."""
+    try:
+        async with door_to(url, EVALUATION_TIMEOUT_S) as door:
+            return ok("evaluation", f"{url} serves {await door.model_served()}")
+    except EvaluationError as error:
+        return problem_of(
+            "evaluation", error, "start the server with server.http_port, or correct learner.evaluation.url"
+        )
 
 
 def versions(vitals: Vitals) -> Finding:

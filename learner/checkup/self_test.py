@@ -22,7 +22,15 @@ from learner.algorithm.kl import clamped, masked
 from learner.algorithm.objectives import OBJECTIVES, Tokens
 from learner.checkup.noise_floor import ComparedTokens, bounds, floor
 from learner.checkup.verdict import Measured
-from learner.config import KlConfig, LearnerConfig, LearnerRun, ReferenceConfig, ReportConfig
+from learner.config import (
+    CheckpointConfig,
+    EvaluationConfig,
+    KlConfig,
+    LearnerConfig,
+    LearnerRun,
+    ReferenceConfig,
+    ReportConfig,
+)
 from learner.forward.logprobs import token_logprobs
 from learner.interrupt import Interrupt
 from learner.leader import Leader
@@ -91,6 +99,8 @@ def without_learning(run: LearnerRun, directory: Path) -> LearnerRun:
         kl=KlConfig(),
         reference=ReferenceConfig(),
         active_sampling=False,
+        evaluation=EvaluationConfig(),
+        checkpoint=CheckpointConfig(),
         report=ReportConfig(trackers=(), dashboard_port=0),
     )
     return msgspec.structs.replace(run, run_dir=str(directory), learner=config)

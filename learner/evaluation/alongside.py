@@ -58,13 +58,14 @@ class Evaluations:
     def start(self, workers: RewardWorkers) -> None:
         """They rate the answers, beside those of the training."""
         self._workers = workers
-        self._thread = LoopThread("evaluation")
+        self._thread = LoopThread("evaluation") if self._questions is not None else None
 
     def close(self) -> None:
         """The one under way is left for a resume."""
         if self._asked is not None:
             self._asked.result.cancel()
-        self._thread.stop()
+        if self._thread is not None:
+            self._thread.stop()
         self._kept.close()
 
     def begin_run(self) -> None:
@@ -147,6 +148,7 @@ class Evaluations:
             self._ask(questions, step, {})
 
     def _ask(self, questions: Questions, step: int, known: Mapping[int, Answered]) -> None:
+        assert self._thread is not None
         self._beside_s.clear()
         self._score_of[step] = None
         work = ask_and_rate(questions, self._workers, known, self._kept.add)

@@ -8,7 +8,8 @@ Invariant: every prompt is answered, or the first error that waiting does not me
 import asyncio
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -57,15 +58,10 @@ async def ask_all(
     `when_answered` hears of each as it comes; `show`: a progress bar.
     """
     config = run.learner.evaluation
-    key = os.environ.get("OPENAI_API_KEY")
-    timeout = aiohttp.ClientTimeout(total=config.timeout_s)
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
     room = asyncio.Semaphore(config.max_concurrent)
     answers: dict[int, Answered] = {}
-    async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
-        door = Door(session, config.url.rstrip("/"), config.timeout_s)
-        models, _ = await door.say("GET", "models", None)
-        name = _model_named(models, config.url)
+    async with door_to(config.url, config.timeout_s) as door:
+        name = await door.model_served()
         bar = tqdm(
             total=len(places), desc="asking", unit="prompt", mininterval=PROGRESS_EVERY_S, leave=False, disable=not show
         )
@@ -86,6 +82,15 @@ async def ask_all(
         finally:
             bar.close()
     return name, answers
+
+
+@asynccontextmanager
+async def door_to(url: str, patience_s: float) -> AsyncIterator["Door"]:
+    """Of the server there."""
+    key = os.environ.get("OPENAI_API_KEY")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=patience_s), headers=headers) as session:
+        yield Door(session, url.rstrip("/"), patience_s)
 
 
 def request_of(run: LearnerRun, model: str, prompt: Prompt) -> dict[str, Any]:
@@ -115,6 +120,11 @@ class Door:
     def __init__(self, session: aiohttp.ClientSession, url: str, patience_s: float) -> None:
         self._session, self._url, self._patience_s = session, url, patience_s
 
+    async def model_served(self) -> str:
+        """Raises EvaluationError."""
+        models, _ = await self.say("GET", "models", None)
+        return _model_named(models, self._url)
+
     async def say(self, method: str, path: str, body: dict[str, Any] | None) -> tuple[Any, Mapping[str, str]]:
         """Return the answer and its headers, whose names may be in any case. Raises EvaluationError."""
         give_up_at = time.monotonic() + self._patience_s
@@ -132,8 +142,7 @@ class Door:
                 trouble = f"could not be asked ({type(error).__name__}: {error})"
             if time.monotonic() + AGAIN_AFTER_S >= give_up_at:
                 raise EvaluationError(
-                    f"{self._url}/{path} {trouble}; start the server, correct learner.evaluation.url, or raise learner.evaluation."
-                    f"timeout_s ({self._patience_s:g})"
+                    f"{self._url}/{path} {trouble}; start the server, correct learner.evaluation.url, or raise learner.evaluation.timeout_s"
                 )
             await asyncio.sleep(AGAIN_AFTER_S)
 

@@ -35,6 +35,8 @@ class OpenAIServer:
         self._tokenizer = load_tokenizer(resolve_model("tiny:digits"))
 
     async def models(self, request: web.Request) -> web.Response:
+        if self.failures:
+            return web.Response(status=self.failures.pop(0), text="no")
         return web.json_response({"data": [{"id": "a model"}]})
 
     async def completions(self, request: web.Request) -> web.Response:

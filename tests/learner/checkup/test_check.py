@@ -126,3 +126,16 @@ def test_the_command_goes_on_to_the_doctor_and_ends_with_1(tmp_path: Path) -> No
     assert done.returncode == 1 and done.stderr.endswith("1 problem found\n")
     assert [one["subject"] for one in found if one["verdict"] == "problem"] == ["port"]
     assert {"config", "prompts", "rewards", "course", "memory", "disk"} <= {one["subject"] for one in found}
+
+
+def test_what_will_be_evaluated_is_told_or_what_keeps_it_from_being(tmp_path: Path) -> None:
+    every = ("--learner.evaluation.every-steps", "4", "--learner.evaluation.num-prompts", "7")
+    assert told(a_run(tmp_path), "evaluation") == []
+    ((verdict, text),) = told(a_run(tmp_path, *every, "--learner.evaluation.at-start"), "evaluation")
+    assert (
+        verdict == "ok"
+        and text.startswith("7 prompts of ")
+        and "greedy, asked 3 times of http://127.0.0.1:8000/v1" in text
+    )
+    ((verdict, text),) = told(a_run(tmp_path, *every, "--learner.evaluation.path", "absent.jsonl"), "evaluation")
+    assert verdict == "problem" and "absent.jsonl" in text

@@ -26,6 +26,7 @@ from tests.fakes import ScriptedEngine, ServerThread
 from tests.fingerprint import MODEL
 from tests.inference_server.scripted_learner import ScriptedLearner
 from tests.learner.forked_learner import run_learner
+from tests.learner.openai_server import openai_server
 from tests.ports import free_port
 
 ROOT = Path(__file__).parent.parent.parent.parent
@@ -327,3 +328,23 @@ def test_the_command_exits_1_with_a_problem_and_tells_it_as_json_too(tmp_path: P
     assert done.returncode == 1
     assert [found["verdict"] for found in json.loads(done.stdout) if found["subject"] == "port"] == ["problem"]
     assert not (tmp_path / "run").exists()
+
+
+def test_the_server_that_evaluations_will_ask_is_looked_for_where_the_run_has_any(tmp_path: Path) -> None:
+    every = ("--learner.evaluation.every-steps", "2", "--learner.evaluation.url")
+    with ServerThread(ScriptedEngine(), model=TINY) as server, openai_server() as openai:
+        endpoint = server.endpoint
+        found = [
+            one.text for one in examine(run_at(endpoint, tmp_path, *every, openai.url)) if one.subject == "evaluation"
+        ]
+        assert found == [f"{openai.url} serves a model"]
+        assert not [one for one in examine(run_at(endpoint, tmp_path)) if one.subject == "evaluation"]
+        nobody = f"http://127.0.0.1:{free_port()}/v1"
+        assert "start the server, correct learner.evaluation.url" in the_problem(
+            run_at(endpoint, tmp_path, *every, nobody)
+        )
+        openai.failures = [401]
+        (refused,) = [
+            one for one in examine(run_at(endpoint, tmp_path, *every, openai.url)) if one.verdict == "problem"
+        ]
+        assert refused.subject == "evaluation" and "OPENAI_API_KEY" in str(refused)
