@@ -100,7 +100,7 @@ def test_a_pinned_evaluation_is_answered_by_the_version_of_its_step(
     ]
     if pin:
         assert versions == {step: (step, step) for step in (2, 4, 6)}
-        assert len(slowdowns) == 2 and min(slowdowns) > 2, "a step that waits 2.4 s beside one of a tenth"
+        assert len(slowdowns) == 2 and min(slowdowns) > 1, "a step that waits beside those that do not"
     else:
         assert versions[2] is not None and versions[2][0] in (2, 3) and versions[2][1] > versions[2][0]
         assert versions[6] == (6, 6)
