@@ -1,5 +1,7 @@
 """Stored behaviour logprobs and a clip make stale samples worth training on: without a ratio the same run learns nothing."""
 
+import pytest
+
 from tests.bench.cell import LARGE_STEPS, Cell
 from tests.bench.trial import run_trial
 
