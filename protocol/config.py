@@ -232,7 +232,7 @@ def _spell_out_booleans(config_type: type[msgspec.Struct], flags: list[str]) -> 
             spelled.append(flag)
             continue
         if not has_value:
-            word = left.popleft() if left and not left[0].startswith("--") else "true"
+            word = left.popleft() if left and not left[0].startswith("-") else "true"
         if word.lower() not in ("true", "false"):
             raise ConfigError(f"{name} {word} came; expected true or false after it, or the flag alone, which is true")
         spelled += [name, word.capitalize()]

@@ -1,4 +1,4 @@
-"""Evaluations while a run trains: begun after a step, asked in a thread, told in the metrics of the step in which they end.
+"""Evaluations while a run trains: begun after a step, asked in a thread, told in the metrics of the step after.
 
     after_step ─▶ (every_steps) ─▶ a thread's event loop: evaluate.py ─▶ evaluations.jsonl ─▶ take_metrics, a step later or more
                                      under_way.py: each answer on disk ─▶ resume
@@ -99,6 +99,8 @@ class Evaluations:
                 total,
             )
             self._ask(self._questions, begun.step, answers)
+        else:
+            self._kept.forget()
 
     def hold(self, on_wait: Callable[[], object]) -> None:
         """Called before a push: with `pin` it waits for the answers of the version that the server has."""
@@ -166,7 +168,6 @@ class Evaluations:
             return
         asked, self._asked = self._asked, None
         self._ended_step = asked.step
-        del self._score_of[asked.step]
         try:
             made = msgspec.structs.replace(asked.result.result(), step=asked.step)
             made = evaluation.note(self._path, made)
@@ -174,8 +175,11 @@ class Evaluations:
         except SlipstreamError as error:
             self._give_up(asked.step, error)
             return
+        # In one go: who asks for the scores meanwhile removes a checkpoint that is neither judged nor awaited.
         if made.reward is not None:
             self._score_of[asked.step] = made.reward.mean
+        else:
+            del self._score_of[asked.step]
         self._metrics |= self._tell(made)
         beside = ""
         if self._alone_s and self._beside_s:
@@ -193,6 +197,7 @@ class Evaluations:
         return metrics
 
     def _give_up(self, step: int, error: SlipstreamError) -> None:
+        self._score_of.pop(step, None)
         log.warning("no evaluation after step %d: %s", step, error)
         self._metrics["evaluation/failed"] = 1.0
 

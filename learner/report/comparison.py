@@ -14,7 +14,7 @@ import msgspec
 from markupsafe import Markup
 
 from learner.report.charts import PLAIN, Absent, Axes, Chart, drawn
-from learner.report.drawing import AMBER, BLUE, GREY, ROSE, TEAL, VIOLET, Curve, percent, plain, series
+from learner.report.drawing import COLOURS, Curve, percent, series
 from learner.report.page import template
 from learner.report.summary import (
     RunDirectoryError,
@@ -28,7 +28,6 @@ from learner.report.summary import (
 )
 from learner.storage.disk import replace_file
 
-COLOURS = (BLUE, AMBER, TEAL, VIOLET, ROSE, GREY)
 CHARTS = (
     ("Reward per step", "Moving means; pale: each step.", "reward/mean", PLAIN),
     ("Reward over time", "The same against the clock.", "reward/mean", Axes(over_time=True)),
@@ -159,4 +158,4 @@ def _flat(table: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def _in_words(value: Any) -> str:
-    return "–" if value is None else plain(value) if isinstance(value, float) and value >= 0.01 else str(value)
+    return "–" if value is None else str(value)

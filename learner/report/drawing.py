@@ -25,6 +25,8 @@ Format = Callable[[float], str]
 
 INK, MUTED, GRID = "#0a0b01", "#0a0b02", "#0a0b03"
 BLUE, AMBER, TEAL, VIOLET, ROSE, GREY = "#0a0b04", "#0a0b05", "#0a0b06", "#0a0b07", "#0a0b08", "#0a0b09"
+COLOURS = (BLUE, AMBER, TEAL, VIOLET, ROSE, GREY)
+"""Of curves that stand for things of one kind, in order."""
 VARIABLE_OF = {
     INK: "var(--ink)",
     MUTED: "var(--muted)",

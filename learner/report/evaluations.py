@@ -11,22 +11,7 @@ import numpy as np
 
 from learner.evaluation.evaluation import Evaluation
 from learner.report.charts import Chart
-from learner.report.drawing import (
-    AMBER,
-    BLUE,
-    GREY,
-    ROSE,
-    TEAL,
-    VIOLET,
-    canvas,
-    label_ends,
-    plain,
-    room_for,
-    set_limits,
-    svg_of,
-)
-
-COLOURS = (BLUE, AMBER, TEAL, VIOLET, ROSE, GREY)
+from learner.report.drawing import COLOURS, canvas, label_ends, plain, room_for, set_limits, svg_of
 
 
 def evaluation_chart(evaluations: Sequence[Evaluation]) -> Chart | None:

@@ -1,7 +1,6 @@
 """Evaluations of a run that trains: when they are begun, who answers them, what they cost, what a death leaves."""
 
 import json
-import logging
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +10,13 @@ import msgspec
 import pytest
 
 from learner.config import LearnerRun
+from learner.evaluation import evaluation
+from learner.evaluation.alongside import Evaluations
 from learner.evaluation.asking import Answered
 from learner.evaluation.evaluation import FILE, Evaluation, earlier
 from learner.evaluation.under_way import Begun, UnderWay
 from learner.report.summary import read_metrics
+from learner.rewards.workers import RewardWorkers
 from learner.storage.checkpoint import best_models, complete_checkpoints
 from learner.storage.run_dir import RunDir
 from learner.train import train
@@ -122,6 +124,28 @@ def test_the_model_that_is_best_at_evaluations_stays(
     assert best.judged_by == "evaluation" and best.step == 2 and best.score == rewards[2] > max(rewards[4], rewards[6])
 
 
+def test_a_step_is_judged_or_awaited_at_every_moment(
+    tmp_path: Path, server: ServerThread, openai: OpenAIServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began: list[Evaluations] = []
+    scores: list[dict[int, float | None]] = []
+    start, note = Evaluations.start, evaluation.note
+
+    def watched(self: Evaluations, workers: RewardWorkers) -> None:
+        began.append(self)
+        start(self, workers)
+
+    def asked_meanwhile(path: Path, made: Evaluation) -> Evaluation:
+        scores.append(began[0].scores())
+        return note(path, made)
+
+    monkeypatch.setattr(Evaluations, "start", watched)
+    monkeypatch.setattr(evaluation, "note", asked_meanwhile)
+    train(evaluating(tmp_path, server, openai.url, {"every_steps": 3, "pin": True}), resume=False)
+    assert [known[step] for known, step in zip(scores, (3, 6), strict=True)] == [None, None]
+    assert None not in began[0].scores().values() and set(began[0].scores()) == {3, 6}
+
+
 def test_what_is_due_while_another_is_under_way_is_left_out_and_told(
     tmp_path: Path, server: ServerThread, openai: OpenAIServer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -169,6 +193,7 @@ def test_a_learner_killed_within_an_evaluation_asks_for_each_prompt_once(
     assert num_again <= (1 if goes_on or death.point != "answer kept" else death.nth % NUM_PROMPTS + 1)
     lines = [json.loads(line) for line in (Path(run.run_dir) / FILE).read_text().splitlines()]
     assert len(lines) == 3, "none is noted twice"
+    assert not (Path(run.run_dir) / "evaluation.partial.jsonl").exists()
 
 
 def test_of_a_run_that_was_killed_in_its_last_evaluation_only_that_is_finished(
@@ -189,22 +214,6 @@ def test_of_a_run_that_was_killed_in_its_last_evaluation_only_that_is_finished(
     rewards = made_by(run)[-1].rewards_P
     assert [place for place, reward in enumerate(rewards) if reward == 0] == [1, 4, 6], "as they were answered"
     assert read_metrics(Path(run.run_dir))[-1]["step"] == STEPS
-
-
-def test_an_interrupted_run_leaves_its_evaluation_to_the_resume(
-    tmp_path: Path, server: ServerThread, openai: OpenAIServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    openai.delay_s = 0.5
-    evaluation = {"every_steps": 3, "max_concurrent": 1}
-    first = evaluating(tmp_path, server, openai.url, evaluation)
-    half = msgspec.structs.replace(first, learner=msgspec.structs.replace(first.learner, steps=4))
-
-    life = Life(half, Death("logged", 4), resume=False)
-    assert life.end() < 0
-    openai.delay_s = 0.0
-    train(first, resume=True)
-    assert [one.step for one in made_by(first)] == [3, 6]
 
 
 @pytest.mark.parametrize(

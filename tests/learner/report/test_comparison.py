@@ -18,7 +18,7 @@ def runs(tmp_path: Path) -> list[Path]:
     paths = [tmp_path / "with-care", tmp_path / "bold"]
     for seed, path in enumerate(paths):
         write_run(path, steps=40 + 20 * seed, seed=seed)
-    config = (paths[1] / "config.toml").read_text().replace("clip_high = 0.28", "clip_high = 0.4\nkind = 'new'")
+    config = (paths[1] / "config.toml").read_text().replace("clip_high = 0.28", "clip_high = 0.281\nkind = 'new'")
     (paths[1] / "config.toml").write_text(config)
     return paths
 
@@ -27,9 +27,10 @@ def test_each_run_has_its_own_numbers_and_only_keys_that_differ_are_told(runs: l
     comparison, metrics = compare(runs)
     assert [run.name for run in comparison.runs] == ["with-care", "bold"]
     assert [run.summary for run in comparison.runs] == [summarize(path) for path in runs]
-    assert comparison.differences == {"learner.loss.clip_high": [0.28, 0.4], "learner.loss.kind": [None, "new"]}
+    assert comparison.differences == {"learner.loss.clip_high": [0.28, 0.281], "learner.loss.kind": [None, "new"]}
     rows = {line.split("  ")[0]: line.split()[-2:] for line in as_text(comparison).splitlines() if line.strip()}
     assert rows["steps"] == ["40", "60"] and rows["learner.loss.kind"] == ["–", "new"]
+    assert rows["learner.loss.clip_high"] == ["0.28", "0.281"]
     assert [len(lines) for lines in metrics] == [40, 60]
 
 
