@@ -44,7 +44,7 @@ ROWS: tuple[tuple[str, Callable[[Summary], str]], ...] = (
     ("reward, last tenth", lambda s: number(s.reward_last, ".3f")),
     ("exact match", lambda s: number(s.exact_last, ".3f")),
     ("evaluation", lambda s: "–" if s.evaluation is None else f"{s.evaluation}, step {s.evaluation_step}"),
-    ("tokens/s", lambda s: number(s.completion_tokens_per_s, ",.0f")),
+    ("completion tokens/s", lambda s: number(s.completion_tokens_per_s, ",.0f")),
     ("staleness", lambda s: number(s.staleness_mean)),
     ("mismatch", lambda s: number(s.mismatch_mean_abs_logprob, ".1e")),
     ("waits for", lambda s: f"{s.waited_for[0]}, {s.waited_for[1]:.0%}" if s.waited_for else "–"),
