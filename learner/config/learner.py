@@ -50,6 +50,9 @@ class LearnerConfig(Section):
     why); or an attention of transformers ("sdpa", "eager", "flash_attention_2"): sequences are padded, each with its prompt."""
     gradient_checkpointing: MayChange[bool] = False
     """Trade a second forward pass for memory."""
+    compile: MayChange[bool] = False
+    """Fuse the policy's norms, gated layers and rotary embedding with torch.compile. The first start takes up to two minutes longer,
+    later ones find the code in torch's cache; on a CPU it needs a C++ compiler. A model that cannot goes on without, and the log says why."""
     lora: LoraConfig = LoraConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
     active_sampling: bool = False

@@ -10,6 +10,7 @@ from torch import nn
 
 from learner.algorithm.schedules import next_coef
 from learner.config import LearnerConfig, LearnerRun
+from learner.forward.fused import fuse
 from learner.forward.settle import PACKED, settle_attention
 from learner.material import Material
 from learner.policy.compute_dtype import compute_in
@@ -93,6 +94,8 @@ def make_trainee(material: Material, accelerator: Accelerator, *, is_new: bool) 
     compute_in(getattr(torch, run.dtype), policy, accelerator)
     optimizer = make_optimizer(policy.parameters(), config.optimizer, config.optimizer.learning_rate)
     policy, optimizer = accelerator.prepare(policy, optimizer)
+    if config.compile:
+        fuse(policy, getattr(torch, run.dtype))
     if is_new and config.warm_start.steps > 0:
         warm_start(material, accelerator, policy)
     require_finite_weights(accelerator, policy, f"the weights of {material.model_path}, or of its warm start,")
@@ -120,6 +123,11 @@ def _refuse_other_sharding(accelerator: Accelerator, run: LearnerRun) -> None:
                 "names; expected FSDP2 (fsdp_version: 2 in accelerate's config, or FSDP_VERSION=2) or no sharding"
             )
         return
+    if run.learner.compile:
+        raise ConfigError(
+            "learner.compile = true and FSDP2: code compiled over weights that come and go has not been tried; set learner.compile to "
+            "false, or start the learner without FSDP"
+        )
     plugin = accelerator.state.fsdp_plugin
     if run.learner.optimizer.kind == "adamw_8bit":
         raise ConfigError(

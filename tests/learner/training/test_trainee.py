@@ -26,6 +26,7 @@ def test_a_policy_sharded_otherwise_than_by_fsdp2_is_refused(kind: DistributedTy
     ("activation_checkpointing", "learner", "remedy"),
     [
         (False, {"optimizer": {"kind": "adamw_8bit"}}, 'learner.optimizer.kind to "adamw"'),
+        (False, {"compile": True}, "set learner.compile to false"),
         (True, {}, "learner.gradient_checkpointing = true"),
     ],
 )
