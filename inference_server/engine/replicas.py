@@ -24,6 +24,25 @@ log = logging.getLogger(__name__)
 RUN_ENGINE = EngineCoreProc.run_engine_core
 """vLLM's own; taken as this is imported, for a process that was forked finds the exchanged one in its class."""
 
+STICKY_MARGIN = 2
+"""So many more requests than the freest replica may the one have that a turn goes to for its keys and values."""
+REPLICA = " replica "
+"""In a salt, before the number of the replica that has what was computed under it."""
+
+
+def replica_of_turn(salt: str, nums_in_flight: Sequence[int]) -> int:
+    """Where a turn of an episode goes: to the replica that its salt names, unless that has much more to do than the freest."""
+    freest = min(range(len(nums_in_flight)), key=nums_in_flight.__getitem__)
+    named = salt.rpartition(REPLICA)[2]
+    replica = int(named) if named.isdecimal() else freest
+    has_room = replica < len(nums_in_flight) and nums_in_flight[replica] <= nums_in_flight[freest] + STICKY_MARGIN
+    return replica if has_room else freest
+
+
+def salt_at(salt: str, replica: int) -> str:
+    """The same salt, naming this replica. What it names otherwise is not there."""
+    return f"{salt.partition(REPLICA)[0]}{REPLICA}{replica}"
+
 
 @contextmanager
 def replicas_as_ours(num_replicas: int, *, divide_cores: bool) -> Iterator[None]:

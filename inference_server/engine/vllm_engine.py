@@ -37,6 +37,7 @@ from inference_server.engine.interface import (
 )
 from inference_server.engine.life import in_time
 from inference_server.engine.processes import EngineProcesses
+from inference_server.engine.replicas import replica_of_turn, salt_at
 from inference_server.engine.versioned_llm import UNTOUCHED, start_llm
 from protocol.messages import Sampling
 
@@ -95,11 +96,14 @@ class VllmEngine:
     async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling, salt: str) -> AsyncIterator[Sampled]:
         await self.llm.admitting.wait()  # so that version and salt are those the request enters under
         entered_version = self._version
+        replica = self._replica_of_turn(salt) if sampling.num_completions == 1 else None
         if self._clear_cache_on_push or not salt:
             salt = self.llm.salt
+        if replica is not None:
+            salt = salt_at(salt, replica)
         params = params_of(sampling, self._eos_token_ids)
         completions = Completions(sampling.num_completions)
-        async for output in self._run(prompt_token_ids, params, salt=salt):
+        async for output in self._run(prompt_token_ids, params, salt=salt, replica=replica):
             yield Sampled(
                 entered_version=entered_version,
                 salt=salt,
@@ -107,6 +111,13 @@ class VllmEngine:
                 completions=completions.take(output.outputs),
             )
         completions.check()
+
+    def _replica_of_turn(self, salt: str) -> int | None:
+        """None: there is one. A group of several completions goes where vLLM sends it."""
+        if self.limits.num_replicas == 1:
+            return None
+        core = self.llm.engine_core
+        return replica_of_turn(salt, [core.engine_inflight[name] for name in core.core_engines])
 
     async def score(self, token_ids: np.ndarray, replica: int) -> tuple[np.ndarray, int | None]:
         params = SamplingParams(

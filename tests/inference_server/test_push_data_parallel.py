@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from learner.train import train
-from protocol.messages import PushDone, Score, Scores
+from protocol.messages import Group, PushDone, Score, Scores
 from protocol.model_files import resolve_model
 from protocol.weights.buckets import cut, make_manifest
 from protocol.weights.shared_baseline import PREFIX
@@ -31,6 +31,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 
 PROMPT = [5, 6, 7, 8, 9]
 NUM_PUSHES = 5
+BLOCK = 32
+"""server.block_size of real_server.py."""
 FLAGS = ("--server.data-parallel-size", "2", "--server.cpu-cores", "0", "1", "--server.kv-on-push", "recompute")
 
 Served = tuple[RealServer, DriftingPolicy, Path]
@@ -93,6 +95,27 @@ def test_scores_and_tokens_of_both_replicas_are_of_the_pushed_version_push_after
         assert len(sampled) == 2 and sampled.min() > 0.2 * sampled.sum(), sampled
 
     with_learner(server, test, timeout_s=150)
+
+
+def test_a_later_turn_comes_to_the_replica_that_has_the_keys_and_values_of_the_first(served: Served) -> None:
+    server, policy, _ = served
+
+    async def turn(learner: ScriptedLearner, name: str, prompt: list[int], salt: str = "") -> Group:
+        await learner.generate(name, prompt, salt=salt, num_completions=1, max_tokens=4)
+        return await learner.receive(Group)
+
+    async def test(learner: ScriptedLearner) -> None:
+        await learner.push(0, policy.tensors(0), BUCKET_BYTES)
+        prompts = [[2 + (episode + index * 7) % 30 for index in range(2 * BLOCK + 1)] for episode in range(6)]
+        firsts = [await turn(learner, f"{episode}/0", prompt) for episode, prompt in enumerate(prompts)]
+        assert {first.num_cached_tokens for first in firsts} == {0}
+        await turn(learner, "between", [3, 4, 5])  # so that the turns do not come to the same replicas by themselves
+        seconds = [
+            await turn(learner, f"{episode}/1", prompt, firsts[episode].salt) for episode, prompt in enumerate(prompts)
+        ]
+        assert [second.num_cached_tokens for second in seconds] == [2 * BLOCK] * len(prompts)
+
+    with_learner(server, test)
 
 
 def test_each_replica_has_cores_of_its_own(served: Served) -> None:

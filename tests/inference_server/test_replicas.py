@@ -20,7 +20,14 @@ from vllm.v1.engine.core import EngineCoreProc
 from inference_server.config import ServerConfig, ServerRun
 from inference_server.engine.arguments import engine_arguments
 from inference_server.engine.orphans import SERVER_PID, coordinate
-from inference_server.engine.replicas import RUN_ENGINE, cores_of, replicas_as_ours, run_replica
+from inference_server.engine.replicas import (
+    RUN_ENGINE,
+    cores_of,
+    replica_of_turn,
+    replicas_as_ours,
+    run_replica,
+    salt_at,
+)
 from inference_server.engine.versioned_llm import start_llm
 from inference_server.engine.vllm_engine import VllmEngine
 from inference_server.engine.worker import PushWorker
@@ -61,6 +68,29 @@ def test_every_worker_of_every_replica_has_a_number_of_its_own(
 )
 def test_replicas_divide_the_cores(cores: list[int], num_replicas: int, expected: list[set[int]]) -> None:
     assert [cores_of(replica, cores, num_replicas) for replica in range(num_replicas)] == expected
+
+
+@pytest.mark.parametrize(
+    ("salt", "nums_in_flight", "expected"),
+    [
+        ("", [1, 0, 2], 1),
+        ("push 3", [0, 0], 0),
+        ("push 3 replica 1", [0, 2], 1),
+        ("push 3 replica 1", [0, 3], 0),
+        ("push 3 replica 0", [5, 9], 0),
+        ("push 3 replica 2", [4, 1], 1),  # of a server that had more of them
+        ("push 3 replica x", [4, 1], 1),
+    ],
+)
+def test_a_turn_goes_to_the_replica_that_its_salt_names_unless_that_has_much_more_to_do(
+    salt: str, nums_in_flight: list[int], expected: int
+) -> None:
+    assert replica_of_turn(salt, nums_in_flight) == expected
+
+
+def test_a_salt_names_one_replica_the_last_that_it_was_used_at() -> None:
+    assert salt_at(salt_at("push 3", 0), 11) == "push 3 replica 11"
+    assert replica_of_turn(salt_at("push 3", 1), [0, 0]) == 1
 
 
 def test_a_replica_runs_on_its_cores_alone_and_no_signal_to_it_reaches_the_server(

@@ -20,7 +20,9 @@ from tests.learner.forward.test_families import CPU, TEMPERATURE, gradients, los
 
 pytestmark = [
     pytest.mark.timeout(900),  # a C++ compiler on a busy machine
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # torch's own, while it traces
+    pytest.mark.filterwarnings(
+        "ignore:The .grad attribute of a Tensor that is not a leaf"
+    ),  # torch's own, while it traces
 ]
 
 
