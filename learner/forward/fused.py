@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 ROTARY = "apply_rotary_pos_emb"
 """The function that attentions of transformers call, in the Python module of each family."""
-OPTIONS = {"emulate_precision_casts": True}
+OPTIONS: dict[str, Any] = {"emulate_precision_casts": True}
 """In bfloat16 every value is rounded where it would be without."""
 
 
