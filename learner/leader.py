@@ -19,6 +19,7 @@ from learner.config import LearnerRun
 from learner.environments.player import Player
 from learner.environments.pool import Environments
 from learner.evaluation.alongside import Evaluations
+from learner.gateway.agent_player import AgentPlayer
 from learner.interrupt import Interrupt
 from learner.material import Material
 from learner.policy.published import PublishedPolicy
@@ -112,6 +113,8 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             scorer = Scorer(config, material.tokenizer, workers)
             rollouts = Rollouts(run, fleet, queue, outstanding, scorer, ledger)
             cleanup.callback(rollouts.close)
+            if isinstance(player, AgentPlayer):
+                player.start(fleet.loop, cleanup)
             rollouts.start(version, player)
             dashboard = start_dashboard(fleet.loop, run_dir.path, config.report.dashboard_port, cleanup)
             run_log = RunLog(run_dir, config.report, config.steps, dashboard)
@@ -302,11 +305,13 @@ def check_fits(run: LearnerRun, prompts: Prompts, member: Member) -> None:
         )
 
 
-def open_player(material: Material, cleanup: ExitStack) -> Player | None:
+def open_player(material: Material, cleanup: ExitStack) -> Player | AgentPlayer | None:
     """None where completions are all there is. Raises ConfigError."""
     config = material.run.learner
     if not config.environment.is_used:
         return None
+    if config.environment.has_agent:
+        return AgentPlayer(config, material.prompts.template, material.run.model)
     environments = Environments(config.environment, takes_text=not material.prompts.are_conversations)
     cleanup.callback(environments.close)
     return Player(config, material.prompts.template, environments)
