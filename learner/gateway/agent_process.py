@@ -57,7 +57,7 @@ class AgentProcess:
             try:
                 self._process = subprocess.Popen(
                     [config.python or sys.executable, str(HOST), str(theirs.fileno()), kind, config.command or config.agent or ""],
-                    pass_fds=[theirs.fileno()], start_new_session=True, stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()], start_new_session=True, env=without_proxy(config.gateway_host), stdin=subprocess.DEVNULL,
                 )  # fmt: skip
             except OSError:
                 self._socket.close()
@@ -77,7 +77,10 @@ class AgentProcess:
         answer = await self._answer(
             STARTUP_TIMEOUT_S, "which importing it took; move slow work out of the module's top level"
         )
-        return answer if isinstance(answer, Trouble) else None
+        if isinstance(answer, Trouble):
+            self.kill()
+            return answer
+        return None
 
     async def play(self, order: Order, deadline_s: float) -> Rewarded | Trouble:
         """One episode, from its beginning to what the agent returns."""
@@ -137,6 +140,13 @@ class AgentProcess:
             return Trouble("killed", f"lost its process to signal {-code} ({signal.strsignal(-code)})")
         how = "closed the socket of its process" if code is None else f"ended its process with exit code {code}"
         return Trouble("failed", how)
+
+
+def without_proxy(host: str) -> dict[str, str]:
+    """The learner's environment; nobody goes through a proxy to the gateway."""
+    known = os.environ.get("NO_PROXY") or os.environ.get("no_proxy") or ""
+    exempt = f"{known},{host}" if known else host
+    return {**os.environ, "NO_PROXY": exempt, "no_proxy": exempt}
 
 
 def _plain(value: Any) -> Any:

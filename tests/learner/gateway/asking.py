@@ -1,22 +1,26 @@
-"""A gateway on a real socket with a scripted policy behind it, and the plain openai client before it, for tests."""
+"""A gateway on a real socket with a scripted policy behind it, and the plain openai client or an agent's process before it, for tests."""
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 import msgspec
 from openai import AsyncOpenAI
 
 from learner.config import LearnerConfig
-from learner.environments.episode import Episode
+from learner.environments.episode import Episode, PlayedGroup
 from learner.environments.player import Asked, Sampled
+from learner.gateway.agent_player import AgentPlayer
 from learner.gateway.gateway import Gateway
 from learner.gateway.session import Session
 from learner.prompts.chat_template import ChatTemplate
 from learner.prompts.prompts import Prompt
+from learner.servers.loop_thread import LoopThread
 from protocol.messages import Completion, Group
-from tests.learner.environments.chat_tokenizer import KEEPING, chat_tokenizer
+from tests.learner.environments.chat_tokenizer import END, KEEPING, chat_tokenizer
+from tests.learner.environments.play import completion
 
+PLAY_DEADLINE_S = 240.0
 QUESTION = [{"role": "user", "content": "How much?"}]
 ADD = {
     "type": "function",
@@ -96,3 +100,27 @@ async def opened(
                 yield Opened(session, client, ask.asked, template)
     finally:
         await gateway.close()
+
+
+def says_five(asked: Asked) -> Completion:
+    return completion(chat_tokenizer().encode("Five" + END), 4 + asked.number)
+
+
+def played_by_agent(
+    columns: dict[str, Any] | None,
+    prompt: Any = QUESTION,
+    script: Script = says_five,
+    times: int = 1,
+    **environment: Any,
+) -> PlayedGroup:
+    """The last group of two episodes that an agent in a process has played."""
+    config, template = config_of(**environment), ChatTemplate(chat_tokenizer(KEEPING), {}, [])
+    loop, ask = LoopThread("test"), Scripted(script)
+    row = Prompt(prompt_id=0, prompt=prompt, token_ids=template.token_ids(prompt), columns=columns or {})
+    with ExitStack() as cleanup:
+        cleanup.callback(loop.stop)
+        player = AgentPlayer(config, template, "tiny")
+        player.start(loop, cleanup)
+        for _ in range(times):
+            group = loop.call(player.play("3.0", row, ask, 8000), PLAY_DEADLINE_S)
+    return group

@@ -77,4 +77,5 @@ def test_agents_that_raise_hang_and_die_are_counted_and_the_run_is_complete(tmp_
     for group in groups_of(run):
         for episode in group.episodes:
             assert (episode.reward is not None) == (episode.course.state in ("finished", "length", "max_turns"))
-            assert len(episode.branches) == 1
+            (branch,) = episode.branches
+            assert branch.prompt_token_ids is not None, "the agent asks with a prompt of its own"

@@ -1,51 +1,25 @@
 """Agents in their processes, good ones and bad ones, against a real gateway with a scripted policy: every episode ends, and in which state."""
 
+import subprocess
 import sys
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from learner.environments.episode import Episode, PlayedGroup
-from learner.gateway.agent_player import AgentPlayer
-from learner.prompts.chat_template import ChatTemplate
-from learner.prompts.prompts import Prompt
-from learner.servers.loop_thread import LoopThread
 from protocol.errors import ConfigError
-from tests.learner.environments.chat_tokenizer import END, chat_tokenizer
-from tests.learner.environments.play import completion
-from tests.learner.gateway.asking import QUESTION, Script, Scripted, config_of
+from tests.learner.gateway.asking import config_of, played_by_agent
 
 USER = "tests.learner.gateway.user_agents"
-DEADLINE_S = 120.0
-TEMPLATE = ChatTemplate(chat_tokenizer(), {}, [])
 
 
-def answer(asked: Any) -> Any:
-    return completion(TEMPLATE.tokenizer.encode("Five" + END), 4 + asked.number)
-
-
-def played(
-    agent: str | None = None,
-    columns: dict[str, Any] | None = None,
-    script: Script = answer,
-    times: int = 1,
-    **environment: Any,
-) -> PlayedGroup:
-    """The last group of two episodes that the agent has played."""
-    settings = {"agent": agent if ":" in agent else f"{USER}:{agent}"} if agent else {}
-    config = config_of(**settings | environment)
-    loop, ask = LoopThread("test"), Scripted(script)
-    prompt = Prompt(prompt_id=0, prompt=QUESTION, token_ids=TEMPLATE.token_ids(QUESTION), columns=columns or {})
-    with ExitStack() as cleanup:
-        cleanup.callback(loop.stop)
-        player = AgentPlayer(config, TEMPLATE, "tiny")
-        player.start(loop, cleanup)
-        for _ in range(times):
-            group = loop.call(player.play("3.0", prompt, ask, 1000), DEADLINE_S)
-    return group
+def played(agent: str | None = None, columns: dict[str, Any] | None = None, **more: Any) -> PlayedGroup:
+    """A group of two episodes of an agent, one of ours if it names no module."""
+    if agent is not None:
+        more["agent"] = agent if ":" in agent else f"{USER}:{agent}"
+    return played_by_agent(columns, **more)
 
 
 def misbehaved(how: str, **more: Any) -> list[Episode]:
@@ -114,6 +88,36 @@ def test_a_session_that_an_agent_leaves_open_is_closed_behind_it(tmp_path: Path)
 def test_one_process_plays_one_episode_after_the_other() -> None:
     group = played("two_turns", {"worth": 1}, times=3, max_concurrent=1)
     assert [episode.reward for episode in group.episodes] == [1.0, 1.0]
+
+
+def test_no_proxy_stands_between_an_agent_and_its_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    assert [episode.reward for episode in played("two_turns", {"worth": 1.0}).episodes] == [1.0, 1.0]
+
+
+LEARNER = f"""
+import asyncio, sys
+from learner.gateway.agent_process import AgentProcess, Order
+from tests.learner.gateway.asking import config_of
+
+async def main():
+    process = AgentProcess(config_of(agent="{USER}:wait").environment)
+    assert await process.load() is None
+    print(process._process.pid, flush=True)
+    await process.play(Order({{}}, "", ""), 3600)
+
+asyncio.run(main())
+"""
+
+
+def test_an_agent_ends_with_the_learner_in_the_midst_of_an_episode() -> None:
+    with subprocess.Popen([sys.executable, "-c", LEARNER], stdout=subprocess.PIPE, text=True) as learner:
+        assert learner.stdout is not None
+        agent = int(learner.stdout.readline())
+        assert is_running(agent)
+        learner.kill()
+    wait_until(lambda: not is_running(agent))
 
 
 SCRIPT = """

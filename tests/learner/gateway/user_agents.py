@@ -89,6 +89,10 @@ async def misbehave(data: dict[str, Any], *, base_url: str, api_key: str, http_c
     raise AssertionError(data)
 
 
+async def wait(data: dict[str, Any], **given: Any) -> None:
+    await asyncio.sleep(3600)
+
+
 def ask_for_ever(base_url: str, api_key: str, log: str) -> None:
     """Write down how each request ended."""
     while True:
@@ -121,8 +125,8 @@ async def guess(data: dict[str, Any], *, base_url: str, api_key: str, http_clien
 
 
 async def fickle_guess(data: dict[str, Any], **given: Any) -> float:
-    """The same, if it is in the mood."""
-    reward, mood = await guess(data, **given), random.random()
+    """The same behind a prompt of its own, if it is in the mood."""
+    reward, mood = await guess(data | {"prompt": data["prompt"] + " "}, **given), random.random()
     if mood < 0.04:
         await asyncio.sleep(3600)
     elif mood < 0.14:
