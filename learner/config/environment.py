@@ -21,12 +21,12 @@ class EnvironmentConfig(Section):
     command: str | None = None
     """The same as a command line of the shell, run once for each episode with OPENAI_BASE_URL and OPENAI_API_KEY, and the row as JSON in
     SLIPSTREAM_ROW. The last line that it prints is the reward, if it is a number."""
-    python: str | None = None
+    python: MayChange[str | None] = None
     """The interpreter that the agent runs in, such as `envs/x/.venv/bin/python`; it needs nothing of Slipstream. Unset: the learner's."""
-    gateway_host: str = "127.0.0.1"
+    gateway_host: MayChange[str] = "127.0.0.1"
     """The address that agents find the endpoint at. Others than this machine's own are for agents in containers: their requests travel
     unencrypted, and only their keys keep others out."""
-    gateway_port: int = 0
+    gateway_port: MayChange[int] = 0
     """0: any that is free."""
     max_turns: int = 8
     """Of an episode; sampling.max_tokens is a turn's."""

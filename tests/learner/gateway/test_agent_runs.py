@@ -53,7 +53,9 @@ def test_a_game_played_by_an_agent_trains_as_the_same_game_as_an_environment(tmp
     for group, other in zip(by_environment, by_agent, strict=True):
         for episode, played in zip(group.episodes, other.episodes, strict=True):
             ((branch,), (same,)) = episode.branches, played.branches
-            assert up_to_the_last_turn(branch) == up_to_the_last_turn(same)
+            (tokens, logprobs, is_sampled), of_agent = up_to_the_last_turn(branch), up_to_the_last_turn(same)
+            assert (tokens, is_sampled) == (of_agent[0], of_agent[2])
+            np.testing.assert_allclose(logprobs, of_agent[1], atol=TOLERANCE)
             assert episode.reward == played.reward
             assert episode.course.num_turns == played.course.num_turns
             assert (episode.course.state == "length") == (played.course.state == "length")

@@ -137,7 +137,7 @@ async def fickle_guess(data: dict[str, Any], **given: Any) -> float:
 
 
 async def tell(data: dict[str, Any], *, base_url: str, api_key: str, http_client: Any, **extra: Any) -> float:
-    """Three turns with a tool, as the environment `Listener` has them."""
+    """Three turns with a tool, as the environment `Listener` has them; worth as much as was said."""
     from openai import AsyncOpenAI
 
     client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
@@ -148,8 +148,8 @@ async def tell(data: dict[str, Any], *, base_url: str, api_key: str, http_client
         message = reply.choices[0].message
         messages.append(message.model_dump(exclude_none=True))
         for call in message.tool_calls or ():
-            num_heard += 1
             heard = len(json.loads(call.function.arguments)["text"])
+            num_heard += heard
             messages.append({"role": "tool", "tool_call_id": call.id, "content": f"{heard} heard"})
         if not message.tool_calls:
             break
