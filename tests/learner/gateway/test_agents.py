@@ -65,13 +65,13 @@ def test_an_agent_that_does_wrong_ends_its_episode_in_a_state_and_without_a_rewa
 
 @pytest.mark.parametrize("how", ["hang", "block"])
 def test_an_agent_that_never_returns_is_killed_at_its_deadline(how: str) -> None:
-    for episode in misbehaved(how, episode_deadline_s=4.0):
+    for episode in misbehaved(how, episode_deadline_s=10.0):
         assert (episode.course.state, episode.reward, episode.course.num_turns) == ("deadline", None, 1)
 
 
 def test_what_an_agent_has_started_ends_with_it(tmp_path: Path) -> None:
     log = tmp_path / "children"
-    misbehaved("child", log=log, episode_deadline_s=4.0)
+    misbehaved("child", log=log, episode_deadline_s=10.0)
     children = [int(line) for line in log.read_text().split()]
     assert len(children) == 2
     wait_until(lambda: not any(is_running(child) for child in children))
