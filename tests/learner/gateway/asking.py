@@ -107,13 +107,10 @@ def says_five(asked: Asked) -> Completion:
 
 
 def played_by_agent(
-    columns: dict[str, Any] | None,
-    prompt: Any = QUESTION,
-    script: Script = says_five,
-    times: int = 1,
-    **environment: Any,
-) -> PlayedGroup:
-    """The last group of two episodes that an agent in a process has played."""
+    columns: dict[str, Any] | None, prompt: Any = QUESTION, script: Script = says_five, times: int = 1,
+    then: Callable[[], None] = lambda: None, **environment: Any,
+) -> PlayedGroup:  # fmt: skip
+    """The last group of two episodes that an agent in a process has played; `then`: what is looked at before all are ended."""
     config, template = config_of(**environment), ChatTemplate(chat_tokenizer(KEEPING), {}, [])
     loop, ask = LoopThread("test"), Scripted(script)
     row = Prompt(prompt_id=0, prompt=prompt, token_ids=template.token_ids(prompt), columns=columns or {})
@@ -123,4 +120,5 @@ def played_by_agent(
         player.start(loop, cleanup)
         for _ in range(times):
             group = loop.call(player.play("3.0", row, ask, 8000), PLAY_DEADLINE_S)
+        then()
     return group

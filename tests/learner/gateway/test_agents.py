@@ -69,12 +69,14 @@ def test_an_agent_that_never_returns_is_killed_at_its_deadline(how: str) -> None
         assert (episode.course.state, episode.reward, episode.course.num_turns) == ("deadline", None, 1)
 
 
+def test_the_episode_after_one_that_hung_has_a_process_of_its_own(tmp_path: Path) -> None:
+    episodes = misbehaved("hang at first", log=tmp_path / "log", times=2, max_concurrent=2, episode_deadline_s=10.0)
+    assert [episode.reward for episode in episodes] == [1.0, 1.0]
+
+
 def test_what_an_agent_has_started_ends_with_it(tmp_path: Path) -> None:
     log = tmp_path / "children"
-    misbehaved("child", log=log, episode_deadline_s=10.0)
-    children = [int(line) for line in log.read_text().split()]
-    assert len(children) == 2
-    wait_until(lambda: not any(is_running(child) for child in children))
+    misbehaved("child", log=log, episode_deadline_s=10.0, then=lambda: wait_until_gone(log, 2))
 
 
 def test_a_session_that_an_agent_leaves_open_is_closed_behind_it(tmp_path: Path) -> None:
@@ -164,11 +166,8 @@ def test_a_command_line_is_an_agent(tmp_path: Path, end: str, state: str, reward
 
 
 def test_a_command_leaves_nothing_behind(tmp_path: Path) -> None:
-    log = tmp_path / "pids"
-    played(command=f"sleep 3600 & echo $! >> '{log}'; echo 1")
-    left = [int(line) for line in log.read_text().split()]
-    assert len(left) == 2
-    wait_until(lambda: not any(is_running(pid) for pid in left))
+    log = tmp_path / "children"
+    played(command=f"sleep 3600 & echo $! >> '{log}'; echo 1", then=lambda: wait_until_gone(log, 2))
 
 
 def test_an_agent_may_live_in_an_interpreter_of_its_own_without_anything_installed(tmp_path: Path) -> None:
@@ -229,3 +228,10 @@ def wait_until(is_so: Any) -> None:
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def wait_until_gone(log: Path, num_children: int) -> None:
+    """The processes whose numbers were written down."""
+    children = [int(line) for line in log.read_text().split()]
+    assert len(children) == num_children
+    wait_until(lambda: not any(is_running(child) for child in children))

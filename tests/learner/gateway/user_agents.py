@@ -59,6 +59,14 @@ async def misbehave(data: dict[str, Any], *, base_url: str, api_key: str, http_c
             raise ValueError("no such thing")
         case "hang":
             await asyncio.sleep(3600)
+        case "hang at first":
+            with open(data["log"], "a+") as log:
+                log.seek(0)
+                num_before = len(log.readlines())
+                print("here", file=log)
+            if num_before < 2:
+                await asyncio.sleep(3600)
+            return 1.0
         case "block":
             time.sleep(3600)
         case "die":
