@@ -19,6 +19,7 @@ from learner.config import LearnerRun
 from learner.environments.player import Player
 from learner.environments.pool import Environments
 from learner.evaluation.alongside import Evaluations
+from learner.gateway.agent_player import AgentPlayer
 from learner.interrupt import Interrupt
 from learner.material import Material
 from learner.policy.published import PublishedPolicy
@@ -112,7 +113,7 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             scorer = Scorer(config, material.tokenizer, workers)
             rollouts = Rollouts(run, fleet, queue, outstanding, scorer, ledger)
             cleanup.callback(rollouts.close)
-            rollouts.start(version, player)
+            rollouts.start(version, open_agents(material, fleet.loop, cleanup) or player)
             dashboard = start_dashboard(fleet.loop, run_dir.path, config.report.dashboard_port, cleanup)
             run_log = RunLog(run_dir, config.report, config.steps, dashboard)
             cleanup.callback(run_log.close)
@@ -281,6 +282,16 @@ class Lead:
             return act(self._leader, *args, **kwargs) if self._leader is not None else None
 
 
+def open_agents(material: Material, loop: LoopThread, cleanup: ExitStack) -> AgentPlayer | None:
+    """None where no agent plays the episodes. Raises ConfigError."""
+    config = material.run.learner
+    if not config.environment.has_agent:
+        return None
+    player = AgentPlayer(config, material.prompts.template, material.run.model)
+    player.start(loop, cleanup)
+    return player
+
+
 def check_fits(run: LearnerRun, prompts: Prompts, member: Member) -> None:
     """Raise ConfigError or DataError when the run asks for what the server does not have, ServerLost if it is not there."""
     welcome = member.welcome
@@ -305,7 +316,7 @@ def check_fits(run: LearnerRun, prompts: Prompts, member: Member) -> None:
 def open_player(material: Material, cleanup: ExitStack) -> Player | None:
     """None where completions are all there is. Raises ConfigError."""
     config = material.run.learner
-    if not config.environment.is_used:
+    if not config.environment.is_used or config.environment.has_agent:
         return None
     environments = Environments(config.environment, takes_text=not material.prompts.are_conversations)
     cleanup.callback(environments.close)

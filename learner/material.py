@@ -46,5 +46,6 @@ class Material:
     @cached_property
     def prompts(self) -> Prompts:
         environment = self.run.learner.environment
-        tools = partial(tools_of, environment) if environment.is_used else list
+        has_tools = environment.is_used and not environment.has_agent  # an agent tells the policy of its own
+        tools = partial(tools_of, environment) if has_tools else list
         return Prompts(self.run.learner.data, self.tokenizer, self.run.seed, tools)

@@ -26,7 +26,7 @@ FORBIDDEN = {
     "inference_server": {"learner", "deploy", "accelerate"},
 }
 ORDER = (  # of the learner's rooms and top files: each may import those before it, and no other
-    "config", "prompts", "servers", "algorithm", "forward", "policy", "environments", "material", "rewards", "rollouts", "training", "storage",
+    "config", "prompts", "servers", "algorithm", "forward", "policy", "environments", "gateway", "material", "rewards", "rollouts", "training", "storage",
     "evaluation", "report", "leader", "checkup", "train", "starter", "__main__",
 )  # fmt: skip
 INDEPENDENT = {"prompts", "servers", "algorithm", "forward"}

@@ -66,8 +66,10 @@ def _refuse_rewards(config: "LearnerConfig") -> None:
         "not at sampling.max_tokens; unset it",
     )
     require(
-        config.environment.factory is not None or "environment_reward" not in config.reward.functions,
-        'reward.functions has "environment_reward", which environments give; set environment.factory',
+        config.environment.factory is not None
+        or config.environment.has_agent
+        or "environment_reward" not in config.reward.functions,
+        'reward.functions has "environment_reward", which environments and agents give; set environment.factory, agent or command',
     )
     name = config.curriculum.reward
     require(

@@ -15,6 +15,19 @@ class EnvironmentConfig(Section):
     one, which gets the text of each turn and returns the text that follows it."""
     tools: tuple[str, ...] = ()
     """Functions that the policy may call beside the methods, likewise named; for prompts that are conversations."""
+    agent: str | None = None
+    """A program that owns its loop: `module:function`, or `path/to/file.py:function`. It is called with the row and asks an OpenAI
+    endpoint of the learner, `async def run(data, *, base_url, api_key, http_client, **extra)`; it returns the reward, or None."""
+    command: str | None = None
+    """The same as a command line of the shell, run once for each episode with OPENAI_BASE_URL and OPENAI_API_KEY, and the row as JSON in
+    SLIPSTREAM_ROW. The last line that it prints is the reward, if it is a number."""
+    python: MayChange[str | None] = None
+    """The interpreter that the agent runs in, such as `envs/x/.venv/bin/python`; it needs nothing of Slipstream. Unset: the learner's."""
+    gateway_host: MayChange[str] = "127.0.0.1"
+    """The address that agents find the endpoint at. Others than this machine's own are for agents in containers: their requests travel
+    unencrypted, and only their keys keep others out."""
+    gateway_port: MayChange[int] = 0
+    """0: any that is free."""
     max_turns: int = 8
     """Of an episode; sampling.max_tokens is a turn's."""
     max_episode_tokens: int | None = None
@@ -29,20 +42,29 @@ class EnvironmentConfig(Section):
     @property
     def is_used(self) -> bool:
         """Unless it is, a completion is all there is."""
-        return self.factory is not None or bool(self.tools)
+        return self.factory is not None or bool(self.tools) or self.has_agent
+
+    @property
+    def has_agent(self) -> bool:
+        """The episodes are played by programs that ask the gateway."""
+        return self.agent is not None or self.command is not None
 
     @property
     def named(self) -> str:
         """What the config names, for messages."""
-        keys = {"factory": self.factory, "tools": list(self.tools)}
+        keys = {"factory": self.factory, "tools": list(self.tools), "agent": self.agent, "command": self.command}
         return ", ".join(f"learner.environment.{key} = {value!r}" for key, value in keys.items() if value)
 
     def lacking(self) -> dict[str, str]:
-        if self.is_used:
-            return {}
-        return dict.fromkeys(
-            ("max_turns", "max_episode_tokens", "timeout_s", "episode_deadline_s", "max_concurrent"), "factory"
-        )
+        lacking = {} if self.agent is not None else {"python": "agent"}
+        if not self.has_agent:
+            lacking |= dict.fromkeys(("gateway_host", "gateway_port"), "agent or command")
+        if not self.is_used:
+            limits = ("max_turns", "max_episode_tokens", "episode_deadline_s", "max_concurrent")
+            lacking |= dict.fromkeys(limits, "factory, agent or command")
+        if not self.is_used or self.has_agent:
+            lacking["timeout_s"] = "factory or tools"
+        return lacking
 
     def check(self) -> None:
         for name in ("max_turns", "max_episode_tokens", "max_concurrent"):
@@ -50,3 +72,19 @@ class EnvironmentConfig(Section):
             require(value is None or value >= 1, f"{name} = {value} must be at least 1")
         for name in ("timeout_s", "episode_deadline_s"):
             require(0 < getattr(self, name) < math.inf, f"{name} = {getattr(self, name)} must be above 0 and finite")
+        for name in ("agent", "command", "python"):
+            require(getattr(self, name) != "", f"{name} is empty; leave it out, or name one")
+        require(
+            self.agent is None or ":" in self.agent,
+            f"agent = {self.agent!r}: expected module:function, or file.py:function",
+        )
+        require(0 <= self.gateway_port <= 65535, f"gateway_port = {self.gateway_port} must lie between 0 and 65535")
+        require(
+            self.gateway_host not in ("", "0.0.0.0", "::"),
+            f"gateway_host = {self.gateway_host!r} is no address that an agent can ask; name the one it finds this machine at",
+        )
+        players = [key for key in ("factory", "tools", "agent", "command") if getattr(self, key)]
+        require(
+            not self.has_agent or len(players) == 1,
+            f"{' and '.join(players)} are set: an agent owns its loop and brings its own tools, and a command is an agent; keep one",
+        )

@@ -43,6 +43,8 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Of the episode's first turn; empty in it."""
     stays_at: str
     """The endpoint of the server that gave the turn before, which has its keys and values."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the turn beside those of the run."""
 
 
 class Sampled(msgspec.Struct, frozen=True, eq=False):

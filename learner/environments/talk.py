@@ -94,26 +94,33 @@ class ChatTalk:
             {"role": "tool", "name": call.name, "content": one.text}
             for call, one in zip(self._calls, said, strict=False)
         ]
-        before = self._template.token_ids(self._messages, opens_turn=False)
+        heard = continued(self._template, self._messages, answers, self._last_token)
         self._messages += answers
-        after = self._template.token_ids(self._messages)
-        end = self._end_of_turn(before)
-        if after[:end] != before[:end]:
-            return Heard(after, begins_branch=True)
-        return Heard(after[end:])
+        return heard
 
-    def _end_of_turn(self, token_ids: list[int]) -> int:
-        """Up to where the recorded tokens reach in those that the template makes of them.
 
-        A turn that ended with a token such as <|im_end|> has it; one that ended otherwise, at a text that stops it, gets it now.
-        """
-        tokenizer = self._template.tokenizer
-        has_ended = self._last_token in tokenizer.all_special_ids
-        end_token = self._last_token if has_ended else tokenizer.eos_token_id
-        for place in range(len(token_ids) - 1, -1, -1):
-            if token_ids[place] == end_token:
-                return place + has_ended
-        return len(token_ids)
+def continued(template: ChatTemplate, said: Sequence[Message], new: Sequence[Message], last_token: int) -> Heard:
+    """What stands before the next turn, behind a recorded one that ended with `last_token`. Raises DataError."""
+    before = template.token_ids(said, opens_turn=False)
+    after = template.token_ids([*said, *new])
+    end = _end_of_turn(template, before, last_token)
+    if after[:end] != before[:end]:
+        return Heard(after, begins_branch=True)
+    return Heard(after[end:])
+
+
+def _end_of_turn(template: ChatTemplate, token_ids: list[int], last_token: int) -> int:
+    """Up to where the recorded tokens reach in those that the template makes of them.
+
+    A turn that ended with a token such as <|im_end|> has it; one that ended otherwise, at a text that stops it, gets it now.
+    """
+    tokenizer = template.tokenizer
+    has_ended = last_token in tokenizer.all_special_ids
+    end_token = last_token if has_ended else tokenizer.eos_token_id
+    for place in range(len(token_ids) - 1, -1, -1):
+        if token_ids[place] == end_token:
+            return place + has_ended
+    return len(token_ids)
 
 
 def _joined(content: object, text: str) -> object:

@@ -89,7 +89,7 @@ class TurnRequest(Owed, kw_only=True, eq=False):
         return Generate(
             group_id=self.group_id,
             prompt_token_ids=self.turn.token_ids,
-            sampling=_sampling(run.learner.sampling, 1, self.turn.max_tokens, seed),
+            sampling=_sampling(run.learner.sampling, 1, self.turn.max_tokens, seed, self.turn.stop),
             deadline_s=run.learner.group_deadline_s,
             salt=self.turn.salt,
         )
@@ -101,7 +101,9 @@ def seed_of(run: LearnerRun, slot: int) -> int | None:
     return (run.seed * 1_000_003 + slot * config.num_completions) % 2**31 if config.seeded else None
 
 
-def _sampling(config: SamplingConfig, num_completions: int, max_tokens: int, seed: int | None) -> Sampling:
+def _sampling(
+    config: SamplingConfig, num_completions: int, max_tokens: int, seed: int | None, stop: tuple[str, ...] = ()
+) -> Sampling:
     return Sampling(
         num_completions=num_completions,
         max_tokens=max_tokens,
@@ -109,7 +111,7 @@ def _sampling(config: SamplingConfig, num_completions: int, max_tokens: int, see
         top_p=config.top_p,
         top_k=config.top_k,
         seed=seed,
-        stop=config.stop,
+        stop=(*config.stop, *stop),
     )
 
 

@@ -23,7 +23,6 @@ import time
 
 from learner.config import LearnerRun
 from learner.environments.episode import AnyGroup, episodes_of
-from learner.environments.player import Player
 from learner.rewards.scoring import Scorer
 from learner.rollouts.asking import Asking
 from learner.rollouts.ledger import Ledger
@@ -31,7 +30,7 @@ from learner.rollouts.outstanding import Outstanding
 from learner.rollouts.queue import GroupQueue, Scored
 from learner.rollouts.request import Request, survivors
 from learner.rollouts.scored_group import ScoredGroup, keep, recalled, received, scored_group
-from learner.rollouts.turns import Turns
+from learner.rollouts.turns import Plays, Turns
 from learner.rollouts.waits import IN_WORDS
 from learner.servers.fleet import Fleet
 from learner.servers.member import Member
@@ -64,7 +63,7 @@ class Rollouts:
 
     # --- the main thread's side ----------------------------------------------------------------------------------
 
-    def start(self, version: int, player: Player | None = None) -> None:
+    def start(self, version: int, player: Plays | None = None) -> None:
         """Take up every group where the ledger has it (a new run has none) and greet the servers. A player plays the groups."""
         self._version = version
         if player is not None:

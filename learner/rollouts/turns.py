@@ -10,9 +10,11 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from learner.environments.episode import PlayedGroup
-from learner.environments.player import Asked, Player, Sampled
+from learner.environments.player import Ask, Asked, Sampled
+from learner.prompts.prompts import Prompt
 from learner.rollouts.asking import Asking
 from learner.rollouts.request import Request, TurnRequest, check_completions
 from learner.servers.member import Member
@@ -22,10 +24,16 @@ from protocol.messages import Group, GroupFailed
 log = logging.getLogger(__name__)
 
 
+class Plays(Protocol):
+    """Whoever plays the episodes of a prompt: the environments' player, or that of agents."""
+
+    async def play(self, group_id: str, prompt: Prompt, ask: Ask, max_tokens: int) -> PlayedGroup: ...
+
+
 class Turns:
     """Of one run, in its event loop."""
 
-    def __init__(self, asking: Asking, player: Player, on_played: Callable[[PlayedGroup], None]) -> None:
+    def __init__(self, asking: Asking, player: Plays, on_played: Callable[[PlayedGroup], None]) -> None:
         self._run, self._fleet, self._asking, self._player = asking.run, asking.fleet, asking, player
         self._on_played = on_played
         self._life = uuid.uuid4().hex[:8]
@@ -48,7 +56,8 @@ class Turns:
             return True  # it is sent again after the next push, or another server has it
         turn.answered_by = member.endpoint
         self._asking.settle(turn.group_id)
-        turn.answer.set_result(message)
+        if not turn.answer.done():  # whoever asked may have gone
+            turn.answer.set_result(message)
         return True
 
     async def _play(self, request: Request) -> None:

@@ -1,0 +1,50 @@
+"""Tasks of reasoning-gym: `python reasoning_gym_tasks.py TASK…` writes rows, `run` has one answered and scores the answer.
+
+Runs where reasoning-gym is installed (`learner.environment.python`) and needs nothing beside it.
+"""
+
+import argparse
+import json
+import urllib.request
+from typing import Any
+
+import reasoning_gym
+from reasoning_gym.utils import SYSTEM_PROMPTS, extract_answer
+
+
+def run(data: dict[str, Any], *, base_url: str, api_key: str, **extra: Any) -> float:
+    """One question; reasoning-gym says what the answer is worth, from 0 to 1."""
+    request = urllib.request.Request(
+        f"{base_url}/chat/completions",
+        json.dumps({"messages": data["prompt"]}).encode(),
+        {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request) as reply:  # the learner kills what takes too long
+        said = json.load(reply)["choices"][0]["message"]["content"]
+    entry = data["entry"]
+    score = reasoning_gym.get_score_answer_fn(entry["metadata"]["source_dataset"])
+    return score(answer=extract_answer(said or ""), entry=entry)
+
+
+def rows(task: str, size: int, seed: int) -> Any:
+    for entry in reasoning_gym.create_dataset(task, size=size, seed=seed):
+        prompt = [
+            {"role": "system", "content": SYSTEM_PROMPTS["default"]},
+            {"role": "user", "content": entry["question"]},
+        ]
+        yield {"prompt": prompt, "entry": entry}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write rows of reasoning-gym's tasks, a JSON object a line.")
+    parser.add_argument("tasks", nargs="+", help="such as chain_sum, basic_arithmetic, spell_backward")
+    parser.add_argument("--size", type=int, default=1000, help="rows of each task")
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    for task in asked.tasks:
+        for row in rows(task, asked.size, asked.seed):
+            print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Environments of verifiers (0.4 and later): `python verifiers_tasksets.py TASKSET` writes rows, `run` has one played and scored by it.
+
+Runs where verifiers and the taskset are installed (`learner.environment.python`). verifiers starts the program that talks to the policy in
+an environment that `uv` makes, so that must be there too (`pip install uv`).
+"""
+
+import argparse
+import itertools
+import json
+import os
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import verifiers.v1 as vf
+from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+
+KEY = "OPENAI_API_KEY"
+HARNESS = "null"
+"""verifiers' plain chat loop with the tools of the task."""
+
+
+async def run(data: dict[str, Any], *, base_url: str, api_key: str, **extra: Any) -> float:
+    """The mean reward of all that the policy played in it."""
+    os.environ[KEY] = api_key  # verifiers reads it there, and this process plays one episode at a time
+    environment = environment_of(data["taskset"])
+    context = vf.ModelContext(model="policy", client=vf.EvalClientConfig(base_url=base_url, api_key_var=KEY))
+    async with environment.serving():
+        episode = await environment.run_episode(task_at(data["taskset"], data["number"]), context)
+    if not episode.ok:
+        raise RuntimeError(f"verifiers: {[*episode.errors, *(trace.errors for trace in episode.traces)]}")
+    return sum(trace.reward for trace in episode.traces) / len(episode.traces)
+
+
+@cache
+def environment_of(taskset: str) -> Any:
+    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # where uv is
+    return load_environment(resolve_env_config({"taskset": {"id": taskset}, "agent": {"harness": {"id": HARNESS}}}))
+
+
+@cache
+def task_at(taskset: str, number: int) -> Any:
+    return next(iter(environment_of(taskset).taskset.include(idx=[f"{number}:{number + 1}"])))
+
+
+def rows(taskset: str, size: int) -> Iterator[dict[str, Any]]:
+    """`prompt` is for people, and for the order of the run; verifiers asks in its own words."""
+    for number, task in enumerate(itertools.islice(environment_of(taskset).taskset, size)):
+        prompt = task.data.prompt
+        text = prompt if isinstance(prompt, str) else json.dumps(prompt, default=lambda message: message.model_dump())
+        yield {"prompt": [{"role": "user", "content": text}], "taskset": taskset, "number": number}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write rows of a taskset of verifiers, a JSON object a line.")
+    parser.add_argument("taskset", help="the id of an installed taskset")
+    parser.add_argument("--size", type=int, default=1000, help="at most so many rows")
+    asked = parser.parse_args()
+    for row in rows(asked.taskset, asked.size):
+        print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()

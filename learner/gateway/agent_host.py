@@ -1,0 +1,153 @@
+"""The process of an agent, in an interpreter that may know nothing of Slipstream: the standard library is all it imports of itself.
+
+    agent_host.py FD agent|command SPEC        an order, a line of JSON on the socket FD ─▶ one episode ─▶ its reward, or what was wrong
+
+agent_process.py is the other end. Invariant: it ends with the learner, in the midst of an episode too, and takes along what it has started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import json
+import math
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+
+def main(fd: str, kind: str, spec: str) -> None:
+    """Serve one episode after the other; `agent_process.py` has made this process the leader of its group."""
+    channel = socket.socket(fileno=int(fd))
+    os.set_inheritable(channel.fileno(), False)  # else what the agent starts would hold it open
+    sys.path[0] = os.getcwd()  # not the folder of this file
+    orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=read_orders, args=(channel, orders), daemon=True).start()
+    try:
+        run = load(spec) if kind == "agent" else command_of(spec)
+    except (Exception, SystemExit) as error:
+        say(channel, problem=f"importing it failed with {describe(error)}")
+        return
+    say(channel, reward=None)
+    while True:
+        say(channel, **outcome(run, orders.get()))
+
+
+def read_orders(channel: socket.socket, orders: queue.SimpleQueue[Any]) -> None:
+    for line in channel.makefile("rb"):
+        orders.put(json.loads(line))
+    os.killpg(0, signal.SIGKILL)  # the learner is gone
+
+
+def say(channel: socket.socket, **answer: Any) -> None:
+    channel.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def load(spec: str) -> Callable[..., Any]:
+    """What `learner.environment.agent` names."""
+    module_name, _, name = spec.rpartition(":")
+    if module_name.endswith(".py"):
+        module_spec = importlib.util.spec_from_file_location("agent_of_the_run", os.path.expanduser(module_name))
+        assert module_spec is not None and module_spec.loader is not None
+        module = importlib.util.module_from_spec(module_spec)
+        sys.modules[module_spec.name] = module
+        module_spec.loader.exec_module(module)
+    else:
+        module = importlib.import_module(module_name)
+    run = getattr(module, name, None)
+    if not callable(run):
+        raise TypeError(f"{module_name} holds no function {name!r}; define it there")
+    return run
+
+
+def outcome(run: Callable[..., Any], order: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return {"reward": checked(asyncio.run(play(run, order)))}
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        return {"problem": f"raised {describe(error)}"}
+
+
+async def play(run: Callable[..., Any], order: dict[str, Any]) -> Any:
+    async with http_client() as client:
+        reward = run(order["row"], base_url=order["base_url"], api_key=order["api_key"], http_client=client)
+        return await reward if inspect.isawaitable(reward) else reward
+
+
+def http_client() -> Any:
+    """httpx's, else that of aiohttp, else None: whichever this interpreter has. The learner's deadline is the only one."""
+    with contextlib.suppress(ImportError):
+        import httpx
+
+        return httpx.AsyncClient(timeout=None)
+    with contextlib.suppress(ImportError):
+        import aiohttp
+
+        return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
+    return contextlib.nullcontext()
+
+
+def checked(reward: Any) -> float | dict[str, float] | None:
+    """The reward as JSON knows it: a number, by completion, or None."""
+    if reward is None:
+        return None
+    if isinstance(reward, dict):
+        return {str(name): number(value) for name, value in reward.items()}
+    return number(reward)
+
+
+def number(value: Any) -> float:
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__") or not math.isfinite(float(value)):
+        raise TypeError(
+            f"the agent returned {value!r:.120}, expected a finite number, numbers by completion id, or None"
+        )
+    return float(value)
+
+
+def command_of(command: str) -> Callable[..., Any]:
+    """A command line as an agent."""
+
+    def run(row: Any, *, base_url: str, api_key: str, http_client: Any) -> Any:
+        of_episode = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "SLIPSTREAM_ROW": json.dumps(row)}
+        with tempfile.TemporaryFile() as printed:  # no pipe, which what it leaves running would hold open
+            code = subprocess.call(
+                command, shell=True, stdin=subprocess.DEVNULL, stdout=printed, env={**os.environ, **of_episode}
+            )
+            printed.seek(0)
+            text = printed.read().decode(errors="replace")
+        if code:
+            raise RuntimeError(f"the command ended with exit code {code}")
+        return last_line(text)
+
+    return run
+
+
+def last_line(printed: str) -> Any:
+    """A reward, if it is one; other words are for people."""
+    lines = printed.split("\n") if (printed := printed.strip()) else [""]
+    try:
+        value = json.loads(lines[-1])
+    except ValueError:
+        return None
+    return value if isinstance(value, (int, float, dict)) and not isinstance(value, bool) else None
+
+
+def describe(error: BaseException) -> str:
+    """In one line, with the place it was raised at."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {str(error)[:300]!r}{where}"
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,91 @@
+"""Plays the episodes of agents: each in a process, with a session of its own at the gateway.
+
+    prompt ─▶ (session opened ─▶ the agent runs, and asks the gateway as it likes ─▶ its reward, or why there is none)* ─▶ PlayedGroup
+
+What environments/player.py is for environments; between the rollouts and the gateway. Invariant: every episode ends, in one of the states of
+environments/episode.py, at learner.environment.episode_deadline_s at the latest, and with it its session.
+"""
+
+import asyncio
+import logging
+from contextlib import ExitStack
+
+from learner.config import LearnerConfig
+from learner.environments.episode import REWARDED, PlayedGroup
+from learner.environments.player import Ask
+from learner.environments.process import STARTUP_TIMEOUT_S, Trouble
+from learner.gateway.agent_process import Order, Rewarded
+from learner.gateway.agents import Agents
+from learner.gateway.gateway import Gateway
+from learner.gateway.session import Session
+from learner.prompts.chat_template import ChatTemplate
+from learner.prompts.prompts import Prompt
+from learner.servers.loop_thread import LoopThread
+
+log = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 10.0
+
+
+class AgentPlayer:
+    """Of one run, in its event loop."""
+
+    def __init__(self, config: LearnerConfig, template: ChatTemplate, model: str) -> None:
+        self._config = config
+        self._agents = Agents(config.environment)
+        self._gateway = Gateway(config, template, model)
+
+    def start(self, loop: LoopThread, cleanup: ExitStack) -> None:
+        """Open the gateway, and see whether an agent can be started. Raises ConfigError."""
+        cleanup.callback(lambda: loop.call(self._close(), CLOSE_TIMEOUT_S))
+        loop.call(self._gateway.start(), CLOSE_TIMEOUT_S)
+        loop.call(self._agents.check(), STARTUP_TIMEOUT_S + CLOSE_TIMEOUT_S)
+        log.info("agents find their endpoint at %s", self._gateway.base_url)
+
+    async def play(self, group_id: str, prompt: Prompt, ask: Ask, max_tokens: int) -> PlayedGroup:
+        """Play the group of a prompt; episodes in which the policy said nothing are left out."""
+        numbers = range(self._config.sampling.num_completions)
+        played = await asyncio.gather(*(self._episode(prompt, number, ask, max_tokens) for number in numbers))
+        entered = [session.entered_version for session in played if session.entered_version is not None]
+        episodes = [session.episode for session in played]
+        for episode in episodes:
+            if episode.course.state not in REWARDED:
+                log.warning("an episode of group %s ended as %s", group_id, episode.course.state)
+        return PlayedGroup(
+            group_id=group_id,
+            entered_version=min(entered, default=0),
+            episodes=[episode for episode in episodes if episode.branches],
+        )
+
+    async def _episode(self, prompt: Prompt, number: int, ask: Ask, max_tokens: int) -> Session:
+        async with self._agents.seat() as agent:
+            session = Session(self._config, prompt, number, ask, max_tokens)
+            with self._gateway.opened(session) as key:
+                order = Order({"prompt": prompt.prompt, **prompt.columns}, self._gateway.base_url, key)
+                outcome = await agent.play(order, self._config.environment.episode_deadline_s)
+                if self._agents.is_closed:
+                    raise asyncio.CancelledError  # the run ends, and the episode with it
+                worth = _worth(outcome, session)
+                if isinstance(worth, Trouble):
+                    log.warning("the agent of prompt %d %s", prompt.prompt_id, worth.problem)
+                session.end(worth)
+        return session
+
+    async def _close(self) -> None:
+        self._agents.close()
+        await self._gateway.close()
+
+
+def _worth(outcome: Rewarded | Trouble, session: Session) -> float | Trouble | None:
+    """One reward of the episode: rewards by completion are averaged, for its branches share an advantage."""
+    if isinstance(outcome, Trouble):
+        return outcome
+    if not isinstance(outcome.reward, dict):
+        return outcome.reward
+    by_id = outcome.reward
+    unknown = [name for name in by_id if name.rpartition("-")[2] not in session.turn_ids]
+    if unknown:
+        return Trouble(
+            "failed", f"returned a reward for {unknown[0]!r}, which is no id of a completion that it was given"
+        )
+    return sum(by_id.values()) / len(by_id) if by_id else None

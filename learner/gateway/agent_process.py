@@ -1,0 +1,154 @@
+"""The learner's end of one agent's process: started, given episodes, killed. agent_host.py is what runs in it.
+
+Invariant: whatever the agent does and whoever kills its process, a call comes back at its deadline, and what did not come back is killed.
+It shares nothing with the learner but a socket, so it may run in any interpreter.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from learner.config import EnvironmentConfig
+from learner.environments.process import EXIT_WAIT_S, STARTUP_TIMEOUT_S, Trouble
+
+HOST = Path(__file__).with_name("agent_host.py")
+MAX_ANSWER_BYTES = 16 << 20
+
+
+class Rewarded(msgspec.Struct, frozen=True):
+    """What the agent makes of its episode; by completion id if it likes, or None."""
+
+    reward: float | dict[str, float] | None
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """As agent_host.py writes it."""
+
+    reward: float | dict[str, float] | None = None
+    problem: str | None = None
+
+
+class Order(msgspec.Struct, frozen=True):
+    """An episode."""
+
+    row: dict[str, Any]
+    base_url: str
+    api_key: str
+
+
+class AgentProcess:
+    """In the learner's event loop."""
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        """Start it. Raises OSError where there is no such interpreter."""
+        kind = "command" if config.command is not None else "agent"
+        self._is_kept = kind == "agent"  # what a command leaves behind ends with its process
+        self._is_killed = False
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    [config.python or sys.executable, str(HOST), str(theirs.fileno()), kind, config.command or config.agent or ""],
+                    pass_fds=[theirs.fileno()], start_new_session=True, env=without_proxy(config.gateway_host), stdin=subprocess.DEVNULL,
+                )  # fmt: skip
+            except OSError:
+                self._socket.close()
+                raise
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    @property
+    def is_usable(self) -> bool:
+        """For another episode."""
+        return not self._is_killed and self._process.poll() is None
+
+    async def load(self) -> Trouble | None:
+        """Wait until the agent is there."""
+        if self._streams is not None:
+            return None
+        self._streams = await asyncio.open_connection(sock=self._socket, limit=MAX_ANSWER_BYTES)
+        answer = await self._answer(
+            STARTUP_TIMEOUT_S, "which importing it took; move slow work out of the module's top level"
+        )
+        if isinstance(answer, Trouble):
+            self.kill()
+            return answer
+        return None
+
+    async def play(self, order: Order, deadline_s: float) -> Rewarded | Trouble:
+        """One episode, from its beginning to what the agent returns."""
+        trouble = await self.load()
+        if trouble is not None:
+            return trouble
+        assert self._streams is not None
+        self._streams[1].write(msgspec.json.encode(order, enc_hook=_plain) + b"\n")
+        answer = await self._answer(deadline_s, "the most of an episode (learner.environment.episode_deadline_s)")
+        if not self._is_kept:
+            self.kill()
+        return answer
+
+    def kill(self) -> None:
+        """End it now, and what it has started."""
+        if self._is_killed:  # its number may be another's by now
+            return
+        self._is_killed = True
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it is gone already
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(EXIT_WAIT_S)
+
+    def close(self) -> None:
+        """Kill it and let go of its socket; in the loop."""
+        self.kill()
+        if self._streams is None:
+            self._socket.close()
+        else:
+            self._streams[1].close()
+
+    async def _answer(self, timeout_s: float, limit: str) -> Rewarded | Trouble:
+        assert self._streams is not None
+        try:
+            async with asyncio.timeout(timeout_s):
+                line = await self._streams[0].readline()
+        except TimeoutError:
+            self.kill()
+            return Trouble("timed_out", f"did not return within {timeout_s:g} s, {limit}")
+        except (OSError, ValueError):  # a reset, or more than MAX_ANSWER_BYTES
+            line = b""
+        if not line:
+            return self._ended()
+        try:
+            answer = msgspec.json.decode(line, type=Answer)
+        except msgspec.DecodeError as error:
+            self.kill()
+            return Trouble("failed", f"wrote into its process's socket what is no answer ({error})")
+        return Rewarded(answer.reward) if answer.problem is None else Trouble("failed", answer.problem)
+
+    def _ended(self) -> Trouble:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(EXIT_WAIT_S)
+        code = self._process.poll()
+        self.kill()
+        if code is not None and code < 0:
+            return Trouble("killed", f"lost its process to signal {-code} ({signal.strsignal(-code)})")
+        how = "closed the socket of its process" if code is None else f"ended its process with exit code {code}"
+        return Trouble("failed", how)
+
+
+def without_proxy(host: str) -> dict[str, str]:
+    """The learner's environment; nobody goes through a proxy to the gateway."""
+    known = os.environ.get("NO_PROXY") or os.environ.get("no_proxy") or ""
+    exempt = f"{known},{host}" if known else host
+    return {**os.environ, "NO_PROXY": exempt, "no_proxy": exempt}
+
+
+def _plain(value: Any) -> Any:
+    """A column's value that JSON does not know."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)

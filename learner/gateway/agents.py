@@ -1,0 +1,79 @@
+"""The processes of the agents that play at once. Between agent_player.py and agent_process.py, as environments/pool.py is for environments.
+
+Invariant: a process plays one episode at a time, and one that has ended costs its own episode alone.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from learner.config import EnvironmentConfig
+from learner.environments.process import Trouble
+from learner.gateway.agent_process import AgentProcess
+from protocol.errors import ConfigError
+
+
+class Agents:
+    """Of one run, in its event loop."""
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        self._config = config
+        self._free: list[AgentProcess] = []
+        self._all: set[AgentProcess] = set()
+        self._room = asyncio.Semaphore(config.max_concurrent)
+        self.is_closed = False
+
+    async def check(self) -> None:
+        """Start one, to see whether it can be done. Raises ConfigError."""
+        try:
+            process = self._start()
+        except OSError as error:
+            raise ConfigError(
+                f"learner.environment.python = {self._config.python!r} cannot be started: {error}; name an interpreter"
+            ) from error
+        trouble = await process.load()
+        if isinstance(trouble, Trouble):
+            raise ConfigError(f"{self._config.named}: {trouble.problem}")
+        self._free.append(process)
+
+    @asynccontextmanager
+    async def seat(self) -> AsyncIterator[AgentProcess]:
+        """A process for the time of one episode; whoever waited longest is next."""
+        async with self._room:
+            process = self._take() or self._start()
+            try:
+                yield process
+            finally:
+                self._give_back(process)
+
+    def close(self) -> None:
+        """Kill all, whatever they do; episodes that wait for them are no more."""
+        self.is_closed = True
+        for process in self._all:
+            process.close()
+
+    def _take(self) -> AgentProcess | None:
+        """One that is free; what was killed while it waited is forgotten."""
+        while self._free:
+            process = self._free.pop()
+            if process.is_usable:
+                return process
+            self._forget(process)
+        return None
+
+    def _start(self) -> AgentProcess:
+        if self.is_closed:
+            raise asyncio.CancelledError  # the run ends, and the episode with it
+        process = AgentProcess(self._config)
+        self._all.add(process)
+        return process
+
+    def _give_back(self, process: AgentProcess) -> None:
+        if process.is_usable:
+            self._free.append(process)
+        else:
+            self._forget(process)
+
+    def _forget(self, process: AgentProcess) -> None:
+        process.close()
+        self._all.discard(process)

@@ -1,0 +1,184 @@
+"""The endpoint itself: /v1/chat/completions, /v1/completions and /v1/models over HTTP; the API key says whose episode it is.
+
+    agent ─▶ key ─▶ Session ─▶ tokens (places.py) ─▶ turn ─▶ text, calls ─▶ recorded ─▶ reply, whole or streamed ─▶ agent
+
+In the learner's event loop. Invariant: what an agent was given is recorded before it is sent, and what it no longer waits for is not; no
+key is good for longer than its episode.
+"""
+
+import json
+import secrets
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from learner.config import LearnerConfig
+from learner.environments.answer import Unreadable, calls_of, read_answer
+from learner.gateway.messages import REASONING, read_messages, spoken
+from learner.gateway.refusal import NO_RETRY, Refused, episode_over, unknown_key
+from learner.gateway.reply import Reply, chat_reply, events, text_reply
+from learner.gateway.request import Body, ChatBody, TextBody, cut_at, max_tokens_of, read_body, stops_of
+from learner.gateway.session import Session, Turn
+from learner.prompts.chat_template import ChatTemplate, Message
+from protocol.errors import ConfigError, DataError
+
+MAX_BODY_BYTES = 64 << 20
+MAX_ENDED = 65536
+"""Keys of ended episodes that are told so."""
+SHUTDOWN_TIMEOUT_S = 1.0
+
+
+class Gateway:
+    """Of one run; made anywhere, used in the event loop."""
+
+    def __init__(self, config: LearnerConfig, template: ChatTemplate, model: str) -> None:
+        self._config, self._template, self._model = config, template, model
+        self._sessions: dict[str, Session] = {}
+        self._ended: OrderedDict[str, str] = OrderedDict()
+        self.base_url = ""
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[refusals])
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/completions", self._text)
+        app.router.add_get("/v1/models", self._models)
+        self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
+
+    async def start(self) -> None:
+        """Raises ConfigError."""
+        host, port = self._config.environment.gateway_host, self._config.environment.gateway_port
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, host, port).start()
+        except OSError as error:
+            raise ConfigError(
+                f"learner.environment.gateway_host = {host!r}, gateway_port = {port}: {error}; name an address of this machine and a port "
+                "that is free, or 0"
+            ) from error
+        self.base_url = f"http://{f'[{host}]' if ':' in host else host}:{self._runner.addresses[0][1]}/v1"
+
+    async def close(self) -> None:
+        await self._runner.cleanup()
+
+    @contextmanager
+    def opened(self, session: Session) -> Iterator[str]:
+        """The key of an episode, for as long as it goes on."""
+        key = secrets.token_urlsafe(32)
+        self._sessions[key] = session
+        try:
+            yield key
+        finally:
+            del self._sessions[key]
+            self._ended[key] = session.state or "aborted"
+            if len(self._ended) > MAX_ENDED:
+                self._ended.popitem(last=False)
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        session, sampling = self._session_of(request), self._config.sampling
+        body = read_body(ChatBody, await request.read(), sampling)
+        template = self._template_of(body)
+        stops = stops_of(body, sampling)
+        messages, prompt = session.places.of_chat(template, read_messages(body.messages))
+        turn = await session.turn(prompt, max_tokens_of(body, sampling), stops)
+        said = self._read(template, turn, stops)
+        check_is_heard(request)
+        session.record(turn)
+        session.num_calls += len(said.get("tool_calls", ()))
+        session.places.add_chat(template, [*messages, said], [*turn.prompt, *turn.token_ids])
+        return await answered(request, chat_reply(turn, said, body, self._model, template), body)
+
+    async def _text(self, request: web.Request) -> web.StreamResponse:
+        session, sampling = self._session_of(request), self._config.sampling
+        body = read_body(TextBody, await request.read(), sampling)
+        stops = stops_of(body, sampling)
+        prompt, before = self._text_prompt(session, body)
+        turn = await session.turn(prompt, max_tokens_of(body, sampling), stops)
+        text = cut_at(self._decoded(turn), stops)
+        check_is_heard(request)
+        session.record(turn)
+        if before is not None:
+            session.places.add_text(before + text, [*turn.prompt, *turn.token_ids])
+        return await answered(request, text_reply(turn, text, body, self._model), body)
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self._session_of(request)
+        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "slipstream"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    def _session_of(self, request: web.Request) -> Session:
+        """Raises Refused."""
+        key = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if key in self._ended:
+            raise episode_over(self._ended[key])
+        if key not in self._sessions:
+            raise unknown_key()
+        return self._sessions[key]
+
+    def _template_of(self, body: ChatBody) -> ChatTemplate:
+        """The run's, with the agent's own tools."""
+        tools = body.tools if body.tools and body.tool_choice != "none" else []
+        arguments = self._template.arguments | (body.chat_template_kwargs or {})
+        return msgspec.structs.replace(self._template, tools=tools, arguments=arguments)
+
+    def _text_prompt(self, session: Session, body: TextBody) -> tuple[list[int], str | None]:
+        """The tokens, and the text if it was one. Raises Refused."""
+        prompt = body.prompt
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+            (prompt,) = prompt
+        if isinstance(prompt, str):
+            return session.places.of_text(self._template, prompt), prompt
+        size = len(self._template.tokenizer)
+        if not all(isinstance(token, int) and 0 <= token < size for token in prompt):
+            raise Refused(f"prompt is neither one text nor one list of tokens from 0 to {size - 1}", parameter="prompt")
+        return prompt, None
+
+    def _read(self, template: ChatTemplate, turn: Turn, stops: tuple[str, ...]) -> Message:
+        """A turn as a message: what cannot be read, was cut off or calls what is not there is the text that it is."""
+        if not turn.is_cut_off:
+            try:
+                message = read_answer(template, turn.prompt, turn.token_ids)
+                calls = calls_of(message)
+            except Unreadable:
+                pass
+            else:
+                if template.tools or not calls:
+                    return spoken(cut_at(message["content"], stops), message.get(REASONING), calls, turn.turn_id)
+        return spoken(cut_at(self._decoded(turn), stops), None, (), turn.turn_id)
+
+    def _decoded(self, turn: Turn) -> str:
+        (text,) = self._template.tokenizer.batch_decode([turn.token_ids], skip_special_tokens=True)
+        return text
+
+
+@web.middleware
+async def refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except DataError as error:
+        refused = Refused(str(error))
+    except web.HTTPException as error:
+        refused = Refused(
+            error.reason, code="not_found" if error.status == 404 else "not_possible", status=error.status
+        )
+    except Refused as error:
+        refused = error
+    return web.json_response(refused.body, status=refused.status, headers=NO_RETRY)
+
+
+def check_is_heard(request: web.Request) -> None:
+    """Raises Refused where the agent has gone: it would act on another answer than the one recorded."""
+    if request.transport is None or request.transport.is_closing():
+        raise Refused("nobody waits for the answer", code="gone", status=499)
+
+
+async def answered(request: web.Request, reply: Reply, body: Body) -> web.StreamResponse:
+    if not body.stream:
+        return web.Response(body=json.dumps(reply), content_type="application/json")
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
+    await response.prepare(request)
+    for event in events(reply, tells_usage=body.tells_usage):
+        await response.write(event)
+    await response.write_eof()
+    return response

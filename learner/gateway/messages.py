@@ -1,0 +1,88 @@
+"""An agent's messages as the chat template wants them, and whether they go on from what was said before.
+
+    messages of a request ─▶ read ─▶ (starts_with: what a turn of ours ended) ─▶ the template         Between request.py and session.py.
+
+Invariant: what an agent changed is another conversation. Only the reasoning may be missing, for OpenAI's clients do not send it back.
+"""
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from learner.environments.host import Call
+from learner.gateway.refusal import Refused
+from learner.prompts.chat_template import Message
+
+REASONING = "reasoning_content"
+
+
+def read_messages(messages: Sequence[dict[str, Any]]) -> list[Message]:
+    """Raises Refused."""
+    if not messages:
+        raise Refused("messages is empty; expected at least one", parameter="messages")
+    read = [_read(message, f"messages[{number}]") for number, message in enumerate(messages)]
+    names = {call["id"]: call["function"]["name"] for one in read for call in one.get("tool_calls", ()) if "id" in call}
+    for message in read:
+        if message["role"] == "tool" and message.get("tool_call_id") in names:
+            message.setdefault("name", names[message["tool_call_id"]])
+    return read
+
+
+def spoken(content: str, reasoning: str | None, calls: Sequence[Call], turn_id: str) -> Message:
+    """A turn of the policy, in the same form."""
+    said: Message = {"role": "assistant", "content": content}
+    if reasoning:
+        said[REASONING] = reasoning
+    if calls:
+        said["tool_calls"] = [
+            {
+                "id": f"call_{turn_id}_{number}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for number, call in enumerate(calls)
+        ]
+    return said
+
+
+def starts_with(messages: Sequence[Message], said: Sequence[Message]) -> bool:
+    return len(messages) >= len(said) and all(map(_is_same, messages, said))
+
+
+def _is_same(message: Message, said: Message) -> bool:
+    return message == {key: value for key, value in said.items() if key != REASONING or key in message}
+
+
+def _read(message: dict[str, Any], where: str) -> Message:
+    if not isinstance(message.get("role"), str):
+        raise Refused(f"{where} has no role; expected one such as 'user'", parameter="messages")
+    read: Message = {"role": message["role"], "content": _text(message.get("content"), where)}
+    for key in ("name", "tool_call_id", REASONING):
+        if message.get(key):
+            read[key] = message[key]
+    if message.get("tool_calls"):
+        read["tool_calls"] = [_call(call, where) for call in message["tool_calls"]]
+    return read
+
+
+def _text(content: Any, where: str) -> str:
+    """Parts that are texts are one text; the policy sees nothing else."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = content if isinstance(content, list) else [content]
+    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+        raise Refused(f"the content of {where} holds what is no text; expected texts alone", parameter="messages")
+    return "".join(part["text"] for part in parts)
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise Refused(f"{where} has a tool call without a function's name", parameter="messages")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        with suppress(ValueError):  # a policy's own mistake, told to it as it is
+            arguments = json.loads(arguments)
+    read = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    return {"id": call["id"], **read} if call.get("id") else read

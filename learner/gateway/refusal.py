@@ -1,0 +1,40 @@
+"""What the gateway does not answer, in OpenAI's form, so that an agent's client raises the error that it knows.
+
+Invariant: nobody is invited to ask again: what is refused would be refused again, and the run itself has already waited for its servers.
+"""
+
+from typing import Any
+
+NO_RETRY = {"x-should-retry": "false"}
+"""OpenAI's clients heed it."""
+
+
+class Refused(Exception):
+    """An answer that is an error."""
+
+    def __init__(
+        self, message: str, *, code: str = "invalid_request", parameter: str | None = None, status: int = 400
+    ) -> None:
+        super().__init__(message)
+        self.status, self._code, self._parameter = status, code, parameter
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = "invalid_request_error" if self.status == 400 else self._code
+        return {"error": {"message": str(self), "type": kind, "param": self._parameter, "code": self._code}}
+
+
+def unknown_key() -> Refused:
+    return Refused(
+        "the API key is that of no episode; expected the one that the agent was given (api_key, or OPENAI_API_KEY), unchanged",
+        code="invalid_api_key",
+        status=401,
+    )
+
+
+def episode_over(state: str) -> Refused:
+    return Refused(
+        f"the episode is over ({state}); what its agent left running can ask nothing more",
+        code="episode_over",
+        status=410,
+    )

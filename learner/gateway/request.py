@@ -1,0 +1,134 @@
+"""What an agent asks, checked: OpenAI's bodies of /v1/chat/completions and /v1/completions.
+
+Invariant: an agent never changes how the run samples, for the learner trains with the logprobs of that distribution: what differs is
+refused, what is the same or absent is not. Keys that change no token are ignored.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from learner.config import SamplingConfig
+from learner.gateway.refusal import Refused
+from protocol.messages import MAX_STOP_LENGTH, MAX_STOPS
+
+
+class Body(msgspec.Struct, kw_only=True):
+    """Of either."""
+
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    logprobs: bool | int | None = None
+    """Of chat completions; the other form has more than the engine tells."""
+    top_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    """vLLM's: tell the tokens."""
+
+    @property
+    def tells_usage(self) -> bool:
+        """In its stream."""
+        return bool((self.stream_options or {}).get("include_usage"))
+
+
+class ChatBody(Body, kw_only=True):
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    response_format: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TextBody(Body, kw_only=True):
+    prompt: str | list[Any]
+
+
+AnyBody = TypeVar("AnyBody", ChatBody, TextBody)
+FIXED: dict[str, Any] = {
+    "n": 1, "best_of": 1, "min_p": 0, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "logit_bias": {},
+    "echo": False, "suffix": "", "top_logprobs": 0, "min_tokens": 0, "ignore_eos": False,
+}  # fmt: skip
+"""What the run never has otherwise."""
+
+
+def read_body(kind: type[AnyBody], content: bytes, sampling: SamplingConfig) -> AnyBody:
+    """Raises Refused."""
+    try:
+        raw = msgspec.json.decode(content, type=dict[str, Any])
+        _refuse_other_sampling(raw, sampling)
+        body = msgspec.convert(raw, kind)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise Refused(
+            f"the body is not what {kind.__name__.removesuffix('Body').lower()} completions take: {error}"
+        ) from error
+    if isinstance(body, ChatBody):
+        _refuse_forced_forms(body)
+    elif body.logprobs not in (None, False):
+        raise Refused("logprobs came, expected none: ask chat completions for them", parameter="logprobs")
+    return body
+
+
+def max_tokens_of(body: Body, sampling: SamplingConfig) -> int:
+    """Of one turn. Raises Refused."""
+    wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    if wanted is not None and wanted < 1:
+        raise Refused(f"max_tokens = {wanted} must be at least 1", parameter="max_tokens")
+    return min(sampling.max_tokens, math.inf if wanted is None else wanted)  # type: ignore[return-value]
+
+
+def stops_of(body: Body, sampling: SamplingConfig) -> tuple[str, ...]:
+    """Texts that end the turn beside the run's. Raises Refused."""
+    wanted = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    more = tuple(dict.fromkeys(text for text in wanted if text not in sampling.stop))
+    if len(more) + len(sampling.stop) > MAX_STOPS or not all(0 < len(text) <= MAX_STOP_LENGTH for text in more):
+        raise Refused(
+            f"stop = {wanted} came; with the {len(sampling.stop)} of the run (learner.sampling.stop) expected at most {MAX_STOPS} "
+            f"texts of 1 to {MAX_STOP_LENGTH} characters",
+            parameter="stop",
+        )
+    return more
+
+
+def cut_at(text: str, stops: Sequence[str]) -> str:
+    """Without the text that ended the turn, as OpenAI has it."""
+    return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
+
+
+def _refuse_other_sampling(raw: dict[str, Any], sampling: SamplingConfig) -> None:
+    of_run = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k")}
+    for name, expected in (of_run | FIXED).items():
+        came = raw.get(name)
+        if came is None or came == expected or (name == "top_k" and expected == 0 and came == -1):
+            continue
+        remedy = f"leave it out, or set learner.sampling.{name}" if name in of_run else "leave it out"
+        raise Refused(
+            f"{name} = {came!r} came, expected {expected!r}: the run samples so, and its learner trains on what it has sampled; {remedy}",
+            code="fixed_by_the_run",
+            parameter=name,
+        )
+    if raw.get("seed") is not None:
+        raise Refused(
+            f"seed = {raw['seed']!r} came, expected none: the episodes of a group would all be one; leave it out, or set "
+            "learner.sampling.seeded for runs that repeat",
+            code="fixed_by_the_run",
+            parameter="seed",
+        )
+
+
+def _refuse_forced_forms(body: ChatBody) -> None:
+    """A grammar would leave tokens out that the learner counts with."""
+    if body.tool_choice not in (None, "auto", "none"):
+        raise Refused(
+            f"tool_choice = {body.tool_choice!r} came, expected 'auto' or 'none': the policy is not forced into calls, it learns them",
+            parameter="tool_choice",
+        )
+    form = (body.response_format or {}).get("type", "text")
+    if form != "text":
+        raise Refused(
+            f"response_format of type {form!r} came, expected 'text': the policy is not forced into a form, it learns it",
+            parameter="response_format",
+        )

@@ -1,0 +1,124 @@
+"""A gateway on a real socket with a scripted policy behind it, and the plain openai client or an agent's process before it, for tests."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager
+from typing import Any
+
+import msgspec
+from openai import AsyncOpenAI
+
+from learner.config import LearnerConfig
+from learner.environments.episode import Episode, PlayedGroup
+from learner.environments.player import Asked, Sampled
+from learner.gateway.agent_player import AgentPlayer
+from learner.gateway.gateway import Gateway
+from learner.gateway.session import Session
+from learner.prompts.chat_template import ChatTemplate
+from learner.prompts.prompts import Prompt
+from learner.servers.loop_thread import LoopThread
+from protocol.messages import Completion, Group
+from tests.learner.environments.chat_tokenizer import END, KEEPING, chat_tokenizer
+from tests.learner.environments.play import completion
+
+PLAY_DEADLINE_S = 240.0
+QUESTION = [{"role": "user", "content": "How much?"}]
+ADD = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"number": {"type": "integer"}}}},
+}
+Script = Callable[[Asked], Completion | None]
+
+
+class Scripted:
+    """Answers what a script says, as a server would; notes what it was asked."""
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+        self.asked: list[Asked] = []
+
+    async def __call__(self, turn: Asked) -> Sampled | None:
+        self.asked.append(turn)
+        answer = self._script(turn)
+        if answer is None:
+            return None
+        group = Group(
+            group_id="g", entered_version=5 - turn.number, completions=[answer], salt=f"salt {turn.episode}",
+            num_cached_tokens=turn.number,
+        )  # fmt: skip
+        return Sampled(group, f"server {turn.number}")
+
+
+class Opened(msgspec.Struct, eq=False):
+    """An episode that goes on."""
+
+    session: Session
+    client: AsyncOpenAI
+    asked: list[Asked]
+    template: ChatTemplate
+
+    async def chat(self, messages: list[Any], **more: Any) -> Any:
+        return await self.client.chat.completions.create(model="any", messages=messages, **more)
+
+    async def complete(self, prompt: Any, **more: Any) -> Any:
+        return await self.client.completions.create(model="any", prompt=prompt, **more)
+
+    def shown(self, number: int) -> str:
+        """The prompt of a turn, as text."""
+        return self.template.tokenizer.decode(self.asked[number].token_ids.tolist())
+
+    def end(self) -> Episode:
+        self.session.end(1.0)
+        return self.session.episode
+
+
+def config_of(sampling: dict[str, Any] | None = None, **environment: Any) -> LearnerConfig:
+    settings = {} if {"agent", "command"} & environment.keys() else {"agent": "none:none"}
+    return msgspec.convert(
+        {
+            "steps": 1, "data": {"task": "guess", "num_prompts": 1}, "reward": {"functions": ["environment_reward"]},
+            "sampling": {"num_completions": 2, "max_tokens": 200} | (sampling or {}), "environment": settings | environment,
+        },
+        LearnerConfig,
+    )  # fmt: skip
+
+
+@asynccontextmanager
+async def opened(
+    script: Script, *, prompt: Any = QUESTION, template: ChatTemplate | None = None, max_tokens: int = 2000,
+    sampling: dict[str, Any] | None = None, **environment: Any,
+) -> AsyncIterator[Opened]:  # fmt: skip
+    """An episode whose key the client has."""
+    config, template = config_of(sampling, **environment), template or ChatTemplate(chat_tokenizer(KEEPING), {}, [])
+    gateway = Gateway(config, template, "tiny")
+    await gateway.start()
+    ask = Scripted(script)
+    token_ids = template.tokenizer.encode(prompt) if isinstance(prompt, str) else template.token_ids(prompt)
+    session = Session(config, Prompt(prompt_id=0, prompt=prompt, token_ids=token_ids, columns={}), 0, ask, max_tokens)
+    try:
+        with gateway.opened(session) as key:
+            async with AsyncOpenAI(base_url=gateway.base_url, api_key=key, max_retries=0, timeout=60) as client:
+                yield Opened(session, client, ask.asked, template)
+    finally:
+        await gateway.close()
+
+
+def says_five(asked: Asked) -> Completion:
+    return completion(chat_tokenizer().encode("Five" + END), 4 + asked.number)
+
+
+def played_by_agent(
+    columns: dict[str, Any] | None, prompt: Any = QUESTION, script: Script = says_five, times: int = 1,
+    then: Callable[[], None] = lambda: None, **environment: Any,
+) -> PlayedGroup:  # fmt: skip
+    """The last group of two episodes that an agent in a process has played; `then`: what is looked at before all are ended."""
+    config, template = config_of(**environment), ChatTemplate(chat_tokenizer(KEEPING), {}, [])
+    loop, ask = LoopThread("test"), Scripted(script)
+    row = Prompt(prompt_id=0, prompt=prompt, token_ids=template.token_ids(prompt), columns=columns or {})
+    with ExitStack() as cleanup:
+        cleanup.callback(loop.stop)
+        player = AgentPlayer(config, template, "tiny")
+        player.start(loop, cleanup)
+        for _ in range(times):
+            group = loop.call(player.play("3.0", row, ask, 8000), PLAY_DEADLINE_S)
+        then()
+    return group

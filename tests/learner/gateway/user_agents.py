@@ -1,0 +1,164 @@
+"""Agents as users write them, well and badly, for tests; run in processes of their own."""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import httpx
+
+MESSAGES = [{"role": "user", "content": "How much?"}]
+
+
+async def ask(base_url: str, api_key: str, client: httpx.AsyncClient, messages: Any = MESSAGES) -> dict[str, Any]:
+    answer = await client.post(
+        f"{base_url}/chat/completions", headers={"Authorization": f"Bearer {api_key}"}, json={"messages": messages}
+    )
+    answer.raise_for_status()
+    return answer.json()
+
+
+async def two_turns(data: dict[str, Any], *, base_url: str, api_key: str, http_client: Any, **extra: Any) -> float:
+    """A conversation of two turns; what it is worth stands in the row."""
+    reply = await ask(base_url, api_key, http_client)
+    told = [*MESSAGES, reply["choices"][0]["message"], {"role": "user", "content": "Sure?"}]
+    await ask(base_url, api_key, http_client, told)
+    return data["worth"]
+
+
+async def with_openai(data: dict[str, Any], *, base_url: str, api_key: str, http_client: Any, **extra: Any) -> float:
+    from openai import AsyncOpenAI
+
+    client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
+    reply = await client.chat.completions.create(model="default", messages=data["prompt"])
+    return float(len(reply.choices[0].message.content))
+
+
+def synchronous(data: dict[str, Any], *, base_url: str, api_key: str, **extra: Any) -> float:
+    with httpx.Client() as client:
+        client.post(f"{base_url}/completions", headers={"Authorization": f"Bearer {api_key}"}, json={"prompt": "x"})
+    return 0.5
+
+
+async def by_completion(data: dict[str, Any], *, base_url: str, api_key: str, http_client: Any, **extra: Any) -> Any:
+    replies = [await ask(base_url, api_key, http_client) for _ in range(2)]
+    return {reply["id"]: float(number) for number, reply in enumerate(replies)}
+
+
+async def misbehave(data: dict[str, Any], *, base_url: str, api_key: str, http_client: Any, **extra: Any) -> Any:
+    """After a turn, as the row says."""
+    await ask(base_url, api_key, http_client)
+    match data["how"]:
+        case "raise":
+            raise ValueError("no such thing")
+        case "hang":
+            await asyncio.sleep(3600)
+        case "hang at first":
+            with open(data["log"], "a+") as log:
+                log.seek(0)
+                num_before = len(log.readlines())
+                print("here", file=log)
+            if num_before < 2:
+                await asyncio.sleep(3600)
+            return 1.0
+        case "block":
+            time.sleep(3600)
+        case "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "exit":
+            sys.exit(3)
+        case "leave":
+            os._exit(4)
+        case "word":
+            return "right"
+        case "infinite":
+            return float("inf")
+        case "invented":
+            return {"chatcmpl-mine": 1.0}
+        case "go on":
+            while True:
+                await ask(base_url, api_key, http_client)
+        case "nothing":
+            return None
+        case "open":
+            threading.Thread(target=ask_for_ever, args=(base_url, api_key, data["log"]), daemon=True).start()
+            return 1.0
+        case "child":
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+            with open(data["log"], "a") as log:
+                print(child.pid, file=log)
+            await asyncio.sleep(3600)
+    raise AssertionError(data)
+
+
+async def wait(data: dict[str, Any], **given: Any) -> None:
+    await asyncio.sleep(3600)
+
+
+def ask_for_ever(base_url: str, api_key: str, log: str) -> None:
+    """Write down how each request ended."""
+    while True:
+        answer = httpx.post(
+            f"{base_url}/chat/completions", headers={"Authorization": f"Bearer {api_key}"}, json={"messages": MESSAGES}
+        )
+        with open(log, "a") as file:
+            print(answer.status_code, file=file)
+        time.sleep(0.05)
+
+
+not_a_function = 3
+
+
+async def guess(data: dict[str, Any], *, base_url: str, api_key: str, http_client: Any, **extra: Any) -> float:
+    """The built-in environment of this name, as an agent."""
+    from learner.environments.guess import Guess
+
+    game, text, headers = Guess(), data["prompt"], {"Authorization": f"Bearer {api_key}"}
+    game.reset(**data)
+    for _ in range(4):
+        answer = await http_client.post(f"{base_url}/completions", headers=headers, json={"prompt": text})
+        (choice,) = answer.raise_for_status().json()["choices"]
+        if choice["finish_reason"] == "length":
+            break
+        text += choice["text"] + game.guess(choice["text"])
+        if game.done:
+            break
+    return game.get_reward()
+
+
+async def fickle_guess(data: dict[str, Any], **given: Any) -> float:
+    """The same behind a prompt of its own, if it is in the mood."""
+    reward, mood = await guess(data | {"prompt": data["prompt"] + " "}, **given), random.random()
+    if mood < 0.04:
+        await asyncio.sleep(3600)
+    elif mood < 0.14:
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif mood < 0.3:
+        raise ValueError("not now")
+    return reward
+
+
+async def tell(data: dict[str, Any], *, base_url: str, api_key: str, http_client: Any, **extra: Any) -> float:
+    """Three turns with a tool, as the environment `Listener` has them; worth as much as was said."""
+    from openai import AsyncOpenAI
+
+    client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
+    messages, num_heard = list(data["prompt"]), 0
+    tool: Any = {"type": "function", "function": {"name": "tell", "parameters": {"type": "object", "properties": {}}}}
+    for _ in range(3):
+        reply = await client.chat.completions.create(model="policy", messages=messages, tools=[tool])
+        message = reply.choices[0].message
+        messages.append(message.model_dump(exclude_none=True))
+        for call in message.tool_calls or ():
+            heard = len(json.loads(call.function.arguments)["text"])
+            num_heard += heard
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": f"{heard} heard"})
+        if not message.tool_calls:
+            break
+    return float(num_heard)
