@@ -20,6 +20,7 @@ from learner.config import LearnerRun
 from learner.progress import PROGRESS_EVERY_S
 from learner.prompts.prompts import Prompt
 from protocol.answer_headers import END, START
+from protocol.console import manner
 from protocol.errors import SlipstreamError
 
 AGAIN_AFTER_S = 1.0
@@ -63,7 +64,12 @@ async def ask_all(
     async with door_to(config.url, config.timeout_s) as door:
         name = await door.model_served()
         bar = tqdm(
-            total=len(places), desc="asking", unit="prompt", mininterval=PROGRESS_EVERY_S, leave=False, disable=not show
+            total=len(places),
+            desc="asking",
+            unit="prompt",
+            mininterval=PROGRESS_EVERY_S,
+            leave=False,
+            disable=not (show and manner().has_bars),
         )
 
         async def ask(place: int) -> None:

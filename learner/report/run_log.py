@@ -1,7 +1,6 @@
 """What a run tells: metrics.jsonl, a console line per step, samples.jsonl, the dashboard, TensorBoard. Rank 0 has one."""
 
 import json
-import sys
 import time
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from learner.rollouts.waits import held_up_by
 from learner.storage.disk import writing
 from learner.storage.lines import Lines, last_line
 from learner.storage.run_dir import RunDir
+from protocol.console import say
 
 
 class RunLog:
@@ -51,8 +51,7 @@ class RunLog:
         self._tell(step, line, metrics)
         self._health.watch(step, metrics)
         self._newest = line
-        sys.stdout.write(console_line(step, self._num_steps, metrics) + "\n")
-        sys.stdout.flush()
+        say(console_line(step, self._num_steps, metrics), line)
 
     def amend(self, metrics: dict[str, float]) -> None:
         """Record more of the newest step, which replaces it. Raises DiskError."""
