@@ -148,8 +148,8 @@ def evaluate_command(arguments: list[str]) -> None:
     from learner.evaluation.evaluate import evaluate
     from learner.evaluation.evaluation import as_text
 
-    made = evaluate(run.in_effect())
-    print(msgspec.json.encode(made).decode() if as_json else as_text(made))
+    for made in evaluate(run.in_effect()):
+        print(msgspec.json.encode(made).decode() if as_json else as_text(made))
 
 
 def _run_to_look_at(arguments: list[str], program: str) -> "tuple[LearnerRun, bool]":

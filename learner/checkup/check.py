@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from learner.checkup.doctor import examine
 from learner.config import LearnerRun
-from learner.evaluation.questions import Questions
+from learner.evaluation.questions import sets_of
 from learner.material import Material
 from learner.prompts.prompts import Prompt
 from learner.rewards.workers import GroupRewards, RewardWorkers
@@ -48,7 +48,7 @@ def check(run: LearnerRun) -> Iterator[Finding]:
             yield from of_rewards(material, [prompts.prompt_at(place) for place in range(min(NUM_RATED, len(prompts)))])
         yield course(run, len(prompts))
     if run.learner.evaluation.every_steps:
-        yield of_evaluation(material)
+        yield from of_evaluation(material)
     yield from examine(run)
 
 
@@ -124,19 +124,22 @@ def course(run: LearnerRun, num_prompts: int) -> Finding:
     )
 
 
-def of_evaluation(material: Material) -> Finding:
+def of_evaluation(material: Material) -> Iterator[Finding]:
     """What will be asked while the run trains, and how often."""
-    config, num_steps = material.run.learner.evaluation, material.run.learner.steps
     try:
-        questions = Questions(material)
+        sets = sets_of(material)
     except SlipstreamError as error:
-        return problem_of("evaluation", error, "correct learner.evaluation")
-    times = math.ceil(num_steps / config.every_steps) + config.at_start
-    each = "greedy" if config.temperature == 0 else f"{config.num_samples:,} samples each"
-    return ok(
-        "evaluation",
-        f"{len(questions.prompts):,} prompts of {questions.name}, {each}, asked {times:,} times of {config.url}",
-    )
+        yield problem_of("evaluation", error, "correct learner.evaluation")
+        return
+    for questions in sets:
+        config = questions.config
+        times = math.ceil(material.run.learner.steps / config.every_steps) + config.at_start
+        each = "greedy" if config.temperature == 0 else f"{config.num_samples:,} samples each"
+        of_set = f"{questions.set_name}: " if questions.set_name else ""
+        yield ok(
+            "evaluation",
+            f"{of_set}{len(questions.prompts):,} prompts of {questions.name}, {each}, asked {times:,} times of {config.url}",
+        )
 
 
 def _rated(material: Material, workers: RewardWorkers, prompt: Prompt, texts: list[str]) -> GroupRewards:
