@@ -1,7 +1,7 @@
 """The learner's commands: new, check, train, evaluate, doctor, self-test, report, runs.
 
     learner new DIR
-    learner check run.toml [--json] [--key value ...]
+    learner check run.toml [--trial] [--json] [--key value ...]
     learner train run.toml [--resume] [--key value ...]
     learner evaluate run.toml [--json] [--key value ...]
     learner doctor run.toml [--json] [--key value ...]
@@ -35,7 +35,8 @@ ENVIRONMENT = {
 """What torch reads while it is imported, unless the user has set it."""
 
 USAGE = """usage: learner new DIR                                                    a task of your own to begin with
-       learner check run.toml [--json] [--key value ...]                prompts, rewards and what the run would do; then the doctor
+       learner check run.toml [--trial] [--json] [--key value ...]      prompts, rewards and what the run would do; then the doctor;
+                                                                        --trial: its first steps, and how long all would take
        learner train run.toml [--resume] [--dry-run] [--key value ...]   train; --help lists the keys
        learner evaluate run.toml [--json] [--key value ...]             how good a server's policy is, with intervals
        learner doctor run.toml [--json] [--key value ...]               what would keep the run from beginning, and remedies
@@ -134,11 +135,12 @@ def doctor_command(arguments: list[str]) -> int:
 
 def check_command(arguments: list[str]) -> int:
     """Return the exit status: 1 with any problem."""
-    run, as_json = _run_to_look_at(arguments, "learner check")
+    rest = [argument for argument in arguments if argument != "--trial"]
+    run, as_json = _run_to_look_at(rest, "learner check", "[--trial] ")
     from learner.checkup.check import check
     from protocol.checkup import tell
 
-    return tell(check(run), as_json=as_json)
+    return tell(check(run, with_trial=rest != arguments), as_json=as_json)
 
 
 def evaluate_command(arguments: list[str]) -> None:
@@ -152,13 +154,13 @@ def evaluate_command(arguments: list[str]) -> None:
         print(msgspec.json.encode(made).decode() if as_json else as_text(made))
 
 
-def _run_to_look_at(arguments: list[str], program: str) -> "tuple[LearnerRun, bool]":
+def _run_to_look_at(arguments: list[str], program: str, switches: str = "") -> "tuple[LearnerRun, bool]":
     """The run, and whether to answer in JSON."""
     from learner.config import LearnerRun
     from protocol.config import load_config
 
     rest = [argument for argument in arguments if argument != "--json"]
-    return load_config(LearnerRun, rest, program, switches="[--json]"), rest != arguments
+    return load_config(LearnerRun, rest, program, switches=f"{switches}[--json]"), rest != arguments
 
 
 def self_test_command(arguments: list[str]) -> None:

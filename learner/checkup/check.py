@@ -1,9 +1,9 @@
 """`learner check`: what a run would do, shown without training: its prompts as the model gets them, its rewards on right answers and
-on noise, how much there is to do; then what the doctor sees.
+on noise, how much there is to do; then what the doctor sees, and with --trial how long it would take.
 
-    config ─▶ prompts (first rows, their tokens) ─▶ rewards (processes as in the run) ─▶ course ─▶ doctor.py: servers, memory, disk
+    config ─▶ prompts (first rows, their tokens) ─▶ rewards (processes as in the run) ─▶ course ─▶ doctor.py: servers, memory, disk ─▶ trial.py
 
-It comes before everything else in the data's way, and changes nothing.
+It comes before everything else in the data's way, and changes nothing of the run.
 """
 
 import math
@@ -14,6 +14,7 @@ import numpy as np
 from transformers import AutoConfig
 
 from learner.checkup.doctor import examine
+from learner.checkup.trial import trial
 from learner.config import LearnerRun
 from learner.evaluation.questions import sets_of
 from learner.material import Material
@@ -31,8 +32,22 @@ GOLD_COLUMN = "answer"
 STARTUP_S = 60.0
 
 
-def check(run: LearnerRun) -> Iterator[Finding]:
-    """Look at everything, what needs a server last."""
+def check(run: LearnerRun, *, with_trial: bool = False) -> Iterator[Finding]:
+    """Look at everything, what needs a server last, and what changes its weights, a trial, only where all before is well."""
+    has_problem = False
+    for finding in look(run):
+        has_problem |= finding.verdict == "problem"
+        yield finding
+    if not with_trial:
+        yield unknown("time", "not measured; --trial takes the first steps with a server that nobody uses")
+    elif has_problem:
+        yield unknown("time", "not measured, for the problems above")
+    else:
+        yield from trial(run.in_effect())
+
+
+def look(run: LearnerRun) -> Iterator[Finding]:
+    """Without changing anything."""
     note = run.note_on_idle_keys()
     yield ok("config", note or "no key contradicts another, none is idle")
     run, material = run.in_effect(), Material(run.in_effect())
