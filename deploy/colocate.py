@@ -1,4 +1,4 @@
-"""Servers and learner on one node: `python -m deploy.colocate run.toml [--resume] [--dry-run] [--key value ...]`.
+"""Servers and learner on one node: `python -m deploy.colocate run.toml [--resume] [--dry-run] [--quiet] [--json-logs] [--key value ...]`.
 
     places them by `[deploy]` ─▶ starts all ─▶ prefixes their lines ─▶ passes signals on ─▶ ends all others when one ends, or
     starts it again
@@ -21,6 +21,7 @@ from deploy.processes import Process
 from deploy.supervisor import Supervisor
 from inference_server.config import ServerRun
 from learner.config import LearnerRun
+from protocol import console
 from protocol.config import load_config, to_toml, until_its_reader_leaves
 from protocol.errors import ConfigError, SlipstreamError
 
@@ -44,7 +45,8 @@ def colocate(arguments: list[str]) -> int:
         print(__doc__, "\nThe keys: `inference-server --help`, `learner train --help`, and deploy/config.py.", sep="")
         return 0
     switches = [argument for argument in arguments if argument in SWITCHES]
-    arguments = [argument for argument in arguments if argument not in SWITCHES]
+    manner = [argument for argument in arguments if argument in console.SWITCHES]
+    arguments = [argument for argument in arguments if argument not in (*SWITCHES, *console.SWITCHES)]
     config_file, flags_of = arguments[:1], flags_by_section(arguments[1:])
     config = load_config(DeployRun, config_file + flags_of["deploy"], PROGRAM).deploy
     learner_run = load_config(LearnerRun, config_file + flags_of["learner"], PROGRAM)
@@ -59,8 +61,8 @@ def colocate(arguments: list[str]) -> int:
     config = with_cores(config, server_run, learner_run)
     node = Node(
         config=config, learner_run=learner_run, logs=make_logs(Path(learner_run.run_dir)),
-        server=(*MODULE, "inference_server", *config_file, *flags_of["server"]),
-        learner=(*MODULE, "learner", "train", *config_file, *flags_of["learner"]),
+        server=(*MODULE, "inference_server", *config_file, *flags_of["server"], *manner),
+        learner=(*MODULE, "learner", "train", *config_file, *flags_of["learner"], *manner),
         resume="--resume" in switches,
     )  # fmt: skip
     servers = {place.name: partial(node.start, node.server, place) for place in server_places(config, server_run)}

@@ -19,6 +19,7 @@ from inference_server.config import ServerRun
 from inference_server.ending import SIGNALS, until_ended
 from inference_server.engine.socket_directory import socket_directory
 from inference_server.listener import listen
+from protocol import console
 from protocol.config import load_config, to_toml, until_its_reader_leaves
 from protocol.endpoint import exposure
 from protocol.errors import SlipstreamError
@@ -48,13 +49,14 @@ def main() -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
-        if sys.argv[1:2] == ["doctor"]:
+        words = console.take_switches(sys.argv[1:])
+        if words[:1] == ["doctor"]:
             from inference_server.doctor import doctor_command
 
-            sys.exit(doctor_command(sys.argv[2:]))
-        arguments = [argument for argument in sys.argv[1:] if argument != "--dry-run"]
-        run = load_config(ServerRun, arguments, program="inference-server", switches="[--dry-run]")
-        if "--dry-run" in sys.argv:
+            sys.exit(doctor_command(words[1:]))
+        arguments = [word for word in words if word != "--dry-run"]
+        run = load_config(ServerRun, arguments, "inference-server", switches=f"[--dry-run] {console.IN_USAGE}")
+        if "--dry-run" in words:
             with until_its_reader_leaves():
                 print(to_toml(run))
             return
@@ -62,11 +64,11 @@ def main() -> None:
         _set_environment(run)
         asyncio.run(_serve(run))
     except SlipstreamError as error:
-        print(f"error: {error}", file=sys.stderr)
+        console.say_error(error)
         sys.exit(2)
     except ModuleNotFoundError as error:
         extras = "[server-gpu], or make install for the CPU"
-        print(f"error: {error.name} is not installed; pip install slipstream-rl{extras}", file=sys.stderr)
+        console.say_error(f"{error.name} is not installed; pip install slipstream-rl{extras}")
         sys.exit(2)
 
 
@@ -80,7 +82,9 @@ def _quit_while_starting(*_: object) -> NoReturn:
 
 
 def _start_logging() -> None:
-    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    console.start_logging("%(asctime)s %(message)s", level=logging.WARNING)
+    if console.manner().is_json:
+        os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # what it says comes by our handler, as JSON
     # On our own loggers, because libraries set the root's level while they are imported.
     for package in ("inference_server", "protocol"):
         logging.getLogger(package).setLevel(logging.INFO)

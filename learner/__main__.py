@@ -1,7 +1,7 @@
 """The learner's commands: new, check, train, evaluate, doctor, self-test, report, runs.
 
     learner new DIR
-    learner check run.toml [--json] [--key value ...]
+    learner check run.toml [--trial] [--json] [--key value ...]
     learner train run.toml [--resume] [--key value ...]
     learner evaluate run.toml [--json] [--key value ...]
     learner doctor run.toml [--json] [--key value ...]
@@ -9,7 +9,7 @@
     learner report RUN_DIR [RUN_DIR ...] [--json]
     learner runs [DIR] [--json]
 
-Several ranks: `accelerate launch -m learner train run.toml`.
+Several ranks: `accelerate launch -m learner train run.toml`. With any of them: --quiet, --json-logs (protocol/console.py).
 """
 
 import logging
@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from protocol import console
 from protocol.errors import ConfigError, ParityError, SlipstreamError
 
 if TYPE_CHECKING:
@@ -34,23 +35,26 @@ ENVIRONMENT = {
 """What torch reads while it is imported, unless the user has set it."""
 
 USAGE = """usage: learner new DIR                                                    a task of your own to begin with
-       learner check run.toml [--json] [--key value ...]                prompts, rewards and what the run would do; then the doctor
+       learner check run.toml [--trial] [--json] [--key value ...]      prompts, rewards and what the run would do; then the doctor;
+                                                                        --trial: its first steps, and how long all would take
        learner train run.toml [--resume] [--dry-run] [--key value ...]   train; --help lists the keys
        learner evaluate run.toml [--json] [--key value ...]             how good a server's policy is, with intervals
        learner doctor run.toml [--json] [--key value ...]               what would keep the run from beginning, and remedies
        learner self-test run.toml [--json] [--key value ...]            the noise between the server and this learner
        learner report RUN_DIR [--json]                                  the report of a run
        learner report RUN_DIR RUN_DIR ... [--json]                      several runs side by side, and in what their configs differ
-       learner runs [DIR] [--json]                                      the runs in a directory ("runs"): state, step, reward"""
+       learner runs [DIR] [--json]                                      the runs in a directory ("runs"): state, step, reward
+with any of them: --quiet (only warnings and errors), --json-logs (one JSON object a line)"""
 
 
 def main() -> None:
     """Run one command; an error that is the user's to solve is printed without a traceback, exit code 2."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    words = console.take_switches(sys.argv[1:])
+    console.start_logging("%(asctime)s %(levelname)s %(message)s")
     for library in ("httpx", "accelerate", "datasets"):  # one line per file they touch
         logging.getLogger(library).setLevel(logging.ERROR)
     try:
-        match sys.argv[1:]:
+        match words:
             case ["train", *arguments]:
                 train_command(arguments)
             case ["doctor", *arguments]:
@@ -76,10 +80,10 @@ def main() -> None:
             case arguments:
                 raise ConfigError(f"unknown command {' '.join(arguments)!r}\n{USAGE}")
     except SlipstreamError as error:
-        print(f"error: {error}", file=sys.stderr)
+        console.say_error(error)
         sys.exit(2)
     except ModuleNotFoundError as error:
-        print(f"error: {error.name} is not installed; pip install 'slipstream-rl[learner]'", file=sys.stderr)
+        console.say_error(f"{error.name} is not installed; pip install 'slipstream-rl[learner]'")
         sys.exit(2)
     except KeyboardInterrupt:
         sys.stdout.flush()
@@ -99,7 +103,7 @@ def train_command(arguments: list[str]) -> None:
 
     switches = {"--resume", "--dry-run"} & set(arguments)
     arguments = [argument for argument in arguments if argument not in switches]
-    run = load_config(LearnerRun, arguments, "learner train", switches="[--resume] [--dry-run]")
+    run = load_config(LearnerRun, arguments, "learner train", switches=f"[--resume] [--dry-run] {console.IN_USAGE}")
     if "--dry-run" in switches:
         with until_its_reader_leaves():
             print(to_toml(run))
@@ -115,7 +119,7 @@ def train_command(arguments: list[str]) -> None:
     if run_dir is None:
         return
     try:
-        report_command(run_dir, as_json=False)
+        tell_end(run_dir)
     except SlipstreamError as error:  # the run itself has ended well
         log.warning("the report of the run could not be written: %s", error)
 
@@ -131,11 +135,12 @@ def doctor_command(arguments: list[str]) -> int:
 
 def check_command(arguments: list[str]) -> int:
     """Return the exit status: 1 with any problem."""
-    run, as_json = _run_to_look_at(arguments, "learner check")
+    rest = [argument for argument in arguments if argument != "--trial"]
+    run, as_json = _run_to_look_at(rest, "learner check", "[--trial] ")
     from learner.checkup.check import check
     from protocol.checkup import tell
 
-    return tell(check(run), as_json=as_json)
+    return tell(check(run, with_trial=rest != arguments), as_json=as_json)
 
 
 def evaluate_command(arguments: list[str]) -> None:
@@ -145,17 +150,17 @@ def evaluate_command(arguments: list[str]) -> None:
     from learner.evaluation.evaluate import evaluate
     from learner.evaluation.evaluation import as_text
 
-    made = evaluate(run.in_effect())
-    print(msgspec.json.encode(made).decode() if as_json else as_text(made))
+    for made in evaluate(run.in_effect()):
+        print(msgspec.json.encode(made).decode() if as_json else as_text(made))
 
 
-def _run_to_look_at(arguments: list[str], program: str) -> "tuple[LearnerRun, bool]":
+def _run_to_look_at(arguments: list[str], program: str, switches: str = "") -> "tuple[LearnerRun, bool]":
     """The run, and whether to answer in JSON."""
     from learner.config import LearnerRun
     from protocol.config import load_config
 
     rest = [argument for argument in arguments if argument != "--json"]
-    return load_config(LearnerRun, rest, program, switches="[--json]"), rest != arguments
+    return load_config(LearnerRun, rest, program, switches=f"{switches}[--json]"), rest != arguments
 
 
 def self_test_command(arguments: list[str]) -> None:
@@ -192,6 +197,17 @@ def report_command(run_dir: Path, *, as_json: bool) -> None:
         print(msgspec.json.encode(summary).decode())
     else:
         print(f"\n{as_text(summary)}\n\nreport: {write_report(run_dir)}")
+
+
+def tell_end(run_dir: Path) -> None:
+    """What a run came to, as the console wants it."""
+    from learner.report.page import write_report
+    from learner.report.summary import as_text, summarize
+
+    if console.manner().has_bars:
+        report_command(run_dir, as_json=False)
+    else:
+        console.say(f"{as_text(summarize(run_dir))}\n\nreport: {write_report(run_dir)}")
 
 
 def compare_command(words: list[str]) -> None:

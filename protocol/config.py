@@ -14,7 +14,7 @@ import tomllib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
 import tyro
@@ -30,6 +30,7 @@ MayChange = Annotated[T, MAY_CHANGE]
 advises to change. All others are fixed when the run begins."""
 
 PASSED_ON = "passed on"
+"""Marks a section in which somebody else gives the names; what this program knows of their values is in its type."""
 PassedOn = Annotated[dict[str, Any], PASSED_ON, tyro.conf.Suppress]
 """The type of a section that a library types, not we: any name, any TOML value, as flags too: `--section.name VALUE`."""
 
@@ -159,6 +160,17 @@ def _refuse_unknown_keys(struct: type[msgspec.Struct], raw: dict[str, Any], path
         section = fields[key]
         if isinstance(section, type) and issubclass(section, msgspec.Struct) and isinstance(value, dict):
             _refuse_unknown_keys(section, value, path, f"{prefix}{key}.")
+        elif (inner := _section_of_each(section)) is not None and isinstance(value, dict):
+            for name, table in value.items():
+                if isinstance(table, dict):
+                    _refuse_unknown_keys(inner, table, path, f"{prefix}{key}.{name}.")
+
+
+def _section_of_each(annotated: Any) -> type[msgspec.Struct] | None:
+    """Of a table of sections whose names the user gives: dict[str, Section]."""
+    values = get_args(get_args(annotated)[0])[1:] if PASSED_ON in getattr(annotated, "__metadata__", ()) else ()
+    is_section = values and isinstance(values[0], type) and issubclass(values[0], msgspec.Struct)
+    return values[0] if is_section else None
 
 
 def _explain(message: str, raw: dict[str, Any]) -> str:

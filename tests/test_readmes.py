@@ -36,7 +36,7 @@ FILE = re.compile(r"(?<![\w./:<>-])[\w./-]+\.(?:py|toml|md|lock|jinja|json|png)\
 FOLDER = re.compile(r"`([\w./-]+/)`")
 KEY = re.compile(r"`(?:--|\[)?((?:learner|server|deploy)\.[a-z_.-]+)[^`]*`")
 MADE_BY_USERS = {"run.toml", "my_rewards.py", "prompts.jsonl"}
-MADE_BY_RUNS = ("runs/", "checkpoints/", "model/", "adapter/", "logs/", "keys/", "DIR/", "allowed/")
+MADE_BY_RUNS = ("runs/", "checkpoints/", "model/", "adapter/", "logs/", "keys/", "DIR/", "allowed/", "my-task/")
 
 
 def names_of(pages: list[Path]) -> list[str]:

@@ -22,6 +22,7 @@ from learner.evaluation.evaluation import FILE, earlier
 from learner.evaluation.questions import Questions
 from learner.material import Material
 from learner.rewards.builtin import share_right
+from protocol.answer_headers import END, START
 from protocol.config import load_config
 from protocol.messages import Sampling
 from tests.bench.bare_vllm import BareVllm, Order
@@ -145,8 +146,9 @@ def test_a_run_trains_while_an_openai_client_is_served_and_a_second_run_follows(
     learner = Learner(server, tmp_path / "first", "--learner.steps", "12")
     learner.wait_for_step(2)
     with openai.OpenAI(base_url=f"http://127.0.0.1:{server.http_port}/v1", api_key="none") as client:
-        answer = client.completions.create(model="tiny:digits", prompt="12345678>", max_tokens=9)
-    assert learner.process.is_alive() and re.fullmatch(r"[0-9>+=, ]{0,9}", answer.choices[0].text)
+        said = client.completions.with_raw_response.create(model="tiny:digits", prompt="12345678>", max_tokens=9)
+    assert learner.process.is_alive() and re.fullmatch(r"[0-9>+=, ]{0,9}", said.parse().choices[0].text)
+    assert 1 <= int(said.headers[START]) <= int(said.headers[END]) <= 12
     asked = ["--learner.data.num-prompts", "16", "--learner.evaluation.url", f"http://127.0.0.1:{server.http_port}/v1"]
     done = run_learner("evaluate", RECIPE, "--run-dir", str(tmp_path / "evaluated"), *asked, "--json")
     assert done.returncode == 0, done.stderr

@@ -1,9 +1,9 @@
 """`learner check`: what a run would do, shown without training: its prompts as the model gets them, its rewards on right answers and
-on noise, how much there is to do; then what the doctor sees.
+on noise, how much there is to do; then what the doctor sees, and with --trial how long it would take.
 
-    config ─▶ prompts (first rows, their tokens) ─▶ rewards (processes as in the run) ─▶ course ─▶ doctor.py: servers, memory, disk
+    config ─▶ prompts (first rows, their tokens) ─▶ rewards (processes as in the run) ─▶ course ─▶ doctor.py: servers, memory, disk ─▶ trial.py
 
-It comes before everything else in the data's way, and changes nothing.
+It comes before everything else in the data's way, and changes nothing of the run.
 """
 
 import math
@@ -14,8 +14,9 @@ import numpy as np
 from transformers import AutoConfig
 
 from learner.checkup.doctor import examine
+from learner.checkup.trial import trial
 from learner.config import LearnerRun
-from learner.evaluation.questions import Questions
+from learner.evaluation.questions import sets_of
 from learner.material import Material
 from learner.prompts.prompts import Prompt
 from learner.rewards.workers import GroupRewards, RewardWorkers
@@ -31,8 +32,22 @@ GOLD_COLUMN = "answer"
 STARTUP_S = 60.0
 
 
-def check(run: LearnerRun) -> Iterator[Finding]:
-    """Look at everything, what needs a server last."""
+def check(run: LearnerRun, *, with_trial: bool = False) -> Iterator[Finding]:
+    """Look at everything, what needs a server last, and what changes its weights, a trial, only where all before is well."""
+    has_problem = False
+    for finding in look(run):
+        has_problem |= finding.verdict == "problem"
+        yield finding
+    if not with_trial:
+        yield unknown("time", "not measured; --trial takes the first steps with a server that nobody uses")
+    elif has_problem:
+        yield unknown("time", "not measured, for the problems above")
+    else:
+        yield from trial(run.in_effect())
+
+
+def look(run: LearnerRun) -> Iterator[Finding]:
+    """Without changing anything."""
     note = run.note_on_idle_keys()
     yield ok("config", note or "no key contradicts another, none is idle")
     run, material = run.in_effect(), Material(run.in_effect())
@@ -48,7 +63,7 @@ def check(run: LearnerRun) -> Iterator[Finding]:
             yield from of_rewards(material, [prompts.prompt_at(place) for place in range(min(NUM_RATED, len(prompts)))])
         yield course(run, len(prompts))
     if run.learner.evaluation.every_steps:
-        yield of_evaluation(material)
+        yield from of_evaluation(material)
     yield from examine(run)
 
 
@@ -124,19 +139,22 @@ def course(run: LearnerRun, num_prompts: int) -> Finding:
     )
 
 
-def of_evaluation(material: Material) -> Finding:
+def of_evaluation(material: Material) -> Iterator[Finding]:
     """What will be asked while the run trains, and how often."""
-    config, num_steps = material.run.learner.evaluation, material.run.learner.steps
     try:
-        questions = Questions(material)
+        sets = sets_of(material)
     except SlipstreamError as error:
-        return problem_of("evaluation", error, "correct learner.evaluation")
-    times = math.ceil(num_steps / config.every_steps) + config.at_start
-    each = "greedy" if config.temperature == 0 else f"{config.num_samples:,} samples each"
-    return ok(
-        "evaluation",
-        f"{len(questions.prompts):,} prompts of {questions.name}, {each}, asked {times:,} times of {config.url}",
-    )
+        yield problem_of("evaluation", error, "correct learner.evaluation")
+        return
+    for questions in sets:
+        config = questions.config
+        times = math.ceil(material.run.learner.steps / config.every_steps) + config.at_start
+        each = "greedy" if config.temperature == 0 else f"{config.num_samples:,} samples each"
+        of_set = f"{questions.set_name}: " if questions.set_name else ""
+        yield ok(
+            "evaluation",
+            f"{of_set}{len(questions.prompts):,} prompts of {questions.name}, {each}, asked {times:,} times of {config.url}",
+        )
 
 
 def _rated(material: Material, workers: RewardWorkers, prompt: Prompt, texts: list[str]) -> GroupRewards:

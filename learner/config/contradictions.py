@@ -134,13 +134,18 @@ def _refuse_references(config: "LearnerConfig") -> None:
 def _refuse_evaluations(config: "LearnerConfig") -> None:
     evaluation, checkpoint = config.evaluation, config.checkpoint
     require(
-        checkpoint.best_by != "evaluation"
+        not checkpoint.is_by_evaluation
         or (evaluation.every_steps > 0 and checkpoint.every_steps % evaluation.every_steps == 0),
-        f'checkpoint.best_by = "evaluation" with checkpoint.every_steps = {checkpoint.every_steps} and evaluation.every_steps = '
+        f'checkpoint.best_by = "{checkpoint.best_by}" with checkpoint.every_steps = {checkpoint.every_steps} and evaluation.every_steps = '
         f"{evaluation.every_steps}: checkpoints would be judged by no evaluation; set evaluation.every_steps to a number that divides it",
     )
     if not evaluation.every_steps:
         return
+    names = [f'"evaluation/{name}"' if name else '"evaluation"' for name in evaluation.set_names()]
+    require(
+        not checkpoint.is_by_evaluation or checkpoint.judging_set in evaluation.set_names(),
+        f'checkpoint.best_by = "{checkpoint.best_by}" names no set of learner.evaluation; expected {" or ".join(names)}',
+    )
     require(
         not evaluation.pin or not config.push.overlap,
         "evaluation.pin = true with push.overlap = true: a push that goes on beside the next step cannot be held until a version has "

@@ -9,8 +9,11 @@ from protocol.config import MayChange
 class ReportConfig(Section):
     """What a run tells."""
 
-    trackers: MayChange[tuple[Literal["tensorboard"], ...]] = ("tensorboard",)
-    """Where metrics go besides metrics.jsonl."""
+    trackers: MayChange[tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...]] = ("tensorboard",)
+    """Where metrics go besides metrics.jsonl: TensorBoard, Weights & Biases, trackio, MLflow; what each needs to know (a key, an
+    address) it takes from its own environment variables."""
+    project: MayChange[str] = "slipstream"
+    """What W&B and trackio call the project, and MLflow the experiment."""
     dashboard_port: MayChange[int] = 8765
     """Port of the live dashboard on 127.0.0.1; 0 turns it off."""
     samples_every_steps: MayChange[int] = 10

@@ -1,4 +1,4 @@
-"""Evaluations while a run trains: begun after a step, asked in a thread, told in the metrics of the step after.
+"""Evaluations while a run trains: begun after a step, asked in a thread, told in the metrics of the step after; of all sets each time.
 
     after_step ─▶ (every_steps) ─▶ a thread's event loop: evaluate.py ─▶ evaluations.jsonl ─▶ take_metrics, a step later or more
                                      under_way.py: each answer on disk ─▶ resume
@@ -20,9 +20,9 @@ import msgspec
 from learner.config import LearnerRun
 from learner.evaluation import evaluation
 from learner.evaluation.asking import Answered
-from learner.evaluation.evaluate import ask_and_rate
+from learner.evaluation.evaluate import ask_and_rate_all
 from learner.evaluation.evaluation import Evaluation, in_words, metrics_of, versions_in_words
-from learner.evaluation.questions import Questions
+from learner.evaluation.questions import digest_of, sets_of
 from learner.evaluation.under_way import Begun, UnderWay
 from learner.material import Material
 from learner.rewards.workers import RewardWorkers
@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 ALONE_STEPS = 20
 """So many of the newest steps that no evaluation went on beside are what the others are compared with."""
 WAIT_SLICE_S = 0.05
-IN_EVERY_STEP = ("evaluation/step", "evaluation/reward", "evaluation/reward/low", "evaluation/reward/high")
-"""The newest is told in the steps after it too, for who reads only some of them."""
+IN_EVERY_STEP = ("/step", "/reward", "/reward/low", "/reward/high")
+"""The ends of what is told of the newest in the steps after it too, for who reads only some of them."""
 
 
 class Evaluations:
@@ -44,7 +44,8 @@ class Evaluations:
     def __init__(self, material: Material, run_dir: Path) -> None:
         """Read what will be asked. Raises ConfigError or DataError."""
         self._config, self._num_steps = material.run.learner.evaluation, material.run.learner.steps
-        self._questions = Questions(material) if self._config.every_steps else None
+        self._sets = sets_of(material) if self._config.every_steps else []
+        self._digest, self._judging_set = digest_of(self._sets), material.run.learner.checkpoint.judging_set
         self._path = run_dir / evaluation.FILE
         self._kept = UnderWay(run_dir)
         self._asked: Asked | None = None
@@ -58,7 +59,7 @@ class Evaluations:
     def start(self, workers: RewardWorkers) -> None:
         """They rate the answers, beside those of the training."""
         self._workers = workers
-        self._thread = LoopThread("evaluation") if self._questions is not None else None
+        self._thread = LoopThread("evaluation") if self._sets else None
 
     def close(self) -> None:
         """The one under way is left for a resume."""
@@ -70,35 +71,38 @@ class Evaluations:
 
     def begin_run(self) -> None:
         """That before the first step."""
-        if self._questions is not None and self._config.at_start:
-            self._begin(self._questions, 0)
+        if self._sets and self._config.at_start:
+            self._begin(0)
 
     def resume(self, version: int) -> None:
         """Go on with what the learner before this one had not finished."""
         self._newest_step = version
-        if self._questions is None:
+        if not self._sets:
             return
-        noted = {
-            one.step: one for one in evaluation.earlier(self._path) if one.step is not None and one.step <= version
-        }
-        self._score_of = {step: one.reward.mean for step, one in noted.items() if one.reward is not None}
-        if noted:
-            self._ended_step = max(noted)
-            self._tell(noted[self._ended_step])
+        noted = [one for one in evaluation.earlier(self._path) if one.step is not None and one.step <= version]
+        for one in noted:
+            self._judge(one)
+            self._tell(one)
+        of_step: dict[int | None, set[str | None]] = {}
+        for one in noted:
+            of_step.setdefault(one.step, set()).add(one.set_name)
+        wanted = {questions.set_name for questions in self._sets}
+        ended = {step for step, names in of_step.items() if step is not None and names >= wanted}
+        self._ended_step = max(ended, default=-1)
         left = self._kept.left()
         if left is None:
             return
         begun, answers = left
         # Of a later step: those weights are gone, and the step will come again.
-        if begun.asked == self._questions.digest and begun.step <= version and begun.step not in noted:
-            total = len(self._questions.prompts)
+        if begun.asked == self._digest and begun.step <= version and begun.step not in ended:
+            total = sum(len(questions.prompts) for questions in self._sets)
             log.info(
                 "going on with the evaluation after step %d: %d of %d answers are there",
                 begun.step,
                 len(answers),
                 total,
             )
-            self._ask(self._questions, begun.step, answers)
+            self._ask(begun.step, answers, {one.set_name: one for one in noted if one.step == begun.step})
         else:
             self._kept.forget()
 
@@ -112,10 +116,10 @@ class Evaluations:
         (self._alone_s if self._asked is None else self._beside_s).append(seconds)
         self._newest_step = step
         self._take()
-        if self._questions is None or step % self._config.every_steps or step == self._num_steps:
+        if not self._sets or step % self._config.every_steps or step == self._num_steps:
             return
         if self._asked is None:
-            self._begin(self._questions, step)
+            self._begin(step)
         else:
             log.warning("no evaluation after step %d: that after step %d is still under way; raise learner.evaluation.every_steps (%d)",
                         step, self._asked.step, self._config.every_steps)  # fmt: skip
@@ -132,29 +136,29 @@ class Evaluations:
 
     def finish(self, on_wait: Callable[[], object]) -> None:
         """After the last step: wait for the one under way, and for one of the last step. An interrupted run has none."""
-        if self._questions is None or self._newest_step < self._num_steps:
+        if not self._sets or self._newest_step < self._num_steps:
             return
         self._wait(on_wait)
         self._take()
         if self._ended_step != self._newest_step:
-            self._begin(self._questions, self._newest_step)
+            self._begin(self._newest_step)
             self._wait(on_wait)
             self._take()
 
-    def _begin(self, questions: Questions, step: int) -> None:
+    def _begin(self, step: int) -> None:
         try:
-            self._kept.begin(Begun(step, questions.digest))
+            self._kept.begin(Begun(step, self._digest))
         except SlipstreamError as error:
             self._give_up(step, error)
         else:
-            self._ask(questions, step, {})
+            self._ask(step, {}, {})
 
-    def _ask(self, questions: Questions, step: int, known: Mapping[int, Answered]) -> None:
+    def _ask(self, step: int, known: Mapping[int, Answered], noted: Mapping[str | None, Evaluation]) -> None:
         assert self._thread is not None
         self._beside_s.clear()
-        self._score_of[step] = None
-        work = ask_and_rate(questions, self._workers, known, self._kept.add)
-        self._asked = Asked(step, self._thread.submit(work))
+        self._score_of.setdefault(step, None)
+        work = ask_and_rate_all(self._sets, self._workers, known, self._kept.add)
+        self._asked = Asked(step, self._thread.submit(work), noted)
 
     def _wait(self, on_wait: Callable[[], object]) -> None:
         """Every question has its deadline (learner.evaluation.timeout_s), so this ends."""
@@ -169,31 +173,42 @@ class Evaluations:
         asked, self._asked = self._asked, None
         self._ended_step = asked.step
         try:
-            made = msgspec.structs.replace(asked.result.result(), step=asked.step)
-            made = evaluation.note(self._path, made)
+            made = self._note(asked)
             self._kept.forget()
         except SlipstreamError as error:
             self._give_up(asked.step, error)
             return
-        # In one go: who asks for the scores meanwhile removes a checkpoint that is neither judged nor awaited.
-        if made.reward is not None:
-            self._score_of[asked.step] = made.reward.mean
-        else:
-            del self._score_of[asked.step]
-        self._metrics |= self._tell(made)
+        for one in made:
+            self._judge(one)
+            self._metrics |= self._tell(one)
         beside = ""
         if self._alone_s and self._beside_s:
             slowdown = statistics.median(self._beside_s) / statistics.median(self._alone_s)
             self._metrics["evaluation/training_slowdown"] = slowdown
             beside = f"; a step took {slowdown:.2f} times as long beside it"
-        log.info("%s%s", in_words(made), beside)
-        if self._config.pin and made.versions is not None and made.versions[0] != made.versions[1]:
-            log.warning("learner.evaluation.pin: %s answered all the same; does another learner push to the server at %s?",
-                        versions_in_words(made.versions, ""), made.url)  # fmt: skip
+        log.info("%s%s", "; ".join(map(in_words, made)), beside)
+        for one in made:
+            if self._config.pin and one.versions is not None and one.versions[0] != one.versions[1]:
+                log.warning("learner.evaluation.pin: %s answered all the same; does another learner push to the server at %s?",
+                            versions_in_words(one.versions, ""), one.url)  # fmt: skip
+
+    def _note(self, asked: "Asked") -> list[Evaluation]:
+        """Raises SlipstreamError."""
+        made = [msgspec.structs.replace(one, step=asked.step) for one in asked.result.result()]
+        return [asked.noted.get(one.set_name) or evaluation.note(self._path, one) for one in made]
+
+    def _judge(self, made: Evaluation) -> None:
+        """In one go: who asks for the scores meanwhile removes a checkpoint that is neither judged nor awaited."""
+        if made.step is None or made.set_name != self._judging_set:
+            return
+        if made.reward is not None:
+            self._score_of[made.step] = made.reward.mean
+        else:
+            self._score_of.pop(made.step, None)
 
     def _tell(self, made: Evaluation) -> dict[str, float]:
-        metrics = metrics_of(made)
-        self._newest = {name: metrics[name] for name in IN_EVERY_STEP if name in metrics}
+        metrics, start = metrics_of(made), "/".join(filter(None, ("evaluation", made.set_name)))
+        self._newest |= {name: metrics[name] for end in IN_EVERY_STEP if (name := start + end) in metrics}
         return metrics
 
     def _give_up(self, step: int, error: SlipstreamError) -> None:
@@ -206,7 +221,9 @@ class Asked(msgspec.Struct, frozen=True):
     """The one under way."""
 
     step: int
-    result: Future[Evaluation]
+    result: Future[list[Evaluation]]
+    noted: Mapping[str | None, Evaluation]
+    """By set, what a learner that was killed between two of them has noted already."""
 
 
 def is_left(run: LearnerRun) -> bool:

@@ -16,10 +16,11 @@ import aiohttp
 import msgspec
 from tqdm import tqdm
 
-from learner.config import LearnerRun
+from learner.evaluation.questions import Questions
 from learner.progress import PROGRESS_EVERY_S
 from learner.prompts.prompts import Prompt
 from protocol.answer_headers import END, START
+from protocol.console import manner
 from protocol.errors import SlipstreamError
 
 AGAIN_AFTER_S = 1.0
@@ -46,8 +47,7 @@ class Answered(msgspec.Struct, frozen=True):
 
 
 async def ask_all(
-    run: LearnerRun,
-    prompts: Sequence[Prompt],
+    questions: Questions,
     places: Sequence[int],
     when_answered: Callable[[int, Answered], None],
     *,
@@ -57,18 +57,23 @@ async def ask_all(
 
     `when_answered` hears of each as it comes; `show`: a progress bar.
     """
-    config = run.learner.evaluation
+    config, prompts = questions.config, questions.prompts
     room = asyncio.Semaphore(config.max_concurrent)
     answers: dict[int, Answered] = {}
     async with door_to(config.url, config.timeout_s) as door:
         name = await door.model_served()
         bar = tqdm(
-            total=len(places), desc="asking", unit="prompt", mininterval=PROGRESS_EVERY_S, leave=False, disable=not show
+            total=len(places),
+            desc=f"asking {questions.set_name or ''}".strip(),
+            unit="prompt",
+            mininterval=PROGRESS_EVERY_S,
+            leave=False,
+            disable=not (show and manner().has_bars),
         )
 
         async def ask(place: int) -> None:
             async with room:
-                answer, told = await door.say("POST", "completions", request_of(run, name, prompts[place]))
+                answer, told = await door.say("POST", "completions", request_of(questions, name, prompts[place]))
             answers[place] = _answered(answer, told, config.num_samples)
             when_answered(place, answers[place])
             bar.update()
@@ -93,9 +98,9 @@ async def door_to(url: str, patience_s: float) -> AsyncIterator["Door"]:
         yield Door(session, url.rstrip("/"), patience_s)
 
 
-def request_of(run: LearnerRun, model: str, prompt: Prompt) -> dict[str, Any]:
+def request_of(questions: Questions, model: str, prompt: Prompt) -> dict[str, Any]:
     """Everything is said that a server would otherwise take from the model's generation_config.json."""
-    config = run.learner.evaluation
+    config, run = questions.config, questions.run
     return {
         "model": model,
         "prompt": prompt.token_ids,

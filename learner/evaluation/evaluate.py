@@ -19,7 +19,7 @@ from learner.config import LearnerRun
 from learner.evaluation.asking import Answered, ask_all
 from learner.evaluation.estimates import Estimate, estimate, of_majority, pass_at, problem_means
 from learner.evaluation.evaluation import FILE, Evaluation, note
-from learner.evaluation.questions import Questions
+from learner.evaluation.questions import Questions, sets_of
 from learner.material import Material
 from learner.rewards.workers import GroupRewards, RewardWorkers
 from protocol.errors import RewardError
@@ -28,13 +28,35 @@ SCORING_S = 60.0
 """For a group, beside the deadlines of its reward functions."""
 
 
-def evaluate(run: LearnerRun) -> Evaluation:
-    """Ask, rate, compare and note. Raises SlipstreamError."""
-    questions = Questions(Material(run))
+def evaluate(run: LearnerRun) -> list[Evaluation]:
+    """Ask, rate, compare and note each set. Raises SlipstreamError."""
+    sets = sets_of(Material(run))
     # Functions that cannot be loaded are told before the server has worked for nothing.
     with RewardWorkers(run.learner.reward) as workers:
-        made = asyncio.run(ask_and_rate(questions, workers, {}, lambda place, answered: None, show=True))
-    return note(Path(run.run_dir) / FILE, made)
+        made = asyncio.run(ask_and_rate_all(sets, workers, {}, lambda place, answered: None, show=True))
+    return [note(Path(run.run_dir) / FILE, one) for one in made]
+
+
+async def ask_and_rate_all(
+    sets: Sequence[Questions],
+    workers: RewardWorkers,
+    known: Mapping[int, Answered],
+    when_answered: Callable[[int, Answered], None],
+    *,
+    show: bool = False,
+) -> list[Evaluation]:
+    """One set after the other. A place counts through all of them."""
+    made, first = [], 0
+    for questions in sets:
+        end = first + len(questions.prompts)
+        of_set = {place - first: answered for place, answered in known.items() if first <= place < end}
+        made.append(await ask_and_rate(questions, workers, of_set, _counted_from(first, when_answered), show=show))
+        first = end
+    return made
+
+
+def _counted_from(first: int, when_answered: Callable[[int, Answered], None]) -> Callable[[int, Answered], None]:
+    return lambda place, answered: when_answered(first + place, answered)
 
 
 async def ask_and_rate(
@@ -57,7 +79,7 @@ async def ask_and_rate(
         ratings[place] = _submit(questions, workers, place, answered)
 
     missing = [place for place in range(len(questions.prompts)) if place not in known]
-    model, asked = await ask_all(questions.run, questions.prompts, missing, take, show=show)
+    model, asked = await ask_all(questions, missing, take, show=show)
     answers = dict(known) | asked
     rewards = [await _rated(questions, ratings[place]) for place in range(len(questions.prompts))]
     made = summed_up(questions, model, [answers[place] for place in range(len(answers))], rewards)
@@ -95,8 +117,7 @@ async def _rated(questions: Questions, rating: "Future[GroupRewards]") -> GroupR
 def summed_up(
     questions: Questions, model: str, answers: Sequence[Answered], rewards: Sequence[GroupRewards]
 ) -> Evaluation:
-    run = questions.run
-    config = run.learner.evaluation
+    run, config = questions.run, questions.config
     values_PK = _table(group.rewards for group in rewards)
     by_name = {
         name: _table(group.functions[place].rewards for group in rewards)
@@ -107,6 +128,7 @@ def summed_up(
     texts_PK = [answered.texts_K for answered in answers]
     return Evaluation(
         time=time.time(),
+        set_name=questions.set_name,
         data=questions.name,
         asked=questions.digest,
         url=config.url,

@@ -25,6 +25,8 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since 1970."""
     step: int | None = None
     """After which it was begun, of a run that evaluates; None: by `learner evaluate`."""
+    set_name: str | None = None
+    """Which of several sets (learner.evaluation.sets)."""
     data: str
     asked: str
     """Digest of the prompts and of how they were asked: those with the same can be compared."""
@@ -84,7 +86,8 @@ def compared(made: Evaluation, before: Sequence[Evaluation]) -> Evaluation:
 
 
 def earlier(path: Path) -> list[Evaluation]:
-    """What was noted so far, but for what a resume took back: one of a step replaces what is noted of that and of later steps.
+    """What was noted so far, but for what a resume took back: one of a step replaces what is noted of its set after that, and of all
+    sets after later steps.
 
     Raises ConfigError for a file that holds something else.
     """
@@ -97,9 +100,15 @@ def earlier(path: Path) -> list[Evaluation]:
         raise ConfigError(f"{path} holds a line that is no evaluation ({error}); move it away") from error
     kept: list[Evaluation] = []
     for one in noted:
-        kept = [other for other in kept if one.step is None or other.step is None or other.step < one.step]
+        kept = [other for other in kept if not _takes_back(one, other)]
         kept.append(one)
     return kept
+
+
+def _takes_back(one: Evaluation, other: Evaluation) -> bool:
+    if one.step is None or other.step is None:
+        return False
+    return one.step < other.step or (one.step == other.step and one.set_name == other.set_name)
 
 
 def as_text(made: Evaluation) -> str:
@@ -112,8 +121,9 @@ def as_text(made: Evaluation) -> str:
     rows += [("majority", made.majority)] if made.majority is not None else []
     rows += [("finished only", made.reward_finished)]
     width = max(len(name) for name, _ in rows)
+    set_name = f"{made.set_name}: " if made.set_name else ""
     lines = [
-        f"{made.num_prompts:,} prompts of {made.data}, {sampled}, by {versions_in_words(made.versions, made.model)}, {made.seconds:.1f} s"
+        f"{set_name}{made.num_prompts:,} prompts of {made.data}, {sampled}, by {versions_in_words(made.versions, made.model)}, {made.seconds:.1f} s"
     ]
     lines += [f"  {name:{width}}  {'–' if value is None else value}" for name, value in rows]
     lines.append(f"  {made.truncated_frac:.1%} cut off, {made.length_mean:,.0f} tokens on average; intervals of 95 %")
@@ -127,7 +137,8 @@ def as_text(made: Evaluation) -> str:
 
 def in_words(made: Evaluation) -> str:
     """For a line of the log."""
-    parts = [f"evaluation after step {made.step}: reward {'–' if made.reward is None else made.reward}"]
+    of_set = f" of {made.set_name}" if made.set_name else ""
+    parts = [f"evaluation{of_set} after step {made.step}: reward {'–' if made.reward is None else made.reward}"]
     if made.difference is not None:
         parts.append(f"{made.difference} more than the one before")
     who = versions_in_words(made.versions, made.model)
@@ -135,7 +146,7 @@ def in_words(made: Evaluation) -> str:
 
 
 def metrics_of(made: Evaluation) -> dict[str, float]:
-    """A number for each estimate, and the ends of its interval."""
+    """A number for each estimate, and the ends of its interval; of one of several sets under its name: evaluation/hard/reward."""
     found = {
         "evaluation/reward": made.reward,
         "evaluation/reward_finished": made.reward_finished,
@@ -158,7 +169,9 @@ def metrics_of(made: Evaluation) -> dict[str, float]:
             metrics[metric] = value.mean
             if value.low is not None and value.high is not None:
                 metrics |= {f"{metric}/low": value.low, f"{metric}/high": value.high}
-    return metrics
+    if made.set_name is None:
+        return metrics
+    return {f"evaluation/{made.set_name}/{metric.removeprefix('evaluation/')}": metrics[metric] for metric in metrics}
 
 
 def versions_in_words(versions: tuple[int, int] | None, otherwise: str) -> str:

@@ -1,40 +1,51 @@
-"""What an evaluation asks: the prompts of [learner.evaluation], read once, however often they are asked.
+"""What an evaluation asks: the prompts of [learner.evaluation], of each of its sets, read once, however often they are asked.
 
     [learner.evaluation] ─▶ prompts ─▶ Questions ─▶ evaluate.py
 
 Invariant: two evaluations whose questions have the same digest asked the same prompts in the same way.
 """
 
+from collections.abc import Sequence
+
 import msgspec
 import xxhash
 
-from learner.config import DataConfig, LearnerRun
+from learner.config import DataConfig, EvaluationConfig, LearnerRun
 from learner.material import Material
 from learner.prompts.prompts import Prompts
 from protocol.errors import ConfigError
 
 
 class Questions:
-    """Of one run. Raises ConfigError or DataError."""
+    """Of one set. Raises ConfigError or DataError."""
 
-    def __init__(self, material: Material) -> None:
+    def __init__(self, material: Material, set_name: str | None = None) -> None:
         run = material.run
         if run.learner.environment.is_used:
             raise ConfigError(
                 f"{run.learner.environment.named}: episodes are not evaluated yet; evaluate a run whose rewards rate completions"
             )
-        self.run, self.tokenizer = run, material.tokenizer
-        prompts = Prompts(evaluated_data(run), material.tokenizer, run.seed)
+        self.run, self.tokenizer, self.set_name = run, material.tokenizer, set_name
+        self.config = run.learner.evaluation.of_set(set_name)
+        prompts = Prompts(evaluated_data(self.config, run.learner.data), material.tokenizer, run.seed)
         self.name = prompts.name
         self.prompts = [prompts.prompt_at(place) for place in range(len(prompts))]
-        self.digest = _digest(run, prompts)
+        self.digest = _digest(run, self.config, prompts)
 
 
-def evaluated_data(run: LearnerRun) -> DataConfig:
-    """Of [learner.evaluation], or the run's own. Not shuffled: each prompt is asked once. Of the run's own dataset or task another part
+def sets_of(material: Material) -> list[Questions]:
+    """Those of a run, in the order in which they are asked; one without a name where it has no others."""
+    return [Questions(material, name) for name in material.run.learner.evaluation.set_names()]
+
+
+def digest_of(sets: Sequence[Questions]) -> str:
+    return "+".join(questions.digest for questions in sets)
+
+
+def evaluated_data(config: EvaluationConfig, data: DataConfig) -> DataConfig:
+    """Of the set, or the run's own. Not shuffled: each prompt is asked once. Of the run's own dataset or task another part
     may be asked, which is read in the same way.
     """
-    config, data = run.learner.evaluation, run.learner.data
     if config.task is None and config.path is None and config.dataset is None:
         return msgspec.structs.replace(data, shuffle=False, num_prompts=config.num_prompts or data.num_prompts)
     is_same_dataset = config.dataset is not None and config.dataset == data.dataset
@@ -47,8 +58,8 @@ def evaluated_data(run: LearnerRun) -> DataConfig:
     return chosen.in_effect()
 
 
-def _digest(run: LearnerRun, prompts: Prompts) -> str:
-    config, sampling, reward = run.learner.evaluation, run.learner.sampling, run.learner.reward
+def _digest(run: LearnerRun, config: EvaluationConfig, prompts: Prompts) -> str:
+    sampling, reward = run.learner.sampling, run.learner.reward
     max_tokens = config.max_tokens or sampling.max_tokens
     how = (config.num_samples, config.temperature, max_tokens, sampling.stop, reward.names, reward.function_weights)
     return xxhash.xxh64(prompts.digests.tobytes() + repr(how).encode()).hexdigest()

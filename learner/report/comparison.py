@@ -15,6 +15,7 @@ from markupsafe import Markup
 
 from learner.report.charts import PLAIN, Absent, Axes, Chart, drawn
 from learner.report.drawing import COLOURS, Curve, percent, series
+from learner.report.evaluations import rewards_of_sets
 from learner.report.page import template
 from learner.report.summary import (
     RunDirectoryError,
@@ -28,10 +29,11 @@ from learner.report.summary import (
 )
 from learner.storage.disk import replace_file
 
+EVALUATIONS = "Evaluations"
 CHARTS = (
     ("Reward per step", "Moving means; pale: each step.", "reward/mean", PLAIN),
     ("Reward over time", "The same against the clock.", "reward/mean", Axes(over_time=True)),
-    ("Evaluations", "Reward on the prompts of learner.evaluation.", "evaluation/reward", PLAIN),
+    (EVALUATIONS, "Reward on the prompts of learner.evaluation.", "evaluation/reward", PLAIN),
     ("Entropy of the policy", "Near 0 it no longer explores.", "policy/entropy", PLAIN),
     ("Length of completions", "Mean number of tokens.", "rollout/completion_length_mean", PLAIN),
     ("Tokens held by the clip", "Share whose ratio left the trusted range.", "loss/clipped_frac", Axes(percent)),
@@ -92,7 +94,7 @@ def compare(run_dirs: Sequence[Path]) -> tuple[Comparison, list[list[dict[str, f
 
 def write_comparison(comparison: Comparison, metrics: Sequence[Sequence[dict[str, float]]]) -> Path:
     """Write comparison.html beside the first run's directory."""
-    charts = [_chart(comparison, metrics, *chart) for chart in CHARTS]
+    charts = [_chart(comparison, metrics, *chart) for chart in _charts(metrics)]
     page = template("comparison.html.jinja").render(
         names=[run.name for run in comparison.runs],
         charts=[chart for chart in charts if isinstance(chart, Chart)],
@@ -116,6 +118,17 @@ def as_text(comparison: Comparison) -> str:
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     )
+
+
+def _charts(metrics: Sequence[Sequence[dict[str, float]]]) -> list[tuple[str, str, str, Axes]]:
+    """Where a run evaluates several sets, one for each of these too."""
+    of_sets = rewards_of_sets(line for lines in metrics for line in lines)
+    charts = []
+    for chart in CHARTS:
+        charts.append(chart)
+        if chart[0] == EVALUATIONS:
+            charts += [(f"{EVALUATIONS}: {name}", "Its reward.", metric, PLAIN) for name, metric in of_sets.items()]
+    return charts
 
 
 def _chart(

@@ -5,13 +5,22 @@
 Invariant: one curve for each set of questions, for only those can be compared.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from learner.evaluation.evaluation import Evaluation
 from learner.report.charts import Chart
 from learner.report.drawing import COLOURS, canvas, label_ends, plain, room_for, set_limits, svg_of
+
+REWARD_OF_A_SET = re.compile(r"evaluation/(?!function/|pass_at_)([^/]+)/reward")
+
+
+def rewards_of_sets(metrics: Iterable[Mapping[str, float]]) -> dict[str, str]:
+    """Of several sets, the metric of each one's reward, by its name."""
+    names = {name for line in metrics for name in line if name.startswith("evaluation/")}
+    return {found[1]: found[0] for name in sorted(names) if (found := REWARD_OF_A_SET.fullmatch(name))}
 
 
 def evaluation_chart(evaluations: Sequence[Evaluation]) -> Chart | None:
@@ -23,7 +32,7 @@ def evaluation_chart(evaluations: Sequence[Evaluation]) -> Chart | None:
         by_questions.setdefault(one.asked, []).append(one)
     sets = list(by_questions.values())[-len(COLOURS) :]
     ends = [
-        (made[-1].reward.mean, plain(made[-1].reward.mean), colour)
+        (made[-1].reward.mean, f"{made[-1].set_name or ''} {plain(made[-1].reward.mean)}".strip(), colour)
         for made, colour in zip(sets, COLOURS, strict=False)
         if made[-1].reward
     ]
@@ -37,10 +46,15 @@ def evaluation_chart(evaluations: Sequence[Evaluation]) -> Chart | None:
     set_limits(axes, heights, plain, False)
     axes.set_xlabel("step")
     label_ends(axes, ends)
-    data = sets[-1][-1]
-    told = f"Reward on {data.num_prompts:,} prompts of {data.data}; shaded: intervals of 95 %."
+    asked = ", ".join(_prompts_of(made[-1]) for made in sets if made[-1].set_name or made is sets[-1])
+    told = f"Reward on {asked}; shaded: intervals of 95 %."
     title = "Evaluations"
     return Chart(title=title, told=told, svg=svg_of(figure, title))
+
+
+def _prompts_of(one: Evaluation) -> str:
+    of_set = f"{one.set_name}: " if one.set_name else ""
+    return f"{of_set}{one.num_prompts:,} prompts of {one.data}"
 
 
 def _table(made: Sequence[Evaluation]) -> np.ndarray:

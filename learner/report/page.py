@@ -11,12 +11,14 @@ import jinja2
 import msgspec
 from markupsafe import Markup
 
+from learner.evaluation.estimates import Estimate
 from learner.report.charts import Absent, Chart, draw_charts
 from learner.report.evaluations import evaluation_chart
 from learner.report.sample_view import readable, reward_range, shown
 from learner.report.summary import (
     Summary,
     duration,
+    evaluation_by_label,
     number,
     read_evaluations,
     read_ledger,
@@ -96,7 +98,10 @@ def tiles_of(s: Summary) -> list[Tile]:
     tiles = [
         Tile("Reward", f"{number(s.reward_first)} → {number(s.reward_last)}", "first and last tenth of the steps"),
         Tile("Exact match", number(s.exact_last), "last tenth of the steps") if s.exact_last is not None else None,
-        Tile("Evaluation", number(s.evaluation.mean), evaluation_note(s)) if s.evaluation else None,
+        *(
+            Tile(label.capitalize(), number(reward.mean), evaluation_note(reward, s.evaluation_step))
+            for label, reward in evaluation_by_label(s).items()
+        ),
         Tile("Steps", f"{s.steps:,}", f"in {duration(s.seconds)}"),
         Tile("Speed", number(s.completion_tokens_per_s, ",.0f"), "completion tokens per second"),
         Tile(
@@ -112,11 +117,11 @@ def tiles_of(s: Summary) -> list[Tile]:
     return [tile for tile in tiles if tile is not None]
 
 
-def evaluation_note(s: Summary) -> str:
-    after = f"after step {s.evaluation_step}"
-    if s.evaluation is None or s.evaluation.low is None or s.evaluation.high is None:
+def evaluation_note(reward: Estimate, step: int | None) -> str:
+    after = f"after step {step}"
+    if reward.low is None or reward.high is None:
         return after
-    return f"{number(s.evaluation.low)} to {number(s.evaluation.high)}, {after}"
+    return f"{number(reward.low)} to {number(reward.high)}, {after}"
 
 
 def ended_at(metrics: list[dict[str, float]]) -> str | None:

@@ -1,21 +1,20 @@
-"""What a run tells: metrics.jsonl, a console line per step, samples.jsonl, the dashboard, TensorBoard. Rank 0 has one."""
+"""What a run tells: metrics.jsonl, a console line per step, samples.jsonl, the dashboard, trackers. Rank 0 has one."""
 
 import json
-import sys
 import time
-from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from learner.config import ReportConfig
 from learner.report.dashboard import Dashboard
-from learner.report.health import Health
 from learner.report.samples import Samples
+from learner.report.trackers import Trackers
 from learner.rollouts.scored_group import ScoredGroup
 from learner.rollouts.waits import held_up_by
-from learner.storage.disk import writing
 from learner.storage.lines import Lines, last_line
 from learner.storage.run_dir import RunDir
+from learner.training.health import Health
+from protocol.console import say
 
 
 class RunLog:
@@ -30,12 +29,7 @@ class RunLog:
         self._elapsed_before = _elapsed_before(run_dir)
         self._started = time.monotonic()
         self._newest: dict[str, float] = {}
-        self._tensorboard = None
-        if "tensorboard" in config.trackers:
-            from torch.utils.tensorboard import SummaryWriter  # slow to import, and optional
-
-            with writing(run_dir.tensorboard):
-                self._tensorboard = SummaryWriter(run_dir.tensorboard)
+        self._trackers = Trackers(config.trackers, config.project, run_dir)
 
     def start_clock(self) -> None:
         """Count the seconds of the run from now: training, not the wait for a server that starts."""
@@ -51,8 +45,7 @@ class RunLog:
         self._tell(step, line, metrics)
         self._health.watch(step, metrics)
         self._newest = line
-        sys.stdout.write(console_line(step, self._num_steps, metrics) + "\n")
-        sys.stdout.flush()
+        say(console_line(step, self._num_steps, metrics), line)
 
     def amend(self, metrics: dict[str, float]) -> None:
         """Record more of the newest step, which replaces it. Raises DiskError."""
@@ -63,10 +56,7 @@ class RunLog:
         self._metrics.append(line)
         if self._dashboard is not None:
             self._dashboard.publish(step, line)
-        if self._tensorboard is not None:
-            with writing(Path(self._tensorboard.log_dir)):
-                for name, value in new.items():
-                    self._tensorboard.add_scalar(name, value, step)
+        self._trackers.tell(step, new)
 
     def sample(self, step: int, group: ScoredGroup, tokenizer: PreTrainedTokenizerBase) -> None:
         """Keep a few completions of one group, as text, for the report, if it is this step's turn."""
@@ -75,9 +65,7 @@ class RunLog:
     def close(self) -> None:
         self._metrics.close()
         self._samples.close()
-        if self._tensorboard is not None:
-            with writing(Path(self._tensorboard.log_dir)):
-                self._tensorboard.close()
+        self._trackers.close()
 
 
 def console_line(step: int, num_steps: int, metrics: dict[str, float]) -> str:

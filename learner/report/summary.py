@@ -50,6 +50,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     evaluation: Estimate | None
     """The reward of the newest evaluation that the run made itself."""
     evaluation_step: int | None
+    evaluated_sets: dict[str, Estimate]
+    """Where it asked several sets, the reward of each."""
     completion_tokens_per_s: float | None
     wait_shares: dict[str, float]
     """Of the time of all steps, the share that each part of the run held them up (waits.py), the largest first."""
@@ -104,6 +106,11 @@ def summary_of(metrics: list[dict[str, float]], ledger: LedgerFacts, evaluations
         mismatch_mean_abs_logprob=max(mismatches) if mismatches else None,
         evaluation=evaluations[-1].reward if evaluations else None,
         evaluation_step=evaluations[-1].step if evaluations else None,
+        evaluated_sets={
+            one.set_name: one.reward
+            for one in evaluations
+            if one.set_name is not None and one.reward is not None and one.step == evaluations[-1].step
+        },
         completion_tokens_per_s=sum(tokens) / seconds if tokens and seconds > 0 else None,
         wait_shares=shares(metrics),
     )
@@ -122,7 +129,7 @@ def lines(summary: Summary) -> list[str]:
     rows = [
         ("reward", f"{number(s.reward_first)} → {number(s.reward_last)} (first and last tenth of the steps)"),
         ("exact match", f"{number(s.exact_last)} (last tenth)" if s.exact_last is not None else None),
-        ("evaluation", f"{s.evaluation} after step {s.evaluation_step}" if s.evaluation else None),
+        *((name, f"{reward} after step {s.evaluation_step}") for name, reward in evaluation_by_label(s).items()),
         ("steps", f"{s.steps:,} in {duration(s.seconds)}"),
         ("staleness", f"mean {number(s.staleness_mean)}, max {number(s.staleness_max, '.0f')} policy versions"),
         ("groups", groups),
@@ -136,6 +143,13 @@ def lines(summary: Summary) -> list[str]:
         ),
     ]
     return [f"{label:<12} {text}" for label, text in rows if text is not None]
+
+
+def evaluation_by_label(s: Summary) -> dict[str, Estimate]:
+    """That of each set, under what a reader is told it is."""
+    if s.evaluated_sets:
+        return {f"evaluation of {name}": reward for name, reward in s.evaluated_sets.items()}
+    return {"evaluation": s.evaluation} if s.evaluation else {}
 
 
 def as_text(summary: Summary) -> str:

@@ -24,6 +24,7 @@ from learner.servers.epoch import Epoch, Epochs
 from learner.servers.loop_thread import LoopThread
 from learner.servers.member import Member
 from protocol.collective.group import Collective
+from protocol.console import manner
 from protocol.errors import DeadlineExceeded, PushError, PushIncomplete, SlipstreamError
 from protocol.messages import Manifest, PushBegin, PushDone
 from protocol.weights.buckets import NamedTensors, dtype_on_wire
@@ -147,7 +148,7 @@ class ServerPush:
         try:
             with tqdm(
                 total=num_bytes, unit="B", unit_scale=True, desc=f"push {version}", mininterval=PROGRESS_EVERY_S,
-                disable=num_bytes < PROGRESS_BYTES,
+                disable=num_bytes < PROGRESS_BYTES or not manner().has_bars,
             ) as bar:  # fmt: skip
                 return epoch.send(tensors, progress)
         except PushError as effect:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from learner.config.storage import EVALUATION
 from learner.rollouts.ledger import Ledger
 from learner.rollouts.queue import GroupQueue
 from learner.storage.checkpoint import (
@@ -27,8 +28,8 @@ from learner.training.trainee import Trainee
 
 log = logging.getLogger(__name__)
 
-TRAINING_REWARD, EVALUATION = "training reward", "evaluation"
-"""What tells how good a checkpoint is: the mean reward over the steps that led to it, or at the evaluation after it."""
+TRAINING_REWARD = "training reward"
+"""What else tells how good a checkpoint is: that at the evaluation after it, by the name that `best_by` has for it."""
 
 
 class Books(NamedTuple):
@@ -75,20 +76,27 @@ class Checkpoints(CheckpointWriter):
         assert self._books is not None
         config = self._trainee.config.checkpoint
         with writing(self._directory):
-            scores = self._books.scores() if config.best_by == "evaluation" else None
-            oldest_step = prune(self._directory, config.keep_last, config.keep_best, scores)
+            scores = self._books.scores() if config.is_by_evaluation else None
+            oldest_step = prune(self._directory, config.keep_last, config.keep_best, scores, config.best_by)
         self._books.ledger.forget_payloads(oldest_step)
 
 
-def prune(directory: Path, keep_last: int, keep_best: int, scores: Mapping[int, float | None] | None = None) -> int:
+def prune(
+    directory: Path,
+    keep_last: int,
+    keep_best: int,
+    scores: Mapping[int, float | None] | None = None,
+    evaluation: str = EVALUATION,
+) -> int:
     """Remove all complete checkpoints but the newest, and of the best all but their models; return the step of the oldest that a
     resume may use.
 
-    `scores`: of the evaluations, which then say what is best; one that is not judged yet stays whole until it is.
+    `scores`: of the evaluations, which then say what is best; one that is not judged yet stays whole until it is. `evaluation`: which
+    of them these are, for the scores of another set are no measure.
     """
     states = {checkpoint: read_state(checkpoint) for checkpoint in complete_checkpoints(directory)}
     newest = list(states)[-keep_last:]  # -0: all
-    judged_by = TRAINING_REWARD if scores is None else EVALUATION
+    judged_by = TRAINING_REWARD if scores is None else evaluation
     with_model = {path: state for path, state in states.items() if (path / "model").is_dir()}
     score_of = {
         path: state.reward_mean if scores is None else scores.get(state.step) for path, state in with_model.items()

@@ -34,7 +34,7 @@ MOVED = {
 
 LEFT_BY_A_FAILED_START = {".lock", "logs", "run_id", "run_id.tmp", "config.toml.tmp", "ledger.db", "ledger.db-shm",
                           "ledger.db-wal", "metrics.jsonl", "samples.jsonl", "timeline.jsonl", "data.digests", "evaluations.jsonl",
-                          "evaluation.partial.jsonl", "tensorboard"}  # fmt: skip
+                          "evaluation.partial.jsonl", "tensorboard", "wandb"}  # fmt: skip
 """What a start that ended before its first group leaves behind; the next start goes over it."""
 
 

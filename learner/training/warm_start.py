@@ -29,6 +29,7 @@ from learner.training.batch import MicroBatch, Row
 from learner.training.finite import NotFiniteError
 from learner.training.optimizer import make_optimizer
 from learner.training.ranks import gradient_sync, my_batches
+from protocol.console import manner
 from protocol.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,10 @@ def warm_start(material: Material, accelerator: Accelerator, policy: nn.Module) 
     optimizer = make_optimizer(policy.parameters(), config.optimizer, settings.learning_rate)
     loss = 0.0
     steps = tqdm(
-        range(settings.steps), "warm start", disable=not accelerator.is_main_process, mininterval=PROGRESS_EVERY_S
+        range(settings.steps),
+        "warm start",
+        disable=not (accelerator.is_main_process and manner().has_bars),
+        mininterval=PROGRESS_EVERY_S,
     )
     for step in steps:
         slots = range(step * settings.rows_per_step, (step + 1) * settings.rows_per_step)

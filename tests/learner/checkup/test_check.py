@@ -69,7 +69,8 @@ def told(run: LearnerRun, subject: str) -> list[tuple[str, str]]:
 def test_prompts_rewards_and_the_course_are_told_before_the_servers_are_asked(tmp_path: Path) -> None:
     found = list(check(a_run(tmp_path)))
     by_subject = {one.subject: one.text for one in found}
-    assert [one.verdict for one in found] == ["ok"] * len(found) and found[-1].subject == "server"
+    assert [one.verdict for one in found[:-1]] == ["ok"] * (len(found) - 1) and found[-2].subject == "server"
+    assert (found[-1].subject, found[-1].verdict) == ("time", "unknown")
     assert by_subject["prompts"].startswith("10 of ") and "the longest of 3 tokens" in by_subject["prompts"]
     assert len([subject for subject in by_subject if subject.startswith("row ")]) == 3
     (row, text) = next((subject, text) for subject, text in by_subject.items() if subject.startswith("row "))

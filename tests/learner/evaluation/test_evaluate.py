@@ -61,7 +61,7 @@ def noted(tmp_path: Path) -> list[Evaluation]:
 
 def test_every_prompt_is_asked_once_and_rated_as_in_training(tmp_path: Path, server: OpenAIServer) -> None:
     server.answer = lambda prompt, count: [prompt[:-1] if prompt[1] in "0123" else "9999"]
-    made = evaluate(a_run(tmp_path, server, functions=("right", "length")))
+    made = evaluate(a_run(tmp_path, server, functions=("right", "length")))[0]
     assert sorted(tuple(asked["prompt"]) for asked in server.requests) == sorted(
         {tuple(a["prompt"]) for a in server.requests}
     )
@@ -83,7 +83,7 @@ def test_an_evaluation_is_compared_prompt_by_prompt_with_the_one_before_that_ask
     evaluate(a_run(tmp_path, server))
     evaluate(a_run(tmp_path, server, "--learner.evaluation.max-tokens", "4"))
     server.answer, server.version = (lambda prompt, count: [prompt[:-1] if prompt[1] in "234567" else "9"]), 7
-    made = evaluate(a_run(tmp_path, server))
+    made = evaluate(a_run(tmp_path, server))[0]
     # Right before and now: 2 and 3; lost: 0 and 1; won: 4 to 7.
     assert made.difference is not None and made.difference.mean == pytest.approx(0.2) and made.before == (3, 4)
     assert made.difference.low is not None and made.difference.low < 0 < 0.2
@@ -97,7 +97,7 @@ def test_of_several_samples_pass_at_k_and_the_majority_are_told(tmp_path: Path, 
         [prompt[:-1]] + ["9"] * (count - 1) if prompt[1] < "5" else [prompt[:-1]] * count
     )
     flags = ["--learner.evaluation.num-samples", "4", "--learner.evaluation.temperature", "1.0"]
-    made = evaluate(a_run(tmp_path, server, *flags))
+    made = evaluate(a_run(tmp_path, server, *flags))[0]
     shares = {k: share.mean for k, share in made.pass_at["right"].items()}
     assert shares == {"1": pytest.approx(0.625), "2": pytest.approx(0.75), "4": 1.0}
     assert made.majority is not None and made.majority.mean == 0.5
@@ -107,13 +107,13 @@ def test_of_several_samples_pass_at_k_and_the_majority_are_told(tmp_path: Path, 
 
 def test_a_server_that_is_gone_is_waited_for(tmp_path: Path, server: OpenAIServer) -> None:
     server.failures = [503, 502]
-    made = evaluate(a_run(tmp_path, server, "--learner.evaluation.max-concurrent", "1"))
+    made = evaluate(a_run(tmp_path, server, "--learner.evaluation.max-concurrent", "1"))[0]
     assert made.reward is not None and made.reward.mean == 1.0 and len(server.requests) == 10
 
 
 def test_a_server_that_tells_neither_tokens_nor_versions_will_do(tmp_path: Path, server: OpenAIServer) -> None:
     server.tells_tokens = False
-    made = evaluate(a_run(tmp_path, server, functions=("right", "length")))
+    made = evaluate(a_run(tmp_path, server, functions=("right", "length")))[0]
     assert made.versions is None and made.functions["right"] is not None and made.functions["right"].mean == 1.0
     assert "by a model" in as_text(made)
 
@@ -155,21 +155,17 @@ def test_other_prompts_than_the_runs_own(tmp_path: Path, server: OpenAIServer) -
         '{"prompt": "7>", "answer": "7"}\n{"prompt": "8>", "answer": "8"}\n{"prompt": "9>", "answer": "9"}\n'
     )
     flags = ["--learner.evaluation.path", str(other), "--learner.evaluation.num-prompts", "2"]
-    made = evaluate(a_run(tmp_path, server, *flags))
+    made = evaluate(a_run(tmp_path, server, *flags))[0]
     assert made.num_prompts == 2 and "other.jsonl" in made.data and made.reward is not None and made.reward.mean == 1.0
 
 
-def test_another_split_of_the_runs_own_dataset_is_read_as_the_run_reads_it(tmp_path: Path) -> None:
-    run = a_run(tmp_path, None)
+def test_another_split_of_the_runs_own_dataset_is_read_as_the_run_reads_it() -> None:
     data = DataConfig(
         dataset="openai/gsm8k", dataset_config="main", revision="abc", split="train", prompt_column="question"
     )
 
     def asked(**evaluation: Any) -> DataConfig:
-        chosen = EvaluationConfig(**evaluation)
-        return evaluated_data(
-            msgspec.structs.replace(run, learner=msgspec.structs.replace(run.learner, data=data, evaluation=chosen))
-        )
+        return evaluated_data(EvaluationConfig(**evaluation), data)
 
     own = asked(dataset="openai/gsm8k")
     assert (own.dataset_config, own.revision, own.split, own.prompt_column) == ("main", "abc", "test", "question")

@@ -34,6 +34,7 @@ FIELDS = [
     "mismatch_mean_abs_logprob",
     "evaluation",
     "evaluation_step",
+    "evaluated_sets",
     "completion_tokens_per_s",
     "wait_shares",
 ]

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from learner.report.health import Health, unhealthy
+from learner.training.health import Health, unhealthy
 
 HEALTHY = {
     "policy/ratio_mean": 1.01,

@@ -1,0 +1,114 @@
+"""Metrics to the trackers of `learner.report.trackers`, by accelerate: TensorBoard, Weights & Biases, trackio, MLflow.
+
+    run_log.py ─▶ tell: every number of a step, as a float ─▶ RUN_DIR/tensorboard, or what the tracker's own variables name
+
+At the end of the data's way. Invariant: each gets every metric of metrics.jsonl, and one that fails costs itself and a line in the log,
+never the run; a full disk ends it here as elsewhere.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
+from typing import Any
+
+from learner.storage.disk import DiskError, writing
+from learner.storage.run_dir import RunDir
+from protocol.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+TENSORBOARD = "tensorboard"
+EXTRAS = {TENSORBOARD: "learner", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"}
+"""By the name of a tracker, which is that of its package: the extra that installs it."""
+
+
+class Trackers:
+    """Those of one run."""
+
+    def __init__(self, names: Sequence[str], project: str, run_dir: RunDir) -> None:
+        """Raises ConfigError for one whose package is absent."""
+        refuse_absent(names)
+        self._run_dir = run_dir
+        self._open: dict[str, Any] = {}
+        for name in dict.fromkeys(names):
+            with self._at_the_cost_of(name):
+                tracker = MAKERS[name](project, run_dir)
+                tracker.start()
+                self._open[name] = tracker
+
+    def tell(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Raises DiskError."""
+        # Some leave out what is neither int nor float, without a word: NumPy's float32 is neither.
+        values = {name: float(value) for name, value in metrics.items()}
+        for name in [*self._open]:
+            with self._at_the_cost_of(name):
+                self._open[name].log(values, step=step)
+
+    def close(self) -> None:
+        """Raises DiskError."""
+        for name in [*self._open]:
+            with self._at_the_cost_of(name):
+                self._open[name].finish()
+
+    @contextmanager
+    def _at_the_cost_of(self, name: str) -> Iterator[None]:
+        try:
+            with writing(self._run_dir.tensorboard) if name == TENSORBOARD else nullcontext():
+                yield
+        except DiskError:
+            raise
+        except Exception as error:
+            self._open.pop(name, None)
+            log.warning(
+                "the run goes on without %s, which failed (%s); metrics.jsonl has all", name, error or repr(error)
+            )
+
+
+def refuse_absent(names: Sequence[str]) -> None:
+    """Raise ConfigError for trackers whose package is not installed."""
+    if absent := [name for name in dict.fromkeys(names) if not is_installed(name)]:
+        extras = ",".join(EXTRAS[name] for name in absent)
+        raise ConfigError(
+            f"learner.report.trackers has {', '.join(map(repr, absent))}, which is not installed; "
+            f"pip install 'slipstream-rl[{extras}]', or leave it out"
+        )
+
+
+def is_installed(name: str) -> bool:
+    """W&B writes into a directory `wandb` where it is started, which looks like a package without code."""
+    found = find_spec(name)
+    return found is not None and found.origin is not None
+
+
+def _tensorboard(project: str, run_dir: RunDir) -> Any:
+    from accelerate.tracking import TensorBoardTracker  # slow to import, as all of these
+
+    return TensorBoardTracker(run_dir.tensorboard.name, logging_dir=run_dir.tensorboard.parent)
+
+
+def _wandb(project: str, run_dir: RunDir) -> Any:
+    from accelerate.tracking import WandBTracker
+
+    return WandBTracker(project, id=run_dir.run_id, name=_name(run_dir), resume="allow", dir=str(run_dir.path))
+
+
+def _trackio(project: str, run_dir: RunDir) -> Any:
+    from accelerate.tracking import TrackioTracker
+
+    return TrackioTracker(project, name=f"{_name(run_dir)}-{run_dir.run_id[:8]}", resume="allow")
+
+
+def _mlflow(project: str, run_dir: RunDir) -> Any:
+    from accelerate.tracking import MLflowTracker
+
+    return MLflowTracker(experiment_name=project, run_name=_name(run_dir))
+
+
+def _name(run_dir: RunDir) -> str:
+    return run_dir.path.resolve().name
+
+
+MAKERS: dict[str, Callable[[str, RunDir], Any]] = {
+    TENSORBOARD: _tensorboard, "wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow
+}  # fmt: skip

@@ -1,0 +1,116 @@
+"""Trackers get every metric of metrics.jsonl, whatever its type; one that fails or is absent is told."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from learner.report.summary import read_metrics
+from learner.report.trackers import EXTRAS, MAKERS, Trackers, is_installed
+from learner.storage.run_dir import RunDir
+from learner.train import train
+from protocol.errors import ConfigError
+from protocol.model_files import resolve_model
+from tests.learner.model_engine import ModelEngine, tiny_server
+from tests.learner.test_train import make_run
+
+WANDB = """
+told, closed = [], []
+
+class Run:
+    def log(self, values, step):
+        if step == 3:
+            raise ConnectionError("nobody is there")
+        told.append((step, values))
+
+    def finish(self):
+        closed.append(self)
+
+def init(**named):
+    told.append(named)
+    return Run()
+"""
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Iterator[RunDir]:
+    run_dir = RunDir(tmp_path / "run", make_run(tmp_path, "tcp://127.0.0.1:1"))
+    yield run_dir
+    run_dir.close()
+
+
+def read_back(path: Path) -> dict[str, dict[int, float]]:
+    """By metric and step, what TensorBoard itself would show."""
+    events = EventAccumulator(str(path), size_guidance={"scalars": 0})
+    events.Reload()
+    return {name: {event.step: event.value for event in events.Scalars(name)} for name in events.Tags()["scalars"]}
+
+
+def test_tensorboard_has_every_metric_of_every_step(tmp_path: Path) -> None:
+    with tiny_server(ModelEngine(resolve_model("tiny:digits"))) as server:
+        run = make_run(tmp_path, server.endpoint, report={"trackers": ["tensorboard"], "dashboard_port": 0})
+        train(run, resume=False)
+    lines = read_metrics(Path(run.run_dir))
+    shown = read_back(Path(run.run_dir) / "tensorboard")
+    assert len(lines) == 4 and sum("/" in name for name in lines[0]) > 30
+    for line in lines:
+        for name, value in line.items():
+            if "/" in name:
+                assert shown[name][line["step"]] == pytest.approx(value, rel=1e-5), name
+
+
+@pytest.mark.parametrize(
+    "value", [np.float32(0.5), np.float64(0.5), np.array(0.5), torch.tensor(0.5), np.int64(2), 2, True], ids=repr
+)
+def test_a_number_of_any_type_arrives(run_dir: RunDir, value: float) -> None:
+    trackers = Trackers(["tensorboard"], "p", run_dir)
+    trackers.tell(7, {"reward/mean": value})
+    trackers.close()
+    assert read_back(run_dir.tensorboard) == {"reward/mean": {7: float(value)}}
+
+
+def test_one_that_fails_costs_itself_alone(
+    run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "packages/wandb").mkdir(parents=True)
+    (tmp_path / "packages/wandb/__init__.py").write_text(WANDB)
+    monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    trackers = Trackers(["wandb", "tensorboard"], "my-project", run_dir)
+    for step in range(1, 5):
+        trackers.tell(step, {"reward/mean": np.float32(step)})
+    trackers.close()
+    wandb = sys.modules.pop("wandb")
+    named, *told = wandb.told
+    assert (named["project"], named["id"], named["resume"]) == ("my-project", run_dir.run_id, "allow")
+    assert told == [(1, {"reward/mean": 1.0}), (2, {"reward/mean": 2.0})] and wandb.closed == []
+    assert all(type(value) is float for _, values in told for value in values.values())
+    assert "goes on without wandb, which failed (nobody is there)" in caplog.text
+    assert list(read_back(run_dir.tensorboard)["reward/mean"]) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_one_whose_package_is_absent_is_refused_with_what_installs_it(
+    run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    if is_installed(name):
+        pytest.skip(f"{name} is installed here")
+    (tmp_path / name).mkdir()  # as W&B leaves it behind
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(
+        ConfigError, match=rf"'{name}', which is not installed; pip install 'slipstream-rl\[{EXTRAS[name]}\]'"
+    ):
+        Trackers([name], "p", run_dir)
+
+
+def test_every_name_that_the_config_takes_has_a_tracker_and_no_other(tmp_path: Path) -> None:
+    assert MAKERS.keys() == EXTRAS.keys()
+    make_run(tmp_path, "tcp://127.0.0.1:1", report={"trackers": list(EXTRAS)})
+    with pytest.raises(msgspec.ValidationError, match="Invalid enum value 'neptune'"):
+        make_run(tmp_path, "tcp://127.0.0.1:1", report={"trackers": ["neptune"]})

@@ -1,0 +1,94 @@
+"""The tutorial's recipes, taken out of the page, do what it says."""
+
+import re
+import tomllib
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import learner.starter
+from learner.config import LearnerRun
+from learner.evaluation.evaluation import FILE, earlier
+from learner.material import Material
+from learner.rewards.workers import RewardWorkers
+from learner.starter.starter import write_starter
+from learner.storage.checkpoint import best_models
+from learner.storage.run_dir import RunDir
+from learner.train import train
+from protocol.model_files import resolve_model
+from tests.learner.model_engine import ModelEngine, tiny_server
+from tests.learner.openai_server import openai_server
+
+PAGE = Path(learner.starter.__file__).with_name("README.md").read_text()
+SHOWN = {
+    kind: re.findall(rf"^```{kind}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL) for kind in ("json", "python", "toml")
+}
+LENGTH, JUDGE, EVALUATION = SHOWN["toml"]
+
+
+@pytest.fixture
+def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """As the page has it after `learner new my-task` and all that it shows."""
+    monkeypatch.chdir(tmp_path)
+    write_starter(Path("my-task"))
+    for code in SHOWN["python"]:
+        name = re.match(r"# (\S+)\n", code)
+        assert name is not None
+        Path(name[1]).write_text(code)
+    (row,) = SHOWN["json"]
+    Path("my-task/prompts.jsonl").write_text(3 * row)
+    Path("my-task/held-out.jsonl").write_text('{"prompt": "52>", "answer": "52", "most_tokens": 4}\n')
+    return tmp_path
+
+
+def run_with(recipe: str, **learner: object) -> LearnerRun:
+    raw = tomllib.loads(Path("my-task/run.toml").read_text())
+    raw["learner"] |= tomllib.loads(recipe)["learner"] | {"cpu_cores": None} | learner
+    return msgspec.convert(raw, LearnerRun)
+
+
+def rewards_of(run: LearnerRun, *texts: str) -> list[list[float | None]]:
+    material = Material(run)
+    ids = [material.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    with RewardWorkers(run.learner.reward) as workers:
+        group = workers.submit(material.prompts.prompt_at(0), list(texts), ids).result(60)
+    assert [function.message for function in group.functions] == [None, None]
+    return [function.rewards for function in group.functions]
+
+
+def test_length_is_penalised_beyond_what_the_row_allows(task: Path) -> None:
+    places, length = rewards_of(run_with(LENGTH), "371", "3710000000")
+    assert length == [0.0, pytest.approx(-1.0)] and places[0] == 1.0
+
+
+def test_the_judge_is_asked_over_http(task: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = Counter[str]()
+    with openai_server() as judge:
+        judge.tells_tokens = False
+
+        def answer(prompt: str, count: int) -> list[str]:
+            said[prompt] += 1
+            return [" Yes" if "'371'" in prompt.split(" a good answer")[0] else " no"] * count
+
+        judge.answer = answer
+        monkeypatch.setenv("JUDGE_URL", judge.url)
+        places, judged = rewards_of(run_with(JUDGE), "371", "9")
+    assert judged == [1.0, 0.0] and places[0] == 1.0 and len(said) == 2
+
+
+def test_the_sets_are_evaluated_and_the_second_chooses_the_best(task: Path) -> None:
+    with tiny_server(engine := ModelEngine(resolve_model("tiny:digits"))) as server, openai_server() as openai:
+        openai.engine = engine
+        openai.answer = lambda prompt, count: [prompt[:-1] if engine.version == 40 else "1"] * count
+        run = run_with(EVALUATION, steps=120, report={"trackers": [], "dashboard_port": 0})
+        evaluation = msgspec.structs.replace(run.learner.evaluation, url=openai.url, pin=True)
+        config = msgspec.structs.replace(run.learner, evaluation=evaluation)
+        train(msgspec.structs.replace(run, endpoint=server.endpoint, learner=config), resume=False)
+    made = earlier(Path(run.run_dir) / FILE)
+    assert [(one.step, one.set_name) for one in made] == [
+        (step, name) for step in range(0, 121, 20) for name in ("known", "new")
+    ]
+    steps = [best.step for best in best_models(RunDir.checkpoints_of(run.run_dir)).values()]
+    assert steps == [40]

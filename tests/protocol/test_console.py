@@ -1,0 +1,93 @@
+"""What the programs say: lines for people, JSON for machines, little with --quiet; colours for terminals alone."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from protocol import console
+from protocol.config import to_toml
+from protocol.model_files import resolve_model
+from tests.learner.forked_learner import run_learner
+from tests.learner.model_engine import ModelEngine, tiny_server
+from tests.learner.test_train import make_run
+
+
+@pytest.fixture(autouse=True)
+def as_it_was() -> Iterator[None]:
+    yield
+    console.take_switches([])
+
+
+def trained(tmp_path: Path, *switches: str) -> subprocess.CompletedProcess[str]:
+    """A run of a few steps, with the checkpoint and the report at its end."""
+    with tiny_server(ModelEngine(resolve_model("tiny:digits"))) as server:
+        run = make_run(tmp_path, server.endpoint, evaluation={"every_steps": 2, "timeout_s": 0.5})
+        (tmp_path / "run.toml").write_text(to_toml(run))
+        done = run_learner("train", str(tmp_path / "run.toml"), *switches)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run/report.html").is_file()
+    return done
+
+
+def test_every_line_is_json_for_machines(tmp_path: Path) -> None:
+    done = trained(tmp_path, "--json-logs")
+    told = [json.loads(line) for line in (done.stdout + done.stderr).splitlines()]
+    assert all({"time", "level", "message"} <= one.keys() for one in told)
+    steps = [one for one in told if "reward/mean" in one]
+    assert [one["step"] for one in steps] == [1, 2, 3, 4] and steps[0]["message"].startswith("Step 1/4 |")
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    of_step = {line["step"]: line for line in lines}
+    assert steps[1]["reward/mean"] == of_step[2]["reward/mean"]
+    assert any(one["level"] == "WARNING" and "no evaluation after step 2" in one["message"] for one in told)
+    assert any("report: " in one["message"] for one in told)
+
+
+def test_only_warnings_are_told_to_who_wants_quiet(tmp_path: Path) -> None:
+    done = trained(tmp_path, "--quiet")
+    assert done.stdout == "" and "no evaluation after step 2" in done.stderr
+    assert all(" WARNING " in line for line in done.stderr.splitlines()), done.stderr
+
+
+@pytest.mark.parametrize("command", [("learner", "train"), ("inference_server",)], ids=" ".join)
+def test_an_error_is_json_too(tmp_path: Path, command: tuple[str, ...]) -> None:
+    words = [sys.executable, "-m", *command, str(tmp_path / "absent.toml"), "--json-logs", "--quiet"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and done.stdout == ""
+    (said,) = map(json.loads, done.stderr.splitlines())
+    assert said["level"] == "ERROR" and said["message"].startswith("there is no config file")
+
+
+def test_switches_may_stand_anywhere_and_reach_no_config() -> None:
+    assert console.take_switches(["--quiet", "train", "run.toml", "--json-logs", "--seed", "3"]) == [
+        "train", "run.toml", "--seed", "3"
+    ]  # fmt: skip
+    assert console.manner() == console.Manner(is_quiet=True, is_json=True) and not console.manner().has_bars
+    assert console.take_switches(["runs"]) == ["runs"] and console.manner() == console.Manner()
+
+
+def test_what_json_has_no_word_for_is_null(capsys: pytest.CaptureFixture[str]) -> None:
+    console.take_switches(["--json-logs"])
+    console.say("Step 1 – ε", {"reward/mean": float("nan"), "loss/policy": float("-inf"), "step": 1})
+    said = capsys.readouterr().out
+    assert json.loads(said)["reward/mean"] is None and '"loss/policy": null' in said and "Step 1 – ε" in said
+
+
+def test_colours_are_for_terminals_whose_users_have_not_declined_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    ours, theirs = os.openpty()
+    with os.fdopen(ours, "rb"), os.fdopen(theirs, "w") as terminal, (tmp_path / "file").open("w") as file:
+        assert console.in_colour(terminal) and not console.in_colour(file)
+        monkeypatch.setenv("NO_COLOR", "1")
+        assert not console.in_colour(terminal)
+    record = logging.LogRecord("learner", logging.WARNING, "", 0, "look out", None, None)
+    assert console.ForPeople("%(message)s", True).format(record) == "\033[33mlook out\033[0m"
+    assert console.ForPeople("%(message)s", False).format(record) == "look out"

@@ -1,0 +1,95 @@
+"""lm-evaluation-harness, installed from the index beside this environment, asks a server that trains; its result is what we reckon ourselves."""
+
+import json
+import os
+import subprocess
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+from protocol.answer_headers import END, START
+from tests.test_system import TIMEOUT_S, Learner, Server, server, starting_server
+
+__all__ = ["server", "starting_server"]  # fixtures
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
+
+INSTALL_TIMEOUT_S = 900
+TASK = """
+task: reversed_digits
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {rows}}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{prompt}}}}"
+doc_to_target: "{{{{answer}}}}"
+target_delimiter: ""
+generation_kwargs: {{until: [" "], max_gen_toks: 9, temperature: 0.0}}
+metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}]
+"""
+# What lm-eval has for requests; this one also writes down the headers of each answer.
+WATCH = """
+import json, os, aiohttp
+from lm_eval.__main__ import cli_evaluate
+
+request = aiohttp.ClientSession._request
+async def told(self, *args, **kwargs):
+    answer = await request(self, *args, **kwargs)
+    with open(os.environ["HEADERS"], "a") as file:
+        file.write(json.dumps({name.lower(): value for name, value in answer.headers.items()}) + "\\n")
+    return answer
+aiohttp.ClientSession._request = told
+cli_evaluate()
+"""
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of an environment with lm-eval over the packages of this one."""
+    place = tmp_path_factory.mktemp("lm-eval")
+    venv.create(place, with_pip=True)
+    python = place / "bin/python"
+    ours = subprocess.run(
+        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], capture_output=True, text=True
+    )
+    (Path(ours.stdout.strip()) / "ours.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    install = [python, "-m", "pip", "install", "--quiet", "lm-eval[api]>=0.4.9"]
+    done = subprocess.run(install, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S)
+    if done.returncode:
+        pytest.skip(f"lm-eval cannot be installed here: {done.stderr.strip().splitlines()[-1]}")
+    return python
+
+
+def test_it_evaluates_a_policy_that_trains_and_is_told_which_versions_answered(
+    server: Server, python: Path, tmp_path: Path
+) -> None:
+    rows = [{"prompt": f"{n}>", "answer": str(n)[::-1]} for n in range(12345670, 12345686)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "reversed.yaml").write_text(TASK.format(rows=tmp_path / "rows.jsonl"))
+    (tmp_path / "watch.py").write_text(WATCH)
+    learner = Learner(server, tmp_path / "run", "--learner.steps", "2000")
+    learner.wait_for_step(2)
+    address = f"http://127.0.0.1:{server.http_port}/v1/completions"
+    command = [
+        python, tmp_path / "watch.py", "--model", "local-completions", "--tasks", "reversed_digits", "--include_path", tmp_path,
+        "--model_args", f"model=tiny:digits,base_url={address},tokenizer_backend=None,tokenized_requests=False,num_concurrent=4",
+        "--output_path", tmp_path / "results",
+    ]  # fmt: skip
+    environment = os.environ | {
+        "HEADERS": str(tmp_path / "headers.jsonl"),
+        "OPENAI_API_KEY": "none",
+        "HF_HUB_OFFLINE": "1",
+    }
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert learner.process.is_alive(), "it was asked while it trained"
+    learner.process.terminate()
+    learner.finish()
+    headers = [json.loads(line) for line in (tmp_path / "headers.jsonl").read_text().splitlines()]
+    versions = [(int(one[START.lower()]), int(one[END.lower()])) for one in headers]
+    assert len(versions) == len(rows) and all(2 <= start <= end <= 2000 for start, end in versions)
+    (results,) = (tmp_path / "results").rglob("results_*.json")
+    found = json.loads(results.read_text())["results"]["reversed_digits"]
+    assert 0.0 <= found["exact_match,none"] <= 1.0
