@@ -37,7 +37,11 @@ async def run(data: dict[str, Any], *, base_url: str, api_key: str, **extra: Any
 @cache
 def environment_of(taskset: str) -> Any:
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # where uv is
-    return load_environment(resolve_env_config({"taskset": {"id": taskset}, "agent": {"harness": {"id": HARNESS}}}))
+    return load_environment(
+        resolve_env_config(
+            {"taskset": {"id": taskset}, "agent": {"harness": {"id": HARNESS}, "runtime": {"type": "subprocess"}}}
+        )
+    )
 
 
 @cache
