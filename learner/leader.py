@@ -99,7 +99,7 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             ledger.rewind(version)
             workers = RewardWorkers(config.reward)
             cleanup.callback(workers.close)
-            player = open_player(material, cleanup)
+            player = open_player(material, workers, cleanup)
             model = fingerprint(material.model_path)
             hello = Hello(run=run_dir.run_id, protocol_version=PROTOCOL_VERSION, model=model)
             fleet = Fleet(run, hello, LoopThread("learner"))
@@ -313,11 +313,11 @@ def check_fits(run: LearnerRun, prompts: Prompts, member: Member) -> None:
         )
 
 
-def open_player(material: Material, cleanup: ExitStack) -> Player | None:
+def open_player(material: Material, rewards: RewardWorkers, cleanup: ExitStack) -> Player | None:
     """None where completions are all there is. Raises ConfigError."""
     config = material.run.learner
     if not config.environment.is_used or config.environment.has_agent:
         return None
     environments = Environments(config.environment, takes_text=not material.prompts.are_conversations)
     cleanup.callback(environments.close)
-    return Player(config, material.prompts.template, environments)
+    return Player(config, material.prompts.template, environments, asks_attributes=bool(rewards.with_environments))

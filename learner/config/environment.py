@@ -10,9 +10,9 @@ class EnvironmentConfig(Section):
     """What answers the policy's turns."""
 
     factory: str | None = None
-    """A class: `module:Class`, `path/to/file.py:Class`, or the built-in `guess`. It has `reset(**row)`, and `get_reward()` and an
-    attribute `done` if it likes. Prompts that are conversations: its other public methods are tools. Prompts that are texts: it has
-    one, which gets the text of each turn and returns the text that follows it."""
+    """A class: `module:Class`, `path/to/file.py:Class`, or the built-in `guess` or `calculator`. It has `reset(**row)`, and
+    `get_reward()` and an attribute `done` if it likes. Prompts that are conversations: its other public methods are tools. Prompts
+    that are texts: it has one, which gets the text of each turn and returns the text that follows it."""
     tools: tuple[str, ...] = ()
     """Functions that the policy may call beside the methods, likewise named; for prompts that are conversations."""
     agent: str | None = None

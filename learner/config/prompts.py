@@ -79,7 +79,7 @@ class DataConfig(Section):
     """Where the prompts come from: exactly one of task, path and dataset."""
 
     task: str | None = None
-    """A built-in task: reverse, sort, arithmetic (sums), or guess, for the environment of that name."""
+    """A built-in task: reverse, sort, arithmetic (sums), or guess or calculator, for the environment of that name."""
     path: MayChange[str | None] = None
     """A JSONL file, one prompt with its columns per line."""
     dataset: MayChange[str | None] = None
@@ -94,7 +94,7 @@ class DataConfig(Section):
     """Use only the first so many prompts; for a task: make so many (default 4096). A resume may change it, path, dataset and
     revision only where the prompts stay the same."""
     num_digits: int | None = None
-    """Digits of each number of a task's prompt: reverse (8), sort (4), arithmetic (2)."""
+    """Digits of each number of a task's prompt: reverse (8), sort (4), arithmetic and calculator (2)."""
     prompt_column: str = "prompt"
     """The column with the prompt: a text, or a list of messages with role and content. All others go to the rewards."""
     system_prompt: str | None = None

@@ -10,11 +10,14 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from learner.environments.guess import BUILT_IN
+from learner.environments.calculator import Calculator
+from learner.environments.guess import Guess
 from learner.user_code import NotLoaded, load_named, shorten
 
 RESERVED = ("reset", "get_reward")
 """Public methods that the policy does not call."""
+
+BUILT_IN = {"calculator": Calculator, "guess": Guess}
 
 Tools = Mapping[str, Callable[..., Any]]
 

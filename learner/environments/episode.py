@@ -47,6 +47,8 @@ class Episode(Part, frozen=True):
     """The environment's own."""
     messages: list[dict[str, Any]] = msgspec.field(default_factory=list)
     """What was said after a prompt that is a conversation, by the policy and its tools."""
+    attributes: dict[str, Any] | None = None
+    """What the environment's instance held at the end, where a reward function asks for it."""
 
 
 class PlayedGroup(Message, frozen=True):

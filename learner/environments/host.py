@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from learner.children import end_with_the_learner
+from learner.environments.attributes import attributes_of
 from learner.environments.contract import (
     Tools,
     load_environment,
@@ -50,6 +51,9 @@ class Call(msgspec.Struct, frozen=True):
 class Rate(msgspec.Struct, frozen=True):
     """The episode is over."""
 
+    asks_attributes: bool = False
+    """A reward function wants to know what the instance holds now."""
+
 
 class Describe(msgspec.Struct, frozen=True):
     """Which tools are there?"""
@@ -68,6 +72,8 @@ class Rated(msgspec.Struct, frozen=True, tag=True):
     """None: the environment rates nothing."""
 
     reward: float | None
+    attributes: dict[str, Any] | None = None
+    """If they were asked for."""
 
 
 class Described(msgspec.Struct, frozen=True, tag=True):
@@ -124,8 +130,8 @@ class Host:
                     return self._turn(text)
                 case Call(name, arguments):
                     return self._call(name, arguments)
-                case Rate():
-                    return self._rated()
+                case Rate(asks_attributes):
+                    return self._rated(asks_attributes)
                 case Describe():
                     self._make_instance()
                     return Described(schemas_of(self._tools))
@@ -172,16 +178,16 @@ class Host:
             return Wrong(f"{method} returned {shorten(said)}, expected a text or None")
         return Said(said or "", self._is_done)
 
-    def _rated(self) -> Rated | Wrong:
+    def _rated(self, asks_attributes: bool) -> Rated | Wrong:
         rate = getattr(self._instance, "get_reward", None)
-        if rate is None:
-            return Rated(None)
-        reward = rate()
+        reward = None if rate is None else rate()
         if inspect.iscoroutine(reward):
             reward = asyncio.run(reward)
         if reward is not None and not (isinstance(reward, (int, float)) and math.isfinite(reward)):
             return Wrong(f"get_reward returned {shorten(reward)}, expected a finite number or None")
-        return Rated(None if reward is None else float(reward))
+        return Rated(
+            None if reward is None else float(reward), attributes_of(self._instance) if asks_attributes else None
+        )
 
     @property
     def _is_done(self) -> bool:

@@ -11,6 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -61,8 +62,12 @@ Ask = Callable[[Asked], Awaitable[Sampled | None]]
 class Player:
     """Of one run; `max_tokens` of an episode are counted with its prompt."""
 
-    def __init__(self, config: LearnerConfig, template: ChatTemplate, environments: Environments) -> None:
+    def __init__(
+        self, config: LearnerConfig, template: ChatTemplate, environments: Environments, asks_attributes: bool = False
+    ) -> None:
+        """`asks_attributes`: a reward function wants to know what the instances hold."""
         self._config, self._template, self._environments = config, template, environments
+        self._rate = Rate(asks_attributes)
 
     async def play(self, group_id: str, prompt: Prompt, ask: Ask, max_tokens: int) -> PlayedGroup:
         """Play the group of a prompt; episodes in which the policy said nothing are left out. Raises DataError."""
@@ -95,8 +100,9 @@ class Player:
             if isinstance(opening, Said):
                 await self._converse(progress, seat, opening, ask)
             if progress.state in REWARDED:
-                rated = await progress.call(seat, Rate())
-                progress.reward = rated.reward if isinstance(rated, Rated) else None
+                rated = await progress.call(seat, self._rate)
+                if isinstance(rated, Rated):
+                    progress.reward, progress.attributes = rated.reward, rated.attributes
         return progress
 
     async def _converse(self, progress: "Progress", seat: Seat, opening: Said, ask: Ask) -> None:
@@ -161,6 +167,7 @@ class Progress:
         self.recording = Recording(np.array(prompt.token_ids, np.int32))
         self.state: EndState = "max_turns"
         self.reward: float | None = None
+        self.attributes: dict[str, Any] | None = None
         self.entered_version: int | None = None
         self.give_up_at = math.inf
         self.num_turns = 0
@@ -245,4 +252,5 @@ class Progress:
             ),
             reward=self.reward,
             messages=self.talk.messages,
+            attributes=self.attributes,
         )

@@ -62,8 +62,27 @@ def guess(num_prompts: int, seed: int, *, num_digits: int = 1) -> list[dict[str,
     return [{"prompt": "=", "secret": draw.randrange(10)} for _ in range(num_prompts)]
 
 
+def calculator(num_prompts: int, seed: int, *, num_digits: int = 2) -> list[dict[str, Any]]:
+    """Add two numbers, with the environment of that name: {"prompt": "37,45>", "call": "37+45=", "answer": "82"}.
+
+    The numbers are so small that the sum has no more digits than they have.
+    """
+    low, high = 10 ** max(num_digits - 1, 0), 5 * 10 ** max(num_digits - 1, 0)
+    num_pairs = (high - low) ** 2
+    _check_size("calculator", num_prompts, num_digits, MAX_DIGITS // 2, num_pairs)
+    pairs = [divmod(pair, high - low) for pair in random.Random(seed).sample(range(num_pairs), num_prompts)]
+    return [
+        {
+            "prompt": f"{low + left},{low + right}>",
+            "call": f"{low + left}+{low + right}=",
+            "answer": str(2 * low + left + right),
+        }
+        for left, right in pairs
+    ]
+
+
 TASKS: dict[str, Callable[..., list[dict[str, Any]]]] = {
-    "arithmetic": arithmetic, "guess": guess, "reverse": reverse, "sort": sort,
+    "arithmetic": arithmetic, "calculator": calculator, "guess": guess, "reverse": reverse, "sort": sort,
 }  # fmt: skip
 
 
@@ -71,13 +90,16 @@ def _digit_strings(
     task: str, num_prompts: int, seed: int, num_digits: int, *, numbers_per_prompt: int = 1
 ) -> list[str]:
     """Draw distinct strings of digits, leading zeros included, each as long as the numbers of one prompt."""
-    most = MAX_DIGITS // numbers_per_prompt
+    length = numbers_per_prompt * num_digits
+    _check_size(task, num_prompts, num_digits, MAX_DIGITS // numbers_per_prompt, 10 ** max(length, 0))
+    return [f"{number:0{length}d}" for number in random.Random(seed).sample(range(10**length), num_prompts)]
+
+
+def _check_size(task: str, num_prompts: int, num_digits: int, most: int, num_distinct: int) -> None:
     if num_digits > most:
         raise DataError(f"task {task} with num_digits = {num_digits}: at most {most}; lower learner.data.num_digits")
-    length = numbers_per_prompt * num_digits
-    if num_digits < 1 or num_prompts > 10**length:
+    if num_digits < 1 or num_prompts > num_distinct:
         raise DataError(
-            f"task {task} with num_digits = {num_digits} has {10 ** max(length, 0)} distinct prompts, "
+            f"task {task} with num_digits = {num_digits} has {num_distinct} distinct prompts, "
             f"num_prompts = {num_prompts} were asked for; raise learner.data.num_digits or lower learner.data.num_prompts"
         )
-    return [f"{number:0{length}d}" for number in random.Random(seed).sample(range(10**length), num_prompts)]

@@ -1,4 +1,4 @@
-"""The live dashboard of a run: a page, its stream of server-sent events, Prometheus text and /health on 127.0.0.1.
+"""The live dashboard of a run: a page, its stream of server-sent events, the newest sample, Prometheus text and /health on 127.0.0.1.
 
 Hangs off the end of the data's way and only listens: the run log publishes each step's metrics, the learner's event
 loop thread serves them. The invariant: nobody who looks, or stops looking, can slow a run or make it grow. History (history.py) is
@@ -24,6 +24,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from learner.report.history import History, Metrics, read_history
+from learner.report.sample_view import newest_sample
 from learner.report.summary import RunDirectoryError
 from learner.servers.loop_thread import LoopThread
 from protocol.errors import DeadlineExceeded
@@ -68,6 +69,7 @@ class Dashboard:
         self._prometheus = CollectorRegistry(auto_describe=False)
         self._prometheus.register(NewestStep(lambda: self._history))
         self._name, self._num_steps = run_dir.resolve().name, planned_steps(run_dir)
+        self._samples = run_dir / "samples.jsonl"
         templates = jinja2.Environment(
             loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
         )
@@ -75,6 +77,7 @@ class Dashboard:
         app = web.Application()
         app.router.add_get("/", self._serve_page)
         app.router.add_get("/events", self._serve_events)
+        app.router.add_get("/sample", self._serve_sample)
         app.router.add_get("/metrics", self._serve_metrics)
         app.router.add_get("/health", self._serve_health)
         self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
@@ -173,6 +176,17 @@ class Dashboard:
         finally:
             self._clients.discard(client)
         return response
+
+    async def _serve_sample(self, request: web.Request) -> web.Response:
+        """What was written last, as the report shows it; 204 as long as nothing was."""
+        try:
+            sample = await asyncio.to_thread(newest_sample, self._samples)
+        except (OSError, ValueError) as error:
+            log.debug("the dashboard cannot show a sample: %s", error)
+            sample = None
+        if sample is None:
+            return web.Response(status=204)
+        return web.json_response(body=msgspec.json.encode(sample))
 
     async def _serve_metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=generate_latest(self._prometheus), headers={"Content-Type": CONTENT_TYPE_LATEST})

@@ -1,13 +1,16 @@
 """Samples as the report shows them: text that a model wrote, made readable; of an episode who said what, and under which version.
 
-a line of samples.jsonl ─▶ Sample ─▶ report.html.jinja
+a line of samples.jsonl ─▶ Sample ─▶ report.html.jinja, or as JSON dashboard.html.jinja
 """
 
+import json
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from learner.report.summary import duration, number
+from learner.storage.lines import last_line
 
 MAX_COMPLETIONS = 6
 MAX_CHARACTERS = 1200
@@ -50,6 +53,15 @@ class Sample(msgspec.Struct, frozen=True):
     more: int
     versions: list[tuple[str, int]]
     """The class of its colour, and the version; of episodes."""
+
+
+def newest_sample(path: Path) -> Sample | None:
+    """The last of samples.jsonl, its rewards compared with one another; None: there is none. Raises OSError and ValueError."""
+    line = last_line(path) if path.is_file() else b""
+    if not line:
+        return None
+    sample = json.loads(line)
+    return shown(sample, *reward_range([sample]))
 
 
 def shown(line: dict[str, Any], low: float, high: float) -> Sample:

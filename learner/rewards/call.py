@@ -10,6 +10,7 @@ from typing import Any, SupportsFloat
 
 import msgspec
 
+from learner.environments.attributes import Remembered
 from learner.rewards.function import accepts, load_function
 from learner.user_code import describe, shorten
 
@@ -40,6 +41,8 @@ class Call(msgspec.Struct, frozen=True):
     state: TrainerState = TrainerState()
     environment_rewards: list[float | None] | None = None
     """Per completion, what the environment said of its episode; None: there is no environment."""
+    environments: list[dict[str, Any]] | None = None
+    """Per completion, what the environment's instance held at the end, for a function that asks for it."""
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -102,6 +105,8 @@ def _arguments(call: Call, log: Log) -> dict[str, Any]:
     given = {"trainer_state": call.state, "log_extra": log.columns, "log_metric": log.metric}
     if call.environment_rewards is not None:
         given["environment_rewards"] = call.environment_rewards
+    if call.environments is not None:
+        given["environments"] = [Remembered(attributes) for attributes in call.environments]
     return _repeated(call) | {
         "prompts": [call.prompt] * num_completions,
         "completions": [_as_messages(said) for said in completions] if is_conversation else completions,

@@ -6,7 +6,7 @@ of this happens in the processes of process.py; they import this file, call.py, 
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -56,12 +56,17 @@ class Loaded(msgspec.Struct, frozen=True):
 
     problem: str | None = None
     asynchronous: frozenset[str] = frozenset()
+    with_environments: frozenset[str] = frozenset()
+    """Those that ask for what the environments hold."""
 
 
 def load_all(functions: Sequence[str]) -> Loaded:
     """Load all functions."""
     try:
-        return Loaded(asynchronous=frozenset(spec for spec in functions if is_asynchronous(load_function(spec))))
+        return Loaded(
+            asynchronous=frozenset(spec for spec in functions if is_asynchronous(load_function(spec))),
+            with_environments=frozenset(spec for spec in functions if names(spec, "environments")),
+        )
     except RewardError as error:
         return Loaded(problem=str(error))
 
@@ -76,8 +81,17 @@ def is_asynchronous(function: RewardFunction) -> bool:
 @functools.cache
 def accepts(spec: str, name: str) -> bool:
     """Whether a function has a parameter of this name, or takes any."""
-    try:
-        parameters = inspect.signature(load_function(spec)).parameters
-    except ValueError:  # written in C
-        return False
+    parameters = _parameters(spec)
     return name in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+
+
+def names(spec: str, name: str) -> bool:
+    """Whether a function has a parameter of this name; one that takes any does not ask for what is dear."""
+    return name in _parameters(spec)
+
+
+def _parameters(spec: str) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(load_function(spec)).parameters
+    except ValueError:  # written in C
+        return {}

@@ -84,6 +84,11 @@ class RewardProcess:
         """Which functions are, once they are loaded."""
         return self._loaded.asynchronous if self._loaded else frozenset()
 
+    @property
+    def with_environments(self) -> frozenset[str]:
+        """Which functions ask for what the environments hold, once they are loaded."""
+        return self._loaded.with_environments if self._loaded else frozenset()
+
     def kill(self) -> None:
         """End it now, and what it has started."""
         with suppress(ProcessLookupError):  # it leads no group of its own yet, or is gone

@@ -13,7 +13,7 @@ from learner.prompts.prompts import Prompt
 from learner.rewards.call import TrainerState
 from learner.rewards.failures import RewardFailures
 from learner.rewards.overlong import overlong_rewards, with_overlong
-from learner.rewards.workers import GroupRewards, RewardWorkers, without
+from learner.rewards.workers import GroupRewards, RewardWorkers, spread
 
 
 class Scorer:
@@ -25,22 +25,25 @@ class Scorer:
 
     async def score(self, prompt: Prompt, episodes_G: Sequence[Episode], step: int) -> GroupRewards:
         """Call the reward functions, which are told of the step, and add the overlong penalty. Of an episode they see all that was
-        said after the prompt: as messages where it converses. Raises RewardError if one fails too often.
+        said after the prompt: as messages where it converses; nothing of those that say nothing about the policy. Raises RewardError
+        if one fails too often.
         """
-        last_G = [episode.branches[-1] for episode in episodes_G]
-        token_ids_G = [branch.token_ids.tolist() for branch in last_G]
-        texts_G = self._tokenizer.batch_decode(token_ids_G, skip_special_tokens=self._config.reward.skip_special_tokens)
-        said_G = [episode.messages or text for episode, text in zip(episodes_G, texts_G, strict=True)]
-        state = TrainerState(global_step=step, max_steps=self._config.steps)
-        own_G = [episode.reward for episode in episodes_G] if self._config.environment.is_used else None
-        rewards = await asyncio.wrap_future(self._workers.submit(prompt, said_G, token_ids_G, state, own_G))
+        is_shown_G = [episode.course.state in REWARDED for episode in episodes_G]
+        shown = [episode for episode, is_shown in zip(episodes_G, is_shown_G, strict=True) if is_shown]
+        token_ids = [episode.branches[-1].token_ids.tolist() for episode in shown]
+        texts = self._tokenizer.batch_decode(token_ids, skip_special_tokens=self._config.reward.skip_special_tokens)
+        said = [episode.messages or text for episode, text in zip(shown, texts, strict=True)]
+        state, environment = TrainerState(global_step=step, max_steps=self._config.steps), self._config.environment
+        own = [episode.reward for episode in shown] if environment.is_used else None
+        held = [episode.attributes or {} for episode in shown] if environment.factory is not None else None
+        rewards = await asyncio.wrap_future(self._workers.submit(prompt, said, token_ids, state, own, held))
         self._failures.note(rewards)
-        rewards = without(rewards, [episode.course.state not in REWARDED for episode in episodes_G])
+        rewards = spread(rewards, is_shown_G)
         config = self._config.reward
         if config.overlong_buffer_tokens is None:
             return rewards
         overlong_G = overlong_rewards(
-            last_G,
+            [episode.branches[-1] for episode in episodes_G],
             self._config.sampling.max_tokens,
             config.overlong_buffer_tokens,
             config.overlong_penalty,

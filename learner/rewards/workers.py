@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 
@@ -26,6 +26,8 @@ from protocol.errors import RewardError
 
 if TYPE_CHECKING:
     from learner.prompts.prompts import Prompt
+
+T = TypeVar("T")
 
 
 class FunctionRewards(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -87,16 +89,24 @@ class GroupRewards(msgspec.Struct, frozen=True, kw_only=True):
         return self.mean is None and any(function.outcome != "ok" for function in self.functions)
 
 
-def without(rewards: GroupRewards, is_left_out_G: Sequence[bool]) -> GroupRewards:
-    """The same without any reward for some episodes, which say nothing about the policy."""
-    if not any(is_left_out_G):
+def spread(rewards: GroupRewards, is_shown_G: Sequence[bool]) -> GroupRewards:
+    """The same of a whole group, of which the functions were shown some episodes: None for the others."""
+    if all(is_shown_G):
         return rewards
 
-    def kept(values: list[float | None]) -> list[float | None]:
-        return [None if is_out else value for value, is_out in zip(values, is_left_out_G, strict=True)]
+    def over_all(values: Sequence[T | None]) -> list[T | None]:
+        shown = iter(values)
+        return [next(shown) if is_shown else None for is_shown in is_shown_G]
 
-    functions = [msgspec.structs.replace(one, rewards=kept(one.rewards)) for one in rewards.functions]
-    return GroupRewards(rewards=kept(rewards.rewards), functions=functions)
+    functions = [
+        msgspec.structs.replace(
+            one,
+            rewards=over_all(one.rewards),
+            extra={column: over_all(values) for column, values in one.extra.items()},
+        )
+        for one in rewards.functions
+    ]
+    return GroupRewards(rewards=over_all(rewards.rewards), functions=functions)
 
 
 class RewardWorkers:
@@ -114,6 +124,7 @@ class RewardWorkers:
             if None not in troubles and (killed := troubles[0]):
                 raise RewardError(f"every process for learner.reward.functions {killed.problem}; {killed.remedy}")
             self._asynchronous = frozenset[str]().union(*(process.asynchronous for process in processes))
+            self.with_environments = frozenset[str]().union(*(process.with_environments for process in processes))
         except RewardError:
             for process in processes:
                 process.kill()
@@ -141,6 +152,7 @@ class RewardWorkers:
         completion_ids: Sequence[Sequence[int]],
         state: TrainerState = TrainerState(),  # noqa: B008  frozen
         environment_rewards: list[float | None] | None = None,
+        environments: list[dict[str, Any]] | None = None,
     ) -> "Future[GroupRewards]":
         """Score the completions of one prompt, or what was said in the episodes that it began. The future cannot be cancelled; close() ends it with a RewardError."""
         group: Future[GroupRewards] = Future()
@@ -149,7 +161,16 @@ class RewardWorkers:
         jobs = [
             Job(
                 name,
-                Call(function, prompt.prompt, prompt.columns, list(completions), ids, state, environment_rewards),
+                Call(
+                    function,
+                    prompt.prompt,
+                    prompt.columns,
+                    list(completions),
+                    ids,
+                    state,
+                    environment_rewards,
+                    environments if function in self.with_environments else None,
+                ),
                 Future(),
             )
             for name, function in zip(self._config.names, self._config.functions, strict=True)

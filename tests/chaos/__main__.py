@@ -1,4 +1,4 @@
-"""`python -m tests.chaos [--json] [--seed S] [--faults N] [--servers M] [--engine real|fake] [--out DIR]`
+"""`python -m tests.chaos [--json] [--seed S] [--faults N] [--servers M] [--environment] [--engine real|fake] [--out DIR]`
 
 Runs the system as separate processes, kills, stops and cuts off its parts at random moments and at every named state, starts
 again what has died, and audits what is left. Exit code 0 only if nothing was lost, duplicated, mislabelled, crashed or hung, every
@@ -37,6 +37,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--faults", type=int, default=50)
     parser.add_argument("--servers", type=int, default=1, help="of each run; one of several is struck at a time")
+    parser.add_argument(
+        "--environment", action="store_true", help="play, and strike environments and servers between turns"
+    )
     parser.add_argument("--engine", choices=["real", "fake"], default="real")
     parser.add_argument("--out", type=Path, help="where logs go (default: a temporary directory, kept on failure)")
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
@@ -44,7 +47,9 @@ def main() -> None:
     if arguments.servers < 1:
         parser.error(f"--servers {arguments.servers} must be at least 1")
     directory = arguments.out or Path(tempfile.mkdtemp(prefix="chaos-"))
-    report = campaign(arguments.seed, arguments.faults, arguments.engine, directory, arguments.servers)
+    report = campaign(
+        arguments.seed, arguments.faults, arguments.engine, directory, arguments.servers, arguments.environment
+    )
     encoded = msgspec.json.encode(report)
     print((encoded if arguments.json else msgspec.json.format(encoded)).decode())
     if not report.is_clean:
@@ -54,12 +59,14 @@ def main() -> None:
     sys.exit(0 if report.is_clean else 1)
 
 
-def campaign(seed: int, num_faults: int, engine: Engine, directory: Path, num_servers: int = 1) -> Report:
+def campaign(
+    seed: int, num_faults: int, engine: Engine, directory: Path, num_servers: int = 1, has_environment: bool = False
+) -> Report:
     """Run all legs; `directory` gets schedule.json, what is to be done, and legs.json, what became of it."""
     # Of the processes that are started; the second is about what killed ones leave behind.
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore::UserWarning:multiprocessing.resource_tracker"}
     started = time.monotonic()
-    legs = schedule(seed, num_faults, engine, num_servers)
+    legs = schedule(seed, num_faults, engine, num_servers, has_environment)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "schedule.json").write_bytes(msgspec.json.format(msgspec.json.encode(legs)))
     with ThreadPoolExecutor(max(1, NUM_AT_ONCE[engine] // num_servers)) as threads:
@@ -77,11 +84,12 @@ def run_leg(leg: Leg, engine: Engine, directory: Path) -> LegReport:
     finally:
         run.close()
     from tests.chaos.learner_process import WEIGHTS
-    from tests.chaos.versions import audit_versions  # torch: not in the process that only supervises until now
+    from tests.chaos.versions import audit_episodes, audit_versions  # torch: not in the process that only supervises
 
     learner = run.config.learner
     with AUDITING:
         num_checked, wrong = audit_versions(directory, run.config)
+    ends, misjudged = audit_episodes(directory)
     num_steps = (
         learner.steps if leg.num_servers == 1 else run.events.last_step
     )  # one is interrupted, one must end by itself
@@ -94,6 +102,7 @@ def run_leg(leg: Leg, engine: Engine, directory: Path) -> LegReport:
     return LegReport(
         leg=leg, struck=supervisor.struck, hangs=supervisor.hangs, died=supervisor.died, undrained=supervisor.undrained,
         prompts=prompts, num_completions_checked=num_checked, versions_wrong=wrong, stops=longest_stops(run, supervisor),
+        episode_ends=ends, episodes_misjudged=misjudged,
     )  # fmt: skip
 
 

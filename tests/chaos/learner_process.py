@@ -23,6 +23,7 @@ import learner.storage.retention
 import learner.storage.writer
 import protocol.collective.group
 from learner.__main__ import main
+from learner.environments.player import Player
 from learner.leader import Leader
 from learner.rollouts.ledger import Ledger
 from learner.servers.epoch import Epoch, Epochs
@@ -36,6 +37,7 @@ from protocol.channel.sockets import LearnerChannel
 from protocol.collective.gloo import GlooCollective
 from protocol.endpoint import split_endpoint
 from protocol.weights.buckets import make_manifest
+from tests.chaos.environment import CHAOS_DIR
 from tests.chaos.traps import Traps, flip_of
 
 BUCKET_BYTES = 64 << 10
@@ -48,6 +50,7 @@ REREAD_EVERY_S = 0.5
 def run(chaos_dir: Path, arguments: list[str]) -> None:
     """`learner train` with traps; does not return."""
     faulthandler.register(signal.SIGUSR1)
+    os.environ[CHAOS_DIR] = str(chaos_dir)
     traps = Traps(chaos_dir, "learner")
     traps.tell("started")
     _set_traps(traps)
@@ -65,6 +68,7 @@ def _set_traps(traps: Traps) -> None:
     traps.wrap(ServerLink, "acknowledge", "between commit and ack")
     traps.wrap(Ledger, "score", "before score is committed")
     traps.wrap(Ledger, "consume", "before step is committed")
+    traps.wrap(Player, "_turn", "between turns")
     traps.wrap(ServerLink, "begin_push", "before ready")
     traps.wrap(Epoch, "join", "joining")
     traps.wrap(ServerPush, "_result", "before done")

@@ -33,6 +33,9 @@ class LegReport(msgspec.Struct, frozen=True, kw_only=True):
     versions_wrong: list[str]
     stops: list[Stop]
     """Of a run on several servers: the longest, the longest first."""
+    episode_ends: dict[str, int] = {}
+    """Of a run that plays: how many ended how."""
+    episodes_misjudged: list[str] = []
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -66,6 +69,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     hangs: int
     versions_wrong: int
     completions_checked: int
+    episode_ends: dict[str, int]
+    """Where the policy plays: how many that have come ended how."""
+    episodes_misjudged: int
+    """With a reward although they say nothing about the policy, or without although they do."""
     crashes: int
     """Processes that nobody had struck and that ended in a traceback."""
     undrained: int
@@ -92,7 +99,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_clean(self) -> bool:
         num_wrong = self.lost + self.duplicated + self.overtaken + self.hangs + self.versions_wrong + self.crashes
-        num_wrong += self.undrained
+        num_wrong += self.undrained + self.episodes_misjudged
         has_stopped = self.longest_stop_s is not None and self.longest_stop_s > MAX_STOP_S
         return (
             num_wrong == 0
@@ -105,7 +112,7 @@ def make_report(seed: int, engine: Engine, legs: Sequence[LegReport], seconds: f
     struck = [each for leg in legs for each in leg.struck]
     names = {id(each): f"leg {leg.leg.number}: {each.fault}" for leg in legs for each in leg.struck}
     asked = sum(len(leg.leg.faults) for leg in legs)
-    lost, duplicated, overtaken, hangs, wrong, crashes, undrained = (
+    lost, duplicated, overtaken, hangs, wrong, misjudged, crashes, undrained = (
         [f"leg {leg.leg.number}: {kind}: {text}" for leg in legs for text in texts(leg)]
         for kind, texts in (
             ("lost", lambda leg: leg.prompts.lost),
@@ -113,6 +120,7 @@ def make_report(seed: int, engine: Engine, legs: Sequence[LegReport], seconds: f
             ("overtaken", lambda leg: leg.prompts.overtaken),
             ("hang", lambda leg: leg.hangs),
             ("wrong version", lambda leg: leg.versions_wrong),
+            ("misjudged", lambda leg: leg.episodes_misjudged),
             ("crash", lambda leg: [died for died in leg.died if TRACEBACK in died]),
             ("not drained", lambda leg: leg.undrained),
         )
@@ -137,6 +145,8 @@ def make_report(seed: int, engine: Engine, legs: Sequence[LegReport], seconds: f
         hangs=len(hangs),
         versions_wrong=len(wrong),
         completions_checked=sum(leg.num_completions_checked for leg in legs),
+        episode_ends=dict(sum((Counter(leg.episode_ends) for leg in legs), Counter())),
+        episodes_misjudged=len(misjudged),
         crashes=len(crashes),
         undrained=len(undrained),
         ended_by_themselves=_counted(died for leg in legs for died in leg.died),
@@ -150,7 +160,7 @@ def make_report(seed: int, engine: Engine, legs: Sequence[LegReport], seconds: f
         faults_per_minute=round(60 * len(struck) / seconds, 1),
         problems=[
             problem
-            for kind in (hangs, lost, duplicated, overtaken, wrong, crashes, undrained, too_long)
+            for kind in (hangs, lost, duplicated, overtaken, wrong, misjudged, crashes, undrained, too_long)
             for problem in kind[:NUM_TOLD]
         ],
     )

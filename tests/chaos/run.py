@@ -25,6 +25,14 @@ REAL = FAKE | {
     "data": {"task": "reverse", "num_digits": 8, "num_prompts": 64},
     "sampling": {"num_completions": 8, "max_tokens": 9},
 }
+PLAYED: dict[str, Any] = {
+    "data": {"task": "guess", "num_prompts": 16},
+    "sampling": {"num_completions": 3, "max_tokens": 2, "stop": list("0123456789")},
+    "reward": {"functions": ["environment_reward"]},
+    "environment": {"factory": "tests.chaos.environment:DoomedGuess", "max_turns": 4, "max_concurrent": 8, "timeout_s": 3.0},
+    "max_group_attempts": 20,
+}  # fmt: skip
+"""Instead of FAKE's and REAL's; one episode of three that ends without a reward leaves two."""
 REAL_SERVER = {
     "max_concurrent_sequences": 256, "kv_cache_memory_mib": 64, "block_size": 32, "enforce_eager": True,
     # With "keep" a token's logprob is of a mixture of versions, which the audit could not compute.
@@ -79,7 +87,7 @@ class Run:
 
     def holder(self, fault: Fault) -> Process:
         """The process of the fault's state."""
-        return self.learner if fault.state.process == "learner" else self.place(fault).process
+        return self.learner if fault.state.process in ("learner", "environment") else self.place(fault).process
 
     def find(self, fault: Fault) -> int | None:
         """Return the process id of a fault's target; None for what is none, and where there is none now."""
@@ -95,7 +103,7 @@ class Run:
                 return server.child("Worker_TP")
             case "reward worker":
                 return self.learner.child("spawn_main")
-            case "link" | "call" | "list":
+            case "link" | "call" | "list" | "environment":
                 return None
 
     def take_off_the_list(self, place: Place) -> None:
@@ -149,7 +157,7 @@ class Run:
 
 def make_config(leg: Leg, engine: Engine, directory: Path) -> LearnerRun:
     """The config of all processes; each server is told its port by a flag."""
-    learner = (REAL if engine == "real" else FAKE) | {
+    learner = (REAL if engine == "real" else FAKE) | (PLAYED if leg.has_environment else {}) | {
         "steps": leg.steps, "checkpoint": {"every_steps": CHECKPOINT_EVERY}, "active_sampling": leg.active_sampling,
         "push": {"timeout_s": PUSH_TIMEOUT_S, "overlap": leg.push_overlap},
         "report": {"trackers": [], "dashboard_port": 0}, "connect_timeout_s": 240.0, "group_deadline_s": 60.0,

@@ -4,14 +4,16 @@ A campaign is cut into legs, each a run of its own with a config of its own. A f
 for a state to be reached for the n-th time, never for a wall clock.
 """
 
+import itertools
 import random
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
 Engine = Literal["fake", "real"]
-Process = Literal["server", "learner", "engine"]
-Target = Literal["server", "engine core", "worker", "learner", "reward worker", "link", "call", "list"]
+Process = Literal["server", "learner", "engine", "environment"]
+Target = Literal["server", "engine core", "worker", "learner", "reward worker", "link", "call", "list", "environment"]
 Kind = Literal["kill", "stop", "stop, then kill", "cut", "stall", "hang", "leave", "drain"]
 
 FAULTS_PER_LEG = 25
@@ -29,7 +31,7 @@ STEPS_WITHOUT_END = 1_000_000
 
 class State(msgspec.Struct, frozen=True):
     """A place in the code of one process, at which it stands still while the fault happens; of the engine: a call into it, which
-    never ends, while its process lives."""
+    never ends, while its process lives; of an environment: a call of its method, which does the fault itself."""
 
     process: Process
     name: str
@@ -89,6 +91,12 @@ KINDS: dict[Target, tuple[Kind, ...]] = {
     "call": ("hang",),
     "list": ("leave",),
 }
+ASKED, BETWEEN_TURNS = State("environment", "asked", num_times=8), State("learner", "between turns", num_times=8)
+OF_EPISODES: tuple[tuple[State, Target, Kind], ...] = (
+    (ASKED, "environment", "kill"), (ASKED, "environment", "stop"), (ASKED, "environment", "hang"),
+    (BETWEEN_TURNS, "server", "kill"),
+)  # fmt: skip
+"""Where the policy plays."""
 DRAIN: Kind = "drain"
 """One of several servers is told to end, and another takes its place: half of what is done to the process of one of several."""
 
@@ -102,7 +110,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     target: Target
     kind: Kind
     seconds: float
-    """How long a stop, a cut, a stall or an absence lasts; 0 for a kill, a call that hangs and a drain."""
+    """How long a stop, a cut, a stall or an absence lasts; 0 for a kill, a call that hangs, a drain and all that befalls an
+    environment, which only the learner can end."""
     server: int | None = None
     """Of several: the one that is struck, or whose state it is."""
 
@@ -128,6 +137,8 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
     active_sampling: bool
     faults: tuple[Fault, ...]
     num_servers: int = 1
+    has_environment: bool = False
+    """The policy plays instead of answering once."""
 
     @property
     def steps(self) -> int:
@@ -135,16 +146,22 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
         return STEPS_WITHOUT_END if self.num_servers > 1 else STEPS_PER_FAULT * (len(self.faults) + 5)
 
 
-def schedule(seed: int, num_faults: int, engine: Engine, num_servers: int = 1) -> list[Leg]:
+def schedule(
+    seed: int, num_faults: int, engine: Engine, num_servers: int = 1, has_environment: bool = False
+) -> list[Leg]:
     """Share the faults out over legs. Every state comes up once before any comes up again.
 
-    On several servers the list that names them changes too, one may be told to end, and none has several workers.
+    On several servers the list that names them changes too, one may be told to end, and none has several workers; nor where the policy
+    plays, and half of the faults there are about its episodes.
     """
     is_several = num_servers > 1
-    dice = random.Random(f"{seed}/{num_faults}/{engine}" + (f"/{num_servers}" if is_several else ""))
+    dice = random.Random(
+        f"{seed}/{num_faults}/{engine}" + (f"/{num_servers}" if is_several else "") + "/plays" * has_environment
+    )
     decks: dict[bool, list[State]] = {True: [], False: []}
     targets: tuple[Target, ...] = (*TARGETS[engine], "list") if is_several else TARGETS[engine]
-    num_of_workers = max(1, round(WORKER_FAULTS_SHARE * num_faults)) if engine == "real" and not is_several else 0
+    has_workers = engine == "real" and not is_several and not has_environment
+    num_of_workers = max(1, round(WORKER_FAULTS_SHARE * num_faults)) if has_workers else 0
     num_left = num_faults - num_of_workers
     legs: list[Leg] = []
     while num_left > 0:
@@ -155,10 +172,12 @@ def schedule(seed: int, num_faults: int, engine: Engine, num_servers: int = 1) -
             _fault(dice, decks[receive_overlap], STEPS_PER_FAULT * (i + 1), receive_overlap, targets)
             for i in range(num_here)
         ]
+        if has_environment:
+            faults[::2] = _of_episodes(dice, [fault.after_step for fault in faults[::2]])
         if is_several:
             faults = [msgspec.structs.replace(fault, server=dice.randrange(num_servers)) for fault in faults]
         leg = _leg(dice, len(legs), faults, num_workers=1, receive_overlap=receive_overlap)
-        legs.append(msgspec.structs.replace(leg, num_servers=num_servers))
+        legs.append(msgspec.structs.replace(leg, num_servers=num_servers, has_environment=has_environment))
     if num_of_workers:
         faults = [
             _fault(dice, decks[False], STEPS_PER_FAULT * (i + 1), False, ("worker",)) for i in range(num_of_workers)
@@ -191,6 +210,16 @@ def _fault(
         after_step=after_step, state=state, nth=dice.randint(1, state.num_times), target=target, kind=kind,
         seconds=0.0 if kind in ("kill", "hang", DRAIN) else dice.choice(DURATIONS_S),
     )  # fmt: skip
+
+
+def _of_episodes(dice: random.Random, steps: Sequence[int]) -> list[Fault]:
+    """What befalls episodes, after each of these steps; each once before any comes again."""
+    order = dice.sample(OF_EPISODES, len(OF_EPISODES))
+    faults = []
+    for step, (state, target, kind) in zip(steps, itertools.cycle(order), strict=False):
+        nth = dice.randint(1, state.num_times)
+        faults.append(Fault(after_step=step, state=state, nth=nth, target=target, kind=kind, seconds=0.0))
+    return faults
 
 
 def _target(dice: random.Random, process: Process, targets: tuple[Target, ...]) -> Target:

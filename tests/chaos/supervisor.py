@@ -111,8 +111,9 @@ class Supervisor:
                 f"server {fault.server} and another ready before: {fault}",
             )
         run.say(f"fault {number}: {fault}")
-        directory = run.directory if fault.state.process == "learner" else run.place(fault).directory
-        trap = set_trap(directory, fault.state.process, fault.state.name, fault.nth, number)
+        directory = run.place(fault).directory if fault.state.process in ("server", "engine") else run.directory
+        name = fault.kind if fault.target == "environment" else fault.state.name
+        trap = set_trap(directory, fault.state.process, name, fault.nth, number)
         self._provoke(fault, number)
         is_caught = self._wait_until_caught(fault, trap)
         trap.unlink(missing_ok=True)
@@ -128,7 +129,8 @@ class Supervisor:
 
     def _wait_until_caught(self, fault: Fault, trap: Path) -> bool:
         def is_caught() -> bool:
-            return (fault.kind == "hang" or is_stopped(self._run.holder(fault).pid)) and not trap.exists()
+            acts_alone = fault.kind == "hang" or fault.target == "environment"
+            return (acts_alone or is_stopped(self._run.holder(fault).pid)) and not trap.exists()
 
         if self._is_several and fault.state.provoked_by == "server killed":
             self._until(is_caught, f"the state of: {fault}", fruitless_s=FRUITLESS_S)
@@ -169,6 +171,9 @@ class Supervisor:
         run = self._run
         place, holder, victim = run.place(fault), run.holder(fault).pid, run.find(fault)
         struck = Struck(fault=fault, struck_at=time.monotonic())
+        if fault.target == "environment":  # it has done it itself, and the learner must see to the rest
+            struck.back_at = struck.struck_at
+            return struck
         is_process = fault.target not in ("link", "call", "list")
         harm = self._harm_of(fault) if victim is not None or not is_process else None
         if fault.kind == "hang":

@@ -24,7 +24,7 @@ from tests.chaos.audit import Prompts, audit_prompts
 from tests.chaos.learner_process import RECEIVED, WEIGHTS
 from tests.chaos.report import LegReport, Report, make_report
 from tests.chaos.run import Run, make_config
-from tests.chaos.schedule import STATES, Fault, Kind, Leg, Target, schedule
+from tests.chaos.schedule import OF_EPISODES, STATES, Fault, Kind, Leg, Target, schedule
 from tests.chaos.stops import Stop
 from tests.chaos.struck import Struck, notice_s
 from tests.chaos.traps import Event, Traps, set_trap
@@ -57,6 +57,16 @@ def test_a_campaign_comes_to_every_state_and_has_as_many_faults_as_were_asked() 
 def test_every_campaign_with_vllm_strikes_one_of_two_workers(seed: int, num_faults: int) -> None:
     *_, last = schedule(seed, num_faults, "real")
     assert last.num_workers == 2 and len(last.faults) == max(1, num_faults // 10)
+
+
+def test_a_campaign_that_plays_is_half_about_its_episodes_and_changes_no_other() -> None:
+    (leg,) = schedule(7, 24, "fake", has_environment=True)
+    states = {state.label for state, _, _ in OF_EPISODES}
+    about_episodes = [fault for fault in leg.faults if fault.state.label in states]
+    assert len(about_episodes) == 12
+    assert {(fault.state, fault.target, fault.kind) for fault in about_episodes} == set(OF_EPISODES)
+    assert leg.has_environment and not schedule(7, 24, "fake")[0].has_environment
+    assert all(fault.state.label not in states for fault in schedule(7, 60, "fake")[0].faults)
 
 
 def test_a_trap_is_sprung_at_its_nth_visit_and_only_once(tmp_path: Path) -> None:
@@ -318,3 +328,12 @@ def test_a_few_faults_leave_nothing_lost_twice_mislabelled_or_hanging(tmp_path: 
     report = campaign(5, 6, "fake", tmp_path / "chaos")
     assert report.is_clean, report.problems
     assert report.faults == 6 and report.prompts_consumed_once == report.prompts_expected
+
+
+def test_environments_that_die_and_servers_that_die_between_turns_cost_no_group(tmp_path: Path) -> None:
+    report = campaign(SEED, 8, "fake", tmp_path / "chaos", has_environment=True)
+    assert report.is_clean, report.problems
+    assert report.faults == 8 and report.prompts_consumed_once == report.prompts_expected
+    assert {"environment: kill", "environment: stop", "environment: hang"} < set(report.by_kind)
+    assert "learner between turns" in report.by_state
+    assert {"finished", "max_turns", "env_error", "tool_timeout"} <= set(report.episode_ends)

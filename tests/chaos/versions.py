@@ -5,10 +5,10 @@ A resume trains some versions again: a label is right if any of its version's we
 """
 
 import sqlite3
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -16,10 +16,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from learner.config import LearnerRun
+from learner.environments.branch import Branch
+from learner.environments.episode import REWARDED, AnyGroup, Episode, PlayedGroup, episodes_of
 from learner.policy.model import load_tokenizer
 from learner.prompts.prompts import Prompts
 from protocol.codec import unpack
-from protocol.messages import Completion, Group
 from protocol.model_files import resolve_model
 from tests.chaos.learner_process import RECEIVED, WEIGHTS
 
@@ -28,20 +29,21 @@ TOLERANCE = 2e-4
 
 
 def audit_versions(directory: Path, config: LearnerRun) -> tuple[int, list[str]]:
-    """Return how many completions were checked, and in words those whose labels are wrong."""
-    groups = [(path.name, unpack(path.read_bytes(), Group)) for path in sorted((directory / RECEIVED).glob("*-*"))]
+    """Return how many completions were checked, and in words those whose labels are wrong. Of an episode its branches."""
+    groups = received_groups(directory)
     prompts = _prompts(directory / "run" / "ledger.db", config)
     weights = defaultdict(list)
     for path in (directory / WEIGHTS).glob("*.safetensors"):
         weights[int(path.name.partition("-")[0])].append(path)
     sequences = [
-        (name, prompts[name.partition("-")[0]], completion)
+        (name, prompts[name.partition("-")[0]], branch)
         for name, group in groups
-        for completion in group.completions
+        for episode in episodes_of(group)
+        for branch in episode.branches
     ]
     wanted = defaultdict(list)
-    for index, (_, _, completion) in enumerate(sequences):
-        for version, _ in completion.versions:
+    for index, (_, _, branch) in enumerate(sequences):
+        for version in set(branch.sampled_versions):
             wanted[version].append(index)
     model = AutoModelForCausalLM.from_pretrained(resolve_model(config.model), dtype=torch.float32)
     errors: dict[tuple[int, int], np.ndarray] = {}
@@ -52,32 +54,57 @@ def audit_versions(directory: Path, config: LearnerRun) -> tuple[int, list[str]]
                 error = np.abs(logprobs - sequences[index][2].behaviour_logprobs)
                 errors[version, index] = np.minimum(errors.get((version, index), np.inf), error)
     wrong = [
-        f"group {name}, labelled {completion.versions}: {problem}"
-        for index, (name, _, completion) in enumerate(sequences)
-        if (problem := _problem(completion.versions, {v: errors.get((v, index)) for v, _ in completion.versions}))
+        f"group {name}, labelled {branch.versions}: {problem}"
+        for index, (name, _, branch) in enumerate(sequences)
+        if (problem := _problem(branch.versions, {v: errors.get((v, index)) for v in branch.sampled_versions}))
     ]
     return len(sequences), wrong
 
 
-def _problem(versions: list[tuple[int, int]], errors: dict[int, np.ndarray | None]) -> str | None:
+def received_groups(directory: Path) -> list[tuple[str, AnyGroup]]:
+    """Every group that has come, by the name of its file."""
+    paths = sorted((directory / RECEIVED).glob("*-*"))
+    return [(path.name, unpack(path.read_bytes(), cast(type[AnyGroup], AnyGroup))) for path in paths]
+
+
+def audit_episodes(directory: Path) -> tuple[dict[str, int], list[str]]:
+    """Return how many episodes ended how, and in words those that were rated although they say nothing, or not although they do."""
+    played = [(name, group.episodes) for name, group in received_groups(directory) if isinstance(group, PlayedGroup)]
+    ends = Counter(episode.course.state for _, episodes in played for episode in episodes)
+    wrong = [
+        f"group {name}: an episode ended as {episode.course.state} with the reward {episode.reward}"
+        for name, episodes in played
+        for episode in episodes
+        if not _is_rated_rightly(episode)
+    ]
+    return dict(ends), wrong
+
+
+def _is_rated_rightly(episode: Episode) -> bool:
+    return (episode.reward is not None) == (episode.course.state in REWARDED)
+
+
+def _problem(versions: list[tuple[int | None, int]], errors: dict[int, np.ndarray | None]) -> str | None:
     start = 0
     for version, num_tokens in versions:
+        start += num_tokens
+        if version is None:
+            continue
         error = errors[version]
         if error is None:
             return f"version {version} was never published"
-        worst = float(error[start : start + num_tokens].max())
+        worst = float(error[start - num_tokens : start].max())
         if not worst <= TOLERANCE:
             return f"the weights of version {version} give logprobs that differ by {worst:.1e}"
-        start += num_tokens
     return None
 
 
 @torch.no_grad()
-def _logprobs(model: Any, sequences: dict[int, tuple[list[int], Completion]]) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the logprobs of each completion's tokens; those of one length go through the model together."""
+def _logprobs(model: Any, sequences: dict[int, tuple[list[int], Branch]]) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the logprobs of each branch's tokens; those of one length go through the model together."""
     by_length = defaultdict(list)
-    for index, (prompt, completion) in sequences.items():
-        by_length[len(prompt), len(completion.token_ids)].append(index)
+    for index, (prompt, branch) in sequences.items():
+        by_length[len(prompt), len(branch.token_ids)].append(index)
     for (prompt_length, _), indices in by_length.items():
         ids_BT = torch.tensor([sequences[i][0] + sequences[i][1].token_ids.tolist() for i in indices])
         logits_BTV = model(ids_BT, attention_mask=torch.ones_like(ids_BT)).logits[:, prompt_length - 1 : -1]

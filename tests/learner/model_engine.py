@@ -39,8 +39,8 @@ def sample(
 class ModelEngine(ScriptedEngine):
     """The scripted engine with a model in it. Unseeded requests are numbered."""
 
-    def __init__(self, model_path: Path) -> None:
-        super().__init__(limits=TINY_LIMITS)
+    def __init__(self, model_path: Path, limits: EngineLimits = TINY_LIMITS) -> None:
+        super().__init__(limits=limits)
         self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
         self._token_of = AutoTokenizer.from_pretrained(model_path).get_vocab()
         self._num_unseeded = 0

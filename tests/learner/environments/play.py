@@ -39,7 +39,8 @@ def completion(text: str | list[int], version: int, reason: str = "stop") -> Com
 
 def played(
     script: Callable[[Asked], Completion | None], factory: str | None = "Echo", columns: dict[str, Any] | None = None,
-    prompt: Any = "p", max_tokens: int = 1000, template: ChatTemplate | None = None, **environment: Any,
+    prompt: Any = "p", max_tokens: int = 1000, template: ChatTemplate | None = None, asks_attributes: bool = False,
+    **environment: Any,
 ) -> tuple[PlayedGroup, list[Asked]]:  # fmt: skip
     """Play a group of two; return it with what was asked, in order of episode and turn. With a template prompts are conversations."""
     settings = {"factory": factory and f"{USER}:{factory}", "timeout_s": 1.0} | environment
@@ -52,7 +53,7 @@ def played(
         LearnerConfig,
     )  # fmt: skip
     environments = Environments(config.environment, takes_text=template is None)
-    player = Player(config, template or ChatTemplate(Letters(), {}, []), environments)  # type: ignore[arg-type]
+    player = Player(config, template or ChatTemplate(Letters(), {}, []), environments, asks_attributes)  # type: ignore[arg-type]
     asked: list[Asked] = []
 
     async def ask(turn: Asked) -> Sampled | None:

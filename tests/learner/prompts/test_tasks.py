@@ -36,19 +36,19 @@ def test_arithmetic_gives_a_sum_and_its_digits_from_the_ones_on():
     assert {"prompt": "37+85=", "answer": "221"} in rows and {"prompt": "07+01=", "answer": "800"} in rows
 
 
-@pytest.mark.parametrize("task", ["reverse", "sort", "arithmetic"])
+@pytest.mark.parametrize("task", ["reverse", "sort", "arithmetic", "calculator"])
 def test_every_character_of_a_task_is_a_token_of_the_tiny_model(task: str):
     text = "".join(row["prompt"] + row["answer"] for row in make_rows(task, 100, seed=0))
     assert set(text) <= set(TINY_DIGITS_CHARACTERS)
 
 
-@pytest.mark.parametrize("task", ["reverse", "sort", "arithmetic"])
+@pytest.mark.parametrize("task", ["reverse", "sort", "arithmetic", "calculator"])
 def test_rows_depend_on_the_seed_alone(task: str):
     assert make_rows(task, 50, seed=3) == make_rows(task, 50, seed=3)
     assert make_rows(task, 50, seed=3) != make_rows(task, 50, seed=4)
 
 
-@pytest.mark.parametrize(("task", "count"), [("reverse", 10), ("sort", 10), ("arithmetic", 100)])
+@pytest.mark.parametrize(("task", "count"), [("reverse", 10), ("sort", 10), ("arithmetic", 100), ("calculator", 16)])
 def test_every_prompt_of_a_small_task_can_be_had_and_not_one_more(task: str, count: int):
     assert len({row["prompt"] for row in make_rows(task, count, seed=0, num_digits=1)}) == count
     with pytest.raises(
@@ -57,7 +57,7 @@ def test_every_prompt_of_a_small_task_can_be_had_and_not_one_more(task: str, cou
         make_rows(task, count + 1, seed=0, num_digits=1)
 
 
-@pytest.mark.parametrize(("task", "most"), [("reverse", 18), ("sort", 18), ("arithmetic", 9)])
+@pytest.mark.parametrize(("task", "most"), [("reverse", 18), ("sort", 18), ("arithmetic", 9), ("calculator", 9)])
 def test_numbers_may_have_so_many_digits_and_not_one_more(task: str, most: int):
     assert len(make_rows(task, 2, seed=0, num_digits=most)) == 2
     with pytest.raises(DataError, match=rf"task {task} with num_digits = {most + 1}: at most {most}"):
@@ -66,7 +66,7 @@ def test_numbers_may_have_so_many_digits_and_not_one_more(task: str, most: int):
 
 def test_an_unknown_task_is_an_error_that_lists_the_known():
     with pytest.raises(
-        DataError, match=r"'revers' is not a built-in task; known are: arithmetic, guess, reverse, sort"
+        DataError, match=r"'revers' is not a built-in task; known are: arithmetic, calculator, guess, reverse, sort"
     ):
         make_rows("revers", 1, seed=0)
 
@@ -77,3 +77,12 @@ def test_guess_has_secrets_of_one_digit_and_prompts_that_tell_nothing():
     assert {row["secret"] for row in rows} == set(range(10))
     with pytest.raises(DataError, match="num_digits = 2: a secret has one digit"):
         make_rows("guess", 1, seed=3, num_digits=2)
+
+
+def test_calculator_gives_two_numbers_the_call_that_adds_them_and_a_sum_of_as_many_digits():
+    rows = make_rows("calculator", 1600, seed=3)
+    assert len({row["prompt"] for row in rows}) == 1600
+    for row in rows:
+        left, right = row["prompt"].removesuffix(">").split(",")
+        assert row["call"] == f"{left}+{right}=" and row["answer"] == str(int(left) + int(right))
+        assert len(left) == len(right) == len(row["answer"]) == 2

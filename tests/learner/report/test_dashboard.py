@@ -66,6 +66,54 @@ def test_a_page_gets_the_history_and_then_each_step_as_it_comes(tmp_path):
     observed(tmp_path / "run", look)
 
 
+EPISODE = {
+    "state": "finished", "turns": 2, "calls": 1, "failed_calls": 0, "environment_s": 0.05,
+    "branches": [{"prompt": None, "runs": [[3, "37+45="], [None, "82>"], [4, "82"]]}],
+}  # fmt: skip
+
+
+def test_a_page_gets_what_was_written_last_with_who_said_what(tmp_path):
+    write_run(tmp_path / "run", steps=3)
+    path = tmp_path / "run/samples.jsonl"
+
+    async def look(dashboard, session):
+        path.unlink()
+        async with session.get("/sample") as response:
+            assert response.status == 204
+        first = {"step": 1, "prompt": "1>", "completions": ["1"], "rewards": [1.0]}
+        last = {
+            "step": 11,
+            "prompt": "37,45>",
+            "completions": ["…", "…"],
+            "rewards": [1.0, None],
+            "episodes": [EPISODE] * 2,
+        }
+        write_lines(path, [first, last])
+        with path.open("a") as file:
+            file.write('{"step": 21, "prompt": "cut o')
+        async with session.get("/sample") as response:
+            assert response.content_type == "application/json"
+            return await response.json()
+
+    sample = observed(tmp_path / "run", look)
+    assert (sample["step"], sample["prompt"], sample["versions"]) == (11, "37,45>", [["v0", 3], ["v1", 4]])
+    one, other = sample["completions"]
+    assert one["passages"][0]["pieces"] == [
+        {"text": "37+45=", "speaker": "v0"}, {"text": "82>", "speaker": "said"}, {"text": "82", "speaker": "v1"},
+    ]  # fmt: skip
+    assert one["course"] == "finished · 2 turns · 1 tool call · 0.1 s in the environment"
+    assert (one["reward"], other["reward"], other["percent"]) == ("1.00", "–", None)
+
+
+def test_a_line_that_is_no_sample_costs_the_page_its_panel_alone(tmp_path):
+    async def look(dashboard, session):
+        (tmp_path / "samples.jsonl").write_text("nonsense\n")
+        async with session.get("/sample") as response:
+            return response.status
+
+    assert observed(tmp_path, look) == 204
+
+
 def without_time(line):
     return {name: value for name, value in line.items() if name != "time"}
 

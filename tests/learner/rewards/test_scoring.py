@@ -3,6 +3,7 @@
 import asyncio
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -27,7 +28,12 @@ class RecordingWorkers:
     state: TrainerState
 
     def submit(
-        self, prompt: Prompt, texts_G: list[str], token_ids_G: list[list[int]], state: TrainerState, own_G: None
+        self,
+        prompt: Prompt,
+        texts_G: list[str],
+        token_ids_G: list[list[int]],
+        state: TrainerState,
+        *of_environments: Any,
     ) -> "Future[GroupRewards]":
         self.texts, self.state = texts_G, state
         future: Future[GroupRewards] = Future()

@@ -1,0 +1,151 @@
+"""What reward functions get of an environment's instance: plain data, a bounded amount of it, and a word about all else."""
+
+import asyncio
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from learner.config import RewardConfig
+from learner.environments.attributes import MAX_BYTES, Remembered, attributes_of
+from learner.environments.branch import Branch
+from learner.environments.episode import Course, EndState, Episode, PlayedGroup
+from learner.policy.model import load_tokenizer
+from learner.prompts.prompts import Prompt
+from learner.rewards.scoring import Scorer
+from learner.rewards.workers import GroupRewards, RewardWorkers
+from protocol.codec import pack, unpack
+from protocol.model_files import resolve_model
+from tests.learner.environments.play import played, says
+from tests.learner.test_train import make_run
+
+REWARDS = "tests.learner.environments.environment_rewards"
+PROMPT = Prompt(prompt_id=0, prompt="p", token_ids=[1], columns={})
+
+
+class Rich:
+    """One attribute of every kind."""
+
+    of_the_class = "all have it"
+
+    def __init__(self) -> None:
+        self.number, self.text, self.nothing, self.flag = 3, "three", None, True
+        self.board = [[1, 2], (3, {"x": 4.5, 7: "seven"})]
+        self.score, self.count = np.float32(0.5), np.int64(7)
+        self._hidden = 1
+        self.client, self.picture, self.endless = object(), np.zeros(3), [self.board]
+        self.endless.append(self.endless)  # type: ignore[arg-type]
+        self.too_large_a_number, self.no_text = 1 << 70, "\udc80"
+        self.keyed = {(1, 2): 3}
+
+    @property
+    def derived(self) -> int:
+        return self.number + 1
+
+    @property
+    def broken(self) -> int:
+        raise KeyError("no")
+
+    def method(self) -> None:
+        """No attribute."""
+
+
+def test_plain_data_comes_and_all_else_is_left_out() -> None:
+    attributes = attributes_of(Rich())
+    assert attributes == {
+        "board": [[1, 2], [3, {"x": 4.5, 7: "seven"}]], "count": 7, "derived": 4, "flag": True, "nothing": None, "number": 3,
+        "of_the_class": "all have it", "score": 0.5, "text": "three",
+    }  # fmt: skip
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(attributes)) == attributes
+    assert type(attributes["score"]) is float and type(attributes["count"]) is int
+    assert attributes_of(None) == {}
+
+
+def test_what_has_no_room_is_left_out_and_the_rest_comes() -> None:
+    class Large:
+        def __init__(self) -> None:
+            self.a, self.b, self.c, self.d = 1, "x" * (MAX_BYTES - 100), "y" * 200, "z" * 20
+
+    attributes = attributes_of(Large())
+    assert list(attributes) == ["a", "b", "d"]
+    assert len(msgspec.msgpack.encode(attributes)) <= MAX_BYTES
+
+
+def test_what_does_not_come_is_an_attribute_error_that_says_why_and_nothing_can_be_changed() -> None:
+    environment = Remembered({"counter": 3, "target": 4})
+    assert environment.counter == 3
+    with pytest.raises(
+        AttributeError,
+        match=r"no 'step' here: the instance lives in another process.*plain data.*no methods.*counter, target",
+    ):
+        environment.step(1)
+    with pytest.raises(AttributeError, match=r"of this one: nothing\. Keep"):
+        _ = Remembered({}).counter
+    with pytest.raises(AttributeError, match="'counter' cannot be set"):
+        environment.counter = 5
+    assert not hasattr(environment, "client")
+    assert copy.deepcopy(environment).target == 4
+
+
+def test_an_instance_is_remembered_when_its_episode_is_rated_and_only_if_somebody_asks() -> None:
+    group, _ = played(says("ab", "stop"), asks_attributes=True)
+    again = unpack(pack(group), PlayedGroup)
+    assert [episode.attributes for episode in again.episodes] == [{"done": True}] * 2
+    group, _ = played(says("ab", "stop"))
+    assert [episode.attributes for episode in group.episodes] == [None, None]
+    group, _ = played(says("a", "exit"), factory="Treacherous", asks_attributes=True)
+    assert [episode.attributes for episode in group.episodes] == [None, None]
+
+
+def score(functions: list[str], completions: list[str], *of_environments: Any) -> GroupRewards:
+    with RewardWorkers(RewardConfig(functions=tuple(f"{REWARDS}:{name}" for name in functions))) as workers:
+        return workers.submit(PROMPT, completions, [[1]] * len(completions), *of_environments).result(60)
+
+
+def test_functions_that_name_environments_get_them_and_no_others() -> None:
+    from learner.rewards.call import TrainerState
+
+    held = [{"counter": 1}, {"counter": 5}]
+    names = ["counters", "counters_awaited", "takes_anything"]
+    rewards = score(names, ["a", "b"], TrainerState(), [0.0, 0.0], held)
+    assert rewards.by_function == {"counters": [1, 5], "counters_awaited": [1, 5], "takes_anything": [0.0, 0.0]}
+
+
+def test_a_run_without_an_environment_gives_none_as_trl() -> None:
+    rewards = score(["counters_if_any"], ["a", "b"])
+    assert rewards.by_function == {"counters_if_any": [-1.0, -1.0]}
+    rewards = score(["counters"], ["a", "b"])
+    assert "missing 1 required positional argument: 'environments'" in str(rewards.functions[0].message)
+
+
+def test_workers_know_who_asks() -> None:
+    for names, asking in ((["counters", "takes_anything"], {"counters"}), (["takes_anything"], set())):
+        config = RewardConfig(functions=tuple(f"{REWARDS}:{name}" for name in names))
+        with RewardWorkers(config) as workers:
+            assert workers.with_environments == {f"{REWARDS}:{name}" for name in asking}
+
+
+def episode(state: EndState, counter: int | None) -> Episode:
+    branch = Branch(
+        token_ids=np.array([1, 2], np.int32), behaviour_logprobs=np.zeros(2, np.float32), versions=[(0, 2)], finish_reason="stop"
+    )  # fmt: skip
+    attributes = None if counter is None else {"counter": counter}
+    return Episode(branches=[branch], course=Course(state=state, num_turns=1), attributes=attributes)
+
+
+def test_an_episode_that_says_nothing_costs_the_others_of_its_group_no_reward(tmp_path: Path) -> None:
+    """Its instance is gone, so a function that read it would fail for all."""
+    functions = [f"{REWARDS}:counters_logged"]
+    run = make_run(tmp_path, "tcp://127.0.0.1:1", environment={"factory": "guess"}, reward={"functions": functions})
+    episodes = [episode("finished", 3), episode("env_error", None), episode("max_turns", 4)]
+    with RewardWorkers(run.learner.reward) as workers:
+        scorer = Scorer(run.learner, load_tokenizer(resolve_model("tiny:digits")), workers)
+        rewards = asyncio.run(scorer.score(PROMPT, episodes, step=0))
+    assert rewards.rewards == [3.0, None, 4.0]
+    assert rewards.by_function == {"counters_logged": [3.0, None, 4.0]}
+    assert rewards.logged_extra == {"counter": [3, None, 4]}
+    assert math.isclose(rewards.mean or 0.0, 3.5)

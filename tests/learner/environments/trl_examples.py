@@ -1,0 +1,61 @@
+"""Environment, tools and rewards as TRL's documentation writes them for `environment_factory` and `tools`; nothing here knows of Slipstream.
+
+Each file of tests names them as a user does: `path/to/trl_examples.py:Name`.
+"""
+
+
+class IncrementEnv:
+    def reset(self, **kwargs) -> str | None:
+        self.counter = 0
+        return None
+
+    def increment(self, step: int) -> int:
+        """
+        Increment the internal counter.
+
+        Args:
+            step: Value to add to the counter.
+
+        Returns:
+            The updated counter value.
+        """
+        self.counter += step
+        return self.counter
+
+
+def reward_func(environments, **kwargs):
+    """Rewards the final counter."""
+    return [environment.counter for environment in environments]
+
+
+def multiply(a: int, b: int) -> int:
+    """
+    Multiplies two integers.
+
+    Args:
+        a: The first integer.
+        b: The second integer.
+
+    Returns:
+        The product of the two integers.
+    """
+    return a * b
+
+
+async def async_add(a: int, b: int) -> int:
+    """
+    Asynchronously adds two integers.
+
+    Args:
+        a: The first integer.
+        b: The second integer.
+
+    Returns:
+        The sum of the two integers.
+    """
+    return a + b
+
+
+def used_a_tool(completions, **kwargs):
+    """Rewards every answer of a tool."""
+    return [float(sum(message["role"] == "tool" for message in completion)) for completion in completions]
