@@ -17,7 +17,7 @@ ROWS = [
     if re.match(r"\| `[a-z_]+/", line)
 ]
 DOCUMENTED = {name for row in ROWS for name in re.findall(r"`([a-z_]+/[a-z_0-9<>]+)`", row[0])}
-NO_METRIC = {"text/html", "perf/train_tflop"}
+NO_METRIC = {"application/json", "text/html", "perf/train_tflop"}
 """Of the report's server; handed from the step to the leader, which takes it away."""
 
 
