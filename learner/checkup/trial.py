@@ -6,12 +6,12 @@ The last thing that `learner check --trial` does. Invariant: the run's own direc
 trial until the run's first push.
 """
 
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from statistics import fmean, median
-from sys import stderr
 
 import msgspec
 from accelerate import Accelerator
@@ -40,7 +40,7 @@ def trial(run: LearnerRun) -> Iterator[Finding]:
     """What server and learner say of each other, and the time."""
     with tempfile.TemporaryDirectory(prefix="slipstream-trial-") as directory:
         try:
-            with redirect_stdout(stderr):  # its lines are no findings
+            with redirect_stdout(sys.stderr):  # its lines are no findings
                 metrics = first_steps(of_its_own(run, Path(directory) / "run"))
         except SlipstreamError as error:
             yield problem_of("trial", error, "correct what it names, or end what else uses the server")

@@ -83,7 +83,10 @@ def test_a_learner_has_all_that_is_asked_of_it(tmp_path: Path) -> None:
     with tiny_server(engine := ModelEngine(resolve_model("tiny:digits"))) as server, openai_server() as openai:
         openai.engine = engine
         evaluation = {"url": openai.url, "every_steps": 2, "timeout_s": 30}
-        train(make_run(tmp_path, server.endpoint, kl={"coef": 0.01}, evaluation=evaluation), resume=False)
+        train(
+            make_run(tmp_path, server.endpoint, kl={"coef": 0.01}, reference={"kind": "fixed"}, evaluation=evaluation),
+            resume=False,
+        )
 
     async def scrape(dashboard, session):
         async with asyncio.timeout(60):
