@@ -84,7 +84,14 @@ def test_a_learner_has_all_that_is_asked_of_it(tmp_path: Path) -> None:
         openai.engine = engine
         evaluation = {"url": openai.url, "every_steps": 2, "timeout_s": 30}
         train(
-            make_run(tmp_path, server.endpoint, kl={"coef": 0.01}, reference={"kind": "fixed"}, evaluation=evaluation),
+            make_run(
+                tmp_path,
+                server.endpoint,
+                kl={"coef": 0.01},
+                reference={"kind": "fixed"},
+                evaluation=evaluation,
+                max_staleness=0,
+            ),
             resume=False,
         )
 

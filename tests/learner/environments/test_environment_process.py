@@ -78,10 +78,12 @@ def test_the_calculator_shows_a_sum_and_rates_the_call_and_the_answer_by_half(
 ) -> None:
     process = environment("calculator")
     assert process.ask(Reset({"prompt": "37,45>", "call": "37+45=", "answer": "82"})) == Said("")
-    for turn, answer in zip(turns, answers, strict=True):
-        assert process.ask(Turn(turn)) == Said(answer, is_done=not turn.endswith("="))
-    assert process.ask(Rate()) == Rated(pytest.approx(reward))
-    process.kill()
+    said = [process.ask(Turn(turn)) for turn in turns]
+    rated = process.ask(Rate())
+    process.kill()  # before anything is found wrong: who is left alive is waited for at the end
+    expected = zip(turns, answers, strict=True)
+    assert said == [Said(answer, is_done=not turn.endswith("=")) for turn, answer in expected]
+    assert rated == Rated(pytest.approx(reward))
 
 
 def test_an_error_of_the_method_is_what_the_policy_reads(treacherous: EnvironmentProcess) -> None:
