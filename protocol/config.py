@@ -176,12 +176,16 @@ def _section_of_each(annotated: Any) -> type[msgspec.Struct] | None:
 def _explain(message: str, raw: dict[str, Any]) -> str:
     """Turn msgspec's `Expected int, got str - at $.learner.steps` into one that also shows the value that came."""
     problem, _, location = message.partition(" - at `$")
-    keys = location.strip("`.").split(".") if location else []
-    value: Any = raw
+    keys = location.replace("...", "").strip("`.").split(".") if location else []
+    came: list[tuple[str, Any]] = [("", raw)]
     for key in keys:
-        value = value.get(key.split("[")[0]) if isinstance(value, dict) else value
-    if not isinstance(value, dict):
-        return f"{'.'.join(keys)} = {value!r}: {problem}"
+        name, _, index = key.partition("[")
+        came = [(f"{at}.{name}", value.get(name)) if isinstance(value, dict) else (at, value) for at, value in came]
+        if index and isinstance(came[0][1], dict):  # one of a table of sections: msgspec does not say which
+            came = [(f"{at}.{one}", section) for at, table in came for one, section in table.items()]
+    if not any(isinstance(value, dict) for _, value in came):
+        said = [f"{at[1:]} = {value!r}" for at, value in came if value is not None or len(came) == 1]
+        return f"{', '.join(said)}: {problem}"
     # A section's own checks begin with one of its keys, msgspec's with a capital letter.
     return ".".join([*keys, problem]) if problem[0].islower() else message
 

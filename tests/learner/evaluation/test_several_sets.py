@@ -173,3 +173,10 @@ def test_an_unknown_key_of_a_set_is_named_with_what_was_meant(tmp_path: Path) ->
         ConfigError, match=r"learner\.evaluation\.sets\.hard\.num_prompt = 3; did you mean .*hard\.num_prompts"
     ):
         load_config(LearnerRun, [str(config)], "learner evaluate")
+
+
+def test_a_value_of_a_wrong_type_is_shown_with_the_set_that_it_came_in(tmp_path: Path) -> None:
+    config = tmp_path / "typo.toml"
+    config.write_text(to_toml(a_run(tmp_path, None)) + '\n[learner.evaluation.sets.hard]\nnum_prompts = "all"\n')
+    with pytest.raises(ConfigError, match=r"learner\.evaluation\.sets\.hard\.num_prompts = 'all': Expected `int"):
+        load_config(LearnerRun, [str(config)], "learner evaluate")
