@@ -160,7 +160,7 @@ class _AtOnce:
     """Scores in the learner's own process: what is counted there must not depend on reward workers."""
 
     def submit(
-        self, prompt: Prompt, texts_G: list[str], token_ids_G: list[list[int]], _state: object, _own_G: None
+        self, prompt: Prompt, texts_G: list[str], token_ids_G: list[list[int]], *_of_episodes: object
     ) -> "Future[GroupRewards]":
         rewards = [float(index) for index in range(len(texts_G))]
         future: Future[GroupRewards] = Future()

