@@ -4,6 +4,7 @@ import asyncio
 import base64
 import itertools
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import AsyncIterator
@@ -80,7 +81,7 @@ async def a_page() -> AsyncIterator[Page]:
     with tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True) as directory:
         process = await asyncio.create_subprocess_exec(
             CHROMIUM, *FLAGS, f"--user-data-dir={directory}", "about:blank",
-            stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL, env=os.environ | {"TMPDIR": directory},
         )  # fmt: skip
         try:
             port = await _port_of(Path(directory, "DevToolsActivePort"))
