@@ -16,12 +16,10 @@ from typing import Concatenate, ParamSpec, TypeVar
 import msgspec
 
 from learner.config import LearnerRun
-from learner.environments.player import Player
-from learner.environments.pool import Environments
 from learner.evaluation.alongside import Evaluations
-from learner.gateway.agent_player import AgentPlayer
 from learner.interrupt import Interrupt
 from learner.material import Material
+from learner.players import open_agents, open_player
 from learner.policy.published import PublishedPolicy
 from learner.prompts.prompts import Prompts
 from learner.report.dashboard import start_dashboard
@@ -282,16 +280,6 @@ class Lead:
             return act(self._leader, *args, **kwargs) if self._leader is not None else None
 
 
-def open_agents(material: Material, loop: LoopThread, cleanup: ExitStack) -> AgentPlayer | None:
-    """None where no agent plays the episodes. Raises ConfigError."""
-    config = material.run.learner
-    if not config.environment.has_agent:
-        return None
-    player = AgentPlayer(config, material.prompts.template, material.run.model)
-    player.start(loop, cleanup)
-    return player
-
-
 def check_fits(run: LearnerRun, prompts: Prompts, member: Member) -> None:
     """Raise ConfigError or DataError when the run asks for what the server does not have, ServerLost if it is not there."""
     welcome = member.welcome
@@ -311,13 +299,3 @@ def check_fits(run: LearnerRun, prompts: Prompts, member: Member) -> None:
             f"the prompt in row {row} has {num_tokens} tokens; with learner.sampling.max_tokens = {max_tokens} that is more "
             f"than the {welcome.max_model_len} of the server at {member.endpoint}. Raise server.max_model_len, lower max_tokens or filter the data"
         )
-
-
-def open_player(material: Material, rewards: RewardWorkers, cleanup: ExitStack) -> Player | None:
-    """None where completions are all there is. Raises ConfigError."""
-    config = material.run.learner
-    if not config.environment.is_used or config.environment.has_agent:
-        return None
-    environments = Environments(config.environment, takes_text=not material.prompts.are_conversations)
-    cleanup.callback(environments.close)
-    return Player(config, material.prompts.template, environments, asks_attributes=bool(rewards.with_environments))

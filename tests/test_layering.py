@@ -27,7 +27,7 @@ FORBIDDEN = {
 }
 ORDER = (  # of the learner's rooms and top files: each may import those before it, and no other
     "config", "prompts", "servers", "algorithm", "forward", "policy", "environments", "gateway", "material", "rewards", "rollouts", "training", "storage",
-    "evaluation", "report", "leader", "checkup", "train", "starter", "__main__",
+    "evaluation", "report", "players", "leader", "checkup", "train", "starter", "__main__",
 )  # fmt: skip
 INDEPENDENT = {"prompts", "servers", "algorithm", "forward"}
 """Of each other: what is asked, whom, how to learn, what is trained."""
