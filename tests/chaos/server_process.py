@@ -84,9 +84,9 @@ def _tell(traps: Traps) -> None:
     restart = EngineLife._restart
 
     @functools.wraps(serve)
-    async def tell_up(self: server.Server) -> None:
+    async def tell_up(self: server.Server, *args: Any) -> None:
         traps.tell("up")
-        await serve(self)
+        await serve(self, *args)
 
     @functools.wraps(restart)
     async def tell_engine_up(self: EngineLife) -> None:
