@@ -66,7 +66,10 @@ def copied(run: LearnerRun, tmp_path: Path) -> Path:
     return other
 
 
-def test_one_set_says_which_model_is_best(tmp_path: Path, server: ServerThread, openai: OpenAIServer) -> None:
+@pytest.mark.parametrize(("name", "best_step"), [("few", 4), ("many", 2)], ids=["the first", "the last"])
+def test_one_set_says_which_model_is_best(
+    tmp_path: Path, server: ServerThread, openai: OpenAIServer, name: str, best_step: int
+) -> None:
     engine = openai.engine
     assert engine is not None
 
@@ -75,11 +78,11 @@ def test_one_set_says_which_model_is_best(tmp_path: Path, server: ServerThread, 
         return [prompt[-2:0:-1] if is_right else "1"] * count
 
     openai.answer = answer
-    checkpoint = {"every_steps": 2, "keep_last": 1, "best_by": "evaluation/many"}
+    checkpoint = {"every_steps": 2, "keep_last": 1, "best_by": f"evaluation/{name}"}
     run = evaluating(tmp_path, server, openai.url, {"sets": SETS, "pin": True}, checkpoint=checkpoint)
     train(run, resume=False)
     (best,) = best_models(RunDir.checkpoints_of(run.run_dir)).values()
-    assert (best.step, best.judged_by) == (2, "evaluation/many")
+    assert (best.step, best.judged_by) == (best_step, f"evaluation/{name}")
 
 
 @pytest.mark.parametrize("nth", [1, 2, 3], ids=["between the sets", "behind both", "between the next"])
