@@ -40,7 +40,7 @@ from protocol.messages import PROTOCOL_VERSION, Hello, ModelFingerprint, Samplin
 from protocol.weights.buckets import make_manifest
 from tests.fakes import ScriptedEngine, report, serving
 from tests.fingerprint import MODEL
-from tests.push_traps import PUSH_TIMEOUT_S, TRAPS, Trap, TrappedCollective
+from tests.push_traps import PUSH_TIMEOUT_S, TRAPS, Trap, TrappedGloo, TrappedTcp
 
 ANSWER_TIMEOUT_S = 120.0
 DEAD_AFTER_S = 1.0
@@ -286,7 +286,8 @@ def _learner_run(directory: Path, setup: LearnerSetup) -> LearnerRun:
 
 def _begin(log: Path) -> None:
     logging.basicConfig(filename=log, level=logging.INFO, format="%(message)s")
-    protocol.collective.group.GlooCollective = TrappedCollective  # type: ignore[misc]
+    protocol.collective.group.GlooCollective = TrappedGloo  # type: ignore[misc]
+    protocol.collective.group.TcpCollective = TrappedTcp  # type: ignore[misc]
 
 
 def _next_command(pipe: Connection) -> Any:

@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from protocol.collective.gloo import GlooCollective
+from protocol.collective.tcp import TcpCollective
 
 PUSH_TIMEOUT_S = 1.5
 HANG = 0
@@ -55,8 +56,8 @@ class _Traps:
 TRAPS = _Traps()
 
 
-class TrappedCollective(GlooCollective):
-    """The real one, with the points at which a push is caught in the middle."""
+class Trapped:
+    """Before a real collective, with the points at which a push is caught in the middle."""
 
     def __init__(self, *args: Any) -> None:
         time.sleep(TRAPS.reach("forming"))
@@ -64,4 +65,12 @@ class TrappedCollective(GlooCollective):
 
     def start_broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:
         time.sleep(TRAPS.reach("broadcast"))
-        return super().start_broadcast(tensor)
+        return super().start_broadcast(tensor)  # type: ignore[misc,no-any-return]
+
+
+class TrappedGloo(Trapped, GlooCollective):
+    pass
+
+
+class TrappedTcp(Trapped, TcpCollective):
+    pass

@@ -23,6 +23,7 @@ KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 PLAIN: dict[str, Any] = {}
 OVERLAP = {"receive_overlap": True, "overlap": True}
 DELTA = {"wire": "delta"}
+OVER_TCP = {"transport": "tcp"}
 MID_BUCKET = 6
 """Of the broadcasts of a push: dense the checksum of the third bucket, delta that of the second."""
 VOCAB_SIZE = 32
@@ -67,8 +68,10 @@ def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
 
 
 def faults_in(state: State) -> list[tuple[dict[str, Any], int]]:
-    """Modes and signals. What travels is the same in all states but those of the transfer."""
-    modes = [PLAIN, OVERLAP, DELTA] if state in (SENDING, RECEIVING) else [PLAIN, OVERLAP]
+    """Modes and signals. What travels is the same in all states but those of the transfer, and over tcp those of meeting are its own."""
+    modes = [PLAIN, OVERLAP]
+    modes += [DELTA] if state in (SENDING, RECEIVING) else []
+    modes += [OVER_TCP] if state not in (BEFORE_READY, BEFORE_DONE) else []
     return list(itertools.product(modes, (KILL, STOP)))
 
 

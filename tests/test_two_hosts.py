@@ -1,10 +1,12 @@
 """Server and learner on two hosts, keys in use, while the link between them is cut, slow or loses packets."""
 
+import json
 import random
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,7 @@ from tests.two_hosts import TwoHosts, why_not
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 RECIPE = "deploy/recipes/reverse.toml"
+REAL = ["-m", "inference_server", RECIPE, "--server.http-port", "0"]
 PORT = 5757
 PUSH_PORT = 29500
 PUBLIC = "10.78.0.2"
@@ -42,9 +45,10 @@ class Run:
         directory: Path,
         num_steps: int,
         server: list[str] | None = None,
-        learner: Sequence[str] = (),
+        learner: Sequence[str] = SMALL,
+        groups_per_step: int = GROUPS_PER_STEP,
     ) -> None:
-        self.hosts, self.num_steps = hosts, num_steps
+        self.hosts, self.num_steps, self.groups_per_step = hosts, num_steps, groups_per_step
         self.directory, self.log = directory / "run", directory / "learner.log"
         keys, endpoint = directory / "keys", f"tcp://{hosts.addresses[0]}:{PORT}"
         make_keys(keys)
@@ -52,7 +56,7 @@ class Run:
         command = [*server, *shared] if server is not None else ["-m", "tests.model_server", endpoint, str(keys)]
         self.server_log = directory / "server.log"
         self.server = hosts.start(0, command, self.server_log)
-        command = ["-m", "learner", "train", RECIPE, *shared, "--run-dir", str(self.directory), *SMALL, *learner]
+        command = ["-m", "learner", "train", RECIPE, *shared, "--run-dir", str(self.directory), *learner]
         self.learner = hosts.start(1, [*command, "--learner.steps", str(num_steps)], self.log)
 
     @property
@@ -74,7 +78,7 @@ class Run:
             pytest.fail(self.logs)
         counts = Ledger(self.directory / "ledger.db", read_only=True).counts()
         assert (counts.lost, counts.duplicated, counts.outstanding) == (0, 0, 0)
-        assert counts.consumed == GROUPS_PER_STEP * self.num_steps and self.steps_done == self.num_steps
+        assert counts.consumed == self.groups_per_step * self.num_steps and self.steps_done == self.num_steps
         assert self.server.poll() is None, self.logs
 
     @property
@@ -99,15 +103,18 @@ def test_a_run_outlasts_a_link_that_is_cut_for_seconds(hosts: TwoHosts, tmp_path
     cut(Run(hosts, tmp_path, num_steps=8), 5)
 
 
-def run_behind_translation(hosts: TwoHosts, tmp_path: Path, num_steps: int, server: list[str] | None = None) -> None:
+def run_behind_translation(
+    hosts: TwoHosts, tmp_path: Path, num_steps: int, server: list[str] | None = None, **of_run: Any
+) -> Run:
     """Two ports pass, and what is called at the learner's own address is not: what it advertises is another's."""
     hosts.wire(only_ports=[PORT, PUSH_PORT])
     hosts.translate(1, PUBLIC, PUSH_PORT)
     over_tcp = ["--learner.push.transport", "tcp", "--learner.push.ports", str(PUSH_PORT)]
-    learner = [*over_tcp, "--learner.push.advertise", PUBLIC]
-    run = Run(hosts, tmp_path, num_steps, server, learner)
-    run.assert_ends_complete(timeout_s=300)
+    of_run["learner"] = [*of_run.get("learner", SMALL), *over_tcp, "--learner.push.advertise", PUBLIC]
+    run = Run(hosts, tmp_path, num_steps, server, **of_run)
+    run.assert_ends_complete(timeout_s=900)
     assert (run.directory / "metrics.jsonl").read_text().count("push/bytes") == num_steps
+    return run
 
 
 def test_a_run_is_complete_over_two_ports_at_an_address_that_is_advertised(hosts: TwoHosts, tmp_path: Path) -> None:
@@ -118,7 +125,18 @@ def test_a_run_is_complete_over_two_ports_at_an_address_that_is_advertised(hosts
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
 def test_real_vllm_is_trained_over_two_ports_at_an_address_that_is_advertised(hosts: TwoHosts, tmp_path: Path) -> None:
-    run_behind_translation(hosts, tmp_path, 30, ["-m", "inference_server", RECIPE, "--server.http-port", "0"])
+    run_behind_translation(hosts, tmp_path, 30, REAL)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(1200)
+def test_the_whole_demo_learns_between_two_hosts(hosts: TwoHosts, tmp_path: Path) -> None:
+    whole = ["--learner.report.dashboard-port", "0"]
+    run = run_behind_translation(hosts, tmp_path, 300, REAL, learner=whole, groups_per_step=16)
+    lines = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    exact = [line["reward/exact_match"] for line in lines]
+    assert sum(exact[:30]) / 30 < 0.1 and sum(exact[-30:]) / 30 >= 0.95
 
 
 def test_a_worker_gives_up_a_transfer_whose_learner_has_vanished(hosts: TwoHosts, tmp_path: Path) -> None:
@@ -144,8 +162,7 @@ def test_a_worker_gives_up_a_transfer_whose_learner_has_vanished(hosts: TwoHosts
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_real_vllm_outlasts_a_link_that_is_cut_for_seconds(hosts: TwoHosts, tmp_path: Path) -> None:
-    server = ["-m", "inference_server", RECIPE, "--server.http-port", "0"]
-    cut(Run(hosts, tmp_path, num_steps=8, server=server), 5)
+    cut(Run(hosts, tmp_path, num_steps=8, server=REAL), 5)
 
 
 @pytest.mark.slow
