@@ -112,6 +112,7 @@ class Rollouts:
         """Let the servers forget what was asked for; the ledger remembers it for a resume."""
         for member in self._fleet.connected():
             self._loop.call(member.link.cancel(self._asking.group_ids), CALL_TIMEOUT_S)
+        self._loop.call_soon(self._asking.forget_all)
 
     def _take_up(self) -> None:
         for row in self._ledger.outstanding():

@@ -81,8 +81,12 @@ class Turns:
             name=f"{request.group_id}/{self._life}/{asked.episode}.{asked.number}.{attempt}", slot=request.slot, turn=asked,
             answer=asyncio.get_running_loop().create_future(),
         )  # fmt: skip
-        await self._asking.begin([turn])
-        answer = await turn.answer
+        try:
+            await self._asking.begin([turn])
+            answer = await turn.answer
+        except asyncio.CancelledError:
+            await self._asking.withdraw(turn)
+            raise
         problem = answer.message if isinstance(answer, GroupFailed) else self._problem(answer, asked)
         if isinstance(answer, Group) and problem is None:
             return Sampled(answer, turn.answered_by)

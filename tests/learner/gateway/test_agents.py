@@ -10,7 +10,7 @@ import pytest
 
 from learner.environments.episode import Episode, PlayedGroup
 from protocol.errors import ConfigError
-from tests.learner.gateway.asking import config_of, played_by_agent
+from tests.learner.gateway.asking import OnceOnly, config_of, played_by_agent
 
 USER = "tests.learner.gateway.user_agents"
 
@@ -85,6 +85,25 @@ def test_a_session_that_an_agent_leaves_open_is_closed_behind_it(tmp_path: Path)
     assert {episode.course.state for episode in episodes} == {"finished"}
     answers = set(log.read_text().split())
     assert "410" in answers and answers <= {"200", "410"}
+
+
+def test_an_agent_that_is_never_answered_is_killed_at_its_deadline_and_what_it_asked_given_up() -> None:
+    policy = OnceOnly()
+    for episode in played("two_turns", script=policy, episode_deadline_s=10.0).episodes:
+        assert (episode.course.state, episode.reward, episode.course.num_turns) == ("deadline", None, 1)
+    assert policy.num_held == policy.num_given_up == 2
+
+
+@pytest.mark.parametrize(("how", "state", "reward"), [("returns", "finished", 1.0), ("dies", "env_error", None)])
+def test_what_an_agent_still_asks_when_it_goes_is_given_up(
+    tmp_path: Path, how: str, state: str, reward: float | None
+) -> None:
+    asked = tmp_path / "asked"
+    policy = OnceOnly(asked.touch)
+    group = played("ask_and_go", {"how": how, "asked": str(asked)}, script=policy, times=2, max_concurrent=1)
+    for episode in group.episodes:
+        assert (episode.course.state, episode.reward, episode.course.num_turns) == (state, reward, 1)
+    assert policy.num_given_up == policy.num_held >= 1
 
 
 def test_one_process_plays_one_episode_after_the_other() -> None:
@@ -163,6 +182,16 @@ def test_a_command_line_is_an_agent(tmp_path: Path, end: str, state: str, reward
     group = played(command=f"exec '{sys.executable}' '{script}'", columns={"worth": 0.75})
     for episode in group.episodes:
         assert (episode.course.state, episode.reward, episode.course.num_turns) == (state, reward, 1)
+
+
+@pytest.mark.parametrize(
+    ("end", "state"), [("sleep 3600", "deadline"), ("kill -9 $$", "env_error"), ("kill -9 $PPID", "env_error")]
+)
+def test_a_command_that_hangs_or_is_killed_ends_its_episode_alone(tmp_path: Path, end: str, state: str) -> None:
+    (tmp_path / "agent.py").write_text(SCRIPT)
+    command = f"'{sys.executable}' '{tmp_path / 'agent.py'}'; {end}"
+    for episode in played(command=command, times=2, max_concurrent=1, episode_deadline_s=10.0).episodes:
+        assert (episode.course.state, episode.reward, episode.course.num_turns) == (state, None, 1)
 
 
 def test_a_command_leaves_nothing_behind(tmp_path: Path) -> None:

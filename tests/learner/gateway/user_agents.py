@@ -97,6 +97,17 @@ async def misbehave(data: dict[str, Any], *, base_url: str, api_key: str, http_c
     raise AssertionError(data)
 
 
+async def ask_and_go(data: dict[str, Any], *, base_url: str, api_key: str, http_client: Any, **extra: Any) -> float:
+    """Returns, or dies, in the midst of what a thread of it asks."""
+    await ask(base_url, api_key, http_client)
+    threading.Thread(target=ask_for_ever, args=(base_url, api_key, os.devnull), daemon=True).start()
+    while not os.path.exists(data["asked"]):
+        await asyncio.sleep(0.05)
+    if data["how"] == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 1.0
+
+
 async def wait(data: dict[str, Any], **given: Any) -> None:
     await asyncio.sleep(3600)
 
