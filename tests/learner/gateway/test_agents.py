@@ -69,6 +69,19 @@ def test_an_agent_that_never_returns_is_killed_at_its_deadline(how: str) -> None
         assert (episode.course.state, episode.reward, episode.course.num_turns) == ("deadline", None, 1)
 
 
+def test_an_agent_or_command_that_holds_too_much_memory_is_killed_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for episode in misbehaved("hoard", max_memory_mib=200, times=2):
+        assert (episode.course.state, episode.reward, episode.course.num_turns) == ("env_error", None, 1)
+    (tmp_path / "agent.py").write_text(f"{SCRIPT}\nheld = bytearray(300 << 20)\nimport time\ntime.sleep(600)\n")
+    command = f"'{sys.executable}' '{tmp_path / 'agent.py'}'; echo 1"
+    for episode in played(command=command, max_memory_mib=200).episodes:
+        assert (episode.course.state, episode.reward, episode.course.num_turns) == ("env_error", None, 1)
+    told = "held more than 200 MiB of memory, with what it had started, and was killed (learner.environment.max_memory_mib)"
+    assert caplog.text.count(told) == 6
+
+
 def test_the_episode_after_one_that_hung_has_a_process_of_its_own(tmp_path: Path) -> None:
     episodes = misbehaved("hang at first", log=tmp_path / "log", times=2, max_concurrent=2, episode_deadline_s=10.0)
     assert [episode.reward for episode in episodes] == [1.0, 1.0]
@@ -242,7 +255,7 @@ def test_keys_that_contradict_each_other_are_refused(environment: dict[str, Any]
 
 def test_keys_that_do_nothing_are_told() -> None:
     assert config_of(agent="a:b", timeout_s=3.0).idle_keys() == {"environment.timeout_s": "factory or tools"}
-    assert config_of(command="a", python="b").idle_keys() == {"environment.python": "agent"}
+    assert config_of(command="a", python="b").idle_keys() == {"environment.python": "factory, tools or agent"}
 
 
 def is_running(pid: int) -> bool:

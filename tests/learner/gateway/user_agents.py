@@ -89,6 +89,10 @@ async def misbehave(data: dict[str, Any], *, base_url: str, api_key: str, http_c
         case "open":
             threading.Thread(target=ask_for_ever, args=(base_url, api_key, data["log"]), daemon=True).start()
             return 1.0
+        case "hoard":
+            held = bytearray(300 << 20)
+            await asyncio.sleep(600)
+            return len(held)
         case "child":
             child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
             with open(data["log"], "a") as log:
