@@ -99,7 +99,7 @@ class Rollouts:
     @property
     def batch_metrics(self) -> dict[str, float]:
         """What happened on the way to the batch that was taken last, and what it waited for."""
-        return self._queue.batch_metrics
+        return self._queue.batch_metrics | (self._turns.metrics if self._turns is not None else {})
 
     @property
     def waits_for(self) -> str:

@@ -140,6 +140,6 @@ def played_by_agent(
         player = AgentPlayer(config, template, "tiny")
         player.start(loop, cleanup)
         for _ in range(times):
-            group = loop.call(player.play("3.0", row, ask, 8000), PLAY_DEADLINE_S)
+            group = loop.call(player.play("3.0", row, ask, num_episodes=2, max_tokens=8000), PLAY_DEADLINE_S)
         then()
     return group

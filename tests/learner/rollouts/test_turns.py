@@ -23,7 +23,7 @@ class Impatient:
         self._server = server
         self.num_played = 0
 
-    async def play(self, group_id: str, prompt: Prompt, ask: Ask, max_tokens: int) -> PlayedGroup:
+    async def play(self, group_id: str, prompt: Prompt, ask: Ask, *, num_episodes: int, max_tokens: int) -> PlayedGroup:
         first = asyncio.create_task(ask(asked(0)))
         while not any(name.startswith(f"{group_id}/") for name in self._server.generated):
             await asyncio.sleep(0.01)
