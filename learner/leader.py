@@ -97,7 +97,7 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             ledger.rewind(version)
             workers = RewardWorkers(config.reward)
             cleanup.callback(workers.close)
-            player = open_player(material, workers, cleanup)
+            player = open_player(run, material.prompts, workers, cleanup)
             model = fingerprint(material.model_path)
             hello = Hello(run=run_dir.run_id, protocol_version=PROTOCOL_VERSION, model=model)
             fleet = Fleet(run, hello, LoopThread("learner"))
@@ -111,14 +111,14 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             scorer = Scorer(config, material.tokenizer, workers)
             rollouts = Rollouts(run, fleet, queue, outstanding, scorer, ledger)
             cleanup.callback(rollouts.close)
-            rollouts.start(version, open_agents(material, fleet.loop, cleanup) or player)
+            rollouts.start(version, open_agents(run, material.prompts, fleet.loop, cleanup) or player)
             dashboard = start_dashboard(fleet.loop, run_dir.path, config.report.dashboard_port, cleanup)
             run_log = RunLog(run_dir, config.report, config.steps, dashboard)
             cleanup.callback(run_log.close)
             pusher = Pusher(fleet, published, config.push)
             cleanup.callback(pusher.close)
-            evaluations.start(workers)
             cleanup.callback(evaluations.close)
+            evaluations.start(workers)
             yield cls(
                 material=material,
                 fleet=fleet,

@@ -5,8 +5,9 @@ no prompts reads no data.
 """
 
 import logging
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
@@ -45,7 +46,10 @@ class Material:
 
     @cached_property
     def prompts(self) -> Prompts:
+        return Prompts(self.run.learner.data, self.tokenizer, self.run.seed, self.tools)
+
+    def tools(self) -> list[dict[str, Any]]:
+        """The JSON schemas of what the policy is told that it can call. Raises ConfigError."""
         environment = self.run.learner.environment
         has_tools = environment.is_used and not environment.has_agent  # an agent tells the policy of its own
-        tools = partial(tools_of, environment) if has_tools else list
-        return Prompts(self.run.learner.data, self.tokenizer, self.run.seed, tools)
+        return tools_of(environment) if has_tools else []

@@ -1,30 +1,30 @@
-"""Who plays the episodes of a run: environments that answer the policy, agents that ask it, or nobody. Opened by leader.py."""
+"""Who plays the episodes of a run, or of its evaluations: environments that answer the policy, agents that ask it, or nobody."""
 
 from contextlib import ExitStack
 
+from learner.config import LearnerRun
 from learner.environments.player import Player
 from learner.environments.pool import Environments
 from learner.gateway.agent_player import AgentPlayer
-from learner.material import Material
+from learner.prompts.prompts import Prompts
 from learner.rewards.workers import RewardWorkers
 from learner.servers.loop_thread import LoopThread
 
 
-def open_player(material: Material, rewards: RewardWorkers, cleanup: ExitStack) -> Player | None:
-    """None where completions are all there is. Raises ConfigError."""
-    config = material.run.learner
+def open_player(run: LearnerRun, prompts: Prompts, rewards: RewardWorkers, cleanup: ExitStack) -> Player | None:
+    """None where no environment plays the episodes. Raises ConfigError."""
+    config = run.learner
     if not config.environment.is_used or config.environment.has_agent:
         return None
-    environments = Environments(config.environment, takes_text=not material.prompts.are_conversations)
+    environments = Environments(config.environment, takes_text=not prompts.are_conversations)
     cleanup.callback(environments.close)
-    return Player(config, material.prompts.template, environments, asks_attributes=bool(rewards.with_environments))
+    return Player(config, prompts.template, environments, asks_attributes=bool(rewards.with_environments))
 
 
-def open_agents(material: Material, loop: LoopThread, cleanup: ExitStack) -> AgentPlayer | None:
+def open_agents(run: LearnerRun, prompts: Prompts, loop: LoopThread, cleanup: ExitStack) -> AgentPlayer | None:
     """None where no agent plays the episodes. Raises ConfigError."""
-    config = material.run.learner
-    if not config.environment.has_agent:
+    if not run.learner.environment.has_agent:
         return None
-    player = AgentPlayer(config, material.prompts.template, material.run.model)
+    player = AgentPlayer(run.learner, prompts.template, run.model)
     player.start(loop, cleanup)
     return player

@@ -27,11 +27,11 @@ FORBIDDEN = {
 }
 ORDER = (  # of the learner's rooms and top files: each may import those before it, and no other
     "config", "prompts", "servers", "algorithm", "forward", "policy", "environments", "gateway", "material", "rewards", "rollouts", "training", "storage",
-    "evaluation", "report", "players", "leader", "checkup", "train", "starter", "__main__",
+    "players", "evaluation", "report", "leader", "checkup", "train", "starter", "__main__",
 )  # fmt: skip
 INDEPENDENT = {"prompts", "servers", "algorithm", "forward"}
 """Of each other: what is asked, whom, how to learn, what is trained."""
-ANYWHERE = {"children", "interrupt", "progress", "rank_watch", "together", "user_code"}
+ANYWHERE = {"children", "interrupt", "memory_watch", "progress", "rank_watch", "together", "user_code"}
 """Import nothing of the learner, so anyone of it may import them."""
 MAX_FILES_OF_A_FOLDER = 15
 MAX_PARAMETERS = 6

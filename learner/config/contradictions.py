@@ -151,7 +151,3 @@ def _refuse_evaluations(config: "LearnerConfig") -> None:
         "evaluation.pin = true with push.overlap = true: a push that goes on beside the next step cannot be held until a version has "
         "answered; set one of them to false",
     )
-    require(
-        not config.environment.is_used,
-        f"evaluation.every_steps = {evaluation.every_steps} with {config.environment.named}: episodes are not evaluated yet; set it to 0",
-    )

@@ -1,6 +1,7 @@
 """The environment section of the learner's config: what the policy plays with, turn by turn, instead of answering once."""
 
 import math
+import sys
 
 from learner.config.section import Section, require
 from protocol.config import MayChange
@@ -22,7 +23,8 @@ class EnvironmentConfig(Section):
     """The same as a command line of the shell, run once for each episode with OPENAI_BASE_URL and OPENAI_API_KEY, and the row as JSON in
     SLIPSTREAM_ROW. The last line that it prints is the reward, if it is a number."""
     python: MayChange[str | None] = None
-    """The interpreter that the agent runs in, such as `envs/x/.venv/bin/python`; it needs nothing of Slipstream. Unset: the learner's."""
+    """The interpreter that the agent runs in, such as `envs/x/.venv/bin/python`; it needs nothing of Slipstream. Environments and tools
+    run there too; they need Python 3.11 and msgspec in it, and transformers where the prompts are conversations. Unset: the learner's."""
     gateway_host: MayChange[str] = "127.0.0.1"
     """The address that agents find the endpoint at. Others than this machine's own are for agents in containers: their requests travel
     unencrypted, and only their keys keep others out."""
@@ -38,6 +40,9 @@ class EnvironmentConfig(Section):
     """An episode that has gone on for so long, waits for its turns included, begins no further turn and ends without a reward."""
     max_concurrent: MayChange[int] = 64
     """Episodes that are played at once, each with an instance in a process of its own."""
+    max_memory_mib: MayChange[int | None] = None
+    """Of the process of an environment or agent and all that it has started, together; whoever holds more is killed, and the episode ends
+    as env_error. What its module imports counts."""
 
     @property
     def is_used(self) -> bool:
@@ -56,18 +61,18 @@ class EnvironmentConfig(Section):
         return ", ".join(f"learner.environment.{key} = {value!r}" for key, value in keys.items() if value)
 
     def lacking(self) -> dict[str, str]:
-        lacking = {} if self.agent is not None else {"python": "agent"}
+        lacking = {} if self.agent or self.factory or self.tools else {"python": "factory, tools or agent"}
         if not self.has_agent:
             lacking |= dict.fromkeys(("gateway_host", "gateway_port"), "agent or command")
         if not self.is_used:
-            limits = ("max_turns", "max_episode_tokens", "episode_deadline_s", "max_concurrent")
+            limits = ("max_turns", "max_episode_tokens", "episode_deadline_s", "max_concurrent", "max_memory_mib")
             lacking |= dict.fromkeys(limits, "factory, agent or command")
         if not self.is_used or self.has_agent:
             lacking["timeout_s"] = "factory or tools"
         return lacking
 
     def check(self) -> None:
-        for name in ("max_turns", "max_episode_tokens", "max_concurrent"):
+        for name in ("max_turns", "max_episode_tokens", "max_concurrent", "max_memory_mib"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"{name} = {value} must be at least 1")
         for name in ("timeout_s", "episode_deadline_s"):
@@ -82,6 +87,10 @@ class EnvironmentConfig(Section):
         require(
             self.gateway_host not in ("", "0.0.0.0", "::"),
             f"gateway_host = {self.gateway_host!r} is no address that an agent can ask; name the one it finds this machine at",
+        )
+        require(
+            self.max_memory_mib is None or sys.platform == "linux",
+            f"max_memory_mib = {self.max_memory_mib} needs Linux, this is {sys.platform}; unset it",
         )
         players = [key for key in ("factory", "tools", "agent", "command") if getattr(self, key)]
         require(

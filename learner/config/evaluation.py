@@ -29,11 +29,11 @@ class SetConfig(Section):
     num_prompts: MayChange[int | None] = None
     """Use only the first so many prompts."""
     num_samples: MayChange[int | None] = None
-    """Completions of each prompt."""
+    """Completions, or episodes, of each prompt."""
     temperature: MayChange[float | None] = None
     """0 is greedy."""
     max_tokens: MayChange[int | None] = None
-    """Of a completion."""
+    """Of a completion, or of a turn."""
 
 
 class EvaluationConfig(Section):
@@ -58,11 +58,11 @@ class EvaluationConfig(Section):
     num_prompts: MayChange[int | None] = None
     """Use only the first so many prompts."""
     num_samples: MayChange[int] = 1
-    """Completions of each prompt; more than one need a temperature."""
+    """Completions, or episodes, of each prompt; more than one need a temperature."""
     temperature: MayChange[float] = 0.0
     """0 is greedy."""
     max_tokens: MayChange[int | None] = None
-    """Of a completion. Unset: learner.sampling.max_tokens."""
+    """Of a completion, or of a turn. Unset: learner.sampling.max_tokens."""
     max_concurrent: MayChange[int] = 64
     """Prompts that are asked at once."""
     timeout_s: MayChange[float] = 600.0

@@ -7,6 +7,7 @@ text has one method, which gets each turn as it is.
 """
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -69,8 +70,13 @@ def method_of_turns(factory: type) -> str:
 
 def schemas_of(tools: Tools) -> list[dict[str, Any]]:
     """As chat templates expect them, of type hints and docstrings in Google's style. Raises NotLoaded."""
-    from transformers.utils import get_json_schema  # takes seconds, so only where somebody asks
-    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+    try:  # takes seconds, so only where somebody asks
+        from transformers.utils import get_json_schema
+        from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+    except ImportError as error:
+        raise NotLoaded(
+            f"transformers, which tells the policy of tools, is not in {sys.executable} ({error}); install it there"
+        ) from error
 
     schemas = []
     for name, tool in tools.items():

@@ -16,7 +16,6 @@ from typing import Any
 
 import msgspec
 
-from learner.children import end_with_the_learner
 from learner.environments.attributes import attributes_of
 from learner.environments.contract import (
     Tools,
@@ -94,8 +93,7 @@ ANSWER = msgspec.msgpack.Decoder(Answer)
 
 
 def serve(pipe: connection.Connection, spec: str | None, tools: Sequence[str], takes_text: bool) -> None:
-    """Load the class and the tools, then answer until the learner is gone; ends with it even in the midst of a call."""
-    end_with_the_learner()
+    """Load the class and the tools, then answer until the learner is gone."""
     try:
         factory = None if spec is None else load_environment(spec, takes_text=takes_text)
         host = Host(factory, load_functions(tools))

@@ -69,7 +69,7 @@ class Player:
         self._config, self._template, self._environments = config, template, environments
         self._rate = Rate(asks_attributes)
 
-    async def play(self, group_id: str, prompt: Prompt, ask: Ask, max_tokens: int) -> PlayedGroup:
+    async def play(self, group_id: str, prompt: Prompt, ask: Ask, *, num_episodes: int, max_tokens: int) -> PlayedGroup:
         """Play the group of a prompt; episodes in which the policy said nothing are left out. Raises DataError."""
         if isinstance(prompt.prompt, str) != self._environments.takes_text:
             kinds = ("conversations", "a text") if isinstance(prompt.prompt, str) else ("texts", "a conversation")
@@ -77,7 +77,6 @@ class Player:
                 f"the prompts are {kinds[0]}, and that in row {prompt.prompt_id} is {kinds[1]}; with {self._config.environment.named} "
                 "all are of one kind, for texts go to one method and conversations have tools. Make them alike"
             )
-        num_episodes = self._config.sampling.num_completions
         played = await asyncio.gather(
             *(
                 self._episode(Progress(prompt, episode, max_tokens, self._talk(prompt)), ask)

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from learner.config import EnvironmentConfig
 from learner.environments.host import Answer, Order
 from learner.environments.process import EnvironmentProcess, Trouble
+from learner.memory_watch import MemoryWatch
 from protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class Environments:
         self._room = asyncio.Semaphore(config.max_concurrent)
         self._threads = ThreadPoolExecutor(config.max_concurrent, "environment")
         self._is_closed = False
+        self._watch = MemoryWatch(config.max_memory_mib, lambda: self._all)
         first = self._start()
         trouble = first.load()
         if trouble is not None:
@@ -65,6 +67,7 @@ class Environments:
     def close(self) -> None:
         """Kill all, whatever they do; calls that wait come back."""
         self._is_closed = True
+        self._watch.close()
         for process in list(self._all):
             process.kill()
         self._threads.shutdown(wait=False)

@@ -4,7 +4,6 @@ Invariant: whatever the environment does and whoever kills its process, a call c
 process is over. Each has a pipe of its own, so that nobody holds a lock that another waits for.
 """
 
-import multiprocessing
 import os
 import signal
 from contextlib import suppress
@@ -14,16 +13,13 @@ import msgspec
 
 from learner.children import limit_waits
 from learner.config import EnvironmentConfig
-from learner.environments.host import ANSWER, Answer, Describe, Described, Order, Wrong, serve
+from learner.environments.host import ANSWER, Answer, Describe, Described, Order, Wrong
+from learner.environments.start import start
 from protocol.errors import ConfigError
 
 STARTUP_TIMEOUT_S = 120.0
 EXIT_WAIT_S = 1.0
 """From the end of the pipe to the exit code."""
-# Forked from a process that has imported the host's modules and nothing else: the learner's threads, sockets and tensors must not
-# come along, and a new interpreter for each of dozens would take seconds.
-CONTEXT = multiprocessing.get_context("forkserver")
-PRELOADED = ["learner.environments.host"]
 
 
 class Trouble(msgspec.Struct, frozen=True):
@@ -37,20 +33,19 @@ class EnvironmentProcess:
     """From its start, which does not wait for the class, to its end. Of one thread at a time but for `kill`."""
 
     def __init__(self, config: EnvironmentConfig, *, takes_text: bool) -> None:
+        """Raises ConfigError where its interpreter cannot be started."""
         self._config = config
-        CONTEXT.set_forkserver_preload(PRELOADED)  # for all of this process, so not before it is needed
-        self._pipe, theirs = CONTEXT.Pipe()
-        self._process = CONTEXT.Process(
-            target=serve, args=(theirs, config.factory, config.tools, takes_text), name="environment"
-        )
-        self._process.start()
-        theirs.close()
-        self._is_loaded = False
+        self._pipe, self._process = start(config, takes_text=takes_text)
+        self._is_loaded = self._is_too_large = False
         limit_waits(self._pipe, config.timeout_s)
 
     @property
     def is_usable(self) -> bool:
         return self._process.is_alive()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid or 0
 
     def load(self) -> Trouble | None:
         """Wait until the class is there."""
@@ -76,10 +71,18 @@ class EnvironmentProcess:
 
     def kill(self) -> None:
         """End it now, and what it has started."""
-        with suppress(ProcessLookupError):  # it leads no group of its own yet, or is gone
-            os.killpg(self._process.pid or 0, signal.SIGKILL)
+        self._kill_all()
         self._process.kill()
         self._process.join(EXIT_WAIT_S)
+
+    def end_as_too_large(self) -> None:
+        """From any thread."""
+        self._is_too_large = True
+        self._kill_all()
+
+    def _kill_all(self) -> None:
+        with suppress(ProcessLookupError):  # it leads no group of its own yet, or is gone
+            os.killpg(self.pid, signal.SIGKILL)
 
     def _answer(self, timeout_s: float) -> Answer | Trouble:
         try:
@@ -109,10 +112,18 @@ class EnvironmentProcess:
         self._process.join(EXIT_WAIT_S)
         code = self._process.exitcode
         self.kill()
+        if self._is_too_large:
+            return too_large(self._config)
         if code is not None and code < 0:
             return Trouble("killed", f"lost its process to signal {-code} ({signal.strsignal(-code)})")
         how = "closed the pipe of its process" if code is None else f"ended its process with exit code {code}"
         return Trouble("failed", how)
+
+
+def too_large(config: EnvironmentConfig) -> Trouble:
+    """What became of a process that the memory watch has ended."""
+    limit = f"{config.max_memory_mib} MiB of memory, with what it had started, and was killed (learner.environment.max_memory_mib)"
+    return Trouble("failed", f"held more than {limit}")
 
 
 def tools_of(config: EnvironmentConfig) -> list[dict[str, Any]]:

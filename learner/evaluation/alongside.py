@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -22,6 +23,7 @@ from learner.evaluation import evaluation
 from learner.evaluation.asking import Answered
 from learner.evaluation.evaluate import ask_and_rate_all
 from learner.evaluation.evaluation import Evaluation, in_words, metrics_of, versions_in_words
+from learner.evaluation.playing import open_players
 from learner.evaluation.questions import digest_of, sets_of
 from learner.evaluation.under_way import Begun, UnderWay
 from learner.material import Material
@@ -48,6 +50,8 @@ class Evaluations:
         self._digest, self._judging_set = digest_of(self._sets), material.run.learner.checkpoint.judging_set
         self._path = run_dir / evaluation.FILE
         self._kept = UnderWay(run_dir)
+        self._cleanup = ExitStack()
+        self._thread: LoopThread | None = None
         self._asked: Asked | None = None
         self._alone_s: deque[float] = deque(maxlen=ALONE_STEPS)
         self._beside_s: list[float] = []
@@ -57,16 +61,18 @@ class Evaluations:
         self._newest_step, self._ended_step = 0, -1
 
     def start(self, workers: RewardWorkers) -> None:
-        """They rate the answers, beside those of the training."""
+        """They rate the answers, beside those of the training. Raises ConfigError."""
         self._workers = workers
-        self._thread = LoopThread("evaluation") if self._sets else None
+        if self._sets:
+            self._thread = LoopThread("evaluation")
+            self._cleanup.callback(self._thread.stop)
+            open_players(self._sets, workers, self._thread, self._cleanup)
 
     def close(self) -> None:
         """The one under way is left for a resume."""
         if self._asked is not None:
             self._asked.result.cancel()
-        if self._thread is not None:
-            self._thread.stop()
+        self._cleanup.close()
         self._kept.close()
 
     def begin_run(self) -> None:

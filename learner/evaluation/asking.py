@@ -1,6 +1,7 @@
 """Completions of an OpenAI server: what an evaluation asks and what it gets. Works against Slipstream's server and `vllm serve`.
 
     prompts ─▶ POST URL/completions, so many at once ─▶ Answered: texts, tokens, why each ended, the versions that sampled it
+                  └▶ turn after turn of its episodes (playing.py) ─▶ Answered: what was played
 
 Invariant: every prompt is answered, or the first error that waiting does not mend ends the evaluation.
 """
@@ -8,7 +9,7 @@ Invariant: every prompt is answered, or the first error that waiting does not me
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -33,35 +34,39 @@ class EvaluationError(SlipstreamError):
 
 
 class Answered(msgspec.Struct, frozen=True):
-    """The completions of one prompt."""
+    """The completions of one prompt, or the episodes that it began."""
 
     texts_K: list[str]
+    """Of completions."""
     token_ids_K: list[list[int]] | None
-    """None: the server does not tell them."""
+    """None: the server does not tell them, or episodes were played."""
     num_tokens: int
-    """Of all together."""
+    """Of all together, which the policy has sampled."""
     is_finished_K: list[bool]
-    """Whether it ended by itself, not at max_tokens."""
+    """Whether it ended by itself, not at a limit."""
     versions: tuple[int, int] | None
     """Of its oldest and its newest token, from a server that tells; -1: the model as it was started with."""
+    played: bytes | None = None
+    """A PlayedGroup; None: completions are all there is."""
 
 
 async def ask_all(
     questions: Questions,
     places: Sequence[int],
+    answer_to: "AnswerTo",
     when_answered: Callable[[int, Answered], None],
     *,
     show: bool,
 ) -> tuple[str, dict[int, Answered]]:
     """Ask the prompts at these places; return the model's name, and the answers by place. Raises EvaluationError.
 
-    `when_answered` hears of each as it comes; `show`: a progress bar.
+    `answer_to` gives that of one prompt, `when_answered` hears of each as it comes; `show`: a progress bar.
     """
     config, prompts = questions.config, questions.prompts
     room = asyncio.Semaphore(config.max_concurrent)
     answers: dict[int, Answered] = {}
     async with door_to(config.url, config.timeout_s) as door:
-        name = await door.model_served()
+        served = await door.model_served()
         bar = tqdm(
             total=len(places),
             desc=f"asking {questions.set_name or ''}".strip(),
@@ -73,8 +78,7 @@ async def ask_all(
 
         async def ask(place: int) -> None:
             async with room:
-                answer, told = await door.say("POST", "completions", request_of(questions, name, prompts[place]))
-            answers[place] = _answered(answer, told, config.num_samples)
+                answers[place] = await answer_to(questions, door, served, prompts[place])
             when_answered(place, answers[place])
             bar.update()
 
@@ -86,7 +90,13 @@ async def ask_all(
             raise errors.exceptions[0] from None  # the first one has cancelled the others
         finally:
             bar.close()
-    return name, answers
+    return served.name, answers
+
+
+async def completions_of(questions: Questions, door: "Door", served: "Served", prompt: Prompt) -> Answered:
+    """All samples of it at once. Raises EvaluationError."""
+    answer, told = await door.say("POST", "completions", request_of(questions, served.name, prompt))
+    return answered(answer, told, questions.config.num_samples)
 
 
 @asynccontextmanager
@@ -119,16 +129,24 @@ def request_of(questions: Questions, model: str, prompt: Prompt) -> dict[str, An
     }
 
 
+class Served(msgspec.Struct, frozen=True):
+    """A model, as the server lists it."""
+
+    name: str
+    max_model_len: int | None
+    """vLLM tells it."""
+
+
 class Door:
     """One server; whoever asks waits while it is gone."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, patience_s: float) -> None:
         self._session, self._url, self._patience_s = session, url, patience_s
 
-    async def model_served(self) -> str:
+    async def model_served(self) -> Served:
         """Raises EvaluationError."""
         models, _ = await self.say("GET", "models", None)
-        return _model_named(models, self._url)
+        return _served(models, self._url)
 
     async def say(self, method: str, path: str, body: dict[str, Any] | None) -> tuple[Any, Mapping[str, str]]:
         """Return the answer and its headers, whose names may be in any case. Raises EvaluationError."""
@@ -161,19 +179,21 @@ def _remedy(status: int) -> str:
     return "correct what it names in [learner.evaluation] or [learner.sampling]"
 
 
-def _model_named(models: Any, url: str) -> str:
+def _served(models: Any, url: str) -> Served:
     try:
-        return str(models["data"][0]["id"])
-    except (KeyError, IndexError, TypeError):
+        model = models["data"][0]
+        return Served(str(model["id"]), model.get("max_model_len"))
+    except (AttributeError, KeyError, IndexError, TypeError):
         raise EvaluationError(
             f"{url}/models answered {str(models)[:200]}, which names no model; expected an OpenAI server at learner.evaluation.url"
         ) from None
 
 
-def _answered(answer: Any, headers: Mapping[str, str], num_samples: int) -> Answered:
+def answered(answer: Any, headers: Mapping[str, str], num_samples: int) -> Answered:
+    """What an answer says. Raises EvaluationError."""
     try:
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-        answered = Answered(
+        said = Answered(
             texts_K=[choice["text"] for choice in choices],
             token_ids_K=[choice["token_ids"] for choice in choices] if choices[0].get("token_ids") else None,
             num_tokens=int(answer["usage"]["completion_tokens"]),
@@ -190,4 +210,7 @@ def _answered(answer: Any, headers: Mapping[str, str], num_samples: int) -> Answ
             f"the server gave {len(choices)} completions where learner.evaluation.num_samples = {num_samples} were asked for; "
             "ask for fewer"
         )
-    return answered
+    return said
+
+
+AnswerTo = Callable[[Questions, Door, Served, Prompt], Awaitable[Answered]]

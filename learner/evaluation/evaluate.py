@@ -1,6 +1,6 @@
 """One evaluation: how good the policy of a server is, with intervals, and how much better than at the evaluation before.
 
-    Questions ─▶ asking.py ─▶ rewards, as in training, each as its answer comes ─▶ Evaluation
+    Questions ─▶ asking.py, or playing.py ─▶ rewards, as in training, each as its answer comes ─▶ Evaluation
 
 Called by `learner evaluate`, and beside a run that trains by alongside.py. It asks the OpenAI side of a server, so that training goes
 on and a checkpoint in `vllm serve` will do. Invariant: every prompt is rated once, or an error says why there is no evaluation.
@@ -10,20 +10,24 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from learner.config import LearnerRun
-from learner.evaluation.asking import Answered, ask_all
+from learner.evaluation.asking import Answered, ask_all, completions_of
 from learner.evaluation.estimates import Estimate, estimate, of_majority, pass_at, problem_means
 from learner.evaluation.evaluation import FILE, Evaluation, note
+from learner.evaluation.playing import ends_of, episodes_of, open_players, rate_played
 from learner.evaluation.questions import Questions, sets_of
 from learner.material import Material
 from learner.rewards.workers import GroupRewards, RewardWorkers
+from learner.servers.loop_thread import LoopThread
 from protocol.errors import RewardError
 
+Rating = Future[GroupRewards] | asyncio.Future[GroupRewards]
 SCORING_S = 60.0
 """For a group, beside the deadlines of its reward functions."""
 
@@ -32,8 +36,12 @@ def evaluate(run: LearnerRun) -> list[Evaluation]:
     """Ask, rate, compare and note each set. Raises SlipstreamError."""
     sets = sets_of(Material(run))
     # Functions that cannot be loaded are told before the server has worked for nothing.
-    with RewardWorkers(run.learner.reward) as workers:
-        made = asyncio.run(ask_and_rate_all(sets, workers, {}, lambda place, answered: None, show=True))
+    with RewardWorkers(run.learner.reward) as workers, ExitStack() as cleanup:
+        loop = LoopThread("evaluation")
+        cleanup.callback(loop.stop)
+        open_players(sets, workers, loop, cleanup)
+        work = ask_and_rate_all(sets, workers, {}, lambda place, answered: None, show=True)
+        made = loop.submit(work).result()
     return [note(Path(run.run_dir) / FILE, one) for one in made]
 
 
@@ -79,15 +87,18 @@ async def ask_and_rate(
         ratings[place] = _submit(questions, workers, place, answered)
 
     missing = [place for place in range(len(questions.prompts)) if place not in known]
-    model, asked = await ask_all(questions, missing, take, show=show)
+    answer_to = completions_of if questions.player is None else episodes_of
+    model, asked = await ask_all(questions, missing, answer_to, take, show=show)
     answers = dict(known) | asked
     rewards = [await _rated(questions, ratings[place]) for place in range(len(questions.prompts))]
     made = summed_up(questions, model, [answers[place] for place in range(len(answers))], rewards)
     return msgspec.structs.replace(made, seconds=time.monotonic() - started)
 
 
-def _submit(questions: Questions, workers: RewardWorkers, place: int, answered: Answered) -> "Future[GroupRewards]":
+def _submit(questions: Questions, workers: RewardWorkers, place: int, answered: Answered) -> "Rating":
     tokenizer = questions.tokenizer
+    if answered.played is not None:
+        return asyncio.ensure_future(rate_played(questions, workers, questions.prompts[place], answered.played))
     if answered.token_ids_K is None:
         texts_K = answered.texts_K
         ids_K = [tokenizer.encode(text, add_special_tokens=False) for text in texts_K]
@@ -98,12 +109,12 @@ def _submit(questions: Questions, workers: RewardWorkers, place: int, answered: 
     return workers.submit(questions.prompts[place], texts_K, ids_K)
 
 
-async def _rated(questions: Questions, rating: "Future[GroupRewards]") -> GroupRewards:
+async def _rated(questions: Questions, rating: "Rating") -> GroupRewards:
     config = questions.run.learner.reward
     limit_s = SCORING_S + len(questions.prompts) * len(config.functions) * config.timeout_s
     try:
         async with asyncio.timeout(limit_s):
-            group = await asyncio.wrap_future(rating)
+            group = await (asyncio.wrap_future(rating) if isinstance(rating, Future) else rating)
     except TimeoutError as error:
         raise RewardError(
             f"answers were not rated within {limit_s:g} s; lower learner.reward.timeout_s ({config.timeout_s:g}), or raise num_workers"
@@ -118,6 +129,8 @@ def summed_up(
     questions: Questions, model: str, answers: Sequence[Answered], rewards: Sequence[GroupRewards]
 ) -> Evaluation:
     run, config = questions.run, questions.config
+    is_played = questions.player is not None
+    ends, turns_mean = ends_of(answers) if is_played else ({}, None)
     values_PK = _table(group.rewards for group in rewards)
     by_name = {
         name: _table(group.functions[place].rewards for group in rewards)
@@ -145,10 +158,14 @@ def summed_up(
             for name, table in by_name.items()
             if config.num_samples > 1 and set(np.unique(table)) <= {0.0, 1.0}
         },
-        majority=estimate(of_majority(texts_PK, values_PK)[:, None]) if config.num_samples > 2 else None,
+        majority=estimate(of_majority(texts_PK, values_PK)[:, None])
+        if config.num_samples > 2 and not is_played
+        else None,
         reward_finished=estimate(np.where(is_finished_PK, values_PK, np.nan)),
         truncated_frac=float(1 - is_finished_PK.mean()),
         length_mean=sum(answered.num_tokens for answered in answers) / is_finished_PK.size,
+        ends=ends,
+        turns_mean=turns_mean,
         rewards_P=[None if np.isnan(mean) else float(mean) for mean in problem_means(values_PK)],
     )
 

@@ -52,6 +52,10 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """In tokens."""
     rewards_P: list[float | None]
     """Of each prompt, its mean."""
+    ends: dict[str, int] = {}
+    """Of episodes: how many ended how; silent: the policy said nothing in it."""
+    turns_mean: float | None = None
+    """Likewise."""
     difference: Estimate | None = None
     """To the evaluation before that asked the same, prompt by prompt."""
     before: tuple[int, int] | None = None
@@ -127,6 +131,9 @@ def as_text(made: Evaluation) -> str:
     ]
     lines += [f"  {name:{width}}  {'–' if value is None else value}" for name, value in rows]
     lines.append(f"  {made.truncated_frac:.1%} cut off, {made.length_mean:,.0f} tokens on average; intervals of 95 %")
+    if made.turns_mean is not None:
+        ends = ", ".join(f"{count:,} {state}" for state, count in made.ends.items())
+        lines.append(f"  episodes ended: {ends}; {made.turns_mean:.1f} turns on average")
     if made.difference is not None:
         before = versions_in_words(made.before, "the evaluation before")
         lines.append(f"  {made.difference} more than {before}, prompt by prompt")
@@ -162,6 +169,9 @@ def metrics_of(made: Evaluation) -> dict[str, float]:
         "evaluation/truncated_frac": made.truncated_frac,
         "evaluation/completion_length_mean": made.length_mean,
     }
+    metrics |= {f"evaluation/ended_{state}": float(count) for state, count in made.ends.items()}
+    if made.turns_mean is not None:
+        metrics["evaluation/turns_mean"] = made.turns_mean
     if made.step is not None:
         metrics["evaluation/step"] = float(made.step)
     for metric, value in found.items():

@@ -13,24 +13,24 @@ import xxhash
 from learner.config import DataConfig, EvaluationConfig, LearnerRun
 from learner.material import Material
 from learner.prompts.prompts import Prompts
-from protocol.errors import ConfigError
+from learner.rollouts.turns import Plays
 
 
 class Questions:
-    """Of one set. Raises ConfigError or DataError."""
+    """Of one set. Raises DataError."""
 
     def __init__(self, material: Material, set_name: str | None = None) -> None:
         run = material.run
-        if run.learner.environment.is_used:
-            raise ConfigError(
-                f"{run.learner.environment.named}: episodes are not evaluated yet; evaluate a run whose rewards rate completions"
-            )
         self.run, self.tokenizer, self.set_name = run, material.tokenizer, set_name
         self.config = run.learner.evaluation.of_set(set_name)
-        prompts = Prompts(evaluated_data(self.config, run.learner.data), material.tokenizer, run.seed)
-        self.name = prompts.name
-        self.prompts = [prompts.prompt_at(place) for place in range(len(prompts))]
-        self.digest = _digest(run, self.config, prompts)
+        self.source = Prompts(
+            evaluated_data(self.config, run.learner.data), material.tokenizer, run.seed, material.tools
+        )
+        self.name = self.source.name
+        self.prompts = [self.source.prompt_at(place) for place in range(len(self.source))]
+        self.digest = _digest(run, self.config, self.source)
+        self.player: Plays | None = None
+        """None: completions are all there is (playing.py)."""
 
 
 def sets_of(material: Material) -> list[Questions]:
@@ -61,5 +61,9 @@ def evaluated_data(config: EvaluationConfig, data: DataConfig) -> DataConfig:
 def _digest(run: LearnerRun, config: EvaluationConfig, prompts: Prompts) -> str:
     sampling, reward = run.learner.sampling, run.learner.reward
     max_tokens = config.max_tokens or sampling.max_tokens
-    how = (config.num_samples, config.temperature, max_tokens, sampling.stop, reward.names, reward.function_weights)
+    how: tuple[object, ...] = (
+        config.num_samples, config.temperature, max_tokens, sampling.stop, reward.names, reward.function_weights,
+    )  # fmt: skip
+    if (environment := run.learner.environment).is_used:
+        how += (environment.named, environment.max_turns, environment.max_episode_tokens)
     return xxhash.xxh64(prompts.digests.tobytes() + repr(how).encode()).hexdigest()

@@ -1,6 +1,6 @@
-"""The tokens of several groups in one row: each prompt once, its completions after it, no padding.
+"""The tokens of several groups in one row: each prompt once, its completions after it, no padding; what prompts have in common once too.
 
-    prompts, completions ─▶ Pack ─▶ attention.py: who sees whom    logprobs.py: the pass, and back to one row a completion
+    prompts, completions ─▶ trie.py ─▶ Pack ─▶ attention.py: who sees whom    logprobs.py: the pass, and back to one row a completion
 
 Invariant: token n of the row has the position that it has in its sequence, and sees what it sees there. The last token of a
 completion predicts nothing, so it is not in the row.
@@ -9,12 +9,14 @@ Suffixes: N packed tokens, M predicted tokens, B completions, T tokens of the lo
 sequence.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import torch
+
+from learner.forward.trie import Run, runs_of
 
 
 class Segment(NamedTuple):
@@ -76,43 +78,80 @@ class Pack(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return torch.from_numpy(rows_BS).to(device), torch.from_numpy(np.flatnonzero(is_predicting_BS)).to(device)
 
 
-def pack(groups: Sequence[tuple[np.ndarray, Sequence[np.ndarray]]], device: torch.device) -> Pack:
-    """Lay out groups of (prompt, completions): token ids, a prompt of at least one."""
-    segments: list[Segment] = []
-    paths: list[tuple[Segment, ...]] = []
-    for prompt, completions in groups:
-        branches = list(_branches(_end(segments) + len(prompt), len(prompt), completions))
-        root = Segment(_end(segments), len(prompt), 0, branches[-1].end)
-        segments += [root, *branches]
-        paths += [(root, branch) for branch in branches]
-    completions_B = [completion for _, completions in groups for completion in completions]
+Group = tuple[np.ndarray, Sequence[np.ndarray]]
+"""A prompt of at least one token, and its completions: token ids."""
+
+
+def pack(groups: Sequence[Group], device: torch.device) -> Pack:
+    """Lay out groups, each with a prompt of its own."""
+    return pack_trees([[group] for group in groups], device)
+
+
+def pack_trees(trees: Sequence[Sequence[Group]], device: torch.device) -> Pack:
+    """Lay out groups; what the prompts of a tree begin with together stands there once."""
+    laying = _Laying()
+    for groups in trees:
+        laying.add([(prompt, completion) for prompt, completions in groups for completion in completions])
+    completions_B = [completion for groups in trees for _, completions in groups for completion in completions]
     predicting_B = [
-        np.concatenate([[root.end - 1], branch.rows])[: len(completion)]
-        for (root, branch), completion in zip(paths, completions_B, strict=True)
+        np.concatenate([[path[-2].end - 1], path[-1].rows])[: len(completion)]
+        for path, completion in zip(laying.paths_B, completions_B, strict=True)
     ]
     lengths_B1 = np.array([len(completion) for completion in completions_B])[:, None]
-    inputs = [part for prompt, completions in groups for part in (prompt, *(ids[:-1] for ids in completions))]
 
     def on_device(parts: list[np.ndarray]) -> torch.Tensor:
         return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)
 
     return Pack(
-        token_ids_N=on_device(inputs),
-        positions_N=on_device([segment.position + np.arange(segment.length) for segment in segments]),
+        token_ids_N=on_device(laying.inputs),
+        positions_N=on_device([segment.position + np.arange(segment.length) for segment in laying.segments]),
         predicting_M=on_device(predicting_B),
         targets_M=on_device(completions_B),
         is_token_BT=torch.from_numpy(np.arange(lengths_B1.max()) < lengths_B1).to(device),
-        segments=tuple(segments),
-        paths_B=tuple(paths),
+        segments=tuple(laying.segments),
+        paths_B=tuple(laying.paths_B),
     )
 
 
-def _branches(start: int, position: int, completions: Sequence[np.ndarray]) -> Iterator[Segment]:
-    for completion in completions:
-        length = max(0, len(completion) - 1)
-        yield Segment(start, length, position, start + length)
-        start += length
+class _Laying:
+    """The segments so far, depth first."""
 
+    def __init__(self) -> None:
+        self.segments: list[Segment] = []
+        self.inputs: list[np.ndarray] = []
+        """Their tokens."""
+        self.paths_B: list[tuple[Segment, ...]] = []
 
-def _end(segments: list[Segment]) -> int:
-    return segments[-1].continued_until if segments else 0
+    def add(self, sequences: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        """A tree of (prompt, completion)."""
+        self._prompts, self._inputs = [prompt for prompt, _ in sequences], [ids[:-1] for _, ids in sequences]
+        paths: dict[int, tuple[Segment, ...]] = {}
+        start = self.segments[-1].end if self.segments else 0
+        for run in runs_of(self._prompts):
+            start = self._lay(run, start, (), paths)
+        self.paths_B += [paths[place] for place in range(len(sequences))]
+
+    def _lay(self, run: Run, start: int, before: tuple[Segment, ...], paths: dict[int, tuple[Segment, ...]]) -> int:
+        """Return where the next one begins."""
+        segment = Segment(start, run.end - run.start, run.start, start + self._num_rows(run))
+        path = (*before, segment)
+        self._append(segment, self._prompts[run.of][run.start : run.end])
+        start = segment.end
+        for place in run.ends:
+            ids = self._inputs[place]
+            leaf = Segment(start, len(ids), run.end, start + len(ids))
+            self._append(leaf, ids)
+            paths[place] = (*path, leaf)
+            start = leaf.end
+        for longer in run.goes_on:
+            start = self._lay(longer, start, path, paths)
+        return start
+
+    def _append(self, segment: Segment, ids: np.ndarray) -> None:
+        self.segments.append(segment)
+        self.inputs.append(ids)
+
+    def _num_rows(self, run: Run) -> int:
+        """Of the run and all that continues it."""
+        of_ends = sum(len(self._inputs[place]) for place in run.ends)
+        return run.end - run.start + of_ends + sum(map(self._num_rows, run.goes_on))

@@ -42,9 +42,9 @@ class AgentPlayer:
         loop.call(self._agents.check(), STARTUP_TIMEOUT_S + CLOSE_TIMEOUT_S)
         log.info("agents find their endpoint at %s", self._gateway.base_url)
 
-    async def play(self, group_id: str, prompt: Prompt, ask: Ask, max_tokens: int) -> PlayedGroup:
+    async def play(self, group_id: str, prompt: Prompt, ask: Ask, *, num_episodes: int, max_tokens: int) -> PlayedGroup:
         """Play the group of a prompt; episodes in which the policy said nothing are left out."""
-        numbers = range(self._config.sampling.num_completions)
+        numbers = range(num_episodes)
         played = await asyncio.gather(*(self._episode(prompt, number, ask, max_tokens) for number in numbers))
         entered = [session.entered_version for session in played if session.entered_version is not None]
         episodes = [session.episode for session in played]

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from learner.config import EnvironmentConfig
-from learner.environments.process import EXIT_WAIT_S, STARTUP_TIMEOUT_S, Trouble
+from learner.environments.process import EXIT_WAIT_S, STARTUP_TIMEOUT_S, Trouble, too_large
 
 HOST = Path(__file__).with_name("agent_host.py")
 MAX_ANSWER_BYTES = 16 << 20
@@ -51,7 +51,8 @@ class AgentProcess:
         """Start it. Raises OSError where there is no such interpreter."""
         kind = "command" if config.command is not None else "agent"
         self._is_kept = kind == "agent"  # what a command leaves behind ends with its process
-        self._is_killed = False
+        self._is_killed = self._is_too_large = False
+        self._config = config
         self._socket, theirs = socket.socketpair()
         with theirs:
             try:
@@ -68,6 +69,10 @@ class AgentProcess:
     def is_usable(self) -> bool:
         """For another episode."""
         return not self._is_killed and self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     async def load(self) -> Trouble | None:
         """Wait until the agent is there."""
@@ -99,10 +104,18 @@ class AgentProcess:
         if self._is_killed:  # its number may be another's by now
             return
         self._is_killed = True
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # it is gone already
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._kill_all()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(EXIT_WAIT_S)
+
+    def end_as_too_large(self) -> None:
+        """From any thread; the loop hears of its end."""
+        self._is_too_large = True
+        self._kill_all()
+
+    def _kill_all(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it is gone already
+            os.killpg(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Kill it and let go of its socket; in the loop."""
@@ -136,6 +149,8 @@ class AgentProcess:
             self._process.wait(EXIT_WAIT_S)
         code = self._process.poll()
         self.kill()
+        if self._is_too_large:
+            return too_large(self._config)
         if code is not None and code < 0:
             return Trouble("killed", f"lost its process to signal {-code} ({signal.strsignal(-code)})")
         how = "closed the socket of its process" if code is None else f"ended its process with exit code {code}"

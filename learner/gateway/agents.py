@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from learner.config import EnvironmentConfig
 from learner.environments.process import Trouble
 from learner.gateway.agent_process import AgentProcess
+from learner.memory_watch import MemoryWatch
 from protocol.errors import ConfigError
 
 
@@ -22,6 +23,7 @@ class Agents:
         self._all: set[AgentProcess] = set()
         self._room = asyncio.Semaphore(config.max_concurrent)
         self.is_closed = False
+        self._watch = MemoryWatch(config.max_memory_mib, lambda: self._all)
 
     async def check(self) -> None:
         """Start one, to see whether it can be done. Raises ConfigError."""
@@ -49,6 +51,7 @@ class Agents:
     def close(self) -> None:
         """Kill all, whatever they do; episodes that wait for them are no more."""
         self.is_closed = True
+        self._watch.close()
         for process in self._all:
             process.close()
 

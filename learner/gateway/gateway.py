@@ -44,7 +44,9 @@ class Gateway:
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/completions", self._text)
         app.router.add_get("/v1/models", self._models)
-        self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
+        self._runner = web.AppRunner(
+            app, access_log=None, handle_signals=False, shutdown_timeout=SHUTDOWN_TIMEOUT_S, handler_cancellation=True
+        )
 
     async def start(self) -> None:
         """Raises ConfigError."""
@@ -71,7 +73,7 @@ class Gateway:
             yield key
         finally:
             del self._sessions[key]
-            self._ended[key] = session.state or "aborted"
+            self._ended[key] = session.leave()
             if len(self._ended) > MAX_ENDED:
                 self._ended.popitem(last=False)
 

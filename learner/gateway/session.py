@@ -6,6 +6,7 @@ Between the gateway and the rollouts. Invariant: every token of the policy that 
 engine's logprob and version, however many requests are made at once and in whatever order they are answered.
 """
 
+import asyncio
 import time
 import uuid
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from learner.config import LearnerConfig
 from learner.environments.episode import REWARDED, Course, EndState, Episode, RecordedBranch
-from learner.environments.player import Ask, Asked
+from learner.environments.player import Ask, Asked, Sampled
 from learner.environments.process import Trouble
 from learner.gateway.messages import starts_with
 from learner.gateway.places import Places
@@ -60,6 +61,7 @@ class Session:
         """What its last request was refused for."""
         self._is_cut_off = False
         self._num_asked = 0
+        self._under_way: set[asyncio.Future[Sampled | None]] = set()
         self._salt = self._endpoint = ""
         self._num_prompt_tokens = self._num_cached_tokens = 0
         self._clock = Clock()
@@ -72,8 +74,7 @@ class Session:
             salt=self._salt, stays_at=self._endpoint, stop=stop,
         )  # fmt: skip
         self._num_asked += 1
-        with self._clock:
-            sampled = await self._ask(asked)
+        sampled = await self._answer_to(asked)
         if self.state is not None:
             raise episode_over(self.state)
         if sampled is None:
@@ -87,6 +88,20 @@ class Session:
         if self.entered_version is None or group.entered_version < self.entered_version:
             self.entered_version = group.entered_version
         return Turn(uuid.uuid4().hex, token_ids, completion, group.num_cached_tokens)
+
+    async def _answer_to(self, asked: Asked) -> Sampled | None:
+        """Raises Refused where the episode ends before it comes; cancelled, the servers are told that nobody waits."""
+        asking = asyncio.ensure_future(self._ask(asked))
+        self._under_way.add(asking)
+        try:
+            with self._clock:
+                return await asking
+        except asyncio.CancelledError:
+            if self.state is None:  # the agent no longer waits for it
+                raise
+            raise episode_over(self.state) from None
+        finally:
+            self._under_way.discard(asking)
 
     def record(self, turn: Turn) -> None:
         """What the agent is given: the turn follows the longest branch that its prompt extends."""
@@ -109,6 +124,13 @@ class Session:
         self._is_cut_off = turn.is_cut_off
         if self._limit == "length":  # of another branch
             self._limit = None
+
+    def leave(self) -> EndState:
+        """Nobody may ask any more, and what is asked is given up; return the state that it has ended in."""
+        self.state = self.state or "aborted"
+        for asking in self._under_way:
+            asking.cancel()
+        return self.state
 
     def end(self, outcome: float | Trouble | None) -> None:
         """The agent has said what it is worth, or nothing, or never will."""

@@ -24,21 +24,11 @@ class Scorer:
         self._failures = RewardFailures(config.reward)
 
     async def score(self, prompt: Prompt, episodes_G: Sequence[Episode], step: int) -> GroupRewards:
-        """Call the reward functions, which are told of the step, and add the overlong penalty. Of an episode they see all that was
-        said after the prompt: as messages where it converses; nothing of those that say nothing about the policy. Raises RewardError
-        if one fails too often.
+        """Call the reward functions, which are told of the step, and add the overlong penalty. Raises RewardError if one fails too
+        often.
         """
-        is_shown_G = [episode.course.state in REWARDED for episode in episodes_G]
-        shown = [episode for episode, is_shown in zip(episodes_G, is_shown_G, strict=True) if is_shown]
-        token_ids = [episode.branches[-1].token_ids.tolist() for episode in shown]
-        texts = self._tokenizer.batch_decode(token_ids, skip_special_tokens=self._config.reward.skip_special_tokens)
-        said = [episode.messages or text for episode, text in zip(shown, texts, strict=True)]
-        state, environment = TrainerState(global_step=step, max_steps=self._config.steps), self._config.environment
-        own = [episode.reward for episode in shown] if environment.is_used else None
-        held = [episode.attributes or {} for episode in shown] if environment.factory is not None else None
-        rewards = await asyncio.wrap_future(self._workers.submit(prompt, said, token_ids, state, own, held))
+        rewards = await self.rate(prompt, episodes_G, TrainerState(global_step=step, max_steps=self._config.steps))
         self._failures.note(rewards)
-        rewards = spread(rewards, is_shown_G)
         config = self._config.reward
         if config.overlong_buffer_tokens is None:
             return rewards
@@ -49,3 +39,18 @@ class Scorer:
             config.overlong_penalty,
         )
         return with_overlong(rewards, overlong_G)
+
+    async def rate(self, prompt: Prompt, episodes_G: Sequence[Episode], state: TrainerState) -> GroupRewards:
+        """Call the reward functions. Of an episode they see all that was said after the prompt: as messages where it converses;
+        nothing of those that say nothing about the policy.
+        """
+        is_shown_G = [episode.course.state in REWARDED for episode in episodes_G]
+        shown = [episode for episode, is_shown in zip(episodes_G, is_shown_G, strict=True) if is_shown]
+        token_ids = [episode.branches[-1].token_ids.tolist() for episode in shown]
+        texts = self._tokenizer.batch_decode(token_ids, skip_special_tokens=self._config.reward.skip_special_tokens)
+        said = [episode.messages or text for episode, text in zip(shown, texts, strict=True)]
+        environment = self._config.environment
+        own = [episode.reward for episode in shown] if environment.is_used else None
+        held = [episode.attributes or {} for episode in shown] if environment.factory is not None else None
+        rewards = await asyncio.wrap_future(self._workers.submit(prompt, said, token_ids, state, own, held))
+        return spread(rewards, is_shown_G)

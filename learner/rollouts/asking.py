@@ -3,7 +3,7 @@
     requests ─▶ Fleet.choose ─▶ link        lost server ─▶ what it owes ─▶ another, or whoever is ready next
 
 Between what is outstanding and the links; used by rollouts.py in the loop. Invariant: a request keeps its id wherever it goes, so that an
-answer that comes after all, or twice, is recognised; it stays here until `settle`.
+answer that comes after all, or twice, is recognised; it stays here until `settle`, or until nobody waits for it.
 """
 
 import asyncio
@@ -41,6 +41,20 @@ class Asking:
             self._note_asked(owed, None)
             del self._owed[group_id]
         return owed
+
+    def forget_all(self) -> None:
+        """The run ends: whatever comes is an answer to nothing."""
+        for group_id in self.group_ids:
+            self.settle(group_id)
+
+    async def withdraw(self, owed: Owed) -> None:
+        """Nobody waits for it any longer; whoever owes it is told."""
+        endpoint = owed.owed_by
+        if self.settle(owed.group_id) is None:
+            return
+        for member in self.fleet.connected():
+            if member.endpoint == endpoint:
+                await member.link.cancel([owed.group_id])
 
     async def begin(self, requests: Iterable[Owed]) -> None:
         """Ask for what no server owes yet; what cannot be sent now waits for `ask_rest`."""

@@ -99,7 +99,7 @@ class Rollouts:
     @property
     def batch_metrics(self) -> dict[str, float]:
         """What happened on the way to the batch that was taken last, and what it waited for."""
-        return self._queue.batch_metrics
+        return self._queue.batch_metrics | (self._turns.metrics if self._turns is not None else {})
 
     @property
     def waits_for(self) -> str:
@@ -112,6 +112,7 @@ class Rollouts:
         """Let the servers forget what was asked for; the ledger remembers it for a resume."""
         for member in self._fleet.connected():
             self._loop.call(member.link.cancel(self._asking.group_ids), CALL_TIMEOUT_S)
+        self._loop.call_soon(self._asking.forget_all)
 
     def _take_up(self) -> None:
         for row in self._ledger.outstanding():

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from learner.environments.episode import PlayedGroup
+from learner.environments.episode import REWARDED, PlayedGroup
 from learner.environments.player import Ask, Asked, Sampled
 from learner.prompts.prompts import Prompt
 from learner.rollouts.asking import Asking
@@ -27,7 +27,9 @@ log = logging.getLogger(__name__)
 class Plays(Protocol):
     """Whoever plays the episodes of a prompt: the environments' player, or that of agents."""
 
-    async def play(self, group_id: str, prompt: Prompt, ask: Ask, max_tokens: int) -> PlayedGroup: ...
+    async def play(
+        self, group_id: str, prompt: Prompt, ask: Ask, *, num_episodes: int, max_tokens: int
+    ) -> PlayedGroup: ...
 
 
 class Turns:
@@ -37,6 +39,12 @@ class Turns:
         self._run, self._fleet, self._asking, self._player = asking.run, asking.fleet, asking, player
         self._on_played = on_played
         self._life = uuid.uuid4().hex[:8]
+        self._num_lost = 0
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of all groups so far, those that were given up too."""
+        return {"episode/lost": float(self._num_lost)}
 
     async def begin(self, requests: Iterable[Request]) -> None:
         """Play the groups of these requests."""
@@ -72,7 +80,11 @@ class Turns:
             return None
 
         most = self._run.learner.environment.max_episode_tokens or self._fleet.max_model_len
-        played = await self._player.play(request.group_id, request.prompt, ask, most)
+        num_episodes = self._run.learner.sampling.num_completions
+        played = await self._player.play(
+            request.group_id, request.prompt, ask, num_episodes=num_episodes, max_tokens=most
+        )
+        self._num_lost += num_episodes - sum(one.course.state in REWARDED for one in played.episodes)
         request.answered_by = endpoints.pop() if len(endpoints) == 1 else ""
         self._on_played(played)
 
@@ -81,8 +93,12 @@ class Turns:
             name=f"{request.group_id}/{self._life}/{asked.episode}.{asked.number}.{attempt}", slot=request.slot, turn=asked,
             answer=asyncio.get_running_loop().create_future(),
         )  # fmt: skip
-        await self._asking.begin([turn])
-        answer = await turn.answer
+        try:
+            await self._asking.begin([turn])
+            answer = await turn.answer
+        except asyncio.CancelledError:
+            await self._asking.withdraw(turn)
+            raise
         problem = answer.message if isinstance(answer, GroupFailed) else self._problem(answer, asked)
         if isinstance(answer, Group) and problem is None:
             return Sampled(answer, turn.answered_by)

@@ -14,7 +14,7 @@ import torch
 from learner.config import LearnerConfig
 from learner.config.algorithm import Normalization
 from learner.environments.branch import UNKNOWN_VERSION, Branch
-from learner.forward.pack import Pack, pack
+from learner.forward.pack import Pack, pack_trees
 from learner.rollouts.scored_group import ScoredGroup
 
 
@@ -24,7 +24,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     prompt_token_ids: np.ndarray
     branch: Branch
     group: int
-    """Rows that stand together and have the same number have one prompt."""
+    """Rows that stand together and have the same number are of one prompt, or of what was said in its episodes."""
     place: int
     """Of its episode, among all of the step."""
     advantage: float
@@ -58,11 +58,10 @@ def step_rows(groups: list[ScoredGroup], advantages_P_G: list[list[float]], conf
     """Every branch of the step, by group, weighed by the counts of all episodes. Those of an episode share its advantage."""
     num_tokens = sum(group.num_tokens for group in groups)
     num_episodes = sum(len(group.branches_G) for group in groups)
-    places, prompts = count(), count()
+    places = count()
     rows_P_G: list[list[Row]] = []
-    for group, advantages_G in zip(groups, advantages_P_G, strict=True):
+    for number, (group, advantages_G) in enumerate(zip(groups, advantages_P_G, strict=True)):
         rows_P_G.append([])
-        shared = next(prompts)
         for branches, advantage in zip(group.branches_G, advantages_G, strict=True):
             place = next(places)
             weight = row_weight(
@@ -76,7 +75,7 @@ def step_rows(groups: list[ScoredGroup], advantages_P_G: list[list[float]], conf
                 row = Row(
                     prompt_token_ids=group.prompt_of(branch),
                     branch=branch,
-                    group=shared if branch.prompt_token_ids is None else next(prompts),
+                    group=number,
                     place=place,
                     advantage=advantage,
                     weight=weight,
@@ -101,7 +100,7 @@ def trained_rows(groups: list[ScoredGroup], advantages_P_G: list[list[float]], c
 
 
 def micro_batch(rows: list[Row], device: torch.device) -> MicroBatch:
-    """Rows of one group that stand together share their prompt. Without rows: one token that is masked out."""
+    """Rows of one group that stand together share what their prompts have in common. Without rows: one token that is masked out."""
     is_trained = bool(rows)
     rows = rows or [_masked_row()]
     shape_BT = (len(rows), max(len(row.branch.token_ids) for row in rows))
@@ -120,8 +119,8 @@ def micro_batch(rows: list[Row], device: torch.device) -> MicroBatch:
         return torch.from_numpy(np.array(values, dtype)).to(device)
 
     return MicroBatch(
-        pack=pack(
-            [(rows_G[0].prompt_token_ids, [row.branch.token_ids for row in rows_G]) for rows_G in groups], device
+        pack=pack_trees(
+            [[(row.prompt_token_ids, [row.branch.token_ids]) for row in rows_G] for rows_G in groups], device
         ),
         mask_BT=on_device(mask_BT, bool),
         behaviour_logprobs_BT=on_device(behaviour_logprobs_BT, np.float32),

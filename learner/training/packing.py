@@ -13,10 +13,11 @@ from itertools import groupby
 
 import msgspec
 
+from learner.forward.trie import MIN_SHARED, common_length
 from learner.training.batch import Row
 
 Piece = list[Row]
-"""Rows of one group that share one computation of their prompt."""
+"""Rows of one group that share one computation of what their prompts have in common."""
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,24 +42,44 @@ def pieces_of(rows: Sequence[Row], layout: Layout) -> list[Piece]:
     pieces: list[Piece] = []
     for _, rows_G in groupby(rows, key=lambda row: row.group):
         piece: Piece = []
+        size = 0
         for row in rows_G:
-            if piece and num_tokens([*piece, row]) > layout.max_tokens:
+            more = _num_new(piece[-1] if piece else None, row) + len(row.branch.token_ids)
+            if piece and size + more > layout.max_tokens:
                 pieces.append(piece)
-                piece = []
+                piece, size, more = [], 0, row.num_tokens
             piece.append(row)
+            size += more
         pieces.append(piece)
     return pieces
 
 
 def num_tokens(piece: Piece) -> int:
-    return len(piece[0].prompt_token_ids) + sum(len(row.branch.token_ids) for row in piece)
+    """Nearly: what a prompt shares with that of the row before it is computed once."""
+    rows_before = [None, *piece[:-1]]
+    return sum(
+        _num_new(before, row) + len(row.branch.token_ids) for before, row in zip(rows_before, piece, strict=True)
+    )
 
 
 def num_pairs(piece: Piece) -> float:
-    """(query, key) pairs of its causal attention."""
-    prompt = len(piece[0].prompt_token_ids)
-    lengths = [len(row.branch.token_ids) for row in piece]
-    return prompt**2 / 2 + sum(length * (prompt + length / 2) for length in lengths)
+    """(query, key) pairs of its causal attention, likewise."""
+    pairs = 0.0
+    for before, row in zip([None, *piece[:-1]], piece, strict=True):
+        prompt, length = len(row.prompt_token_ids), len(row.branch.token_ids)
+        new = _num_new(before, row)
+        pairs += new * (prompt - new / 2) + length * (prompt + length / 2)
+    return pairs
+
+
+def _num_new(before: Row | None, row: Row) -> int:
+    """Tokens of a row's prompt that the one before does not begin with."""
+    length = len(row.prompt_token_ids)
+    if before is None:
+        return length
+    shared = common_length(before.prompt_token_ids, row.prompt_token_ids)
+    is_same = shared == length == len(before.prompt_token_ids)
+    return length - shared if is_same or shared >= MIN_SHARED else length
 
 
 def share_out(rows: Sequence[Row], num_ranks: int, layout: Layout) -> list[list[Piece]]:

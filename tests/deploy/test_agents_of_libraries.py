@@ -1,24 +1,28 @@
 """The agents of other libraries, each in an environment of its own that the test makes, against a scripted policy: what is right is rewarded."""
 
 import json
+import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from protocol.messages import Completion
-from tests.learner.environments.chat_tokenizer import END, chat_tokenizer
+from tests.learner.environments.chat_tokenizer import END, call, chat_tokenizer
 from tests.learner.environments.play import completion
 from tests.learner.gateway.asking import played_by_agent
+from tests.ports import free_port
 from tests.test_layering import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 AGENTS = ROOT / "deploy" / "agents"
-INSTALL_TIMEOUT_S = 1200
+INSTALL_TIMEOUT_S, START_TIMEOUT_S = 1200, 120
 TASKSET = """
 import verifiers.v1 as vf
 
@@ -51,6 +55,81 @@ def interpreter(tmp_path: Path) -> Callable[..., str]:
         return str(python)
 
     return made
+
+
+OPENENV = """
+import sys
+import uvicorn
+from fastmcp import FastMCP
+from openenv.core.env_server.http_server import create_fastapi_app
+from openenv.core.env_server.interfaces import Environment
+from openenv.core.env_server.mcp_environment import MCPEnvironment
+from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservation
+from openenv.core.env_server.types import Action, Observation, State
+
+class Guess(Action):
+    number: int
+
+class Told(Observation):
+    text: str = ""
+
+class Game(Environment):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+    state = State()
+
+    def reset(self, seed=None, episode_id=None, **more):
+        self._secret = seed
+        return Told(text="guess")
+
+    def step(self, action, timeout_s=None, **more):
+        is_right = action.number == self._secret
+        return Told(text="right" if is_right else "wrong", reward=float(is_right), done=is_right)
+
+class Shop(MCPEnvironment):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+    state = State()
+
+    def __init__(self):
+        server = FastMCP("shop")
+
+        @server.tool
+        def price(item: str) -> str:
+            "What it costs."
+            return f"a {item} costs 7"
+
+        super().__init__(server)
+
+    def reset(self, seed=None, episode_id=None, **more):
+        return Observation(done=False, reward=0.25)
+
+    def _step_impl(self, action, timeout_s=None, **more):
+        raise ValueError("a tool, please")
+
+kind = {"game": (Game, Guess, Told), "shop": (Shop, CallToolAction, CallToolObservation)}[sys.argv[1]]
+uvicorn.run(create_fastapi_app(*kind, max_concurrent_envs=8), port=int(sys.argv[2]), log_level="warning")
+"""
+
+
+@contextmanager
+def openenv_server(python: str, directory: Path, kind: str) -> Iterator[str]:
+    """The address of an environment of OpenEnv."""
+    (directory / "server.py").write_text(OPENENV)
+    port, give_up_at = free_port(), time.monotonic() + START_TIMEOUT_S
+    with subprocess.Popen([python, str(directory / "server.py"), kind, str(port)]) as server:
+        try:
+            while not is_listening(port):
+                assert server.poll() is None and time.monotonic() < give_up_at, (
+                    "the environment's server does not start"
+                )
+                time.sleep(0.1)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.kill()
+
+
+def is_listening(port: int) -> bool:
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", port)) == 0
 
 
 def says(*turns: str) -> Callable[[Any], Completion]:
@@ -109,3 +188,22 @@ def test_a_taskset_of_verifiers_is_played_by_its_own_loop(interpreter: Callable[
         group = played_by_agent(columns, rows[3]["prompt"], says(said), agent=f"{script}:run", python=python)
         assert [episode.reward for episode in group.episodes] == [reward, reward]
         assert all(episode.course.num_turns == 1 for episode in group.episodes)
+
+
+def test_environments_of_openenv_are_played_by_their_tools_or_by_their_action(
+    interpreter: Callable[..., str], tmp_path: Path
+) -> None:
+    python, agent = interpreter("openenv"), f"{AGENTS / 'openenv_servers.py'}:run"
+    with openenv_server(python, tmp_path, "game") as url:
+        script = says(call("step", number="much"), call("step", number=3), call("step", number=5))
+        group = played_by_agent({"url": url, "reset": {"seed": 5}}, script=script, agent=agent, python=python)
+    for episode in group.episodes:
+        assert (episode.reward, episode.course.state, episode.course.num_turns) == (1.0, "finished", 3)
+        told = [message["content"] for message in episode.messages if message["role"] == "tool"]
+        assert "error" in told[0] and '"wrong"' in told[1], "what it refuses is told; after the last step nobody asks"
+    with openenv_server(python, tmp_path, "shop") as url:
+        script = says(call("price", item="pear"), "7")
+        group = played_by_agent({"url": url}, script=script, agent=agent, python=python)
+    for episode in group.episodes:
+        assert (episode.reward, episode.course.state, episode.course.num_calls) == (0.25, "finished", 1)
+        assert "a pear costs 7" in next(one["content"] for one in episode.messages if one["role"] == "tool")

@@ -31,13 +31,14 @@ class OpenAIServer:
         """Status codes of the next answers."""
         self.requests: list[dict[str, Any]] = []
         self.tells_tokens = True
+        self.max_model_len: int | None = 64
         self.num_lost = 0
         self._tokenizer = load_tokenizer(resolve_model("tiny:digits"))
 
     async def models(self, request: web.Request) -> web.Response:
         if self.failures:
             return web.Response(status=self.failures.pop(0), text="no")
-        return web.json_response({"data": [{"id": "a model"}]})
+        return web.json_response({"data": [{"id": "a model", "max_model_len": self.max_model_len}]})
 
     async def completions(self, request: web.Request) -> web.Response:
         if self.failures:

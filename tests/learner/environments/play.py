@@ -70,7 +70,7 @@ def played(
     try:
         token_ids = template.token_ids(prompt) if template else [1, 2]
         row = Prompt(prompt_id=0, prompt=prompt, token_ids=token_ids, columns=columns or {})
-        group = asyncio.run(player.play("3.0", row, ask, max_tokens))
+        group = asyncio.run(player.play("3.0", row, ask, num_episodes=2, max_tokens=max_tokens))
     finally:
         environments.close()
     return group, sorted(asked, key=lambda turn: (turn.episode, turn.number))

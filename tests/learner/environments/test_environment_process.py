@@ -1,11 +1,13 @@
 """Environments in processes of their own: real ones, asked, and broken in every way that a user's class can break."""
 
 import asyncio
+import importlib.util
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -15,21 +17,21 @@ from learner.environments.contract import BUILT_IN
 from learner.environments.guess import HIGHER, LOWER, NO_DIGIT, RIGHT
 from learner.environments.host import Rate, Rated, Reset, Said, Turn
 from learner.environments.pool import Environments
-from learner.environments.process import EnvironmentProcess, Trouble
+from learner.environments.process import EnvironmentProcess, Trouble, tools_of
 from protocol.errors import ConfigError
 
 USER = "tests.learner.environments.user_environments"
 TIMEOUT_S = 1.0
 
 
-def environment(name: str, timeout_s: float = TIMEOUT_S) -> EnvironmentProcess:
+def environment(name: str, timeout_s: float = TIMEOUT_S, python: str | None = None) -> EnvironmentProcess:
     factory = name if name in BUILT_IN else f"{USER}:{name}"
-    return EnvironmentProcess(EnvironmentConfig(factory=factory, timeout_s=timeout_s), takes_text=True)
+    return EnvironmentProcess(EnvironmentConfig(factory=factory, timeout_s=timeout_s, python=python), takes_text=True)
 
 
-@pytest.fixture
-def treacherous() -> Iterator[EnvironmentProcess]:
-    process = environment("Treacherous")
+@pytest.fixture(params=[None, sys.executable], ids=["forked", "in an interpreter of its own"])
+def treacherous(request: pytest.FixtureRequest) -> Iterator[EnvironmentProcess]:
+    process = environment("Treacherous", python=request.param)
     assert process.ask(Reset({})) == Said("")
     yield process
     process.kill()
@@ -167,6 +169,56 @@ def test_as_many_are_played_at_once_as_may_be_and_one_that_has_ended_is_replaced
     assert most == 2
 
 
+ALONE = """
+import importlib.util
+
+class Alone:
+    def reset(self, **row):
+        return ", ".join(name for name in ("msgspec", "numpy", "torch") if importlib.util.find_spec(name))
+
+    def tell(self, text):
+        return text.upper()
+
+    def get_reward(self):
+        return 0.5
+"""
+
+
+def interpreter(directory: Path, *packages: str) -> str:
+    """One that has these packages, and no others."""
+    for name in packages:
+        spec = importlib.util.find_spec(name)
+        assert spec is not None and spec.origin is not None
+        (directory / name).symlink_to(Path(spec.origin).parent)
+    python = directory / "python"
+    python.write_text(
+        f"#!/bin/sh\nPYTHONPATH='{directory}' exec '{sys.executable}' -S \"$@\"\n"
+    )  # -S: no site-packages
+    python.chmod(0o755)
+    return str(python)
+
+
+def test_an_environment_may_live_in_an_interpreter_of_its_own_which_needs_msgspec(tmp_path: Path) -> None:
+    (tmp_path / "alone.py").write_text(ALONE)
+    config = EnvironmentConfig(factory=f"{tmp_path}/alone.py:Alone", python=interpreter(tmp_path, "msgspec"))
+    process = EnvironmentProcess(config, takes_text=True)
+    assert process.ask(Reset({"prompt": "p"})) == Said("msgspec")
+    assert process.ask(Turn("hi")) == Said("HI") and process.ask(Rate()) == Rated(0.5)
+    process.kill()
+
+
+def test_what_an_interpreter_of_its_own_lacks_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "alone.py").write_text(ALONE)
+    factory, python = f"{tmp_path}/alone.py:Alone", interpreter(tmp_path)
+    with pytest.raises(ConfigError, match="ended its process with exit code 1"):
+        Environments(EnvironmentConfig(factory=factory, python=python), takes_text=True)
+    assert f"learner.environment.python: {sys.executable} has no msgspec; install it there" in capfd.readouterr().err
+    with pytest.raises(ConfigError, match="transformers, which tells the policy of tools, is not in"):
+        tools_of(EnvironmentConfig(factory=factory, python=interpreter(tmp_path, "msgspec")))
+    with pytest.raises(ConfigError, match=r"learner.environment.python = '/no/python' cannot be started"):
+        Environments(EnvironmentConfig(factory=factory, python="/no/python"), takes_text=True)
+
+
 def test_closing_ends_the_processes_and_the_calls_that_wait() -> None:
     environments = Environments(EnvironmentConfig(factory=f"{USER}:Treacherous", timeout_s=600), takes_text=True)
 
@@ -181,12 +233,14 @@ def test_closing_ends_the_processes_and_the_calls_that_wait() -> None:
     assert isinstance(asyncio.run(run()), Trouble)
 
 
-def test_environments_end_with_the_learner() -> None:
+@pytest.mark.parametrize("python", [None, sys.executable], ids=["forked", "in an interpreter of its own"])
+def test_environments_end_with_the_learner(python: str | None) -> None:
+    config = f"EnvironmentConfig(factory={f'{USER}:Echo'!r}, python={python!r})"
     code = (
         "import os, time\nfrom learner.config import EnvironmentConfig\nfrom learner.environments.process import EnvironmentProcess\n"
         "from learner.environments.host import Reset\n"
         "if __name__ == '__main__':\n"
-        f"    process = EnvironmentProcess(EnvironmentConfig(factory={f'{USER}:Echo'!r}), takes_text=True)\n"
+        f"    process = EnvironmentProcess({config}, takes_text=True)\n"
         "    process.ask(Reset({}))\n    print(process._process.pid, flush=True)\n    time.sleep(600)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as learner:

@@ -95,6 +95,16 @@ def test_an_error_of_the_environment_is_counted_and_the_episode_goes_on() -> Non
     assert [episode.course.num_failed_calls for episode in group.episodes] == [1, 1]
 
 
+def test_an_environment_that_holds_too_much_memory_with_what_it_has_started_is_killed_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    group, _ = played(says("a", "b"), "Hoarder", max_memory_mib=250, timeout_s=60.0)
+    for episode in group.episodes:
+        assert (episode.course.state, episode.reward, episode.course.num_turns) == ("env_error", None, 1)
+    told = "held more than 250 MiB of memory, with what it had started, and was killed (learner.environment.max_memory_mib)"
+    assert caplog.text.count(told) == 2
+
+
 def test_an_episode_in_which_the_policy_said_nothing_is_left_out() -> None:
     group, asked = played(says("a"), factory="Treacherous", prompt="raise")
     assert group.episodes == [] and asked == []

@@ -148,6 +148,7 @@ def test_environments_that_hang_die_and_raise_are_counted_and_the_run_is_complet
     for line in metrics_of(run):
         ends.update({name: int(value) for name, value in line.items() if name.startswith("episode/")})
     assert ends["episode/tool_timeout"] and ends["episode/env_error"] and ends["episode/failed_calls"]
+    assert metrics_of(run)[-1]["episode/lost"] >= ends["episode/tool_timeout"] + ends["episode/env_error"]
     rated = [
         (episode.reward is not None) == (episode.course.state in ("finished", "length", "max_turns"))
         for group, _ in groups_of(run)
@@ -155,6 +156,16 @@ def test_environments_that_hang_die_and_raise_are_counted_and_the_run_is_complet
     ]
     assert rated and all(rated)
     assert len(rows_of(run, "slot", "state = 'consumed'")) == 12
+
+
+def test_episodes_that_do_not_even_begin_are_counted_too(tmp_path: Path) -> None:
+    settings = {"factory": f"{USER}:Unwilling", "max_turns": 2, "max_concurrent": 8, "timeout_s": 5.0}
+    with tiny_server() as server:
+        run = playing_run(tmp_path, server.endpoint, environment=settings, max_group_attempts=20)
+        train(run, resume=False)
+    episodes = [episode for group, _ in groups_of(run) for episode in group.episodes]
+    assert {episode.course.state for episode in episodes} <= {"max_turns", "length"}
+    assert metrics_of(run)[-1]["episode/lost"] >= 12 * 4 - len(episodes) > 0
 
 
 def test_the_keys_of_an_environment_contradict_what_it_cannot_have() -> None:

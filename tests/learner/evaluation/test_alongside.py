@@ -223,7 +223,6 @@ def test_of_a_run_that_was_killed_in_its_last_evaluation_only_that_is_finished(
             {"evaluation": {"every_steps": 2, "pin": True}, "push": {"overlap": True}},
             "cannot be held until a version has answered",
         ),
-        ({"evaluation": {"every_steps": 2}, "environment": {"factory": "guess"}}, "episodes are not evaluated yet"),
         (
             {"evaluation": {"every_steps": 20}, "checkpoint": {"every_steps": 50, "best_by": "evaluation"}},
             "judged by no evaluation; set evaluation.every_steps to a number that divides it",

@@ -1,6 +1,7 @@
 """A gateway on a real socket with a scripted policy behind it, and the plain openai client or an agent's process before it, for tests."""
 
-from collections.abc import AsyncIterator, Callable
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
@@ -26,7 +27,7 @@ ADD = {
     "type": "function",
     "function": {"name": "add", "parameters": {"type": "object", "properties": {"number": {"type": "integer"}}}},
 }
-Script = Callable[[Asked], Completion | None]
+Script = Callable[[Asked], Completion | Awaitable[Completion | None] | None]
 
 
 class Scripted:
@@ -39,6 +40,8 @@ class Scripted:
     async def __call__(self, turn: Asked) -> Sampled | None:
         self.asked.append(turn)
         answer = self._script(turn)
+        if isinstance(answer, Awaitable):
+            answer = await answer
         if answer is None:
             return None
         group = Group(
@@ -106,6 +109,24 @@ def says_five(asked: Asked) -> Completion:
     return completion(chat_tokenizer().encode("Five" + END), 4 + asked.number)
 
 
+class OnceOnly:
+    """A policy that answers the first turn of each episode and never another; `when_asked` hears of those."""
+
+    def __init__(self, when_asked: Callable[[], None] = lambda: None) -> None:
+        self._when_asked = when_asked
+        self.num_held = self.num_given_up = 0
+
+    async def __call__(self, asked: Asked) -> Completion:
+        if asked.number:
+            self.num_held += 1
+            self._when_asked()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.num_given_up += 1
+        return says_five(asked)
+
+
 def played_by_agent(
     columns: dict[str, Any] | None, prompt: Any = QUESTION, script: Script = says_five, times: int = 1,
     then: Callable[[], None] = lambda: None, **environment: Any,
@@ -119,6 +140,6 @@ def played_by_agent(
         player = AgentPlayer(config, template, "tiny")
         player.start(loop, cleanup)
         for _ in range(times):
-            group = loop.call(player.play("3.0", row, ask, 8000), PLAY_DEADLINE_S)
+            group = loop.call(player.play("3.0", row, ask, num_episodes=2, max_tokens=8000), PLAY_DEADLINE_S)
         then()
     return group

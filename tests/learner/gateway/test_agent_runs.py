@@ -1,5 +1,6 @@
 """Whole runs whose episodes agents play, against the real server with a transformers model in place of vLLM."""
 
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from learner.train import train
 from protocol.codec import unpack
 from tests.learner.environments.test_playing_runs import playing_run
 from tests.learner.model_engine import tiny_server
+from tests.learner.test_several_servers import Engine, servers
 from tests.learner.test_train import metrics_of, rows_of
 
 USER = "tests.learner.gateway.user_agents"
@@ -64,6 +66,25 @@ def test_a_game_played_by_an_agent_trains_as_the_same_game_as_an_environment(tmp
             assert line[name] == pytest.approx(same[name], rel=1e-4, abs=1e-6), name
 
 
+def test_a_server_that_dies_between_the_turns_of_agents_costs_no_episode(tmp_path: Path) -> None:
+    mortal, survivor = Engine(), Engine()
+    with servers(mortal, survivor) as (one, other):
+
+        def hold_turns_and_die() -> None:
+            mortal.release.clear()
+            threading.Timer(0.5, one.die).start()
+
+        mortal.on_version[2] = hold_turns_and_die
+        environment = AGENT | {"agent": f"{USER}:guess"}
+        run = playing_run(tmp_path, one.endpoint, other.endpoint, steps=6, environment=environment)
+        train(run, resume=False)
+    assert 2 <= mortal.versions[-1] < 6 and survivor.versions == list(range(7))
+    assert rows_of(run, "max(attempt), count(*)", "state = 'consumed'") == [(0, 18)]
+    assert metrics_of(run)[-1]["episode/lost"] == 0
+    states = Counter(episode.course.state for group in groups_of(run) for episode in group.episodes)
+    assert states.keys() <= {"finished", "length"} and states.total() == 18 * 4
+
+
 def test_agents_that_raise_hang_and_die_are_counted_and_the_run_is_complete(tmp_path: Path) -> None:
     environment = AGENT | {"agent": f"{USER}:fickle_guess", "episode_deadline_s": 12.0}
     with tiny_server() as server:
@@ -75,6 +96,7 @@ def test_agents_that_raise_hang_and_die_are_counted_and_the_run_is_complete(tmp_
         if "policy/mismatch_abs_logprob" in line:
             assert line["policy/mismatch_abs_logprob"] < TOLERANCE
     assert ends["episode/env_error"] and ends["episode/finished"]
+    assert metrics_of(run)[-1]["episode/lost"] >= ends["episode/env_error"] + ends["episode/deadline"]
     assert len(rows_of(run, "slot", "state = 'consumed'")) == 12
     for group in groups_of(run):
         for episode in group.episodes:

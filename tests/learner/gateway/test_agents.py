@@ -10,7 +10,7 @@ import pytest
 
 from learner.environments.episode import Episode, PlayedGroup
 from protocol.errors import ConfigError
-from tests.learner.gateway.asking import config_of, played_by_agent
+from tests.learner.gateway.asking import OnceOnly, config_of, played_by_agent
 
 USER = "tests.learner.gateway.user_agents"
 
@@ -69,6 +69,19 @@ def test_an_agent_that_never_returns_is_killed_at_its_deadline(how: str) -> None
         assert (episode.course.state, episode.reward, episode.course.num_turns) == ("deadline", None, 1)
 
 
+def test_an_agent_or_command_that_holds_too_much_memory_is_killed_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for episode in misbehaved("hoard", max_memory_mib=200, times=2):
+        assert (episode.course.state, episode.reward, episode.course.num_turns) == ("env_error", None, 1)
+    (tmp_path / "agent.py").write_text(f"{SCRIPT}\nheld = bytearray(300 << 20)\nimport time\ntime.sleep(600)\n")
+    command = f"'{sys.executable}' '{tmp_path / 'agent.py'}'; echo 1"
+    for episode in played(command=command, max_memory_mib=200).episodes:
+        assert (episode.course.state, episode.reward, episode.course.num_turns) == ("env_error", None, 1)
+    told = "held more than 200 MiB of memory, with what it had started, and was killed (learner.environment.max_memory_mib)"
+    assert caplog.text.count(told) == 6
+
+
 def test_the_episode_after_one_that_hung_has_a_process_of_its_own(tmp_path: Path) -> None:
     episodes = misbehaved("hang at first", log=tmp_path / "log", times=2, max_concurrent=2, episode_deadline_s=10.0)
     assert [episode.reward for episode in episodes] == [1.0, 1.0]
@@ -85,6 +98,25 @@ def test_a_session_that_an_agent_leaves_open_is_closed_behind_it(tmp_path: Path)
     assert {episode.course.state for episode in episodes} == {"finished"}
     answers = set(log.read_text().split())
     assert "410" in answers and answers <= {"200", "410"}
+
+
+def test_an_agent_that_is_never_answered_is_killed_at_its_deadline_and_what_it_asked_given_up() -> None:
+    policy = OnceOnly()
+    for episode in played("two_turns", script=policy, episode_deadline_s=10.0).episodes:
+        assert (episode.course.state, episode.reward, episode.course.num_turns) == ("deadline", None, 1)
+    assert policy.num_held == policy.num_given_up == 2
+
+
+@pytest.mark.parametrize(("how", "state", "reward"), [("returns", "finished", 1.0), ("dies", "env_error", None)])
+def test_what_an_agent_still_asks_when_it_goes_is_given_up(
+    tmp_path: Path, how: str, state: str, reward: float | None
+) -> None:
+    asked = tmp_path / "asked"
+    policy = OnceOnly(asked.touch)
+    group = played("ask_and_go", {"how": how, "asked": str(asked)}, script=policy, times=2, max_concurrent=1)
+    for episode in group.episodes:
+        assert (episode.course.state, episode.reward, episode.course.num_turns) == (state, reward, 1)
+    assert policy.num_given_up == policy.num_held >= 1
 
 
 def test_one_process_plays_one_episode_after_the_other() -> None:
@@ -165,6 +197,16 @@ def test_a_command_line_is_an_agent(tmp_path: Path, end: str, state: str, reward
         assert (episode.course.state, episode.reward, episode.course.num_turns) == (state, reward, 1)
 
 
+@pytest.mark.parametrize(
+    ("end", "state"), [("sleep 3600", "deadline"), ("kill -9 $$", "env_error"), ("kill -9 $PPID", "env_error")]
+)
+def test_a_command_that_hangs_or_is_killed_ends_its_episode_alone(tmp_path: Path, end: str, state: str) -> None:
+    (tmp_path / "agent.py").write_text(SCRIPT)
+    command = f"'{sys.executable}' '{tmp_path / 'agent.py'}'; {end}"
+    for episode in played(command=command, times=2, max_concurrent=1, episode_deadline_s=10.0).episodes:
+        assert (episode.course.state, episode.reward, episode.course.num_turns) == (state, None, 1)
+
+
 def test_a_command_leaves_nothing_behind(tmp_path: Path) -> None:
     log = tmp_path / "children"
     played(command=f"sleep 3600 & echo $! >> '{log}'; echo 1", then=lambda: wait_until_gone(log, 2))
@@ -213,7 +255,7 @@ def test_keys_that_contradict_each_other_are_refused(environment: dict[str, Any]
 
 def test_keys_that_do_nothing_are_told() -> None:
     assert config_of(agent="a:b", timeout_s=3.0).idle_keys() == {"environment.timeout_s": "factory or tools"}
-    assert config_of(command="a", python="b").idle_keys() == {"environment.python": "agent"}
+    assert config_of(command="a", python="b").idle_keys() == {"environment.python": "factory, tools or agent"}
 
 
 def is_running(pid: int) -> bool:

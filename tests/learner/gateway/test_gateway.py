@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from protocol.messages import Completion
 from tests.learner.environments.chat_tokenizer import DROPPING, END, KEEPING, call, chat_tokenizer
 from tests.learner.environments.play import USER, completion, played
 from tests.learner.environments.test_conversations import TURNS
-from tests.learner.gateway.asking import ADD, QUESTION, Opened, Script, opened
+from tests.learner.gateway.asking import ADD, QUESTION, OnceOnly, Opened, Script, opened
 
 TOKENIZER = chat_tokenizer()
 HEAD = "<|im_start|>user\nHow much?<|im_end|>\n<|im_start|>assistant\n"
@@ -397,30 +398,39 @@ def test_texts_and_tokens_go_on_behind_what_was_recorded() -> None:
     asyncio.run(run())
 
 
-def test_an_answer_that_nobody_waits_for_is_not_recorded() -> None:
+def test_what_nobody_waits_for_any_more_is_given_up_and_not_recorded() -> None:
     async def run() -> None:
-        release, asked = asyncio.Event(), asyncio.Event()
-        async with opened(says("one", "two")) as agent:
-            ask = agent.session._ask
-
-            async def ask_later(turn: Any) -> Any:
-                asked.set()
-                await release.wait()
-                return await ask(turn)
-
-            agent.session._ask = ask_later
-            impatient = asyncio.create_task(agent.chat(QUESTION))
-            await asyncio.wait_for(asked.wait(), 30)
+        async with opened(policy := OnceOnly()) as agent:
+            told = [*QUESTION, (await agent.chat(QUESTION)).choices[0].message, *QUESTION]
+            impatient = asyncio.create_task(agent.chat(told))
+            await until(lambda: policy.num_held == 1)
             impatient.cancel()
-            await asyncio.gather(impatient, return_exceptions=True)
-            await agent.client.models.list()  # by now the gateway has seen the other connection end
-            release.set()
-            reply = await agent.chat(QUESTION)
-            assert reply.choices[0].message.content == "two"
+            await until(lambda: policy.num_given_up == 1)
             episode = agent.end()
         assert (episode.course.num_turns, len(episode.branches)) == (1, 1)
 
     asyncio.run(run())
+
+
+def test_what_is_asked_when_the_episode_ends_is_given_up_and_told_so() -> None:
+    async def run() -> None:
+        async with opened(policy := OnceOnly()) as agent:
+            told = [*QUESTION, (await agent.chat(QUESTION)).choices[0].message, *QUESTION]
+            late = asyncio.create_task(agent.chat(told))
+            await until(lambda: policy.num_held == 1)
+            agent.end()
+            assert agent.session.leave() == "finished"
+            with pytest.raises(openai.APIStatusError, match=r"the episode is over \(finished\)") as over:
+                await late
+            assert (over.value.status_code, policy.num_given_up) == (410, 1)
+
+    asyncio.run(run())
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not is_so():
+            await asyncio.sleep(0.01)
 
 
 def test_without_a_server_the_episode_is_aborted_whatever_its_agent_makes_of_it() -> None:

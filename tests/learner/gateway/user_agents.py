@@ -89,12 +89,27 @@ async def misbehave(data: dict[str, Any], *, base_url: str, api_key: str, http_c
         case "open":
             threading.Thread(target=ask_for_ever, args=(base_url, api_key, data["log"]), daemon=True).start()
             return 1.0
+        case "hoard":
+            held = bytearray(300 << 20)
+            await asyncio.sleep(600)
+            return len(held)
         case "child":
             child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
             with open(data["log"], "a") as log:
                 print(child.pid, file=log)
             await asyncio.sleep(3600)
     raise AssertionError(data)
+
+
+async def ask_and_go(data: dict[str, Any], *, base_url: str, api_key: str, http_client: Any, **extra: Any) -> float:
+    """Returns, or dies, in the midst of what a thread of it asks."""
+    await ask(base_url, api_key, http_client)
+    threading.Thread(target=ask_for_ever, args=(base_url, api_key, os.devnull), daemon=True).start()
+    while not os.path.exists(data["asked"]):
+        await asyncio.sleep(0.05)
+    if data["how"] == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 1.0
 
 
 async def wait(data: dict[str, Any], **given: Any) -> None:

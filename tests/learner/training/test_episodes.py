@@ -1,6 +1,7 @@
 """Episodes in a step, against a plain one in float64 that takes what the policy did not sample out of every sum by hand."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 
 import msgspec
@@ -11,7 +12,9 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from learner.environments.branch import Branch
+from learner.forward import trie
 from learner.rollouts.scored_group import ScoredGroup
+from learner.training import packing
 from learner.training.metrics import StepTimer, group_metrics
 from learner.training.ranks import StepBatch
 from learner.training.step import train_on
@@ -42,14 +45,17 @@ def answered(branch: Branch) -> Branch:
     )
 
 
-def with_episodes(groups: list[ScoredGroup]) -> list[ScoredGroup]:
-    """Every episode has two turns; every other one has a second branch, behind a prompt of its own."""
+def with_episodes(groups: list[ScoredGroup], first_token: int | None = 7) -> list[ScoredGroup]:
+    """Every episode has two turns; every other one has a second branch, behind a prompt of its own, which begins otherwise than the
+    group's unless `first_token` is None.
+    """
     changed = []
     for group in groups:
         episodes = [[answered(branch)] for branch in group.completions]
         for number, branches in enumerate(episodes):
             if number % 2:
-                own_prompt = np.array([7, *group.prompt_token_ids[1:], 11, number], np.int32)
+                first = group.prompt_token_ids[0] if first_token is None else first_token
+                own_prompt = np.array([first, *group.prompt_token_ids[1:], 11, number], np.int32)
                 branches.append(msgspec.structs.replace(group.completions[number - 1], prompt_token_ids=own_prompt))
         flat = [branch for branches in episodes for branch in branches]
         changed.append(msgspec.structs.replace(group, completions=flat, num_branches_G=list(map(len, episodes))))
@@ -126,6 +132,17 @@ def test_what_the_policy_did_not_sample_is_in_no_loss_and_no_count(
 
     settings = {"loss": {"normalization": normalization}, "attn_implementation": attention}
     compare(accelerator, plain, change=with_episodes, **settings)
+
+
+def test_what_the_prompts_of_an_episode_begin_with_together_is_computed_once_with_the_same_gradient(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plain(model, reference, groups):
+        plain_update(model, groups, own_advantages(groups), ppo)
+
+    for module in (trie, packing):
+        monkeypatch.setattr(module, "MIN_SHARED", 1)
+    compare(accelerator, plain, change=partial(with_episodes, first_token=None), attn_implementation="packed")
 
 
 def test_what_the_policy_did_not_sample_has_no_kl_and_no_entropy(accelerator: Accelerator) -> None:

@@ -74,6 +74,16 @@ def test_a_cost_counts_pairs_of_tokens_as_well_as_tokens() -> None:
     assert layout(100, pair_cost=0.25).cost(rows) == tokens + 0.25 * pairs
 
 
+def test_branches_of_a_group_count_only_what_their_prompts_have_alone() -> None:
+    prompts = [[1] * 40, [1] * 40 + [2] * 10, [1] * 40 + [2] * 10 + [3] * 40, [1] * 40]
+    rows = [make_row(prompt, make_completion([4] * 5), float(i), 0) for i, prompt in enumerate(prompts)]
+    assert num_tokens(rows) == 40 + 10 + 40 + 4 * 5
+    assert [advantages_of(piece) for piece in pieces_of(rows, layout(110))] == [[0, 1, 2, 3]]
+    assert [advantages_of(piece) for piece in pieces_of(rows, layout(105))] == [[0, 1, 2], [3]]
+    pairs = 90 * 90 / 2 + sum(5 * (len(prompt) + 5 / 2) for prompt in prompts)
+    assert layout(110, pair_cost=0.5).cost(rows) == num_tokens(rows) + 0.5 * pairs
+
+
 def test_ranks_are_evened_out_by_arithmetic_not_by_tokens_or_rows() -> None:
     """One sequence of 64 tokens has the pairs of sixteen of 16."""
     rows = rows_of([(1, [63]), *[(1, [15])] * 16])

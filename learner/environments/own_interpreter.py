@@ -1,0 +1,40 @@
+"""Begins host.py in an interpreter of its own, which has msgspec and whatever the environment wants, and nothing of Slipstream's.
+
+    own_interpreter.py PIPE LIFELINE FACTORY TAKES_TEXT TOOL…        start.py is the other end
+
+Invariant: of the learner's packages only `learner` itself can be imported here, not what is installed beside it.
+"""
+
+import importlib.util
+import os
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1]
+
+
+def main(pipe: str, lifeline: str, factory: str, takes_text: str, *tools: str) -> None:
+    """Serve until the learner is gone; `start.py` has made this process the leader of its group."""
+    sys.path[0] = os.getcwd()  # not the folder of this file
+    threading.Thread(target=end_with, args=(int(lifeline),), daemon=True).start()
+    spec = importlib.util.spec_from_file_location("learner", PACKAGE / "__init__.py")
+    assert spec is not None
+    sys.modules["learner"] = importlib.util.module_from_spec(spec)
+    try:
+        from learner.environments.host import serve
+    except ImportError as error:
+        sys.exit(f"learner.environment.python: {sys.executable} has no {error.name}; install it there")
+    serve(Connection(int(pipe)), factory or None, tools, takes_text == "True")
+
+
+def end_with(lifeline: int) -> None:
+    """The learner holds the other end of it."""
+    os.read(lifeline, 1)
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

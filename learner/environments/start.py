@@ -1,0 +1,107 @@
+"""How the process of an environment begins: forked within milliseconds, or in an interpreter of its own. Under process.py.
+
+Invariant: it leads a group of its own and ends with the learner; what is given back is the learner's end of its pipe.
+"""
+
+import multiprocessing
+import os
+import subprocess
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Protocol
+
+from learner.children import end_with_the_learner
+from learner.config import EnvironmentConfig
+from learner.environments.host import serve
+from protocol.errors import ConfigError
+
+OWN_INTERPRETER = Path(__file__).with_name("own_interpreter.py")
+# Forked from a process that has imported the host's modules and nothing else: the learner's threads, sockets and tensors must not
+# come along, and a new interpreter for each of dozens would take seconds.
+CONTEXT = multiprocessing.get_context("forkserver")
+PRELOADED = ["learner.environments.host"]
+
+
+class Begun(Protocol):
+    """A process, as multiprocessing has it."""
+
+    @property
+    def pid(self) -> int | None: ...
+
+    @property
+    def exitcode(self) -> int | None: ...
+
+    def is_alive(self) -> bool: ...
+
+    def kill(self) -> None: ...
+
+    def join(self, timeout: float) -> None: ...
+
+
+def start(config: EnvironmentConfig, *, takes_text: bool) -> tuple[Connection, Begun]:
+    """Raises ConfigError where there is no such interpreter."""
+    return _forked(config, takes_text) if config.python is None else _in(config.python, config, takes_text)
+
+
+def _forked(config: EnvironmentConfig, takes_text: bool) -> tuple[Connection, Begun]:
+    CONTEXT.set_forkserver_preload(PRELOADED)  # for all of this process, so not before it is needed
+    pipe, theirs = CONTEXT.Pipe()
+    process = CONTEXT.Process(
+        target=_serve_forked, args=(theirs, config.factory, config.tools, takes_text), name="environment"
+    )
+    process.start()
+    theirs.close()
+    return pipe, process
+
+
+def _serve_forked(pipe: Connection, factory: str | None, tools: tuple[str, ...], takes_text: bool) -> None:
+    end_with_the_learner()
+    serve(pipe, factory, tools, takes_text)
+
+
+def _in(python: str, config: EnvironmentConfig, takes_text: bool) -> tuple[Connection, Begun]:
+    pipe, theirs = multiprocessing.Pipe()
+    lifeline, ours = os.pipe()
+    fds = (theirs.fileno(), lifeline)
+    command = [python, str(OWN_INTERPRETER), *map(str, fds), config.factory or "", str(takes_text), *config.tools]
+    try:
+        process = subprocess.Popen(command, pass_fds=fds, start_new_session=True, stdin=subprocess.DEVNULL)
+    except OSError as error:
+        os.close(ours)
+        pipe.close()
+        raise ConfigError(
+            f"learner.environment.python = {python!r} cannot be started: {error}; name an interpreter"
+        ) from error
+    finally:
+        theirs.close()
+        os.close(lifeline)
+    return pipe, _InItsOwn(process, ours)
+
+
+class _InItsOwn:
+    """One that was not forked."""
+
+    def __init__(self, process: subprocess.Popen[bytes], lifeline: int) -> None:
+        self._process, self._lifeline = process, lifeline
+
+    def __del__(self) -> None:
+        os.close(self._lifeline)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def exitcode(self) -> int | None:
+        return self._process.poll()
+
+    def is_alive(self) -> bool:
+        return self.exitcode is None
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def join(self, timeout: float) -> None:
+        with suppress(subprocess.TimeoutExpired):  # as a process of multiprocessing does
+            self._process.wait(timeout)

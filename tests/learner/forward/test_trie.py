@@ -1,0 +1,98 @@
+"""What prompts begin with together: a tree of exact ids, and a pack of it that gives the numbers of a pack without."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from learner.forward.interface import is_packed
+from learner.forward.logprobs import token_logprobs
+from learner.forward.pack import Group, pack, pack_trees
+from learner.forward.settle import settle_attention
+from learner.forward.trie import MIN_SHARED, Run, common_length, runs_of
+from tests.learner.forward.test_families import MIXED, gradients, loss_of, tiny
+
+CPU = torch.device("cpu")
+CHUNKS = st.tuples(st.integers(1, 2), st.sampled_from([1, 5, MIN_SHARED - 1, MIN_SHARED, MIN_SHARED + 1, 70]))
+PROMPTS = st.lists(st.lists(CHUNKS, min_size=1, max_size=4), min_size=1, max_size=8)
+
+
+def prompt_of(chunks: list[tuple[int, int]]) -> np.ndarray:
+    return np.repeat([token for token, _ in chunks], [count for _, count in chunks])
+
+
+def walked(runs: list[Run], before: tuple[Run, ...] = ()) -> Iterator[tuple[Run, ...]]:
+    """Each run, behind those that lead to it."""
+    for run in runs:
+        yield (*before, run)
+        yield from walked(run.goes_on, (*before, run))
+
+
+@given(PROMPTS)
+def test_the_way_to_a_prompts_end_is_the_prompt_and_none_ends_twice(chunks: list[list[tuple[int, int]]]) -> None:
+    prompts = [prompt_of(one) for one in chunks]
+    ended: list[int] = []
+    for path in walked(runs_of(prompts)):
+        run = path[-1]
+        assert [one.start for one in path] == [0, *(one.end for one in path[:-1])]
+        ended += run.ends
+        for place in run.ends:
+            tokens = np.concatenate([prompts[one.of][one.start : one.end] for one in path])
+            assert tokens.tolist() == prompts[place].tolist()
+    assert sorted(ended) == list(range(len(prompts)))
+
+
+@given(PROMPTS)
+def test_what_is_long_enough_is_computed_once_and_nothing_shorter_is_cut(chunks: list[list[tuple[int, int]]]) -> None:
+    prompts = [prompt_of(one) for one in chunks]
+
+    def check(siblings: list[Run]) -> None:
+        for number, run in enumerate(siblings):
+            assert run.end - run.start >= MIN_SHARED or not run.goes_on
+            for other in siblings[:number]:
+                shared = min(common_length(prompts[run.of], prompts[other.of]), run.end, other.end)
+                assert shared - run.start < MIN_SHARED, "they begin alike"
+            check(run.goes_on)
+
+    check(runs_of(prompts))
+
+
+def trees() -> list[list[Group]]:
+    """An episode of three branches beside one of its group's, whose prompts go on from each other; and a plain group."""
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(3, 16, size=count) for count in (40, 35, 50, 4, 6, 5, 3, 7, 12, 6)]
+    first, second, third = ids[0], np.concatenate(ids[:2]), np.concatenate(ids[:3])
+    elsewhere = np.concatenate([ids[0], ids[2]])
+    episodes = [
+        (first, [ids[3]]),
+        (second, [ids[4]]),
+        (third, [ids[5]]),
+        (first, [ids[6], ids[7]]),
+        (elsewhere, [ids[3]]),
+    ]
+    return [episodes, [(ids[8], [ids[9], ids[4]])]]
+
+
+@pytest.mark.parametrize(
+    "keys", [{}, {"use_sliding_window": True, **MIXED}], ids=["whole", "with a window shorter than what is shared"]
+)
+def test_a_pack_of_trees_gives_the_logprobs_and_gradients_of_one_without(keys: dict[str, Any]) -> None:
+    policy = tiny("Qwen2Config", keys)
+    settle_attention(policy, CPU, torch.float32)
+    assert is_packed(policy)
+    plain = pack([group for groups in trees() for group in groups], CPU)
+    shared = pack_trees(trees(), CPU)
+    assert shared.num_tokens == plain.num_tokens - (40 + 75 + 40 + 40)
+    found = []
+    for batch in (plain, shared):
+        logprobs_BT, entropy_BT = token_logprobs(policy, batch, 1.0, entropy="gradient")
+        assert entropy_BT is not None
+        loss = loss_of(logprobs_BT[batch.is_token_BT], entropy_BT[batch.is_token_BT])
+        found.append((logprobs_BT.detach(), gradients(policy, loss)))
+    torch.testing.assert_close(found[1][0], found[0][0], atol=1e-5, rtol=1e-5)
+    norm = sum(float(one.square().sum()) for one in found[0][1].values()) ** 0.5
+    assert sum(float((found[1][1][n] - g).square().sum()) for n, g in found[0][1].items()) ** 0.5 <= 1e-5 * norm

@@ -1,0 +1,78 @@
+"""The turns of episodes, asked of a hand-driven server: who no longer waits for one tells the server."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from learner.environments.episode import PlayedGroup
+from learner.environments.player import Ask, Asked
+from learner.prompts.prompts import Prompt
+from learner.rollouts.rollouts import Rollouts
+from protocol.messages import Generate, Message
+from tests.learner.rollouts.test_asking import is_silent, until
+from tests.learner.rollouts.test_rollouts import HandServer, group_of, rollouts_of
+from tests.learner.test_train import make_run
+
+
+class Impatient:
+    """Asks for two turns of each prompt, and gives the first up as soon as the server has it."""
+
+    def __init__(self, server: HandServer) -> None:
+        self._server = server
+        self.num_played = 0
+
+    async def play(self, group_id: str, prompt: Prompt, ask: Ask, *, num_episodes: int, max_tokens: int) -> PlayedGroup:
+        first = asyncio.create_task(ask(asked(0)))
+        while not any(name.startswith(f"{group_id}/") for name in self._server.generated):
+            await asyncio.sleep(0.01)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        self.num_played += 1
+        await ask(asked(1))
+        raise AssertionError("the server is silent")
+
+
+def asked(number: int) -> Asked:
+    return Asked(episode=0, number=number, token_ids=np.array([3], np.int32), max_tokens=2, salt="", stays_at="")
+
+
+def played(tmp_path: Path, server: HandServer, then: Callable[[Rollouts, Impatient], None]) -> None:
+    run = make_run(tmp_path, server.endpoint, steps=10, max_staleness=1)
+    with rollouts_of(run) as (fleet, rollouts):
+        player = Impatient(server)
+        rollouts.start(0, player)
+        fleet.wait()
+        rollouts.publish(0, server.server_id)
+        then(rollouts, player)
+
+
+def turns(names: list[str]) -> list[str]:
+    """Which turn of its episode each is."""
+    return [name.rpartition("/")[2] for name in names]
+
+
+def test_a_turn_that_nobody_waits_for_is_cancelled_at_its_server_and_owed_no_more(tmp_path: Path) -> None:
+    with HandServer(is_silent) as server:
+
+        def check(rollouts: Rollouts, player: Impatient) -> None:
+            until(lambda: len(server.cancelled) == player.num_played == 6, "each first turn is cancelled")
+            assert turns(server.cancelled) == ["0.0.0"] * 6
+            until(lambda: rollouts._asking.num_owed.total() == 6, "the second turns are owed")
+            assert turns(rollouts._asking.group_ids) == ["0.1.0"] * 6
+
+        played(tmp_path, server, check)
+    assert sorted(turns(server.cancelled)) == ["0.0.0"] * 6 + ["0.1.0"] * 6, "those of the second turns as the run ends"
+
+
+def test_an_answer_that_crosses_its_cancellation_is_only_acknowledged(tmp_path: Path) -> None:
+    late: list[Message] = []
+
+    def answers_cancelled(server: HandServer, request: Generate) -> list[Message]:
+        late.append(group_of(request, 0))
+        return late[:1] if turns([request.group_id]) == ["0.1.0"] else []
+
+    with HandServer(answers_cancelled) as server:
+        played(tmp_path, server, lambda rollouts, player: until(lambda: len(server.acked) > 0, "it is acknowledged"))
+    assert set(turns(server.acked)) == {"0.0.0"}
