@@ -2,7 +2,8 @@
 
     prompts ─▶ POST URL/completions, so many at once ─▶ Answered: texts, tokens, why each ended, the versions that sampled it
 
-Invariant: every prompt is answered, or the first error that waiting does not mend ends the evaluation.
+Invariant: every prompt is answered, or the first error that waiting does not mend ends the evaluation. Beside a run none is answered by
+a server that has not got the run's weights, as one that was started again between two pushes.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ from tqdm import tqdm
 from learner.evaluation.questions import Questions
 from learner.progress import PROGRESS_EVERY_S
 from learner.prompts.prompts import Prompt
-from protocol.answer_headers import END, START
+from protocol.answer_headers import END, NO_VERSION, START
 from protocol.console import manner
 from protocol.errors import SlipstreamError
 
@@ -51,16 +52,16 @@ async def ask_all(
     places: Sequence[int],
     when_answered: Callable[[int, Answered], None],
     *,
-    show: bool,
+    beside_a_run: bool,
 ) -> tuple[str, dict[int, Answered]]:
     """Ask the prompts at these places; return the model's name, and the answers by place. Raises EvaluationError.
 
-    `when_answered` hears of each as it comes; `show`: a progress bar.
+    `when_answered` hears of each as it comes.
     """
     config, prompts = questions.config, questions.prompts
     room = asyncio.Semaphore(config.max_concurrent)
     answers: dict[int, Answered] = {}
-    async with door_to(config.url, config.timeout_s) as door:
+    async with door_to(config.url, config.timeout_s, of_policy=beside_a_run) as door:
         name = await door.model_served()
         bar = tqdm(
             total=len(places),
@@ -68,7 +69,7 @@ async def ask_all(
             unit="prompt",
             mininterval=PROGRESS_EVERY_S,
             leave=False,
-            disable=not (show and manner().has_bars),
+            disable=beside_a_run or not manner().has_bars,
         )
 
         async def ask(place: int) -> None:
@@ -90,12 +91,12 @@ async def ask_all(
 
 
 @asynccontextmanager
-async def door_to(url: str, patience_s: float) -> AsyncIterator["Door"]:
-    """Of the server there."""
+async def door_to(url: str, patience_s: float, *, of_policy: bool = False) -> AsyncIterator["Door"]:
+    """Of the server there. `of_policy`: what the model's own weights answer is asked again, until a learner has pushed."""
     key = os.environ.get("OPENAI_API_KEY")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=patience_s), headers=headers) as session:
-        yield Door(session, url.rstrip("/"), patience_s)
+        yield Door(session, url.rstrip("/"), patience_s, of_policy)
 
 
 def request_of(questions: Questions, model: str, prompt: Prompt) -> dict[str, Any]:
@@ -122,8 +123,8 @@ def request_of(questions: Questions, model: str, prompt: Prompt) -> dict[str, An
 class Door:
     """One server; whoever asks waits while it is gone."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, patience_s: float) -> None:
-        self._session, self._url, self._patience_s = session, url, patience_s
+    def __init__(self, session: aiohttp.ClientSession, url: str, patience_s: float, of_policy: bool) -> None:
+        self._session, self._url, self._patience_s, self._of_policy = session, url, patience_s, of_policy
 
     async def model_served(self) -> str:
         """Raises EvaluationError."""
@@ -136,11 +137,14 @@ class Door:
         while True:
             try:
                 async with self._session.request(method, f"{self._url}/{path}", json=body) as response:
-                    if response.status == 200:
+                    if self._of_policy and response.headers.get(START) == str(NO_VERSION):
+                        trouble = "answered with the model's own weights, which no run has replaced"
+                    elif response.status == 200:
                         return await response.json(), response.headers
-                    trouble = f"answered {response.status}: {(await response.text())[:500]}"
-                    if response.status not in GONE:
-                        raise EvaluationError(f"{self._url}/{path} {trouble}; {_remedy(response.status)}")
+                    else:
+                        trouble = f"answered {response.status}: {(await response.text())[:500]}"
+                        if response.status not in GONE:
+                            raise EvaluationError(f"{self._url}/{path} {trouble}; {_remedy(response.status)}")
             except TimeoutError:
                 trouble = f"had not answered after {self._patience_s:g} s"
             except (aiohttp.ClientError, OSError) as error:

@@ -33,7 +33,7 @@ def evaluate(run: LearnerRun) -> list[Evaluation]:
     sets = sets_of(Material(run))
     # Functions that cannot be loaded are told before the server has worked for nothing.
     with RewardWorkers(run.learner.reward) as workers:
-        made = asyncio.run(ask_and_rate_all(sets, workers, {}, lambda place, answered: None, show=True))
+        made = asyncio.run(ask_and_rate_all(sets, workers, {}, lambda place, answered: None))
     return [note(Path(run.run_dir) / FILE, one) for one in made]
 
 
@@ -43,14 +43,18 @@ async def ask_and_rate_all(
     known: Mapping[int, Answered],
     when_answered: Callable[[int, Answered], None],
     *,
-    show: bool = False,
+    beside_a_run: bool = False,
 ) -> list[Evaluation]:
-    """One set after the other. A place counts through all of them."""
+    """One set after the other. A place counts through all of them. `beside_a_run`: its policy alone may answer; without a bar."""
     made, first = [], 0
     for questions in sets:
         end = first + len(questions.prompts)
         of_set = {place - first: answered for place, answered in known.items() if first <= place < end}
-        made.append(await ask_and_rate(questions, workers, of_set, _counted_from(first, when_answered), show=show))
+        made.append(
+            await ask_and_rate(
+                questions, workers, of_set, _counted_from(first, when_answered), beside_a_run=beside_a_run
+            )
+        )
         first = end
     return made
 
@@ -65,11 +69,11 @@ async def ask_and_rate(
     known: Mapping[int, Answered],
     when_answered: Callable[[int, Answered], None],
     *,
-    show: bool = False,
+    beside_a_run: bool = False,
 ) -> Evaluation:
     """`known`: answers by the prompt's place, which are not asked for again; `when_answered` hears of every other.
 
-    `show`: a progress bar. Raises EvaluationError, and RewardError for a function that fails.
+    Raises EvaluationError, and RewardError for a function that fails.
     """
     started = time.monotonic()
     ratings = {place: _submit(questions, workers, place, answered) for place, answered in known.items()}
@@ -79,7 +83,7 @@ async def ask_and_rate(
         ratings[place] = _submit(questions, workers, place, answered)
 
     missing = [place for place in range(len(questions.prompts)) if place not in known]
-    model, asked = await ask_all(questions, missing, take, show=show)
+    model, asked = await ask_all(questions, missing, take, beside_a_run=beside_a_run)
     answers = dict(known) | asked
     rewards = [await _rated(questions, ratings[place]) for place in range(len(questions.prompts))]
     made = summed_up(questions, model, [answers[place] for place in range(len(answers))], rewards)
