@@ -48,7 +48,8 @@ def audit_evaluations(directory: Path, config: LearnerRun, num_steps: int, check
     }
     log = (directory / "learner.log").read_text(errors="replace")
     left_out = set() if evaluation.pin else {int(step) for step in LEFT_OUT.findall(log)}
-    lines = [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
+    noted = run_dir / "evaluations.jsonl"
+    lines = [json.loads(line) for line in noted.read_text().splitlines()] if noted.exists() else []
     trained_at = _trained_at(run_dir / "ledger.db")
     kept, wrong = _in_the_end(lines, trained_at)
     owed = {(step, name) for step in due for name in sizes}

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from learner.policy.model import load_tokenizer
 from protocol.answer_headers import END, NO_VERSION, START
@@ -37,9 +38,9 @@ async def serve_http(engine: ModelEngine, why_unavailable: Callable[[], str | No
         return web.json_response(answer, headers={START: str(version), END: str(version)})
 
     @web.middleware
-    async def refuse_without_weights(request: web.Request, answer: web.Handler) -> web.StreamResponse:
+    async def refuse_without_weights(request: web.Request, handler: Handler) -> web.StreamResponse:
         reason = why_unavailable()
-        return await answer(request) if reason is None else web.Response(status=503, text=reason)
+        return await handler(request) if reason is None else web.Response(status=503, text=reason)
 
     app = web.Application(middlewares=[refuse_without_weights])
     app.add_routes([web.get("/v1/models", models), web.post("/v1/completions", completions)])
