@@ -25,8 +25,8 @@ from protocol.console import manner
 from protocol.errors import SlipstreamError
 
 AGAIN_AFTER_S = 1.0
-GONE = {502, 503, 504}
-"""What a server answers that starts, drains, or is not behind its proxy."""
+GONE = {500, 502, 503, 504}
+"""What a server answers whose engine dies under the request (500), that starts, drains, or is not behind its proxy."""
 
 
 class EvaluationError(SlipstreamError):

@@ -160,8 +160,8 @@ def compare(run: LearnerRun, answers: dict[int, list[list[int]]]) -> list[dict[s
     compared = []
     for step, answered in answers.items():
         model = checkpoint_of(RunDir.checkpoints_of(run.run_dir), step) / "model"
-        served = msgspec.convert({"model": str(model), "dtype": run.dtype, "server": run.server}, ServerRun)
-        bare = BareVllm(served, questions.tokenizer.eos_token_id)
+        table = {"model": str(model), "run_dir": run.run_dir, "dtype": run.dtype, "server": run.server}
+        bare = BareVllm(msgspec.convert(table, ServerRun), questions.tokenizer.eos_token_id)
         try:
             generated = bare.generate(Order(prompts, [sampling] * len(prompts)))
         finally:
