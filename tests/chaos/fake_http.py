@@ -12,7 +12,7 @@ from protocol.answer_headers import END, NO_VERSION, START
 from protocol.model_files import resolve_model
 from tests.learner.model_engine import ModelEngine
 
-ANSWER_S = 0.1
+ANSWER_S = 0.05
 """So that most are on their way when something dies."""
 
 

@@ -34,10 +34,11 @@ PLAYED: dict[str, Any] = {
 }  # fmt: skip
 """Instead of FAKE's and REAL's; one episode of three that ends without a reward leaves two."""
 EVALUATED: dict[str, Any] = {
-    "every_steps": 4, "at_start": True, "max_concurrent": 3, "timeout_s": 100.0,
+    "at_start": True, "max_concurrent": 3, "timeout_s": 100.0,
     "sets": {"few": {"num_prompts": 5}, "many": {"num_prompts": 8}},
 }  # fmt: skip
-"""Not as often as checkpoints, so that some steps that were evaluated come again."""
+EVALUATE_EVERY = (2, CHECKPOINT_EVERY)
+"""In half of the runs some steps that were evaluated have no checkpoint, and come again; in the others a resume goes on with answers."""
 REAL_SERVER = {
     "max_concurrent_sequences": 256, "kv_cache_memory_mib": 64, "block_size": 32, "enforce_eager": True,
     # With "keep" a token's logprob is of a mixture of versions, which the audit could not compute.
@@ -173,7 +174,7 @@ def make_config(leg: Leg, engine: Engine, directory: Path) -> LearnerRun:
         "report": {"trackers": [], "dashboard_port": 0}, "connect_timeout_s": 240.0, "group_deadline_s": 60.0,
     }  # fmt: skip
     if leg.has_evaluations:
-        learner["evaluation"] = EVALUATED | {"pin": not leg.push_overlap}
+        learner["evaluation"] = EVALUATED | {"every_steps": EVALUATE_EVERY[leg.seed % 2], "pin": not leg.push_overlap}
     server = (REAL_SERVER if engine == "real" else {}) | {
         "max_engine_restarts": 100, "pause_timeout_s": PAUSE_TIMEOUT_S, "drain_timeout_s": DRAIN_TIMEOUT_S, "http_port": 0, "receive_overlap": leg.receive_overlap, "tensor_parallel_size": leg.num_workers,
     }  # fmt: skip

@@ -26,7 +26,7 @@ from tests.chaos.run import make_config
 from tests.chaos.schedule import OF_EVALUATIONS, schedule
 
 NUM_STEPS = 5
-DUE = (0, 4, 5)
+DUE = (0, 2, 4, 5)
 SIZES = {"few": 5, "many": 8}
 Lines = list[dict[str, Any]]
 
@@ -44,7 +44,7 @@ def test_a_campaign_that_evaluates_is_half_about_its_evaluations_and_changes_no_
 
 def a_config(directory: Path, *, pin: bool = True) -> LearnerRun:
     (leg,) = schedule(0, 1, "fake", has_evaluations=True)
-    return make_config(msgspec.structs.replace(leg, seed=0, push_overlap=not pin), "fake", directory)
+    return make_config(msgspec.structs.replace(leg, seed=0, push_overlap=not pin), "fake", directory)  # every two steps
 
 
 def make_run(directory: Path) -> tuple[Lines, dict[int, Lines]]:
@@ -95,27 +95,27 @@ def nothing(lines: Lines, answers: dict[int, Lines]) -> None:
 
 
 def drop_a_line(lines: Lines, answers: dict[int, Lines]) -> None:
-    del lines[3]
+    del lines[5]
 
 
 def note_a_line_again(lines: Lines, answers: dict[int, Lines]) -> None:
-    lines.insert(4, dict(lines[3]))
+    lines.insert(6, dict(lines[5]))
 
 
 def date_a_line_before_its_step(lines: Lines, answers: dict[int, Lines]) -> None:
-    lines[2]["time"] -= 3600
+    lines[4]["time"] -= 3600
 
 
 def forget_a_prompt(lines: Lines, answers: dict[int, Lines]) -> None:
-    lines[3]["rewards_P"][2] = None
+    lines[5]["rewards_P"][2] = None
 
 
 def count_a_prompt_twice(lines: Lines, answers: dict[int, Lines]) -> None:
-    lines[3]["rewards_P"].append(lines[3]["rewards_P"][0])
+    lines[5]["rewards_P"].append(lines[5]["rewards_P"][0])
 
 
 def move_the_mean(lines: Lines, answers: dict[int, Lines]) -> None:
-    lines[2]["reward"]["mean"] += 0.01
+    lines[4]["reward"]["mean"] += 0.01
 
 
 def answer_twice(lines: Lines, answers: dict[int, Lines]) -> None:
@@ -127,7 +127,7 @@ def lose_an_answer(lines: Lines, answers: dict[int, Lines]) -> None:
 
 
 def answer_from_the_models_own_weights(lines: Lines, answers: dict[int, Lines]) -> None:
-    lines[2]["versions"] = [-1, 4]
+    lines[4]["versions"] = [-1, 4]
     answers[4][1]["answered"]["versions"] = [-1, -1]
 
 
@@ -136,7 +136,7 @@ def hide_a_version(lines: Lines, answers: dict[int, Lines]) -> None:
 
 
 def compare_with_another(lines: Lines, answers: dict[int, Lines]) -> None:
-    lines[5]["difference"]["mean"] = 0.0
+    lines[7]["difference"]["mean"] = 0.0
 
 
 @pytest.mark.parametrize(
@@ -166,10 +166,10 @@ def test_the_audit_finds_what_is_wrong_with_an_evaluation(
 
 def test_an_evaluation_that_came_while_another_was_under_way_is_excused_unless_the_run_pins(tmp_path: Path) -> None:
     def drop_a_step(lines: Lines, answers: dict[int, Lines]) -> None:
-        del lines[2:4]
-        lines[2]["difference"]["mean"] = lines[3]["difference"]["mean"] = 0.5
+        del lines[4:6]
+        lines[4]["difference"]["mean"] = lines[5]["difference"]["mean"] = 0.3
 
-    log = "12:00:00 no evaluation after step 4: that after step 0 is still under way; raise it\n"
+    log = "12:00:00 no evaluation after step 4: that after step 2 is still under way; raise it\n"
     for pin in (True, False):
         directory = tmp_path / str(pin)
         directory.mkdir()
@@ -209,7 +209,7 @@ def test_answers_are_held_against_the_weights_that_they_name_and_rewards_against
 
 
 def test_learners_and_servers_that_die_in_the_midst_of_evaluations_leave_each_counted_once(tmp_path: Path) -> None:
-    report = campaign(2, 8, "fake", tmp_path / "chaos", has_evaluations=True)
+    report = campaign(22, 8, "fake", tmp_path / "chaos", has_evaluations=True)
     assert report.is_clean, report.problems
     assert report.faults == 8 and report.evaluations_due >= 8
     assert {state.label for state, *_ in OF_EVALUATIONS} <= set(report.by_state)
