@@ -22,7 +22,7 @@ from deploy.supervisor import Supervisor
 from inference_server.config import ServerRun
 from learner.config import LearnerRun
 from protocol import console
-from protocol.config import load_config, to_toml, until_its_reader_leaves
+from protocol.config import has_gpu, load_config, to_toml, until_its_reader_leaves
 from protocol.errors import ConfigError, SlipstreamError
 
 PROGRAM = "python -m deploy.colocate"
@@ -110,7 +110,7 @@ def with_cores(config: DeployConfig, server_run: ServerRun, learner_run: Learner
     num_cores = len(os.sched_getaffinity(0))
     of_config = (config.server_gpus, config.learner_gpus, config.server_cores, config.learner_cores)
     is_said = any((*of_config, server_run.server.cpu_cores, learner_run.learner.cpu_cores))
-    if is_said or Path("/dev/nvidia0").exists() or num_cores < 2:
+    if is_said or has_gpu() or num_cores < 2:
         return config
     return msgspec.structs.replace(config, **halves(num_cores))
 

@@ -12,10 +12,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inference_server.engine.versioned_llm import UNTOUCHED, sampled_by
-from protocol.answer_headers import END, START
-
-NO_VERSION = -1
-"""What the model's own weights are called, as in /metrics."""
+from protocol.answer_headers import END, NO_VERSION, START
 
 
 class TellVersions:

@@ -56,6 +56,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 WAIT_SLICE_S = 0.5
+LOOK_EVERY_S = 0.05
+"""At an evaluation that is waited for."""
 WAITING_NOTE_S = 15.0
 
 
@@ -165,27 +167,28 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         while not interrupt.requested:
             if self.fleet.is_connected:
                 last_connected = time.monotonic()
-                if not self.pusher.is_pushing and (joiners := self.pusher.joiners()):
-                    self._sync(joiners, version)
-                    self.publish(version)
+                self._sync_joiners(version)
             elif time.monotonic() - last_connected > self.material.run.learner.connect_timeout_s:
                 raise self.fleet.no_server()
             self.fleet.on_wait()
-            groups = self.rollouts.take(version, WAIT_SLICE_S)
+            if is_held := self.evaluations.holds:
+                time.sleep(LOOK_EVERY_S)
+            groups = None if is_held else self.rollouts.take(version, WAIT_SLICE_S)
             if groups is not None:
                 if any(group.newest_version >= version for group in groups):
                     self.parity.check()
                 return groups
             if time.monotonic() - last_note > WAITING_NOTE_S:
                 last_note = time.monotonic()
-                log.info("waiting for %s", self.rollouts.waits_for)
+                log.info(
+                    "waiting for %s", "the evaluation (learner.evaluation.pin)" if is_held else self.rollouts.waits_for
+                )
         return None
 
     def push(self, step: int, groups: list[ScoredGroup]) -> dict[str, float]:
         """Book the groups as consumed by `step` and push its weights; return the metrics of the last push that is done: this
         one, or with overlap the one before.
         """
-        self.evaluations.hold(self.fleet.on_wait)
         self.ledger.consume([(group.group_id, staleness(group, step - 1)) for group in groups], step)
         report = self.pusher.wait()
         self.parity.check()
@@ -224,12 +227,20 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             )
         self.parity.check_fresh(of_servers)
 
-    def finish(self) -> None:
-        """Wait for the last push and its check, and for the last evaluation."""
+    def finish(self, version: int, interrupt: Interrupt) -> None:
+        """Wait for the last push and its check, and for the last evaluation, which an interrupted run leaves to a resume."""
         self.pusher.wait()
         self.parity.check()
-        self.evaluations.finish(self.fleet.on_wait)
+        while not interrupt.requested and not self.evaluations.is_over():
+            self._sync_joiners(version)
+            self.fleet.on_wait()
+            time.sleep(LOOK_EVERY_S)
         self.log.amend(self.evaluations.take_metrics())
+
+    def _sync_joiners(self, version: int) -> None:
+        if not self.pusher.is_pushing and (joiners := self.pusher.joiners()):
+            self._sync(joiners, version)
+            self.publish(version)
 
     def _sync(self, members: list[Member], version: int) -> float | None:
         """Give servers that have no weights of this run what the learner has now, and compare both sides on the fixed sequences.

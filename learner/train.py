@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from learner.config import LearnerRun
-from learner.evaluation.alongside import is_left
+from learner.evaluation.alongside import is_owed
 from learner.interrupt import Interrupt
 from learner.leader import Lead, Leader
 from learner.material import Material
@@ -64,7 +64,7 @@ def _train(run: LearnerRun, accelerator: Accelerator, *, resume: bool) -> Path |
         trainee = make_trainee(material, accelerator, is_new=checkpoint is None)
         version = load_checkpoint(trainee, checkpoint).version if checkpoint else 0
         trainee.set_kl_coef(version, None)
-        if version >= config.steps and not is_left(run):
+        if version >= config.steps and not is_owed(run, version):
             log.warning("nothing to do: the run is at step %d, learner.steps = %d", version, config.steps)
             return run_dir.path if run_dir else None
         published = trainee.published
@@ -93,7 +93,7 @@ def _train(run: LearnerRun, accelerator: Accelerator, *, resume: bool) -> Path |
             lead(Leader.record, step, groups, metrics, timer)
             checkpoints.after_step(step, metrics)
         checkpoints.save(version)
-        lead(Leader.finish)
+        lead(Leader.finish, version, interrupt)
         checkpoints.wait()
     return run_dir.path if run_dir and version else None
 

@@ -186,6 +186,10 @@ class ScriptedEngine:
         self.calls.append(f"set_version {version}")
         self.version = version
 
+    async def opened(self) -> None:
+        """Wait while it is paused."""
+        await self._open.wait()
+
     def check_alive(self) -> None:
         if isinstance(self.fail_with, EngineDead):
             raise self.fail_with

@@ -44,7 +44,7 @@ class EvaluationConfig(Section):
     at_start: MayChange[bool] = False
     """Evaluate before the first step too."""
     pin: MayChange[bool] = False
-    """Hold the next push until all is answered, so that one policy version answers. Training may wait for it."""
+    """Hold the next step until all is answered, so that one policy version answers. Training waits for it."""
     url: MayChange[str] = "http://127.0.0.1:8000/v1"
     """The OpenAI side of a server: Slipstream's or `vllm serve`. Its key, if it wants one, in the variable OPENAI_API_KEY."""
     task: MayChange[str | None] = None

@@ -2,6 +2,7 @@
 
     after_step ─▶ (every_steps) ─▶ a thread's event loop: evaluate.py ─▶ evaluations.jsonl ─▶ take_metrics, a step later or more
                                      under_way.py: each answer on disk ─▶ resume
+                                     pin: holds, until all is answered ─▶ the next step begins
 
 Between the main loop and the OpenAI side of a server. Invariant: one at a time, and none of them stops the run: what goes wrong with one
 costs that one, with a line that says why.
@@ -9,9 +10,8 @@ costs that one, with a line that says why.
 
 import logging
 import statistics
-import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
@@ -35,7 +35,6 @@ log = logging.getLogger(__name__)
 
 ALONE_STEPS = 20
 """So many of the newest steps that no evaluation went on beside are what the others are compared with."""
-WAIT_SLICE_S = 0.05
 IN_EVERY_STEP = ("/step", "/reward", "/reward/low", "/reward/high")
 """The ends of what is told of the newest in the steps after it too, for who reads only some of them."""
 
@@ -83,9 +82,10 @@ class Evaluations:
     def resume(self, version: int) -> None:
         """Go on with what the learner before this one had not finished."""
         self._newest_step = version
+        evaluation.take_back(self._path, version)
         if not self._sets:
             return
-        noted = [one for one in evaluation.earlier(self._path) if one.step is not None and one.step <= version]
+        noted = [one for one in evaluation.earlier(self._path) if one.step is not None]
         for one in noted:
             self._judge(one)
             self._tell(one)
@@ -112,13 +112,13 @@ class Evaluations:
         else:
             self._kept.forget()
 
-    def hold(self, on_wait: Callable[[], object]) -> None:
-        """Called before a push: with `pin` it waits for the answers of the version that the server has."""
-        if self._config.pin:
-            self._wait(on_wait)
+    @property
+    def holds(self) -> bool:
+        """With `pin`, whether the next step has to wait: a server that comes back meanwhile must get the weights that answer."""
+        return self._config.pin and self._asked is not None and not self._asked.result.done()
 
     def after_step(self, step: int, seconds: float) -> None:
-        """Begin one if it is its turn. The one after the last step is `finish`'s."""
+        """Begin one if it is its turn. The one after the last step is `is_over`'s."""
         (self._alone_s if self._asked is None else self._beside_s).append(seconds)
         self._newest_step = step
         self._take()
@@ -140,16 +140,16 @@ class Evaluations:
         metrics, self._metrics = self._newest | self._metrics, {}
         return metrics
 
-    def finish(self, on_wait: Callable[[], object]) -> None:
-        """After the last step: wait for the one under way, and for one of the last step. An interrupted run has none."""
-        if not self._sets or self._newest_step < self._num_steps:
-            return
-        self._wait(on_wait)
+    def is_over(self) -> bool:
+        """After the last step: whether nothing is left to wait for. Begins the one of that step when no other is under way.
+
+        Every question has its deadline (learner.evaluation.timeout_s), so it is over in the end.
+        """
         self._take()
-        if self._ended_step != self._newest_step:
+        is_last_owed = self._newest_step >= self._num_steps and self._ended_step != self._newest_step
+        if self._sets and self._asked is None and is_last_owed:
             self._begin(self._newest_step)
-            self._wait(on_wait)
-            self._take()
+        return self._asked is None
 
     def _begin(self, step: int) -> None:
         try:
@@ -163,14 +163,8 @@ class Evaluations:
         assert self._thread is not None
         self._beside_s.clear()
         self._score_of.setdefault(step, None)
-        work = ask_and_rate_all(self._sets, self._workers, known, self._kept.add)
+        work = ask_and_rate_all(self._sets, self._workers, known, self._kept.add, beside_a_run=True)
         self._asked = Asked(step, self._thread.submit(work), noted)
-
-    def _wait(self, on_wait: Callable[[], object]) -> None:
-        """Every question has its deadline (learner.evaluation.timeout_s), so this ends."""
-        while self._asked is not None and not self._asked.result.done():
-            on_wait()
-            time.sleep(WAIT_SLICE_S)
 
     def _take(self) -> None:
         """What has ended, if it has."""
@@ -232,6 +226,10 @@ class Asked(msgspec.Struct, frozen=True):
     """By set, what a learner that was killed between two of them has noted already."""
 
 
-def is_left(run: LearnerRun) -> bool:
-    """Whether the learner before this one was killed while it waited for an evaluation."""
-    return run.learner.evaluation.every_steps > 0 and UnderWay(Path(run.run_dir)).left() is not None
+def is_owed(run: LearnerRun, step: int) -> bool:
+    """Whether the learner before this one ended, after this last step, without what it was to find of it."""
+    config, run_dir = run.learner.evaluation, Path(run.run_dir)
+    if not config.every_steps:
+        return False
+    noted = {one.set_name for one in evaluation.earlier(run_dir / evaluation.FILE) if one.step == step}
+    return not noted.issuperset(config.set_names()) or UnderWay(run_dir).left() is not None

@@ -3,7 +3,8 @@
     prompts ─▶ POST URL/completions, so many at once ─▶ Answered: texts, tokens, why each ended, the versions that sampled it
                   └▶ turn after turn of its episodes (playing.py) ─▶ Answered: what was played
 
-Invariant: every prompt is answered, or the first error that waiting does not mend ends the evaluation.
+Invariant: every prompt is answered, or the first error that waiting does not mend ends the evaluation. Beside a run none is answered by
+a server that has not got the run's weights, as one that was started again between two pushes.
 """
 
 import asyncio
@@ -20,13 +21,13 @@ from tqdm import tqdm
 from learner.evaluation.questions import Questions
 from learner.progress import PROGRESS_EVERY_S
 from learner.prompts.prompts import Prompt
-from protocol.answer_headers import END, START
+from protocol.answer_headers import END, NO_VERSION, START
 from protocol.console import manner
 from protocol.errors import SlipstreamError
 
 AGAIN_AFTER_S = 1.0
-GONE = {502, 503, 504}
-"""What a server answers that starts, drains, or is not behind its proxy."""
+GONE = {500, 502, 503, 504}
+"""What a server answers whose engine dies under the request (500), that starts, drains, or is not behind its proxy."""
 
 
 class EvaluationError(SlipstreamError):
@@ -56,16 +57,16 @@ async def ask_all(
     answer_to: "AnswerTo",
     when_answered: Callable[[int, Answered], None],
     *,
-    show: bool,
+    beside_a_run: bool,
 ) -> tuple[str, dict[int, Answered]]:
     """Ask the prompts at these places; return the model's name, and the answers by place. Raises EvaluationError.
 
-    `answer_to` gives that of one prompt, `when_answered` hears of each as it comes; `show`: a progress bar.
+    `answer_to` gives that of one prompt, `when_answered` hears of each as it comes.
     """
     config, prompts = questions.config, questions.prompts
     room = asyncio.Semaphore(config.max_concurrent)
     answers: dict[int, Answered] = {}
-    async with door_to(config.url, config.timeout_s) as door:
+    async with door_to(config.url, config.timeout_s, of_policy=beside_a_run) as door:
         served = await door.model_served()
         bar = tqdm(
             total=len(places),
@@ -73,7 +74,7 @@ async def ask_all(
             unit="prompt",
             mininterval=PROGRESS_EVERY_S,
             leave=False,
-            disable=not (show and manner().has_bars),
+            disable=beside_a_run or not manner().has_bars,
         )
 
         async def ask(place: int) -> None:
@@ -100,12 +101,12 @@ async def completions_of(questions: Questions, door: "Door", served: "Served", p
 
 
 @asynccontextmanager
-async def door_to(url: str, patience_s: float) -> AsyncIterator["Door"]:
-    """Of the server there."""
+async def door_to(url: str, patience_s: float, *, of_policy: bool = False) -> AsyncIterator["Door"]:
+    """Of the server there. `of_policy`: what the model's own weights answer is asked again, until a learner has pushed."""
     key = os.environ.get("OPENAI_API_KEY")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=patience_s), headers=headers) as session:
-        yield Door(session, url.rstrip("/"), patience_s)
+        yield Door(session, url.rstrip("/"), patience_s, of_policy)
 
 
 def request_of(questions: Questions, model: str, prompt: Prompt) -> dict[str, Any]:
@@ -140,8 +141,8 @@ class Served(msgspec.Struct, frozen=True):
 class Door:
     """One server; whoever asks waits while it is gone."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, patience_s: float) -> None:
-        self._session, self._url, self._patience_s = session, url, patience_s
+    def __init__(self, session: aiohttp.ClientSession, url: str, patience_s: float, of_policy: bool) -> None:
+        self._session, self._url, self._patience_s, self._of_policy = session, url, patience_s, of_policy
 
     async def model_served(self) -> Served:
         """Raises EvaluationError."""
@@ -154,11 +155,14 @@ class Door:
         while True:
             try:
                 async with self._session.request(method, f"{self._url}/{path}", json=body) as response:
-                    if response.status == 200:
+                    if self._of_policy and response.headers.get(START) == str(NO_VERSION):
+                        trouble = "answered with the model's own weights, which no run has replaced"
+                    elif response.status == 200:
                         return await response.json(), response.headers
-                    trouble = f"answered {response.status}: {(await response.text())[:500]}"
-                    if response.status not in GONE:
-                        raise EvaluationError(f"{self._url}/{path} {trouble}; {_remedy(response.status)}")
+                    else:
+                        trouble = f"answered {response.status}: {(await response.text())[:500]}"
+                        if response.status not in GONE:
+                            raise EvaluationError(f"{self._url}/{path} {trouble}; {_remedy(response.status)}")
             except TimeoutError:
                 trouble = f"had not answered after {self._patience_s:g} s"
             except (aiohttp.ClientError, OSError) as error:

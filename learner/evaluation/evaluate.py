@@ -40,7 +40,7 @@ def evaluate(run: LearnerRun) -> list[Evaluation]:
         loop = LoopThread("evaluation")
         cleanup.callback(loop.stop)
         open_players(sets, workers, loop, cleanup)
-        work = ask_and_rate_all(sets, workers, {}, lambda place, answered: None, show=True)
+        work = ask_and_rate_all(sets, workers, {}, lambda place, answered: None)
         made = loop.submit(work).result()
     return [note(Path(run.run_dir) / FILE, one) for one in made]
 
@@ -51,14 +51,18 @@ async def ask_and_rate_all(
     known: Mapping[int, Answered],
     when_answered: Callable[[int, Answered], None],
     *,
-    show: bool = False,
+    beside_a_run: bool = False,
 ) -> list[Evaluation]:
-    """One set after the other. A place counts through all of them."""
+    """One set after the other. A place counts through all of them. `beside_a_run`: its policy alone may answer; without a bar."""
     made, first = [], 0
     for questions in sets:
         end = first + len(questions.prompts)
         of_set = {place - first: answered for place, answered in known.items() if first <= place < end}
-        made.append(await ask_and_rate(questions, workers, of_set, _counted_from(first, when_answered), show=show))
+        made.append(
+            await ask_and_rate(
+                questions, workers, of_set, _counted_from(first, when_answered), beside_a_run=beside_a_run
+            )
+        )
         first = end
     return made
 
@@ -73,11 +77,11 @@ async def ask_and_rate(
     known: Mapping[int, Answered],
     when_answered: Callable[[int, Answered], None],
     *,
-    show: bool = False,
+    beside_a_run: bool = False,
 ) -> Evaluation:
     """`known`: answers by the prompt's place, which are not asked for again; `when_answered` hears of every other.
 
-    `show`: a progress bar. Raises EvaluationError, and RewardError for a function that fails.
+    Raises EvaluationError, and RewardError for a function that fails.
     """
     started = time.monotonic()
     ratings = {place: _submit(questions, workers, place, answered) for place, answered in known.items()}
@@ -88,7 +92,7 @@ async def ask_and_rate(
 
     missing = [place for place in range(len(questions.prompts)) if place not in known]
     answer_to = completions_of if questions.player is None else episodes_of
-    model, asked = await ask_all(questions, missing, answer_to, take, show=show)
+    model, asked = await ask_all(questions, missing, answer_to, take, beside_a_run=beside_a_run)
     answers = dict(known) | asked
     rewards = [await _rated(questions, ratings[place]) for place in range(len(questions.prompts))]
     made = summed_up(questions, model, [answers[place] for place in range(len(answers))], rewards)

@@ -2,7 +2,8 @@
 
     answers, rewards (evaluate.py) ─▶ estimates.py ─▶ Evaluation ─▶ evaluations.jsonl ─▶ the console, the report
 
-Invariant: two evaluations are compared only if they asked the same prompts in the same way.
+Invariant: two evaluations are compared only if they asked the same prompts in the same way, and none with one whose weights a resume
+has thrown away.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import msgspec
 import numpy as np
 
 from learner.evaluation.estimates import Estimate, of_means
+from learner.storage.disk import replace_file
 from learner.storage.lines import Lines, whole_lines
 from protocol.errors import ConfigError
 
@@ -90,29 +92,25 @@ def compared(made: Evaluation, before: Sequence[Evaluation]) -> Evaluation:
 
 
 def earlier(path: Path) -> list[Evaluation]:
-    """What was noted so far, but for what a resume took back: one of a step replaces what is noted of its set after that, and of all
-    sets after later steps.
-
-    Raises ConfigError for a file that holds something else.
-    """
+    """What was noted so far. Raises ConfigError for a file that holds something else."""
     if not path.is_file():
         return []
     try:
         whole = path.read_bytes()[: whole_lines(path)]
-        noted = [msgspec.json.decode(line, type=Evaluation) for line in whole.splitlines()]
+        return [msgspec.json.decode(line, type=Evaluation) for line in whole.splitlines()]
     except msgspec.DecodeError as error:
         raise ConfigError(f"{path} holds a line that is no evaluation ({error}); move it away") from error
-    kept: list[Evaluation] = []
-    for one in noted:
-        kept = [other for other in kept if not _takes_back(one, other)]
-        kept.append(one)
-    return kept
 
 
-def _takes_back(one: Evaluation, other: Evaluation) -> bool:
-    if one.step is None or other.step is None:
-        return False
-    return one.step < other.step or (one.step == other.step and one.set_name == other.set_name)
+def take_back(path: Path, step: int) -> None:
+    """Remove what was noted after later steps than the one that a run resumes at: they come again, with other weights.
+
+    Raises ConfigError for a file that holds something else, DiskError.
+    """
+    noted = earlier(path)
+    left = [one for one in noted if one.step is None or one.step <= step]
+    if len(left) < len(noted):
+        replace_file(path, b"".join(msgspec.json.encode(one) + b"\n" for one in left))
 
 
 def as_text(made: Evaluation) -> str:

@@ -102,6 +102,9 @@ def tiles_of(s: Summary) -> list[Tile]:
             Tile(label.capitalize(), number(reward.mean), evaluation_note(reward, s.evaluation_step))
             for label, reward in evaluation_by_label(s).items()
         ),
+        Tile("Slowdown", f"{s.training_slowdown:.2f} ×", "a step beside an evaluation")
+        if s.training_slowdown
+        else None,
         Tile("Steps", f"{s.steps:,}", f"in {duration(s.seconds)}"),
         Tile("Speed", number(s.completion_tokens_per_s, ",.0f"), "completion tokens per second"),
         Tile(
@@ -110,7 +113,11 @@ def tiles_of(s: Summary) -> list[Tile]:
             f"policy versions, at most {number(s.staleness_max, '.0f')}",
         ),
         Tile("Push", "–" if stall is None else f"{1000 * stall:,.0f} ms", "without generation, median"),
-        Tile("Mismatch", number(s.mismatch_mean_abs_logprob, ".1e"), "mean |Δ logprob| of the two sides"),
+        Tile(
+            "Mismatch",
+            number(s.mismatch_mean_abs_logprob, ".1e"),
+            "mean |Δ logprob|; normal in float32: 1e-6, bfloat16: 5e-3",
+        ),
         Tile("Waited for", s.waited_for[0], f"{s.waited_for[1]:.0%} of the time") if s.waited_for else None,
         Tile("Groups lost", f"{s.groups_lost:,}", f"of {s.groups_admitted:,} admitted", s.groups_lost == 0),
     ]

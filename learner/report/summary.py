@@ -52,6 +52,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     evaluation_step: int | None
     evaluated_sets: dict[str, Estimate]
     """Where it asked several sets, the reward of each."""
+    training_slowdown: float | None
+    """How many times as long a step took beside an evaluation: the median of all evaluations."""
     completion_tokens_per_s: float | None
     wait_shares: dict[str, float]
     """Of the time of all steps, the share that each part of the run held them up (waits.py), the largest first."""
@@ -87,6 +89,7 @@ def summary_of(metrics: list[dict[str, float]], ledger: LedgerFacts, evaluations
         if (values := _present(metrics, name))
     ]
     tokens = _present(metrics, "rollout/tokens")
+    slowdowns = _present(metrics, "evaluation/training_slowdown")
     return Summary(
         steps=len(metrics),
         seconds=seconds,
@@ -111,6 +114,7 @@ def summary_of(metrics: list[dict[str, float]], ledger: LedgerFacts, evaluations
             for one in evaluations
             if one.set_name is not None and one.reward is not None and one.step == evaluations[-1].step
         },
+        training_slowdown=median(slowdowns) if slowdowns else None,
         completion_tokens_per_s=sum(tokens) / seconds if tokens and seconds > 0 else None,
         wait_shares=shares(metrics),
     )
@@ -130,6 +134,10 @@ def lines(summary: Summary) -> list[str]:
         ("reward", f"{number(s.reward_first)} → {number(s.reward_last)} (first and last tenth of the steps)"),
         ("exact match", f"{number(s.exact_last)} (last tenth)" if s.exact_last is not None else None),
         *((name, f"{reward} after step {s.evaluation_step}") for name, reward in evaluation_by_label(s).items()),
+        (
+            "slowdown",
+            f"{s.training_slowdown:.2f} times as long a step beside an evaluation" if s.training_slowdown else None,
+        ),
         ("steps", f"{s.steps:,} in {duration(s.seconds)}"),
         ("staleness", f"mean {number(s.staleness_mean)}, max {number(s.staleness_max, '.0f')} policy versions"),
         ("groups", groups),

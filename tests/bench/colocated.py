@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,17 @@ class ServerSeen(msgspec.Struct):
         return float((idle_s[1] - idle_s[0]) / (end - start))
 
 
-def run_colocated(run: LearnerRun, server: dict[str, Any], *, resume: bool = False) -> ServerSeen:
-    """Run to the end, at ports that are free. Raises SlipstreamError if the command fails."""
+def run_colocated(
+    run: LearnerRun, server: dict[str, Any], *, resume: bool = False, meanwhile: Callable[[], object] = lambda: None
+) -> ServerSeen:
+    """Run to the end, at ports that are free, and call `meanwhile` now and then. Raises SlipstreamError if the command fails."""
     http_port = free_port()
-    run = msgspec.structs.replace(
-        run, endpoint=f"tcp://127.0.0.1:{free_port()}", server=server | {"http_port": http_port}
-    )
+    replace = msgspec.structs.replace
+    evaluation = replace(run.learner.evaluation, url=f"http://127.0.0.1:{http_port}/v1")
+    run = replace(
+        run, endpoint=f"tcp://127.0.0.1:{free_port()}", server=server | {"http_port": http_port},
+        learner=replace(run.learner, evaluation=evaluation),
+    )  # fmt: skip
     config, console = Path(run.run_dir).with_suffix(".toml"), Path(run.run_dir).with_suffix(".log")
     config.parent.mkdir(parents=True, exist_ok=True)
     config.write_text(to_toml(run))
@@ -53,6 +59,7 @@ def run_colocated(run: LearnerRun, server: dict[str, Any], *, resume: bool = Fal
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
         try:
             while process.poll() is None:
+                meanwhile()
                 _look(seen, f"http://127.0.0.1:{http_port}/status")
                 time.sleep(POLL_S)
         finally:

@@ -21,6 +21,7 @@ from protocol.config import load_config
 from protocol.errors import PushError
 from protocol.messages import Completion, Sampling
 from protocol.model_files import fingerprint, resolve_model
+from tests.chaos.fake_http import serve_http
 from tests.chaos.server_process import set_traps
 from tests.fakes import ScriptedEngine, report
 from tests.learner.model_engine import ModelEngine
@@ -37,8 +38,11 @@ async def _serve(config: ServerRun) -> None:
     path = resolve_model(config.model)
     engine, channel = InPlaceModelEngine(path), ServerChannel(config.endpoint)
     server = Server(channel, engine, fingerprint(path), config.server)
+    work = [server.serve()]
+    if config.server.http_port:
+        work.append(serve_http(engine, lambda: server.status()["unavailable"], config.server.http_port))
     try:
-        await until_ended([server.serve()], server.drain.run)
+        await until_ended(work, server.drain.run)
     finally:
         channel.close()
         engine.close()

@@ -1,7 +1,7 @@
 """The learner as the user starts it, with traps at its states and a copy of what the audit needs.
 
 Beside the run it keeps in the chaos directory: `weights/<version>-<digest>.safetensors` of every version before it is pushed,
-and `received/<group>-<time>` of every group before it is committed. What it tells of a server has its port for a number.
+`received/<group>-<time>` of every group before it is committed, and `answered/<time>` of an evaluation before its answers are forgotten. What it tells of a server has its port for a number.
 """
 
 import faulthandler
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
+import learner.evaluation.evaluation
 import learner.servers.epoch
 import learner.servers.fleet
 import learner.storage.retention
@@ -24,6 +25,8 @@ import learner.storage.writer
 import protocol.collective.group
 from learner.__main__ import main
 from learner.environments.player import Player
+from learner.evaluation import under_way
+from learner.evaluation.under_way import UnderWay
 from learner.leader import Leader
 from learner.rollouts.ledger import Ledger
 from learner.servers.epoch import Epoch, Epochs
@@ -38,6 +41,7 @@ from protocol.collective.gloo import GlooCollective
 from protocol.endpoint import split_endpoint
 from protocol.weights.buckets import make_manifest
 from tests.chaos.environment import CHAOS_DIR
+from tests.chaos.evaluations import ANSWERED
 from tests.chaos.traps import Traps, flip_of
 
 BUCKET_BYTES = 64 << 10
@@ -69,6 +73,9 @@ def _set_traps(traps: Traps) -> None:
     traps.wrap(Ledger, "score", "before score is committed")
     traps.wrap(Ledger, "consume", "before step is committed")
     traps.wrap(Player, "_turn", "between turns")
+    traps.wrap(UnderWay, "add", "before an answer is kept")
+    traps.wrap(learner.evaluation.evaluation, "note", "before evaluation is noted")
+    traps.wrap(UnderWay, "forget", "before answers are forgotten")
     traps.wrap(ServerLink, "begin_push", "before ready")
     traps.wrap(Epoch, "join", "joining")
     traps.wrap(ServerPush, "_result", "before done")
@@ -116,7 +123,7 @@ def _port_of(endpoint: str) -> int:
 
 def _keep_books(traps: Traps) -> None:
     directory = traps.directory
-    push, receive, consume = Pusher._push_until_done, Ledger.receive, Ledger.consume
+    push, receive, consume, forget = Pusher._push_until_done, Ledger.receive, Ledger.consume, UnderWay.forget
 
     def keep_weights(pusher: Pusher, version: int, tensors: Callable[[], Any], *members: Any) -> Any:
         content = save({name: tensor.detach().contiguous().clone() for name, tensor in tensors()})
@@ -134,8 +141,15 @@ def _keep_books(traps: Traps) -> None:
         consume(ledger, groups, step)
         traps.tell("consumed", step)
 
+    def keep_answers(kept: UnderWay) -> None:
+        lines = directory / "run" / under_way.FILE
+        if lines.is_file():
+            _write_whole(directory / ANSWERED / f"{time.time_ns()}", lines.read_bytes())
+        forget(kept)
+
     Pusher._push_until_done = keep_weights  # type: ignore[method-assign]
     Ledger.receive, Ledger.consume = keep_received, tell_consumed  # type: ignore[method-assign]
+    UnderWay.forget = keep_answers  # type: ignore[method-assign]
     Leader.connect = _told_before(Leader.connect, traps)  # type: ignore[method-assign]
     ServerLink._connected = _Connected(traps)  # type: ignore[assignment]
     Fleet._note = _told_states(Fleet._note, traps)  # type: ignore[method-assign]

@@ -14,17 +14,24 @@ from tests.ports import free_port
 class Place:
     """Of the server of this number."""
 
-    def __init__(self, number: int, engine: Engine, directory: Path, config_file: Path) -> None:
+    def __init__(self, number: int, engine: Engine, directory: Path, config_file: Path, *, has_http: bool) -> None:
         directory.mkdir(exist_ok=True)
         self.number, self.directory = number, directory
         self._engine, self._config_file = engine, config_file
         self.link = Link()
+        self._http = Link() if has_http else None
         self.process = self._start()
 
     @property
     def endpoint(self) -> str:
         """Where the learner finds it, whichever process is there."""
         return f"tcp://127.0.0.1:{self.link.port}"
+
+    @property
+    def url(self) -> str:
+        """The same of its OpenAI side."""
+        assert self._http is not None
+        return f"http://127.0.0.1:{self._http.port}/v1"
 
     def start_again(self) -> None:
         self.process = self._start()
@@ -33,6 +40,9 @@ class Place:
         self.link.server_port = free_port()  # the one before may be somebody else's by now
         address = f"tcp://127.0.0.1:{self.link.server_port}"
         log, arguments = self.directory / "server.log", [str(self._config_file), "--endpoint", address]
+        if self._http is not None:
+            self._http.server_port = free_port()
+            arguments += ["--server.http-port", str(self._http.server_port)]
         if self._engine == "real":
             return start_as_user(SERVER, self.directory, log, arguments)
         return start_forked(FAKE_SERVER, self.directory, log, arguments)
@@ -40,3 +50,5 @@ class Place:
     def close(self) -> None:
         self.process.end()
         self.link.close()
+        if self._http is not None:
+            self._http.close()

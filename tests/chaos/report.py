@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from tests.chaos.audit import Prompts
+from tests.chaos.evaluations import EvaluationsFound
 from tests.chaos.schedule import Engine, Leg
 from tests.chaos.stops import Stop
 from tests.chaos.struck import Struck
@@ -36,6 +37,8 @@ class LegReport(msgspec.Struct, frozen=True, kw_only=True):
     episode_ends: dict[str, int] = {}
     """Of a run that plays: how many ended how."""
     episodes_misjudged: list[str] = []
+    evaluations: EvaluationsFound | None = None
+    """Of a run that is evaluated."""
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -73,6 +76,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Where the policy plays: how many that have come ended how."""
     episodes_misjudged: int
     """With a reward although they say nothing about the policy, or without although they do."""
+    evaluations_due: int
+    """Where the policy is evaluated: steps after which it was to be, with the first."""
+    evaluations_left_out: int
+    """Of those: the evaluation before was still under way. Never where a run pins."""
+    evaluations_wrong: int
+    """Not there, there twice, of other weights, or with a prompt that counts not once or not as it was answered."""
     crashes: int
     """Processes that nobody had struck and that ended in a traceback."""
     undrained: int
@@ -99,7 +108,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_clean(self) -> bool:
         num_wrong = self.lost + self.duplicated + self.overtaken + self.hangs + self.versions_wrong + self.crashes
-        num_wrong += self.undrained + self.episodes_misjudged
+        num_wrong += self.undrained + self.episodes_misjudged + self.evaluations_wrong
         has_stopped = self.longest_stop_s is not None and self.longest_stop_s > MAX_STOP_S
         return (
             num_wrong == 0
@@ -112,7 +121,7 @@ def make_report(seed: int, engine: Engine, legs: Sequence[LegReport], seconds: f
     struck = [each for leg in legs for each in leg.struck]
     names = {id(each): f"leg {leg.leg.number}: {each.fault}" for leg in legs for each in leg.struck}
     asked = sum(len(leg.leg.faults) for leg in legs)
-    lost, duplicated, overtaken, hangs, wrong, misjudged, crashes, undrained = (
+    lost, duplicated, overtaken, hangs, wrong, misjudged, evaluations, crashes, undrained = (
         [f"leg {leg.leg.number}: {kind}: {text}" for leg in legs for text in texts(leg)]
         for kind, texts in (
             ("lost", lambda leg: leg.prompts.lost),
@@ -121,6 +130,7 @@ def make_report(seed: int, engine: Engine, legs: Sequence[LegReport], seconds: f
             ("hang", lambda leg: leg.hangs),
             ("wrong version", lambda leg: leg.versions_wrong),
             ("misjudged", lambda leg: leg.episodes_misjudged),
+            ("evaluation", lambda leg: leg.evaluations.wrong if leg.evaluations else []),
             ("crash", lambda leg: [died for died in leg.died if TRACEBACK in died]),
             ("not drained", lambda leg: leg.undrained),
         )
@@ -147,6 +157,9 @@ def make_report(seed: int, engine: Engine, legs: Sequence[LegReport], seconds: f
         completions_checked=sum(leg.num_completions_checked for leg in legs),
         episode_ends=dict(sum((Counter(leg.episode_ends) for leg in legs), Counter())),
         episodes_misjudged=len(misjudged),
+        evaluations_due=sum(leg.evaluations.due for leg in legs if leg.evaluations),
+        evaluations_left_out=sum(leg.evaluations.left_out for leg in legs if leg.evaluations),
+        evaluations_wrong=len(evaluations),
         crashes=len(crashes),
         undrained=len(undrained),
         ended_by_themselves=_counted(died for leg in legs for died in leg.died),
@@ -160,7 +173,18 @@ def make_report(seed: int, engine: Engine, legs: Sequence[LegReport], seconds: f
         faults_per_minute=round(60 * len(struck) / seconds, 1),
         problems=[
             problem
-            for kind in (hangs, lost, duplicated, overtaken, wrong, misjudged, crashes, undrained, too_long)
+            for kind in (
+                hangs,
+                lost,
+                duplicated,
+                overtaken,
+                wrong,
+                misjudged,
+                evaluations,
+                crashes,
+                undrained,
+                too_long,
+            )
             for problem in kind[:NUM_TOLD]
         ],
     )

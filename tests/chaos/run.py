@@ -33,6 +33,12 @@ PLAYED: dict[str, Any] = {
     "max_group_attempts": 20,
 }  # fmt: skip
 """Instead of FAKE's and REAL's; one episode of three that ends without a reward leaves two."""
+EVALUATED: dict[str, Any] = {
+    "at_start": True, "max_concurrent": 3, "timeout_s": 100.0,
+    "sets": {"few": {"num_prompts": 5}, "many": {"num_prompts": 8}},
+}  # fmt: skip
+EVALUATE_EVERY = (2, CHECKPOINT_EVERY)
+"""In half of the runs some steps that were evaluated have no checkpoint, and come again; in the others a resume goes on with answers."""
 REAL_SERVER = {
     "max_concurrent_sequences": 256, "kv_cache_memory_mib": 64, "block_size": 32, "enforce_eager": True,
     # With "keep" a token's logprob is of a mixture of versions, which the audit could not compute.
@@ -57,12 +63,17 @@ class Run:
         config_file.write_text(to_toml(self.config))
         is_several = leg.num_servers > 1
         self.places = [
-            Place(number, engine, directory / f"server-{number}" if is_several else directory, config_file)
+            Place(
+                number, engine, directory / f"server-{number}" if is_several else directory, config_file,
+                has_http=leg.has_evaluations,
+            )
             for number in range(leg.num_servers)
-        ]
+        ]  # fmt: skip
         self._listed = directory / "servers.txt"
         self._unlisted: set[int] = set()
         self._learner_arguments = [str(config_file), "--endpoint", self.places[0].endpoint]
+        if leg.has_evaluations:
+            self._learner_arguments += ["--learner.evaluation.url", self.places[0].url]
         if is_several:
             self.list_again()
             config = msgspec.structs.replace(self.config, endpoints_from=f"file:{self._listed}")
@@ -162,6 +173,8 @@ def make_config(leg: Leg, engine: Engine, directory: Path) -> LearnerRun:
         "push": {"timeout_s": PUSH_TIMEOUT_S, "overlap": leg.push_overlap},
         "report": {"trackers": [], "dashboard_port": 0}, "connect_timeout_s": 240.0, "group_deadline_s": 60.0,
     }  # fmt: skip
+    if leg.has_evaluations:
+        learner["evaluation"] = EVALUATED | {"every_steps": EVALUATE_EVERY[leg.seed % 2], "pin": not leg.push_overlap}
     server = (REAL_SERVER if engine == "real" else {}) | {
         "max_engine_restarts": 100, "pause_timeout_s": PAUSE_TIMEOUT_S, "drain_timeout_s": DRAIN_TIMEOUT_S, "http_port": 0, "receive_overlap": leg.receive_overlap, "tensor_parallel_size": leg.num_workers,
     }  # fmt: skip

@@ -97,6 +97,13 @@ OF_EPISODES: tuple[tuple[State, Target, Kind], ...] = (
     (BETWEEN_TURNS, "server", "kill"),
 )  # fmt: skip
 """Where the policy plays."""
+ANSWERED = State("learner", "before an answer is kept", num_times=8)
+OF_EVALUATIONS: tuple[tuple[State, Target, Kind], ...] = (
+    (ANSWERED, "learner", "kill"), (ANSWERED, "server", "kill"), (ANSWERED, "engine core", "kill"),
+    (State("learner", "before evaluation is noted", num_times=2), "learner", "kill"),
+    (State("learner", "before answers are forgotten", num_times=2), "learner", "kill"),
+)  # fmt: skip
+"""Where the policy is evaluated."""
 DRAIN: Kind = "drain"
 """One of several servers is told to end, and another takes its place: half of what is done to the process of one of several."""
 
@@ -139,6 +146,8 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
     num_servers: int = 1
     has_environment: bool = False
     """The policy plays instead of answering once."""
+    has_evaluations: bool = False
+    """The policy is evaluated every few steps: pinned, unless pushes overlap with steps."""
 
     @property
     def steps(self) -> int:
@@ -147,20 +156,22 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def schedule(
-    seed: int, num_faults: int, engine: Engine, num_servers: int = 1, has_environment: bool = False
-) -> list[Leg]:
+    seed: int, num_faults: int, engine: Engine, num_servers: int = 1, has_environment: bool = False,
+    has_evaluations: bool = False,
+) -> list[Leg]:  # fmt: skip
     """Share the faults out over legs. Every state comes up once before any comes up again.
 
     On several servers the list that names them changes too, one may be told to end, and none has several workers; nor where the policy
-    plays, and half of the faults there are about its episodes.
+    plays or is evaluated, and half of the faults there are about its episodes or evaluations.
     """
     is_several = num_servers > 1
     dice = random.Random(
         f"{seed}/{num_faults}/{engine}" + (f"/{num_servers}" if is_several else "") + "/plays" * has_environment
-    )
+        + "/is evaluated" * has_evaluations
+    )  # fmt: skip
     decks: dict[bool, list[State]] = {True: [], False: []}
     targets: tuple[Target, ...] = (*TARGETS[engine], "list") if is_several else TARGETS[engine]
-    has_workers = engine == "real" and not is_several and not has_environment
+    has_workers = engine == "real" and not (is_several or has_environment or has_evaluations)
     num_of_workers = max(1, round(WORKER_FAULTS_SHARE * num_faults)) if has_workers else 0
     num_left = num_faults - num_of_workers
     legs: list[Leg] = []
@@ -173,11 +184,18 @@ def schedule(
             for i in range(num_here)
         ]
         if has_environment:
-            faults[::2] = _of_episodes(dice, [fault.after_step for fault in faults[::2]])
+            faults[::2] = _of(OF_EPISODES, dice, [fault.after_step for fault in faults[::2]])
+        if has_evaluations:
+            possible = [each for each in OF_EVALUATIONS if each[1] in targets]
+            faults[::2] = _of(possible, dice, [fault.after_step for fault in faults[::2]])
         if is_several:
             faults = [msgspec.structs.replace(fault, server=dice.randrange(num_servers)) for fault in faults]
         leg = _leg(dice, len(legs), faults, num_workers=1, receive_overlap=receive_overlap)
-        legs.append(msgspec.structs.replace(leg, num_servers=num_servers, has_environment=has_environment))
+        legs.append(
+            msgspec.structs.replace(
+                leg, num_servers=num_servers, has_environment=has_environment, has_evaluations=has_evaluations
+            )
+        )
     if num_of_workers:
         faults = [
             _fault(dice, decks[False], STEPS_PER_FAULT * (i + 1), False, ("worker",)) for i in range(num_of_workers)
@@ -212,9 +230,9 @@ def _fault(
     )  # fmt: skip
 
 
-def _of_episodes(dice: random.Random, steps: Sequence[int]) -> list[Fault]:
-    """What befalls episodes, after each of these steps; each once before any comes again."""
-    order = dice.sample(OF_EPISODES, len(OF_EPISODES))
+def _of(possible: Sequence[tuple[State, Target, Kind]], dice: random.Random, steps: Sequence[int]) -> list[Fault]:
+    """One of these after each of the steps; each once before any comes again."""
+    order = dice.sample(possible, len(possible))
     faults = []
     for step, (state, target, kind) in zip(steps, itertools.cycle(order), strict=False):
         nth = dice.randint(1, state.num_times)

@@ -9,6 +9,7 @@ from typing import Any
 from aiohttp import web
 
 from learner.policy.model import load_tokenizer
+from protocol.answer_headers import NO_VERSION
 from protocol.model_files import resolve_model
 from tests.fakes import ScriptedEngine
 from tests.ports import free_port
@@ -26,6 +27,8 @@ class OpenAIServer:
         self.version = 3
         self.engine: ScriptedEngine | None = None
         """Whose version is told, instead."""
+        self.num_untrained = 0
+        """So many of the next answers are of the model's own weights."""
         self.delay_s = 0.0
         self.failures: list[int] = []
         """Status codes of the next answers."""
@@ -48,6 +51,9 @@ class OpenAIServer:
         first = self.version if self.engine is None else self.engine.version
         await asyncio.sleep(self.delay_s)
         last = self.version + 1 if self.engine is None else self.engine.version
+        if self.num_untrained:
+            self.num_untrained -= 1
+            first = last = NO_VERSION
         prompt = asked["prompt"] if isinstance(asked["prompt"], str) else self._tokenizer.decode(asked["prompt"])
         texts = self.answer(prompt, asked["n"])[self.num_lost :]
         choices = [

@@ -17,7 +17,7 @@ from learner.evaluation.evaluation import FILE, Evaluation, earlier
 from learner.evaluation.under_way import Begun, UnderWay
 from learner.report.summary import read_metrics
 from learner.rewards.workers import RewardWorkers
-from learner.storage.checkpoint import best_models, complete_checkpoints
+from learner.storage.checkpoint import best_models, complete_checkpoints, remove_checkpoint
 from learner.storage.run_dir import RunDir
 from learner.train import train
 from protocol.errors import ConfigError
@@ -214,6 +214,46 @@ def test_of_a_run_that_was_killed_in_its_last_evaluation_only_that_is_finished(
     rewards = made_by(run)[-1].rewards_P
     assert [place for place, reward in enumerate(rewards) if reward == 0] == [1, 4, 6], "as they were answered"
     assert read_metrics(Path(run.run_dir))[-1]["step"] == STEPS
+
+
+def test_a_run_that_was_killed_before_its_last_evaluation_began_makes_it_after_all(
+    tmp_path: Path, server: ServerThread, openai: OpenAIServer
+) -> None:
+    run = evaluating(tmp_path, server, openai.url, {})
+    train(run, resume=False)
+    noted = Path(run.run_dir) / FILE
+    noted.write_text("".join(noted.read_text().splitlines(keepends=True)[:-1]))
+    openai.requests.clear()
+    train(run, resume=True)
+    assert len(openai.requests) == NUM_PROMPTS and [one.step for one in made_by(run)] == [2, 4, STEPS]
+    openai.requests.clear()
+    train(run, resume=True)
+    assert openai.requests == [], "nothing is owed any more"
+
+
+def test_what_a_server_answers_before_it_has_the_policy_is_asked_again(
+    tmp_path: Path, server: ServerThread, openai: OpenAIServer
+) -> None:
+    openai.num_untrained = 3
+    run = evaluating(tmp_path, server, openai.url, {"every_steps": STEPS})
+    train(run, resume=False)
+    (made,) = made_by(run)
+    assert made.versions == (STEPS, STEPS) and len(openai.requests) == NUM_PROMPTS + 3
+
+
+def test_what_was_noted_of_weights_that_a_resume_throws_away_is_taken_back(
+    tmp_path: Path, server: ServerThread, openai: OpenAIServer
+) -> None:
+    run = evaluating(tmp_path, server, openai.url, {"pin": True}, checkpoint={"every_steps": 3})
+    train(run, resume=False)
+    noted = Path(run.run_dir) / FILE
+    by_hand = evaluation.note(noted, msgspec.structs.replace(made_by(run)[0], step=None))
+    remove_checkpoint(complete_checkpoints(RunDir.checkpoints_of(run.run_dir))[-1])
+    train(run, resume=True)
+    again = made_by(run)
+    assert [one.step for one in again] == [2, None, 4, 6] and again[1] == by_hand
+    assert again[2].before == (2, 2), "and compared with the newest that stands"
+    assert len(noted.read_text().splitlines()) == 4
 
 
 @pytest.mark.parametrize(

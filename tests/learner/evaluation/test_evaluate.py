@@ -106,7 +106,7 @@ def test_of_several_samples_pass_at_k_and_the_majority_are_told(tmp_path: Path, 
 
 
 def test_a_server_that_is_gone_is_waited_for(tmp_path: Path, server: OpenAIServer) -> None:
-    server.failures = [503, 502]
+    server.failures = [503, 502, 500]
     made = evaluate(a_run(tmp_path, server, "--learner.evaluation.max-concurrent", "1"))[0]
     assert made.reward is not None and made.reward.mean == 1.0 and len(server.requests) == 10
 

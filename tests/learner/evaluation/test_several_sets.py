@@ -9,7 +9,7 @@ import pytest
 
 from learner.config import EvaluationConfig, LearnerRun
 from learner.evaluation.evaluate import evaluate
-from learner.evaluation.evaluation import FILE, as_text, earlier
+from learner.evaluation.evaluation import FILE, as_text
 from learner.report.comparison import compare, write_comparison
 from learner.report.page import render
 from learner.report.summary import as_text as as_summary
@@ -101,17 +101,6 @@ def test_a_learner_killed_between_two_sets_notes_each_once(
     if nth == 2 or "going on with the evaluation after step" in life.log:
         assert len((Path(run.run_dir) / FILE).read_text().splitlines()) == 4, "none is noted twice"
         assert len(openai.requests) == 2 * (FEW + MANY), "every answer was on disk"
-
-
-def test_a_step_that_comes_again_replaces_what_was_noted_of_its_set_alone(
-    tmp_path: Path, server: ServerThread, openai: OpenAIServer
-) -> None:
-    run = evaluating(tmp_path, server, openai.url, {"sets": SETS, "every_steps": 3})
-    train(run, resume=False)
-    noted = Path(run.run_dir) / FILE
-    lines = noted.read_bytes().splitlines(keepends=True)
-    noted.write_bytes(b"".join([*lines, lines[0]]))
-    assert [(one.step, one.set_name) for one in earlier(noted)] == [(3, "many"), (3, "few")]
 
 
 def test_what_a_set_does_not_say_the_section_says() -> None:

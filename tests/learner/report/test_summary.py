@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from learner.report.page import write_report
 from learner.report.summary import RunDirectoryError, as_text, lines, read_steps, summarize
 from learner.train import train
 from protocol.errors import SlipstreamError
@@ -35,6 +36,7 @@ FIELDS = [
     "evaluation",
     "evaluation_step",
     "evaluated_sets",
+    "training_slowdown",
     "completion_tokens_per_s",
     "wait_shares",
 ]
@@ -70,6 +72,21 @@ def test_prompts_that_were_too_long_are_told_where_there_were_any(tmp_path):
     assert "prompts " not in as_text(summarize(tmp_path))
     write_lines(tmp_path / "metrics.jsonl", [line | {"data/dropped_prompts": 1200.0} for line in metrics])
     assert "\nprompts      1,200 too long, dropped\n" in as_text(summarize(tmp_path))
+
+
+def test_what_evaluations_cost_the_steps_beside_them_is_told_where_there_were_any(tmp_path):
+    metrics = write_run(tmp_path, steps=3)
+    assert "slowdown " not in as_text(summarize(tmp_path)) and "Slowdown" not in page_of(tmp_path)
+    slowdowns = [{"evaluation/training_slowdown": slowdown} for slowdown in (1.25, 3.0, 1.5)]
+    write_lines(
+        tmp_path / "metrics.jsonl", [line | slowdown for line, slowdown in zip(metrics, slowdowns, strict=True)]
+    )
+    assert "\nslowdown     1.50 times as long a step beside an evaluation\n" in as_text(summarize(tmp_path))
+    assert "1.50 ×" in page_of(tmp_path)
+
+
+def page_of(run_dir: Path) -> str:
+    return write_report(run_dir).read_text()
 
 
 def test_a_run_reports_the_prompts_that_it_truncated(tmp_path):

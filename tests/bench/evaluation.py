@@ -1,0 +1,192 @@
+"""Evaluations of 500 problems during the demo, on the server that trains it: `python -m tests.bench.evaluation [--json] [--steps N]`.
+
+    the demo, evaluated beside its steps ─▶ training_slowdown, the run's own and by the clock
+    the demo, evaluated pinned ─┬▶ answers, as the learner keeps them while it asks
+                                └▶ checkpoint of the same version ─▶ `vllm.LLM.generate`, token by token: DIR/evaluation.json
+
+The exit code is 1 if a pinned answer differs where the weights clearly prefer one of the two tokens: by more than MAX_TIE in logprob.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from inference_server.config import ServerRun
+from learner.config import LearnerRun
+from learner.evaluation import evaluation, under_way
+from learner.evaluation.questions import sets_of
+from learner.material import Material
+from learner.policy.model import load_policy
+from learner.storage.checkpoint import checkpoint_of
+from learner.storage.run_dir import RunDir
+from protocol.errors import SlipstreamError
+from protocol.messages import Sampling
+from tests.bench.bare_vllm import BareVllm, Order
+from tests.bench.colocated import ROOT, read_metrics, run_colocated
+from tests.bench.machine import machine, versions
+
+RECIPE = ROOT / "deploy" / "recipes" / "reverse.toml"
+NUM_PROBLEMS = 500
+NUM_EVALUATIONS = 3
+STEPS_BEFORE = 20
+"""That the steps beside an evaluation are compared with."""
+MAX_TIE = 1e-4
+"""More than float32 makes of the same sum in another order."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench.evaluation", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench-evaluation"), help="where runs and results go")
+    parser.add_argument("--steps", type=int, default=300, help="of each run; evaluated after each third")
+    options = parser.parse_args()
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        result = run(options.out, options.steps)
+    except SlipstreamError as error:
+        sys.exit(f"error: {error}")
+    (options.out / "evaluation.json").write_text(json.dumps(result, indent=1))
+    print(json.dumps(result) if options.json else "\n".join(f"{key:<24}{value}" for key, value in result.items()))
+    sys.exit(0 if result["num_clearly_different"] == 0 else 1)
+
+
+def run(out: Path, steps: int) -> dict[str, Any]:
+    """Both runs, the headline first."""
+    files = (out / time.strftime("files-%Y%m%d-%H%M%S")).resolve()
+    beside, pinned = (config_of(files / name, steps, pin=pin) for name, pin in (("beside", False), ("pinned", True)))
+    run_colocated(beside, beside.server)
+    answers = _Answers(Path(pinned.run_dir), files)
+    run_colocated(pinned, pinned.server, meanwhile=answers.look)
+    compared = compare(pinned, answers.by_step())
+    costs = [cost for cost in costs_of(beside) if cost["steps_beside"]]
+    return {
+        "num_identical": sum(one["num_identical"] for one in compared),
+        "num_problems": len(compared) * NUM_PROBLEMS,
+        "num_clearly_different": sum(gap > MAX_TIE for one in compared for gap in one["gaps"]),
+        "training_slowdown": statistics.median(cost["training_slowdown"] for cost in costs),
+        "slowdown_by_clock": statistics.median(cost["slowdown_by_clock"] for cost in costs),
+        "beside": costs,
+        "pinned": costs_of(pinned),
+        "compared": compared,
+        "machine": machine(),
+        "versions": versions(Path(sys.executable)),
+    }
+
+
+def config_of(run_dir: Path, steps: int, *, pin: bool) -> LearnerRun:
+    """The demo, evaluated after each third of its steps, each of whose checkpoints stays."""
+    table = tomllib.loads(RECIPE.read_text())
+    every = steps // NUM_EVALUATIONS
+    table["run_dir"] = str(run_dir)
+    table["learner"] |= {
+        "steps": every * NUM_EVALUATIONS,
+        "evaluation": {"every_steps": every, "task": "reverse", "num_prompts": NUM_PROBLEMS, "pin": pin},
+        "checkpoint": {"every_steps": every, "keep_last": NUM_EVALUATIONS},
+        "report": {"dashboard_port": 0},
+    }
+    return msgspec.convert(table, LearnerRun)
+
+
+class _Answers:
+    """The file of answers is removed when an evaluation is noted; a second name keeps it."""
+
+    def __init__(self, run_dir: Path, directory: Path) -> None:
+        self._file, self._directory = run_dir / under_way.FILE, directory
+
+    def look(self) -> None:
+        try:
+            step = json.loads(self._file.read_text().splitlines()[0])["step"]
+            os.link(self._file, self._directory / f"answers-{step}.jsonl")
+        except (FileNotFoundError, FileExistsError, IndexError, ValueError):
+            return  # none is under way, or it is known, or its first line is being written
+
+    def by_step(self) -> dict[int, list[list[int]]]:
+        """Step → the tokens of each answer, in the order of the problems."""
+        found = {}
+        for path in self._directory.glob("answers-*.jsonl"):
+            first, *lines = [json.loads(line) for line in path.read_text().splitlines()]
+            by_place = {line["place"]: line["answered"]["token_ids_K"][0] for line in lines}
+            found[first["step"]] = [by_place[place] for place in range(NUM_PROBLEMS)]
+        return dict(sorted(found.items()))
+
+
+def costs_of(run: LearnerRun) -> list[dict[str, Any]]:
+    """What each evaluation took, and took from the steps."""
+    lines = read_metrics(Path(run.run_dir))
+    told = {line["evaluation/step"]: line["evaluation/training_slowdown"] for line in lines if "evaluation/training_slowdown" in line}  # fmt: skip
+    return [
+        cost_of(one, lines) | {"training_slowdown": told.get(one.step)}
+        for one in evaluation.earlier(Path(run.run_dir) / evaluation.FILE)
+    ]
+
+
+def cost_of(one: evaluation.Evaluation, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """By the clock: seconds per step while it was asked ÷ those of the steps before."""
+    began_at = one.time - one.seconds
+    before = [line["time"] for line in lines if line["time"] <= began_at][-STEPS_BEFORE - 1 :]
+    beside = [line["time"] for line in lines if line["time"] > began_at and line["step"] > (one.step or 0)]
+    until = next((i for i, at in enumerate(beside) if at >= one.time), None)
+    steps_beside = 0 if until is None else until + 1
+    step_s = (before[-1] - before[0]) / (len(before) - 1)
+    seconds = 0.0 if until is None else beside[until] - before[-1]
+    return {
+        "step": one.step,
+        "reward": one.reward.mean if one.reward else None,
+        "versions": one.versions,
+        "seconds": one.seconds,
+        "steps_beside": steps_beside,
+        "slowdown_by_clock": seconds / steps_beside / step_s if steps_beside else None,
+        "training_lost_s": seconds - steps_beside * step_s if steps_beside else None,
+    }
+
+
+def compare(run: LearnerRun, answers: dict[int, list[list[int]]]) -> list[dict[str, Any]]:
+    """The pinned answers with those of the exported checkpoint of the same version in plain vLLM, problem by problem."""
+    (questions,) = sets_of(Material(run))
+    prompts = [prompt.token_ids for prompt in questions.prompts]
+    sampling = Sampling(num_completions=1, max_tokens=run.learner.sampling.max_tokens, temperature=0.0)
+    compared = []
+    for step, answered in answers.items():
+        model = checkpoint_of(RunDir.checkpoints_of(run.run_dir), step) / "model"
+        table = {"model": str(model), "run_dir": run.run_dir, "dtype": run.dtype, "server": run.server}
+        bare = BareVllm(msgspec.convert(table, ServerRun), questions.tokenizer.eos_token_id)
+        try:
+            generated = bare.generate(Order(prompts, [sampling] * len(prompts)))
+        finally:
+            bare.close()
+        pairs = list(zip(prompts, answered, (tokens for (tokens,) in generated.token_ids), strict=True))
+        gaps = gaps_of(model, [pair for pair in pairs if pair[1] != pair[2]])
+        compared.append(
+            {"step": step, "num_identical": len(pairs) - len(gaps), "gaps": gaps, "bare_s": generated.seconds}
+        )
+    return compared
+
+
+@torch.no_grad()
+def gaps_of(model: Path, pairs: Sequence[tuple[list[int], list[int], list[int]]]) -> list[float]:
+    """Where two answers to a prompt part: by how much the weights prefer the one token to the other, in logprob."""
+    policy, gaps = load_policy(model, gradient_checkpointing=False), []
+    for prompt, one, other in pairs:
+        place = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
+        if place is None:  # one goes on where the other has ended
+            gaps.append(float("inf"))
+            continue
+        logprobs_V = policy(torch.tensor([prompt + one[:place]])).logits[0, -1].log_softmax(-1)
+        gaps.append(abs(float(logprobs_V[one[place]] - logprobs_V[other[place]])))
+    return gaps
+
+
+if __name__ == "__main__":
+    main()

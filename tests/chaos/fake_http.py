@@ -1,0 +1,61 @@
+"""The OpenAI side of the fake server: greedy answers of whatever weights the engine has, with the version that they are told to be."""
+
+import asyncio
+from collections.abc import Callable
+
+import torch
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from learner.policy.model import load_tokenizer
+from protocol.answer_headers import END, NO_VERSION, START
+from protocol.model_files import resolve_model
+from tests.learner.model_engine import ModelEngine
+
+ANSWER_S = 0.05
+"""So that most are on their way when something dies."""
+
+
+async def serve_http(engine: ModelEngine, why_unavailable: Callable[[], str | None], port: int) -> None:
+    """Serve until cancelled."""
+    tokenizer = load_tokenizer(resolve_model("tiny:digits"))
+
+    async def models(_: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "tiny:digits"}]})
+
+    async def completions(request: web.Request) -> web.Response:
+        asked = await request.json()
+        await asyncio.sleep(ANSWER_S)
+        await engine.opened()
+        version = NO_VERSION if engine.version is None else engine.version
+        tokens = greedy(engine.model, asked["prompt"], asked["max_tokens"])
+        is_finished = tokens[-1] == engine.model.config.eos_token_id
+        choice = {
+            "index": 0, "text": tokenizer.decode(tokens, skip_special_tokens=True), "token_ids": tokens,
+            "finish_reason": "stop" if is_finished else "length",
+        }  # fmt: skip
+        answer = {"choices": [choice], "usage": {"completion_tokens": len(tokens)}}
+        return web.json_response(answer, headers={START: str(version), END: str(version)})
+
+    @web.middleware
+    async def refuse_without_weights(request: web.Request, handler: Handler) -> web.StreamResponse:
+        reason = why_unavailable()
+        return await handler(request) if reason is None else web.Response(status=503, text=reason)
+
+    app = web.Application(middlewares=[refuse_without_weights])
+    app.add_routes([web.get("/v1/models", models), web.post("/v1/completions", completions)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await runner.cleanup()
+
+
+@torch.no_grad()
+def greedy(model: torch.nn.Module, prompt: list[int], max_tokens: int) -> list[int]:
+    tokens: list[int] = []
+    while len(tokens) < max_tokens and (not tokens or tokens[-1] != model.config.eos_token_id):
+        tokens.append(int(model(torch.tensor([prompt + tokens])).logits[0, -1].argmax()))
+    return tokens
