@@ -38,11 +38,12 @@ from protocol.collective.gloo import GlooCollective
 from protocol.endpoint import split_endpoint
 from protocol.weights.buckets import make_manifest
 from tests.chaos.environment import CHAOS_DIR
-from tests.chaos.traps import Traps, flip_of
+from tests.chaos.traps import Traps, flip_of, slow_of
 
 BUCKET_BYTES = 64 << 10
 """In place of learner.push.bucket_mib, whose smallest is more than the tiny model: here it has several."""
 WEIGHTS, RECEIVED = "weights", "received"
+SLOW_STEP_S, LOOK_EVERY_S = 1.0, 0.02
 REREAD_EVERY_S = 0.5
 """In place of the fleet's 5 s: an absence from the list lasts 0.3 to 4 s."""
 
@@ -55,6 +56,7 @@ def run(chaos_dir: Path, arguments: list[str]) -> None:
     traps.tell("started")
     _set_traps(traps)
     _keep_books(traps)
+    _keep_pace(slow_of(chaos_dir))
     sys.argv = ["learner", "train", *arguments]
     main()
 
@@ -140,6 +142,19 @@ def _keep_books(traps: Traps) -> None:
     ServerLink._connected = _Connected(traps)  # type: ignore[assignment]
     Fleet._note = _told_states(Fleet._note, traps)  # type: ignore[method-assign]
     learner.servers.fleet.REREAD_EVERY_S = REREAD_EVERY_S
+
+
+def _keep_pace(slow: Path) -> None:
+    """A step takes SLOW_STEP_S while nobody waits for one."""
+    next_batch = Leader.next_batch
+
+    def wait_and_take(leader: Leader, *args: Any) -> Any:
+        goes_on_at = time.monotonic() + SLOW_STEP_S
+        while slow.exists() and time.monotonic() < goes_on_at:
+            time.sleep(LOOK_EVERY_S)
+        return next_batch(leader, *args)
+
+    Leader.next_batch = wait_and_take  # type: ignore[method-assign]
 
 
 def _told_before(function: Callable[..., None], traps: Traps) -> Callable[..., None]:

@@ -1,6 +1,8 @@
 """One run under fault: its config, its processes, its links, and the events they tell. Nothing here decides what happens."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,15 @@ from tests.chaos.events import Events, since
 from tests.chaos.place import Place
 from tests.chaos.process import LEARNER, Process, start_as_user, start_forked
 from tests.chaos.schedule import CHECKPOINT_EVERY, Engine, Fault, Leg
-from tests.chaos.traps import Event
+from tests.chaos.traps import Event, slow_of
 
 FAKE: dict[str, Any] = {
     "groups_per_step": 2, "max_staleness": 2, "optimizer": {"learning_rate": 2e-3},
     "data": {"task": "reverse", "num_digits": 4, "num_prompts": 16},
     "sampling": {"num_completions": 3, "max_tokens": 5},
     "reward": {"functions": ["share_right", "exact_match"], "weights": [1.0, 0.0]},
+    # A policy that has decided gives groups without signal, which are asked for again and again.
+    "loss": {"entropy_coef": 0.5},
 }  # fmt: skip
 REAL = FAKE | {
     "groups_per_step": 4,
@@ -109,6 +113,16 @@ class Run:
     def take_off_the_list(self, place: Place) -> None:
         self._unlisted.add(place.number)
         self._write_list()
+
+    @contextmanager
+    def slowly(self) -> Iterator[None]:
+        """The learner takes its time meanwhile."""
+        slow = slow_of(self.directory)
+        slow.touch()
+        try:
+            yield
+        finally:
+            slow.unlink()
 
     def list_again(self) -> None:
         """Every server."""

@@ -2,7 +2,8 @@
 
 A trap is a file that names a state. The process that comes to the state for the n-th time takes the file away and stops
 itself by SIGSTOP; the supervisor sees it stopped, does the fault, and lets it go on. Events are lines in one file, with the
-clock that all processes of a machine share. Product code knows of neither: the process entries wrap its functions.
+clock that all processes of a machine share. One more file asks the learner to take its time. Product code knows of none of them: the
+process entries wrap its functions.
 """
 
 import asyncio
@@ -96,6 +97,11 @@ class Traps:
 def flip_of(port: int) -> str:
     """Return the name of the learner's trap that flips a byte on its way to the server that it reaches at this port."""
     return f"flip {port}"
+def slow_of(directory: Path) -> Path:
+    """While this file is there nobody waits for steps, and each may take a second: hundreds would cost the cores that other legs need."""
+    return directory / "slow"
+
+
 
 
 def trap_of(directory: Path, process: str) -> Path:
