@@ -1,7 +1,8 @@
 """The learner as the user starts it, with traps at its states and a copy of what the audit needs.
 
 Beside the run it keeps in the chaos directory: `weights/<version>-<digest>.safetensors` of every version before it is pushed,
-and `received/<group>-<time>` of every group before it is committed. What it tells of a server has its port for a number.
+and `received/<group>-<time>` of every group before it is committed. What it tells of a server has its port for a number, and what it tells of
+an episode the process that played it.
 """
 
 import faulthandler
@@ -10,7 +11,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,10 @@ import learner.storage.writer
 import protocol.collective.group
 from learner.__main__ import main
 from learner.environments.player import Player
+from learner.environments.pool import Seat
+from learner.gateway.agent_player import AgentPlayer
+from learner.gateway.agent_process import AgentProcess
+from learner.gateway.session import Session
 from learner.leader import Leader
 from learner.rollouts.ledger import Ledger
 from learner.servers.epoch import Epoch, Epochs
@@ -38,6 +44,7 @@ from protocol.collective.gloo import GlooCollective
 from protocol.endpoint import split_endpoint
 from protocol.weights.buckets import make_manifest
 from tests.chaos.environment import CHAOS_DIR
+from tests.chaos.episodes import ENDED
 from tests.chaos.traps import Traps, flip_of, slow_of
 
 BUCKET_BYTES = 64 << 10
@@ -71,6 +78,7 @@ def _set_traps(traps: Traps) -> None:
     traps.wrap(Ledger, "score", "before score is committed")
     traps.wrap(Ledger, "consume", "before step is committed")
     traps.wrap(Player, "_turn", "between turns")
+    traps.wrap(Session, "turn", "between turns")
     traps.wrap(ServerLink, "begin_push", "before ready")
     traps.wrap(Epoch, "join", "joining")
     traps.wrap(ServerPush, "_result", "before done")
@@ -142,6 +150,7 @@ def _keep_books(traps: Traps) -> None:
     ServerLink._connected = _Connected(traps)  # type: ignore[assignment]
     Fleet._note = _told_states(Fleet._note, traps)  # type: ignore[method-assign]
     learner.servers.fleet.REREAD_EVERY_S = REREAD_EVERY_S
+    _tell_ends(traps)
 
 
 def _keep_pace(slow: Path) -> None:
@@ -155,6 +164,41 @@ def _keep_pace(slow: Path) -> None:
         return next_batch(leader, *args)
 
     Leader.next_batch = wait_and_take  # type: ignore[method-assign]
+
+
+def _tell_ends(traps: Traps) -> None:
+    """How each episode ended that an environment or an agent has played. Each has a task of its own, and so values of its own here."""
+    group_id, pid = ContextVar[str]("group_id"), ContextVar[int]("pid")
+
+    def noting_group(play: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def note_and_play(player: Player | AgentPlayer, played: str, *args: Any) -> Any:
+            group_id.set(played)
+            return await play(player, played, *args)
+
+        return note_and_play
+
+    def telling_end(episode: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def play_and_tell(*args: Any) -> Any:
+            played = await episode(*args)
+            traps.tell(f"{ENDED}{played.state}", pid.get(), group_id.get())
+            return played
+
+        return play_and_tell
+
+    for player in (Player, AgentPlayer):
+        player.play = noting_group(player.play)  # type: ignore[method-assign]
+        player._episode = telling_end(player._episode)  # type: ignore[method-assign]
+    ask, order = Seat.ask, AgentProcess.play
+
+    async def ask_and_note(seat: Seat, *args: Any) -> Any:
+        pid.set(seat.process._process.pid or 0)
+        return await ask(seat, *args)
+
+    async def order_and_note(process: AgentProcess, *args: Any) -> Any:
+        pid.set(process._process.pid)
+        return await order(process, *args)
+
+    Seat.ask, AgentProcess.play = ask_and_note, order_and_note  # type: ignore[method-assign]
 
 
 def _told_before(function: Callable[..., None], traps: Traps) -> Callable[..., None]:

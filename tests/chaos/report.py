@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from tests.chaos.audit import Prompts
+from tests.chaos.audit import Prompts, Received
 from tests.chaos.schedule import Engine, Leg
 from tests.chaos.stops import Stop
 from tests.chaos.struck import Struck
@@ -29,13 +29,9 @@ class LegReport(msgspec.Struct, frozen=True, kw_only=True):
     died: list[str]
     undrained: list[str]
     prompts: Prompts
-    num_completions_checked: int
-    versions_wrong: list[str]
+    received: Received
     stops: list[Stop]
     """Of a run on several servers: the longest, the longest first."""
-    episode_ends: dict[str, int] = {}
-    """Of a run that plays: how many ended how."""
-    episodes_misjudged: list[str] = []
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -72,7 +68,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     episode_ends: dict[str, int]
     """Where the policy plays: how many that have come ended how."""
     episodes_misjudged: int
-    """With a reward although they say nothing about the policy, or without although they do."""
+    """With a reward although they say nothing about the policy, or without although they do; or ended otherwise than they must have."""
     crashes: int
     """Processes that nobody had struck and that ended in a traceback."""
     undrained: int
@@ -119,8 +115,8 @@ def make_report(seed: int, engine: Engine, legs: Sequence[LegReport], seconds: f
             ("duplicated", lambda leg: leg.prompts.duplicated),
             ("overtaken", lambda leg: leg.prompts.overtaken),
             ("hang", lambda leg: leg.hangs),
-            ("wrong version", lambda leg: leg.versions_wrong),
-            ("misjudged", lambda leg: leg.episodes_misjudged),
+            ("wrong version", lambda leg: leg.received.versions_wrong),
+            ("misjudged", lambda leg: leg.received.episodes_misjudged),
             ("crash", lambda leg: [died for died in leg.died if TRACEBACK in died]),
             ("not drained", lambda leg: leg.undrained),
         )
@@ -144,8 +140,8 @@ def make_report(seed: int, engine: Engine, legs: Sequence[LegReport], seconds: f
         overtaken=len(overtaken),
         hangs=len(hangs),
         versions_wrong=len(wrong),
-        completions_checked=sum(leg.num_completions_checked for leg in legs),
-        episode_ends=dict(sum((Counter(leg.episode_ends) for leg in legs), Counter())),
+        completions_checked=sum(leg.received.completions_checked for leg in legs),
+        episode_ends=dict(sum((Counter(leg.received.episode_ends) for leg in legs), Counter())),
         episodes_misjudged=len(misjudged),
         crashes=len(crashes),
         undrained=len(undrained),

@@ -13,7 +13,7 @@ from protocol.config import to_toml
 from tests.chaos.events import Events, since
 from tests.chaos.place import Place
 from tests.chaos.process import LEARNER, Process, start_as_user, start_forked
-from tests.chaos.schedule import CHECKPOINT_EVERY, Engine, Fault, Leg
+from tests.chaos.schedule import CHECKPOINT_EVERY, Engine, Fault, Leg, Player
 from tests.chaos.traps import Event, slow_of
 
 FAKE: dict[str, Any] = {
@@ -37,6 +37,10 @@ PLAYED: dict[str, Any] = {
     "max_group_attempts": 20,
 }  # fmt: skip
 """Instead of FAKE's and REAL's; one episode of three that ends without a reward leaves two."""
+AGENT: dict[str, Any] = PLAYED | {
+    "environment": {"agent": "tests.chaos.environment:doomed_agent", "max_turns": 4, "max_concurrent": 8, "episode_deadline_s": 12.0},
+}  # fmt: skip
+SETTINGS: dict[Player | None, dict[str, Any]] = {None: {}, "environment": PLAYED, "agent": AGENT}
 REAL_SERVER = {
     "max_concurrent_sequences": 256, "kv_cache_memory_mib": 64, "block_size": 32, "enforce_eager": True,
     # With "keep" a token's logprob is of a mixture of versions, which the audit could not compute.
@@ -110,10 +114,6 @@ class Run:
             case "link" | "call" | "list" | "environment":
                 return None
 
-    def take_off_the_list(self, place: Place) -> None:
-        self._unlisted.add(place.number)
-        self._write_list()
-
     @contextmanager
     def slowly(self) -> Iterator[None]:
         """The learner takes its time meanwhile."""
@@ -123,6 +123,10 @@ class Run:
             yield
         finally:
             slow.unlink()
+
+    def take_off_the_list(self, place: Place) -> None:
+        self._unlisted.add(place.number)
+        self._write_list()
 
     def list_again(self) -> None:
         """Every server."""
@@ -171,7 +175,7 @@ class Run:
 
 def make_config(leg: Leg, engine: Engine, directory: Path) -> LearnerRun:
     """The config of all processes; each server is told its port by a flag."""
-    learner = (REAL if engine == "real" else FAKE) | (PLAYED if leg.has_environment else {}) | {
+    learner = (REAL if engine == "real" else FAKE) | SETTINGS[leg.player] | {
         "steps": leg.steps, "checkpoint": {"every_steps": CHECKPOINT_EVERY}, "active_sampling": leg.active_sampling,
         "push": {"timeout_s": PUSH_TIMEOUT_S, "overlap": leg.push_overlap},
         "report": {"trackers": [], "dashboard_port": 0}, "connect_timeout_s": 240.0, "group_deadline_s": 60.0,

@@ -12,8 +12,10 @@ from typing import Literal
 import msgspec
 
 Engine = Literal["fake", "real"]
+Player = Literal["environment", "agent"]
 Process = Literal["server", "learner", "engine", "environment"]
 Target = Literal["server", "engine core", "worker", "learner", "reward worker", "link", "call", "list", "environment"]
+"""environment: or the agent, whoever plays."""
 Kind = Literal["kill", "stop", "stop, then kill", "cut", "stall", "hang", "leave", "drain"]
 
 FAULTS_PER_LEG = 25
@@ -137,8 +139,8 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
     active_sampling: bool
     faults: tuple[Fault, ...]
     num_servers: int = 1
-    has_environment: bool = False
-    """The policy plays instead of answering once."""
+    player: Player | None = None
+    """The policy plays instead of answering once: with an environment, or asked by an agent."""
 
     @property
     def steps(self) -> int:
@@ -147,7 +149,7 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def schedule(
-    seed: int, num_faults: int, engine: Engine, num_servers: int = 1, has_environment: bool = False
+    seed: int, num_faults: int, engine: Engine, num_servers: int = 1, player: Player | None = None
 ) -> list[Leg]:
     """Share the faults out over legs. Every state comes up once before any comes up again.
 
@@ -155,12 +157,11 @@ def schedule(
     plays, and half of the faults there are about its episodes.
     """
     is_several = num_servers > 1
-    dice = random.Random(
-        f"{seed}/{num_faults}/{engine}" + (f"/{num_servers}" if is_several else "") + "/plays" * has_environment
-    )
+    kind = (f"/{num_servers}" if is_several else "") + (f"/{player}" if player is not None else "")
+    dice = random.Random(f"{seed}/{num_faults}/{engine}{kind}")
     decks: dict[bool, list[State]] = {True: [], False: []}
     targets: tuple[Target, ...] = (*TARGETS[engine], "list") if is_several else TARGETS[engine]
-    has_workers = engine == "real" and not is_several and not has_environment
+    has_workers = engine == "real" and not is_several and player is None
     num_of_workers = max(1, round(WORKER_FAULTS_SHARE * num_faults)) if has_workers else 0
     num_left = num_faults - num_of_workers
     legs: list[Leg] = []
@@ -172,12 +173,12 @@ def schedule(
             _fault(dice, decks[receive_overlap], STEPS_PER_FAULT * (i + 1), receive_overlap, targets)
             for i in range(num_here)
         ]
-        if has_environment:
+        if player is not None:
             faults[::2] = _of_episodes(dice, [fault.after_step for fault in faults[::2]])
         if is_several:
             faults = [msgspec.structs.replace(fault, server=dice.randrange(num_servers)) for fault in faults]
         leg = _leg(dice, len(legs), faults, num_workers=1, receive_overlap=receive_overlap)
-        legs.append(msgspec.structs.replace(leg, num_servers=num_servers, has_environment=has_environment))
+        legs.append(msgspec.structs.replace(leg, num_servers=num_servers, player=player))
     if num_of_workers:
         faults = [
             _fault(dice, decks[False], STEPS_PER_FAULT * (i + 1), False, ("worker",)) for i in range(num_of_workers)
