@@ -106,8 +106,10 @@ class ScriptedEngine:
         self._maybe_fail()
         if self.version is None:
             raise EngineDead("the engine that this was begun on is gone")
-        indices = range(sampling.num_completions)
-        return [self._completion(prompt_token_ids.tolist(), index, sampling) for index in indices], self.version
+        return self._completions(prompt_token_ids.tolist(), sampling), self.version
+
+    def _completions(self, prompt: list[int], sampling: Sampling) -> list[Completion]:
+        return [self._completion(prompt, index, sampling) for index in range(sampling.num_completions)]
 
     def _completion(self, prompt: list[int], index: int, sampling: Sampling) -> Completion:
         tokens = self.complete(prompt, index)

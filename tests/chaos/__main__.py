@@ -1,4 +1,4 @@
-"""`python -m tests.chaos [--json] [--seed S] [--faults N] [--servers M] [--environment] [--evaluation] [--engine real|fake] [--out DIR]`
+"""`python -m tests.chaos [--json] [--seed S] [--faults N] [--servers M] [--environment | --agent | --evaluation] [--engine real|fake] [--out DIR]`
 
 Runs the system as separate processes, kills, stops and cuts off its parts at random moments and at every named state, starts
 again what has died, and audits what is left. Exit code 0 only if nothing was lost, duplicated, mislabelled, crashed or hung, every
@@ -11,26 +11,23 @@ import os
 import shutil
 import sys
 import tempfile
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 
-from tests.chaos.audit import audit_prompts
-from tests.chaos.evaluations import audit_evaluations
+from tests.chaos.audit import audit_prompts, audit_received
 from tests.chaos.outages import outages
+from tests.chaos.process import FORKED
 from tests.chaos.report import NUM_LONGEST, LegReport, Report, make_report
 from tests.chaos.run import Run
-from tests.chaos.schedule import Engine, Leg, schedule
+from tests.chaos.schedule import Engine, Leg, Player, schedule
 from tests.chaos.stops import Stop, stops
 from tests.chaos.supervisor import Supervisor
 
-NUM_AT_ONCE: dict[Engine, int] = {"fake": 3, "real": 1}
+NUM_AT_ONCE: dict[Engine, int] = {"fake": 4, "real": 1}
 """Legs at the same time: a fake one mostly waits for deadlines."""
-AUDITING = threading.Lock()
-"""Transformers gives models garbage for weights when several threads load one."""
 
 
 def main() -> None:
@@ -38,21 +35,24 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--faults", type=int, default=50)
     parser.add_argument("--servers", type=int, default=1, help="of each run; one of several is struck at a time")
-    parser.add_argument(
-        "--environment", action="store_true", help="play, and strike environments and servers between turns"
-    )
-    parser.add_argument("--evaluation", action="store_true", help="evaluate, and strike in the midst of evaluations")
+    about = parser.add_mutually_exclusive_group()
+    about.add_argument(
+        "--environment", dest="player", action="store_const", const="environment",
+        help="play, and strike environments and servers between turns",
+    )  # fmt: skip
+    about.add_argument("--agent", dest="player", action="store_const", const="agent", help="the same with agents")
+    about.add_argument("--evaluation", action="store_true", help="evaluate, and strike in the midst of evaluations")
     parser.add_argument("--engine", choices=["real", "fake"], default="real")
     parser.add_argument("--out", type=Path, help="where logs go (default: a temporary directory, kept on failure)")
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
     arguments = parser.parse_args()
     if arguments.servers < 1:
         parser.error(f"--servers {arguments.servers} must be at least 1")
-    if arguments.evaluation and (arguments.environment or arguments.servers > 1):
-        parser.error("--evaluation is of one server, whose policy does not play")
+    if arguments.evaluation and arguments.servers > 1:
+        parser.error("--evaluation is of one server")
     directory = arguments.out or Path(tempfile.mkdtemp(prefix="chaos-"))
     report = campaign(
-        arguments.seed, arguments.faults, arguments.engine, directory, arguments.servers, arguments.environment,
+        arguments.seed, arguments.faults, arguments.engine, directory, arguments.servers, arguments.player,
         arguments.evaluation,
     )  # fmt: skip
     encoded = msgspec.json.encode(report)
@@ -65,56 +65,40 @@ def main() -> None:
 
 
 def campaign(
-    seed: int, num_faults: int, engine: Engine, directory: Path, num_servers: int = 1, has_environment: bool = False,
+    seed: int, num_faults: int, engine: Engine, directory: Path, num_servers: int = 1, player: Player | None = None,
     has_evaluations: bool = False,
 ) -> Report:  # fmt: skip
     """Run all legs; `directory` gets schedule.json, what is to be done, and legs.json, what became of it."""
     # Of the processes that are started; the second is about what killed ones leave behind.
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore::UserWarning:multiprocessing.resource_tracker"}
     started = time.monotonic()
-    legs = schedule(seed, num_faults, engine, num_servers, has_environment, has_evaluations)
+    legs = schedule(seed, num_faults, engine, num_servers, player, has_evaluations)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "schedule.json").write_bytes(msgspec.json.format(msgspec.json.encode(legs)))
-    with ThreadPoolExecutor(max(1, NUM_AT_ONCE[engine] // num_servers)) as threads:
-        reports = list(threads.map(lambda leg: run_leg(leg, engine, directory / f"leg-{leg.number}"), legs))
+    with ThreadPoolExecutor(NUM_AT_ONCE[engine]) as threads, ProcessPoolExecutor(1, FORKED) as auditor:
+        reports = list(threads.map(lambda leg: run_leg(leg, engine, directory / f"leg-{leg.number}", auditor), legs))
     (directory / "legs.json").write_bytes(msgspec.json.format(msgspec.json.encode(reports)))
     return make_report(seed, engine, reports, time.monotonic() - started)
 
 
-def run_leg(leg: Leg, engine: Engine, directory: Path) -> LegReport:
-    """Run one leg to its end and audit it."""
+def run_leg(leg: Leg, engine: Engine, directory: Path, auditor: Executor) -> LegReport:
+    """Run one leg to its end and audit it, in another process what takes long."""
     run = Run(leg, engine, directory)
     supervisor = Supervisor(leg, run, lambda text: print(text, file=sys.stderr, flush=True))
     try:
         supervisor.supervise()
     finally:
         run.close()
-    from tests.chaos.answers import AnswerAudit
-    from tests.chaos.learner_process import WEIGHTS
-    from tests.chaos.versions import audit_episodes, audit_versions  # torch: not in the process that only supervises
-
     learner = run.config.learner
-    num_steps = (
-        learner.steps if leg.num_servers == 1 else run.events.last_step
-    )  # one is interrupted, one must end by itself
-    with AUDITING:
-        num_checked, wrong = audit_versions(directory, run.config)
-        evaluations = None
-        if leg.has_evaluations:
-            evaluations = audit_evaluations(
-                directory, run.config, num_steps, AnswerAudit(directory, run.config).problems
-            )
-    ends, misjudged = audit_episodes(directory)
+    is_several = leg.num_servers > 1  # it is interrupted; that on one server must end by itself
+    received = auditor.submit(audit_received, directory, run.config, leg).result()
     prompts = audit_prompts(
-        directory / "run" / "ledger.db", num_steps=num_steps, groups_per_step=learner.groups_per_step,
-        num_prompts=learner.data.num_prompts or 0, seed=run.config.seed,
+        directory / "run" / "ledger.db", num_steps=run.events.last_step if is_several else learner.steps,
+        groups_per_step=learner.groups_per_step, num_prompts=learner.data.num_prompts or 0, seed=run.config.seed,
     )  # fmt: skip
-    if leg.num_servers > 1 and not wrong:
-        shutil.rmtree(directory / WEIGHTS)  # of far more steps than a run on one server has, which waits for it
     return LegReport(
         leg=leg, struck=supervisor.struck, hangs=supervisor.hangs, died=supervisor.died, undrained=supervisor.undrained,
-        prompts=prompts, num_completions_checked=num_checked, versions_wrong=wrong, stops=longest_stops(run, supervisor),
-        episode_ends=ends, episodes_misjudged=misjudged, evaluations=evaluations,
+        prompts=prompts, received=received, stops=longest_stops(run, supervisor),
     )  # fmt: skip
 
 

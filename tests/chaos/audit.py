@@ -1,9 +1,11 @@
-"""The audit of prompts, from the rows of ledger.db and the order the data demands; it shares no code with the ledger's own.
+"""The audit of prompts, from the rows of ledger.db and the order the data demands; it shares no code with the ledger's own. And what that
+of all that was received has found (versions.py).
 
 Prompt p of data epoch e is owed once for every position of the endless sequence of prompts up to the last that was consumed.
 """
 
 import itertools
+import shutil
 import sqlite3
 from collections import Counter
 from collections.abc import Iterator
@@ -11,6 +13,11 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+
+from learner.config import LearnerRun
+from tests.chaos.evaluations import EvaluationsFound, audit_evaluations
+from tests.chaos.events import Events
+from tests.chaos.schedule import Leg
 
 FINAL = ("failed", "no_signal")
 """Reasons for which a slot is passed over: its prompt is accounted for."""
@@ -28,6 +35,44 @@ class Prompts(msgspec.Struct, frozen=True, kw_only=True):
     """Prompts that were consumed, or passed over, more often than they were owed."""
     overtaken: list[str]
     """Slots that were consumed after a later one."""
+
+
+class Received(msgspec.Struct, frozen=True, kw_only=True):
+    """What is wrong with the groups of a run, and how many there were."""
+
+    completions_checked: int
+    versions_wrong: list[str]
+    """In words: completions whose tokens are not of the versions that they are labelled with."""
+    episode_ends: dict[str, int]
+    """Of a run that plays: how many ended how."""
+    episodes_misjudged: list[str]
+    evaluations: EvaluationsFound | None
+    """Of a run that is evaluated."""
+
+
+def audit_received(directory: Path, config: LearnerRun, leg: Leg) -> Received:
+    """In a process that may import torch, which the one that supervises need not."""
+    from tests.chaos.answers import AnswerAudit
+    from tests.chaos.episodes import audit_episodes, ends_of
+    from tests.chaos.versions import WEIGHTS, audit_versions, received_groups
+
+    groups = received_groups(directory)
+    num_checked, wrong = audit_versions(directory, config, groups)
+    if leg.num_servers > 1 and not wrong:
+        shutil.rmtree(directory / WEIGHTS)  # of far more steps than a run on one server has, which waits for it
+    events = Events({directory / "events": 0}, {}).read()
+    misjudged = audit_episodes(groups, events, leg.player) if leg.player is not None else []
+    evaluations = None
+    if leg.has_evaluations:
+        answers = AnswerAudit(directory, config)
+        evaluations = audit_evaluations(directory, config, config.learner.steps, answers.problems)
+    return Received(
+        completions_checked=num_checked,
+        versions_wrong=wrong,
+        episode_ends=ends_of(groups),
+        episodes_misjudged=misjudged,
+        evaluations=evaluations,
+    )
 
 
 def audit_prompts(ledger: Path, *, num_steps: int, groups_per_step: int, num_prompts: int, seed: int) -> Prompts:

@@ -24,7 +24,7 @@ from protocol.model_files import fingerprint, resolve_model
 from tests.chaos.fake_http import serve_http
 from tests.chaos.server_process import set_traps
 from tests.fakes import ScriptedEngine, report
-from tests.learner.model_engine import ModelEngine
+from tests.learner.model_engine import ModelEngine, sample_group
 
 
 def run(chaos_dir: Path, arguments: list[str]) -> None:
@@ -71,6 +71,14 @@ class InPlaceModelEngine(ModelEngine):
     async def sample(self, prompt_token_ids: np.ndarray, sampling: Sampling) -> tuple[list[Completion], int]:
         await asyncio.sleep(GENERATE_S)
         return await super().sample(prompt_token_ids, sampling)
+
+    def _completions(self, prompt: list[int], sampling: Sampling) -> list[Completion]:
+        """Of a group together: most of what a campaign costs. A run's requests are without a seed."""
+        seeds = range(self._num_unseeded, self._num_unseeded + sampling.num_completions)
+        self._num_unseeded = seeds.stop
+        stops = self._stops_of(sampling)
+        group = sample_group(self.model, prompt, seeds, sampling.max_tokens, stops)
+        return [self._told(tokens, logprobs, stops) for tokens, logprobs in group]
 
     def _load(self, order: PushOrder) -> WorkerReport:
         receiver, is_intact = self._own_receiver(), True

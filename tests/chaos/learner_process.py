@@ -1,7 +1,8 @@
 """The learner as the user starts it, with traps at its states and a copy of what the audit needs.
 
 Beside the run it keeps in the chaos directory: `weights/<version>-<digest>.safetensors` of every version before it is pushed,
-`received/<group>-<time>` of every group before it is committed, and `answered/<time>` of an evaluation before its answers are forgotten. What it tells of a server has its port for a number.
+`received/<group>-<time>` of every group before it is committed, and `answered/<time>` of an evaluation before its answers are forgotten.
+What it tells of a server has its port for a number, and what it tells of an episode the process that played it.
 """
 
 import faulthandler
@@ -10,7 +11,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,12 @@ import learner.storage.writer
 import protocol.collective.group
 from learner.__main__ import main
 from learner.environments.player import Player
+from learner.environments.pool import Seat
 from learner.evaluation import under_way
 from learner.evaluation.under_way import UnderWay
+from learner.gateway.agent_player import AgentPlayer
+from learner.gateway.agent_process import AgentProcess
+from learner.gateway.session import Session
 from learner.leader import Leader
 from learner.rollouts.ledger import Ledger
 from learner.servers.epoch import Epoch, Epochs
@@ -41,12 +47,14 @@ from protocol.collective.gloo import GlooCollective
 from protocol.endpoint import split_endpoint
 from protocol.weights.buckets import make_manifest
 from tests.chaos.environment import CHAOS_DIR
+from tests.chaos.episodes import ENDED
 from tests.chaos.evaluations import ANSWERED
-from tests.chaos.traps import Traps, flip_of
+from tests.chaos.traps import Traps, flip_of, slow_of
 
 BUCKET_BYTES = 64 << 10
 """In place of learner.push.bucket_mib, whose smallest is more than the tiny model: here it has several."""
 WEIGHTS, RECEIVED = "weights", "received"
+SLOW_STEP_S, LOOK_EVERY_S = 1.0, 0.02
 REREAD_EVERY_S = 0.5
 """In place of the fleet's 5 s: an absence from the list lasts 0.3 to 4 s."""
 
@@ -59,6 +67,7 @@ def run(chaos_dir: Path, arguments: list[str]) -> None:
     traps.tell("started")
     _set_traps(traps)
     _keep_books(traps)
+    _keep_pace(slow_of(chaos_dir))
     sys.argv = ["learner", "train", *arguments]
     main()
 
@@ -76,6 +85,7 @@ def _set_traps(traps: Traps) -> None:
     traps.wrap(UnderWay, "add", "before an answer is kept")
     traps.wrap(learner.evaluation.evaluation, "note", "before evaluation is noted")
     traps.wrap(UnderWay, "forget", "before answers are forgotten")
+    traps.wrap(Session, "turn", "between turns")
     traps.wrap(ServerLink, "begin_push", "before ready")
     traps.wrap(Epoch, "join", "joining")
     traps.wrap(ServerPush, "_result", "before done")
@@ -154,6 +164,55 @@ def _keep_books(traps: Traps) -> None:
     ServerLink._connected = _Connected(traps)  # type: ignore[assignment]
     Fleet._note = _told_states(Fleet._note, traps)  # type: ignore[method-assign]
     learner.servers.fleet.REREAD_EVERY_S = REREAD_EVERY_S
+    _tell_ends(traps)
+
+
+def _keep_pace(slow: Path) -> None:
+    """A step takes SLOW_STEP_S while nobody waits for one."""
+    next_batch = Leader.next_batch
+
+    def wait_and_take(leader: Leader, *args: Any) -> Any:
+        goes_on_at = time.monotonic() + SLOW_STEP_S
+        while slow.exists() and time.monotonic() < goes_on_at:
+            time.sleep(LOOK_EVERY_S)
+        return next_batch(leader, *args)
+
+    Leader.next_batch = wait_and_take  # type: ignore[method-assign]
+
+
+def _tell_ends(traps: Traps) -> None:
+    """How each episode ended that an environment or an agent has played. Each has a task of its own, and so values of its own here."""
+    group_id, pid = ContextVar[str]("group_id"), ContextVar[int]("pid")
+
+    def noting_group(play: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def note_and_play(player: Player | AgentPlayer, played: str, *args: Any) -> Any:
+            group_id.set(played)
+            return await play(player, played, *args)
+
+        return note_and_play
+
+    def telling_end(episode: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def play_and_tell(*args: Any) -> Any:
+            played = await episode(*args)
+            traps.tell(f"{ENDED}{played.state}", pid.get(), group_id.get())
+            return played
+
+        return play_and_tell
+
+    for player in (Player, AgentPlayer):
+        player.play = noting_group(player.play)  # type: ignore[method-assign]
+        player._episode = telling_end(player._episode)  # type: ignore[method-assign]
+    ask, order = Seat.ask, AgentProcess.play
+
+    async def ask_and_note(seat: Seat, *args: Any) -> Any:
+        pid.set(seat.process._process.pid or 0)
+        return await ask(seat, *args)
+
+    async def order_and_note(process: AgentProcess, *args: Any) -> Any:
+        pid.set(process._process.pid)
+        return await order(process, *args)
+
+    Seat.ask, AgentProcess.play = ask_and_note, order_and_note  # type: ignore[method-assign]
 
 
 def _told_before(function: Callable[..., None], traps: Traps) -> Callable[..., None]:

@@ -1,7 +1,8 @@
 """The processes of a run: started, struck by signals, and found among the children of others.
 
 A fake run's processes are forked from one that has imported everything, for a killed one would else be seconds in its
-imports; a real run's are started as a user does.
+imports; a real run's are started as a user does. The audits are forked too: transformers gives models garbage for weights when several
+threads of a process load one.
 """
 
 import importlib
@@ -21,7 +22,7 @@ ROOT = Path(__file__).parent.parent.parent
 LEARNER, FAKE_SERVER, SERVER = "tests.chaos.learner_process", "tests.chaos.fake_server", "tests.chaos.server_process"
 """Modules with `run(chaos_dir, arguments)`."""
 FORKED = multiprocessing.get_context("forkserver")
-FORKED.set_forkserver_preload([LEARNER, FAKE_SERVER])
+FORKED.set_forkserver_preload([LEARNER, FAKE_SERVER, "tests.chaos.versions", "transformers.models.gpt2.modeling_gpt2"])
 STOP_TIMEOUT_S = 10.0
 
 

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from tests.chaos.audit import Prompts
-from tests.chaos.evaluations import EvaluationsFound
+from tests.chaos.audit import Prompts, Received
 from tests.chaos.schedule import Engine, Leg
 from tests.chaos.stops import Stop
 from tests.chaos.struck import Struck
@@ -30,15 +29,9 @@ class LegReport(msgspec.Struct, frozen=True, kw_only=True):
     died: list[str]
     undrained: list[str]
     prompts: Prompts
-    num_completions_checked: int
-    versions_wrong: list[str]
+    received: Received
     stops: list[Stop]
     """Of a run on several servers: the longest, the longest first."""
-    episode_ends: dict[str, int] = {}
-    """Of a run that plays: how many ended how."""
-    episodes_misjudged: list[str] = []
-    evaluations: EvaluationsFound | None = None
-    """Of a run that is evaluated."""
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -75,7 +68,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     episode_ends: dict[str, int]
     """Where the policy plays: how many that have come ended how."""
     episodes_misjudged: int
-    """With a reward although they say nothing about the policy, or without although they do."""
+    """With a reward although they say nothing about the policy, or without although they do; or ended otherwise than they must have."""
     evaluations_due: int
     """Where the policy is evaluated: steps after which it was to be, with the first."""
     evaluations_left_out: int
@@ -128,15 +121,16 @@ def make_report(seed: int, engine: Engine, legs: Sequence[LegReport], seconds: f
             ("duplicated", lambda leg: leg.prompts.duplicated),
             ("overtaken", lambda leg: leg.prompts.overtaken),
             ("hang", lambda leg: leg.hangs),
-            ("wrong version", lambda leg: leg.versions_wrong),
-            ("misjudged", lambda leg: leg.episodes_misjudged),
-            ("evaluation", lambda leg: leg.evaluations.wrong if leg.evaluations else []),
+            ("wrong version", lambda leg: leg.received.versions_wrong),
+            ("misjudged", lambda leg: leg.received.episodes_misjudged),
+            ("evaluation", lambda leg: leg.received.evaluations.wrong if leg.received.evaluations else []),
             ("crash", lambda leg: [died for died in leg.died if TRACEBACK in died]),
             ("not drained", lambda leg: leg.undrained),
         )
     )
     stops = sorted(((stop.seconds, _in_words(leg, stop)) for leg in legs for stop in leg.stops), reverse=True)
     too_long = [f"stop: {text}" for seconds, text in stops if seconds > MAX_STOP_S]
+    evaluated = [leg.received.evaluations for leg in legs if leg.received.evaluations is not None]
     return Report(
         seed=seed,
         engine=engine,
@@ -154,11 +148,11 @@ def make_report(seed: int, engine: Engine, legs: Sequence[LegReport], seconds: f
         overtaken=len(overtaken),
         hangs=len(hangs),
         versions_wrong=len(wrong),
-        completions_checked=sum(leg.num_completions_checked for leg in legs),
-        episode_ends=dict(sum((Counter(leg.episode_ends) for leg in legs), Counter())),
+        completions_checked=sum(leg.received.completions_checked for leg in legs),
+        episode_ends=dict(sum((Counter(leg.received.episode_ends) for leg in legs), Counter())),
         episodes_misjudged=len(misjudged),
-        evaluations_due=sum(leg.evaluations.due for leg in legs if leg.evaluations),
-        evaluations_left_out=sum(leg.evaluations.left_out for leg in legs if leg.evaluations),
+        evaluations_due=sum(found.due for found in evaluated),
+        evaluations_left_out=sum(found.left_out for found in evaluated),
         evaluations_wrong=len(evaluations),
         crashes=len(crashes),
         undrained=len(undrained),

@@ -1,6 +1,8 @@
 """One run under fault: its config, its processes, its links, and the events they tell. Nothing here decides what happens."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +13,16 @@ from protocol.config import to_toml
 from tests.chaos.events import Events, since
 from tests.chaos.place import Place
 from tests.chaos.process import LEARNER, Process, start_as_user, start_forked
-from tests.chaos.schedule import CHECKPOINT_EVERY, Engine, Fault, Leg
-from tests.chaos.traps import Event
+from tests.chaos.schedule import CHECKPOINT_EVERY, Engine, Fault, Leg, Player
+from tests.chaos.traps import Event, slow_of
 
 FAKE: dict[str, Any] = {
     "groups_per_step": 2, "max_staleness": 2, "optimizer": {"learning_rate": 2e-3},
     "data": {"task": "reverse", "num_digits": 4, "num_prompts": 16},
     "sampling": {"num_completions": 3, "max_tokens": 5},
     "reward": {"functions": ["share_right", "exact_match"], "weights": [1.0, 0.0]},
+    # A policy that has decided gives groups without signal, which are asked for again and again.
+    "loss": {"entropy_coef": 0.5},
 }  # fmt: skip
 REAL = FAKE | {
     "groups_per_step": 4,
@@ -39,6 +43,10 @@ EVALUATED: dict[str, Any] = {
 }  # fmt: skip
 EVALUATE_EVERY = (2, CHECKPOINT_EVERY)
 """In half of the runs some steps that were evaluated have no checkpoint, and come again; in the others a resume goes on with answers."""
+AGENT: dict[str, Any] = PLAYED | {
+    "environment": {"agent": "tests.chaos.environment:doomed_agent", "max_turns": 4, "max_concurrent": 8, "episode_deadline_s": 12.0},
+}  # fmt: skip
+SETTINGS: dict[Player | None, dict[str, Any]] = {None: {}, "environment": PLAYED, "agent": AGENT}
 REAL_SERVER = {
     "max_concurrent_sequences": 256, "kv_cache_memory_mib": 64, "block_size": 32, "enforce_eager": True,
     # With "keep" a token's logprob is of a mixture of versions, which the audit could not compute.
@@ -117,6 +125,16 @@ class Run:
             case "link" | "call" | "list" | "environment":
                 return None
 
+    @contextmanager
+    def slowly(self) -> Iterator[None]:
+        """The learner takes its time meanwhile."""
+        slow = slow_of(self.directory)
+        slow.touch()
+        try:
+            yield
+        finally:
+            slow.unlink()
+
     def take_off_the_list(self, place: Place) -> None:
         self._unlisted.add(place.number)
         self._write_list()
@@ -168,7 +186,7 @@ class Run:
 
 def make_config(leg: Leg, engine: Engine, directory: Path) -> LearnerRun:
     """The config of all processes; each server is told its port by a flag."""
-    learner = (REAL if engine == "real" else FAKE) | (PLAYED if leg.has_environment else {}) | {
+    learner = (REAL if engine == "real" else FAKE) | SETTINGS[leg.player] | {
         "steps": leg.steps, "checkpoint": {"every_steps": CHECKPOINT_EVERY}, "active_sampling": leg.active_sampling,
         "push": {"timeout_s": PUSH_TIMEOUT_S, "overlap": leg.push_overlap},
         "report": {"trackers": [], "dashboard_port": 0}, "connect_timeout_s": 240.0, "group_deadline_s": 60.0,

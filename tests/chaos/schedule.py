@@ -12,8 +12,10 @@ from typing import Literal
 import msgspec
 
 Engine = Literal["fake", "real"]
+Player = Literal["environment", "agent"]
 Process = Literal["server", "learner", "engine", "environment"]
 Target = Literal["server", "engine core", "worker", "learner", "reward worker", "link", "call", "list", "environment"]
+"""environment: or the agent, whoever plays."""
 Kind = Literal["kill", "stop", "stop, then kill", "cut", "stall", "hang", "leave", "drain"]
 
 FAULTS_PER_LEG = 25
@@ -144,8 +146,8 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
     active_sampling: bool
     faults: tuple[Fault, ...]
     num_servers: int = 1
-    has_environment: bool = False
-    """The policy plays instead of answering once."""
+    player: Player | None = None
+    """The policy plays instead of answering once: with an environment, or asked by an agent."""
     has_evaluations: bool = False
     """The policy is evaluated every few steps: pinned, unless pushes overlap with steps."""
 
@@ -156,7 +158,7 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def schedule(
-    seed: int, num_faults: int, engine: Engine, num_servers: int = 1, has_environment: bool = False,
+    seed: int, num_faults: int, engine: Engine, num_servers: int = 1, player: Player | None = None,
     has_evaluations: bool = False,
 ) -> list[Leg]:  # fmt: skip
     """Share the faults out over legs. Every state comes up once before any comes up again.
@@ -165,13 +167,11 @@ def schedule(
     plays or is evaluated, and half of the faults there are about its episodes or evaluations.
     """
     is_several = num_servers > 1
-    dice = random.Random(
-        f"{seed}/{num_faults}/{engine}" + (f"/{num_servers}" if is_several else "") + "/plays" * has_environment
-        + "/is evaluated" * has_evaluations
-    )  # fmt: skip
+    kind = (f"/{num_servers}" if is_several else "") + (f"/{player}" if player is not None else "")
+    dice = random.Random(f"{seed}/{num_faults}/{engine}{kind}" + "/is evaluated" * has_evaluations)
     decks: dict[bool, list[State]] = {True: [], False: []}
     targets: tuple[Target, ...] = (*TARGETS[engine], "list") if is_several else TARGETS[engine]
-    has_workers = engine == "real" and not (is_several or has_environment or has_evaluations)
+    has_workers = engine == "real" and not (is_several or player is not None or has_evaluations)
     num_of_workers = max(1, round(WORKER_FAULTS_SHARE * num_faults)) if has_workers else 0
     num_left = num_faults - num_of_workers
     legs: list[Leg] = []
@@ -183,7 +183,7 @@ def schedule(
             _fault(dice, decks[receive_overlap], STEPS_PER_FAULT * (i + 1), receive_overlap, targets)
             for i in range(num_here)
         ]
-        if has_environment:
+        if player is not None:
             faults[::2] = _of(OF_EPISODES, dice, [fault.after_step for fault in faults[::2]])
         if has_evaluations:
             possible = [each for each in OF_EVALUATIONS if each[1] in targets]
@@ -192,9 +192,7 @@ def schedule(
             faults = [msgspec.structs.replace(fault, server=dice.randrange(num_servers)) for fault in faults]
         leg = _leg(dice, len(legs), faults, num_workers=1, receive_overlap=receive_overlap)
         legs.append(
-            msgspec.structs.replace(
-                leg, num_servers=num_servers, has_environment=has_environment, has_evaluations=has_evaluations
-            )
+            msgspec.structs.replace(leg, num_servers=num_servers, player=player, has_evaluations=has_evaluations)
         )
     if num_of_workers:
         faults = [

@@ -18,11 +18,11 @@ from tests.chaos.outages import Harm, Remedy
 from tests.chaos.place import Place
 from tests.chaos.process import is_stopped, strike
 from tests.chaos.run import DRAIN_TIMEOUT_S, Run
-from tests.chaos.schedule import DRAIN, STEPS_PER_FAULT, Fault, Kind, Leg
+from tests.chaos.schedule import DRAIN, Fault, Kind, Leg
 from tests.chaos.struck import Struck, first_up, notice_s, work_goes_on
 from tests.chaos.traps import flip_of, set_trap
 
-POLL_S = 0.01
+POLL_S = 0.02
 SIGNALS: dict[Kind, signal.Signals] = {"kill": signal.SIGKILL, DRAIN: signal.SIGTERM}
 """That a process ends of; it is only stopped by other faults."""
 HANG_S = 120.0
@@ -35,7 +35,8 @@ FRUITLESS_STEPS = 12
 """A state that the run has not come to in so many steps will hardly come; several servers share what leads to it."""
 FRUITLESS_S = 120.0
 """The same of a state that needs another start of one of several servers, beside which the run goes on."""
-STEPS_IN_PEACE = 20
+STEPS_BETWEEN, STEPS_IN_PEACE = 2, 10
+"""Of a run on several servers: between faults, and after all."""
 MAX_TRIES = 3
 """Of a fault whose state does not come up, or whose target does not exist at the moment."""
 MAX_DEATHS = 20
@@ -87,16 +88,20 @@ class Supervisor:
     def _wait_for_its_turn(self, fault: Fault) -> None:
         run, step = self._run, fault.after_step
         if self._is_several and self.struck:  # while a server was brought back many steps went by
-            step = max(step, run.steps_done + STEPS_PER_FAULT)
+            step = max(step, run.steps_done + STEPS_BETWEEN)
         self._until(lambda: run.steps_done >= step, f"step {step}")
 
     def _interrupt(self) -> None:
         """End a run that would go on for ever, once it is as it was before all faults."""
         run = self._run
+
+        def are_ready() -> bool:
+            return len(run.events.ready) == len(run.places)
+
+        with run.slowly():
+            self._until(are_ready, "every server ready again")
         last_step = run.steps_done + STEPS_IN_PEACE
-        self._until(
-            lambda: run.steps_done >= last_step and len(run.events.ready) == len(run.places), "every server ready again"
-        )
+        self._until(lambda: run.steps_done >= last_step and are_ready(), "every server ready, and steps in peace")
         strike(run.learner.pid, signal.SIGINT)
 
     # --- one fault
@@ -106,10 +111,11 @@ class Supervisor:
         run = self._run
         if fault.server is not None:
             others = set(range(len(run.places))) - {fault.server}
-            self._until(
-                lambda: fault.server in run.events.ready and bool(others & run.events.ready),
-                f"server {fault.server} and another ready before: {fault}",
-            )
+            with run.slowly():
+                self._until(
+                    lambda: fault.server in run.events.ready and bool(others & run.events.ready),
+                    f"server {fault.server} and another ready before: {fault}",
+                )
         run.say(f"fault {number}: {fault}")
         directory = run.place(fault).directory if fault.state.process in ("server", "engine") else run.directory
         name = fault.kind if fault.target == "environment" else fault.state.name
@@ -117,7 +123,8 @@ class Supervisor:
         self._provoke(fault, number)
         is_caught = self._wait_until_caught(fault, trap)
         trap.unlink(missing_ok=True)
-        struck = self._strike(fault) if is_caught and not self._is_over else None
+        with run.slowly():
+            struck = self._strike(fault) if is_caught and not self._is_over else None
         if struck is None:
             run.say(f"fault {number}: not now")
             return False
@@ -130,7 +137,7 @@ class Supervisor:
     def _wait_until_caught(self, fault: Fault, trap: Path) -> bool:
         def is_caught() -> bool:
             acts_alone = fault.kind == "hang" or fault.target == "environment"
-            return (acts_alone or is_stopped(self._run.holder(fault).pid)) and not trap.exists()
+            return not trap.exists() and (acts_alone or is_stopped(self._run.holder(fault).pid))
 
         if self._is_several and fault.state.provoked_by == "server killed":
             self._until(is_caught, f"the state of: {fault}", fruitless_s=FRUITLESS_S)

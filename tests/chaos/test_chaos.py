@@ -9,27 +9,16 @@ from typing import cast
 import msgspec
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
 
-from learner.policy.model import load_tokenizer
-from learner.prompts.prompts import Prompts as Data
 from learner.rollouts.ledger import Ledger
-from protocol.codec import pack
-from protocol.messages import Completion, Group
-from protocol.model_files import resolve_model
 from tests.chaos.__main__ import campaign
-from tests.chaos.audit import Prompts, audit_prompts
-from tests.chaos.learner_process import RECEIVED, WEIGHTS
+from tests.chaos.audit import Prompts, Received, audit_prompts
 from tests.chaos.report import LegReport, Report, make_report
-from tests.chaos.run import Run, make_config
-from tests.chaos.schedule import OF_EPISODES, STATES, Fault, Kind, Leg, Target, schedule
+from tests.chaos.run import Run
+from tests.chaos.schedule import OF_EPISODES, STATES, Fault, Kind, Target, schedule
 from tests.chaos.stops import Stop
 from tests.chaos.struck import Struck, notice_s
 from tests.chaos.traps import Event, Traps, set_trap
-from tests.chaos.versions import audit_versions
-from tests.learner.model_engine import sample
 
 NUM_STEPS, GROUPS_PER_STEP, NUM_PROMPTS, SEED = 5, 2, 4, 3
 
@@ -60,12 +49,12 @@ def test_every_campaign_with_vllm_strikes_one_of_two_workers(seed: int, num_faul
 
 
 def test_a_campaign_that_plays_is_half_about_its_episodes_and_changes_no_other() -> None:
-    (leg,) = schedule(7, 24, "fake", has_environment=True)
+    (leg,) = schedule(7, 24, "fake", player="environment")
     states = {state.label for state, _, _ in OF_EPISODES}
     about_episodes = [fault for fault in leg.faults if fault.state.label in states]
     assert len(about_episodes) == 12
     assert {(fault.state, fault.target, fault.kind) for fault in about_episodes} == set(OF_EPISODES)
-    assert leg.has_environment and not schedule(7, 24, "fake")[0].has_environment
+    assert leg.player == "environment" and schedule(7, 24, "fake")[0].player is None
     assert all(fault.state.label not in states for fault in schedule(7, 60, "fake")[0].faults)
 
 
@@ -168,62 +157,6 @@ def test_a_slot_that_was_passed_over_for_good_is_accounted_for(tmp_path: Path) -
     assert audit.lost == ["step 4 has 1 groups, not 2"]
 
 
-# --- the audit of versions -------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def sampled(tmp_path: Path) -> tuple[Path, list[Completion]]:
-    """A directory with the weights of versions 0 and 1, and two completions that version 0 has sampled."""
-    leg = msgspec.structs.replace(schedule(0, 1, "fake")[0], seed=0)
-    config = make_config(leg, "fake", tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(resolve_model(config.model), dtype=torch.float32)
-    (tmp_path / WEIGHTS).mkdir()
-    save_file(
-        {name: tensor.clone() for name, tensor in model.named_parameters()}, tmp_path / WEIGHTS / "0-a.safetensors"
-    )
-    prompt = Data(config.learner.data, load_tokenizer(resolve_model(config.model)), config.seed).prompt_at(0)
-    (tmp_path / "run").mkdir()
-    ledger = Ledger(tmp_path / "run" / "ledger.db")
-    ledger.admit(slot=0, attempt=0, position=0, epoch=0, prompt_id=prompt.prompt_id, version=0)
-    ledger.close()
-    completions = []
-    for seed in range(2):
-        tokens, logprobs = sample(model, prompt.token_ids, seed, 5)
-        completions.append(
-            Completion(
-                token_ids=np.array(tokens, np.int32), behaviour_logprobs=np.array(logprobs, np.float32),
-                versions=[(0, len(tokens))], finish_reason="length",
-            )
-        )  # fmt: skip
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.01
-    save_file(
-        {name: tensor.clone() for name, tensor in model.named_parameters()}, tmp_path / WEIGHTS / "1-b.safetensors"
-    )
-    return tmp_path, completions
-
-
-def audit_of(directory: Path, completions: list[Completion]) -> tuple[int, list[str]]:
-    (directory / RECEIVED).mkdir()
-    group = Group(group_id="0.0", entered_version=0, completions=completions)
-    (directory / RECEIVED / "0.0-1").write_bytes(pack(group))
-    leg: Leg = msgspec.structs.replace(schedule(0, 1, "fake")[0], seed=0)
-    return audit_versions(directory, make_config(leg, "fake", directory))
-
-
-def test_tokens_of_the_version_they_are_labelled_with_pass(sampled: tuple[Path, list[Completion]]) -> None:
-    assert audit_of(*sampled) == (2, [])
-
-
-@pytest.mark.parametrize(("label", "problem"), [(1, "differ by"), (2, "was never published")])
-def test_the_audit_finds_a_wrong_label(sampled: tuple[Path, list[Completion]], label: int, problem: str) -> None:
-    directory, (right, wrong) = sampled
-    num_tokens = len(wrong.token_ids)
-    num_checked, found = audit_of(directory, [right, msgspec.structs.replace(wrong, versions=[(label, num_tokens)])])
-    assert num_checked == 2 and len(found) == 1 and problem in found[0]
-
-
 # --- the report ------------------------------------------------------------------------------------------------------
 
 
@@ -273,7 +206,8 @@ def report_of(
     prompts = Prompts(expected=1, consumed_once=1, lost=[], duplicated=[], overtaken=[])
     found = LegReport(
         leg=leg, struck=struck, hangs=[], died=list(died), undrained=list(undrained), prompts=prompts,
-        num_completions_checked=1, versions_wrong=[], stops=list(stops),
+        received=Received(completions_checked=1, versions_wrong=[], episode_ends={}, episodes_misjudged=[], evaluations=None),
+        stops=list(stops),
     )  # fmt: skip
     return make_report(0, "fake", [found], 1.0)
 
@@ -331,7 +265,7 @@ def test_a_few_faults_leave_nothing_lost_twice_mislabelled_or_hanging(tmp_path: 
 
 
 def test_environments_that_die_and_servers_that_die_between_turns_cost_no_group(tmp_path: Path) -> None:
-    report = campaign(SEED, 8, "fake", tmp_path / "chaos", has_environment=True)
+    report = campaign(SEED, 8, "fake", tmp_path / "chaos", player="environment")
     assert report.is_clean, report.problems
     assert report.faults == 8 and report.prompts_consumed_once == report.prompts_expected
     assert {"environment: kill", "environment: stop", "environment: hang"} < set(report.by_kind)

@@ -2,7 +2,8 @@
 
 A trap is a file that names a state. The process that comes to the state for the n-th time takes the file away and stops
 itself by SIGSTOP; the supervisor sees it stopped, does the fault, and lets it go on. Events are lines in one file, with the
-clock that all processes of a machine share. Product code knows of neither: the process entries wrap its functions.
+clock that all processes of a machine share. One more file asks the learner to take its time. Product code knows of none of them: the
+process entries wrap its functions.
 """
 
 import asyncio
@@ -26,6 +27,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     name: str
     number: int = 0
+    group: str = ""
+    """Which it is about."""
     server: int | None = None
     """Which of the run's servers it is of, or about. Not told: known by whoever reads."""
 
@@ -40,8 +43,9 @@ class Traps:
         self._num_visits: dict[bytes, int] = {}
         """By the trap's content, which is new for every fault."""
 
-    def tell(self, name: str, number: int = 0) -> None:
-        event = Event(time_s=time.monotonic(), process=self._process, pid=os.getpid(), name=name, number=number)
+    def tell(self, name: str, number: int = 0, group: str = "") -> None:
+        now = time.monotonic()
+        event = Event(time_s=now, process=self._process, pid=os.getpid(), name=name, number=number, group=group)
         os.write(self._events, msgspec.json.encode(event) + b"\n")  # one write: lines of two processes do not mix
 
     def is_sprung(self, state: str) -> bool:
@@ -91,6 +95,11 @@ class Traps:
             return function(*args, **kwargs)
 
         setattr(owner, name, reach_and_await if inspect.iscoroutinefunction(function) else reach_and_call)
+
+
+def slow_of(directory: Path) -> Path:
+    """While this file is there nobody waits for steps, and each may take a second: hundreds would cost the cores that other legs need."""
+    return directory / "slow"
 
 
 def flip_of(port: int) -> str:

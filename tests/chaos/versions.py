@@ -5,7 +5,7 @@ A resume trains some versions again: a label is right if any of its version's we
 """
 
 import sqlite3
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -17,26 +17,26 @@ from transformers import AutoModelForCausalLM
 
 from learner.config import LearnerRun
 from learner.environments.branch import Branch
-from learner.environments.episode import REWARDED, AnyGroup, Episode, PlayedGroup, episodes_of
+from learner.environments.episode import AnyGroup, episodes_of
 from learner.policy.model import load_tokenizer
 from learner.prompts.prompts import Prompts
 from protocol.codec import unpack
 from protocol.model_files import resolve_model
+from tests.chaos.episodes import Groups
 from tests.chaos.learner_process import RECEIVED, WEIGHTS
 
 TOLERANCE = 2e-4
 """Between float32 in vLLM and in torch there are 4e-5; one step of the optimizer moves most tokens by more than 1e-3."""
 
 
-def audit_versions(directory: Path, config: LearnerRun) -> tuple[int, list[str]]:
+def audit_versions(directory: Path, config: LearnerRun, groups: Groups) -> tuple[int, list[str]]:
     """Return how many completions were checked, and in words those whose labels are wrong. Of an episode its branches."""
-    groups = received_groups(directory)
     prompts = _prompts(directory / "run" / "ledger.db", config)
     weights = defaultdict(list)
     for path in (directory / WEIGHTS).glob("*.safetensors"):
         weights[int(path.name.partition("-")[0])].append(path)
     sequences = [
-        (name, prompts[name.partition("-")[0]], branch)
+        (name, prompts[group.group_id] if branch.prompt_token_ids is None else branch.prompt_token_ids.tolist(), branch)
         for name, group in groups
         for episode in episodes_of(group)
         for branch in episode.branches
@@ -61,27 +61,10 @@ def audit_versions(directory: Path, config: LearnerRun) -> tuple[int, list[str]]
     return len(sequences), wrong
 
 
-def received_groups(directory: Path) -> list[tuple[str, AnyGroup]]:
+def received_groups(directory: Path) -> Groups:
     """Every group that has come, by the name of its file."""
     paths = sorted((directory / RECEIVED).glob("*-*"))
     return [(path.name, unpack(path.read_bytes(), cast(type[AnyGroup], AnyGroup))) for path in paths]
-
-
-def audit_episodes(directory: Path) -> tuple[dict[str, int], list[str]]:
-    """Return how many episodes ended how, and in words those that were rated although they say nothing, or not although they do."""
-    played = [(name, group.episodes) for name, group in received_groups(directory) if isinstance(group, PlayedGroup)]
-    ends = Counter(episode.course.state for _, episodes in played for episode in episodes)
-    wrong = [
-        f"group {name}: an episode ended as {episode.course.state} with the reward {episode.reward}"
-        for name, episodes in played
-        for episode in episodes
-        if not _is_rated_rightly(episode)
-    ]
-    return dict(ends), wrong
-
-
-def _is_rated_rightly(episode: Episode) -> bool:
-    return (episode.reward is not None) == (episode.course.state in REWARDED)
 
 
 def _problem(versions: list[tuple[int | None, int]], errors: dict[int, np.ndarray | None]) -> str | None:

@@ -3,6 +3,7 @@
 Every completion has a seed of its own, so what is sampled depends on weights, prompt and seed alone.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +21,32 @@ TINY_LIMITS = EngineLimits(
 )
 
 
-@torch.no_grad()
 def sample(
     model: Any, prompt: list[int], seed: int, max_tokens: int, stops: frozenset[int] = frozenset()
 ) -> tuple[list[int], list[float]]:
     """Sample one completion up to and including <eos>, or a token that stops it; return tokens and their logprobs."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens: list[int] = []
-    logprobs: list[float] = []
+    (sampled,) = sample_group(model, prompt, [seed], max_tokens, stops)
+    return sampled
+
+
+@torch.no_grad()
+def sample_group(
+    model: Any, prompt: list[int], seeds: Sequence[int], max_tokens: int, stops: frozenset[int] = frozenset()
+) -> list[tuple[list[int], list[float]]]:
+    """The same with a completion for each seed, which go through the model together."""
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    sampled: list[tuple[list[int], list[float]]] = [([], []) for _ in seeds]
     ends = stops | {model.config.eos_token_id}
-    while len(tokens) < max_tokens and (not tokens or tokens[-1] not in ends):
-        logprobs_V = model(torch.tensor([prompt + tokens])).logits[0, -1].log_softmax(-1)
-        tokens.append(int(torch.multinomial(logprobs_V.exp(), 1, generator=generator)))
-        logprobs.append(float(logprobs_V[tokens[-1]]))
-    return tokens, logprobs
+    unfinished = list(range(len(seeds)))
+    while unfinished and len(sampled[unfinished[0]][0]) < max_tokens:
+        ids_BT = torch.tensor([prompt + sampled[index][0] for index in unfinished])
+        logprobs_BV = model(ids_BT).logits[:, -1].log_softmax(-1)
+        for index, logprobs_V in zip(unfinished, logprobs_BV, strict=True):
+            tokens, logprobs = sampled[index]
+            tokens.append(int(torch.multinomial(logprobs_V.exp(), 1, generator=generators[index])))
+            logprobs.append(float(logprobs_V[tokens[-1]]))
+        unfinished = [index for index in unfinished if sampled[index][0][-1] not in ends]
+    return sampled
 
 
 class ModelEngine(ScriptedEngine):
@@ -55,8 +68,13 @@ class ModelEngine(ScriptedEngine):
         if sampling.seed is None:
             self._num_unseeded += 1
         seed = self._num_unseeded if sampling.seed is None else sampling.seed + index
-        stops = frozenset(self._token_of[text] for text in sampling.stop)
-        tokens, logprobs = sample(self.model, prompt, seed, sampling.max_tokens, stops)
+        stops = self._stops_of(sampling)
+        return self._told(*sample(self.model, prompt, seed, sampling.max_tokens, stops), stops)
+
+    def _stops_of(self, sampling: Sampling) -> frozenset[int]:
+        return frozenset(self._token_of[text] for text in sampling.stop)
+
+    def _told(self, tokens: list[int], logprobs: list[float], stops: frozenset[int]) -> Completion:
         assert self.version is not None
         return Completion(
             token_ids=np.array(tokens, np.int32),
