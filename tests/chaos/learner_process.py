@@ -54,7 +54,9 @@ from tests.chaos.traps import Traps, flip_of, slow_of
 BUCKET_BYTES = 64 << 10
 """In place of learner.push.bucket_mib, whose smallest is more than the tiny model: here it has several."""
 WEIGHTS, RECEIVED = "weights", "received"
-SLOW_STEP_S, LOOK_EVERY_S = 1.0, 0.02
+SLOW_STEP_S = 1.0
+"""While nobody waits for steps."""
+LOOK_EVERY_S = 0.02
 REREAD_EVERY_S = 0.5
 """In place of the fleet's 5 s: an absence from the list lasts 0.3 to 4 s."""
 

@@ -43,6 +43,8 @@ class State(msgspec.Struct, frozen=True):
     """It may be caught at any of so many visits: the broadcasts of a push are one state."""
     receive_overlap: bool | None = None
     """Set where the state exists only with, or without, server.receive_overlap."""
+    without: Target | None = None
+    """Whoever is not there yet."""
 
     @property
     def label(self) -> str:
@@ -61,7 +63,7 @@ STATES = (
     State("server", "torn", "byte flipped", receive_overlap=False),
     State("engine", "pause"),
     State("engine", "load_push"),
-    State("learner", "starting", "learner killed"),
+    State("learner", "starting", "learner killed", without="reward worker"),
     State("learner", "resuming", "learner killed"),
     State("learner", "beginning", "learner killed"),
     State("learner", "admitting"),
@@ -217,7 +219,7 @@ def _fault(
         deck += [state for state in STATES if state.receive_overlap in (None, receive_overlap)] + 4 * list(MOMENTS)
         dice.shuffle(deck)
     state = deck.pop(max(i for i, state in enumerate(deck) if may_hang or state.process != "engine"))
-    target = "call" if state.process == "engine" else _target(dice, state.process, targets)
+    target = "call" if state.process == "engine" else _target(dice, state, targets)
     kinds = KINDS[target]
     if target == "server" and "list" in targets:
         kinds += (DRAIN,) * len(kinds)
@@ -238,8 +240,8 @@ def _of(possible: Sequence[tuple[State, Target, Kind]], dice: random.Random, ste
     return faults
 
 
-def _target(dice: random.Random, process: Process, targets: tuple[Target, ...]) -> Target:
+def _target(dice: random.Random, state: State, targets: tuple[Target, ...]) -> Target:
     """Half of the time the process that stands still, where it can be struck."""
-    if process in targets and dice.random() < 0.5:
-        return process
-    return dice.choice([target for target in targets if target not in (process, "call")])
+    if state.process in targets and dice.random() < 0.5:
+        return state.process
+    return dice.choice([target for target in targets if target not in (state.process, "call", state.without)])

@@ -42,6 +42,13 @@ def test_a_campaign_comes_to_every_state_and_has_as_many_faults_as_were_asked() 
         assert max(fault.after_step for fault in leg.faults) < leg.steps
 
 
+def test_nobody_is_struck_in_a_state_in_which_he_is_not_there() -> None:
+    legs = [leg for num_servers in (1, 3) for leg in schedule(5, 1000, "fake", num_servers)]
+    struck = {(fault.state.label, fault.target) for leg in legs for fault in leg.faults}
+    assert ("learner resuming", "reward worker") in struck
+    assert ("learner starting", "reward worker") not in struck
+
+
 @pytest.mark.parametrize(("seed", "num_faults"), [(3, 1), (3, 8), (3, 50), *((seed, 60) for seed in range(20))])
 def test_every_campaign_with_vllm_strikes_one_of_two_workers(seed: int, num_faults: int) -> None:
     *_, last = schedule(seed, num_faults, "real")
