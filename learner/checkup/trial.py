@@ -63,7 +63,8 @@ def first_steps(run: LearnerRun) -> Metrics:
         leader = cleanup.enter_context(Leader.open(material, run_dir, trainee.published, None))
         leader.connect(0)
         interrupt = Interrupt()  # not entered: Ctrl-C ends the trial at once
-        for step in range(1, min(NUM_STEPS, run.learner.steps) + 1):
+        num_steps = min(NUM_STEPS, run.learner.steps)
+        for step in range(1, num_steps + 1):
             timer = StepTimer()
             with timer("wait_for_batch"):
                 groups = leader.next_batch(step - 1, interrupt)
@@ -74,7 +75,7 @@ def first_steps(run: LearnerRun) -> Metrics:
             metrics |= group_metrics(groups, step - 1)
             metrics |= trainee.after_step(step, metrics)
             leader.record(step, groups, metrics, timer)
-        leader.finish()
+        leader.finish(num_steps, interrupt)
     return read_metrics(Path(run.run_dir))
 
 
