@@ -8,6 +8,8 @@ import tyro
 from protocol.config import DEFAULT_ENDPOINT, Dtype, PassedOn, SharedConfig, has_gpu
 from protocol.errors import ConfigError
 
+CPU_KV_MIB = 2048
+
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Keys only the inference server reads; --server.vllm.NAME VALUE, or [server.vllm] in the file, is an argument of vLLM's own."""
@@ -16,8 +18,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Longest prompt + completion in tokens; by default what the model's config allows."""
     max_concurrent_sequences: Annotated[int, msgspec.Meta(gt=0)] = 256
     """Sequences in one decoding step of each replica; further ones wait inside the engine."""
-    kv_cache_memory_mib: Annotated[int, msgspec.Meta(gt=0)] | None = None
-    """Memory for keys and values on each worker; by default what gpu_memory_utilization leaves over."""
+    kv_cache_memory_mib: Annotated[int, msgspec.Meta(gt=0)] | None = msgspec.field(
+        default_factory=lambda: None if has_gpu() else CPU_KV_MIB
+    )
+    """Memory for keys and values on each worker. Unset: what gpu_memory_utilization leaves over; 2,048 on a machine without a GPU, whose
+    memory others need too."""
     block_size: Annotated[int, msgspec.Meta(gt=0)] | None = None
     """Tokens per KV block, the grain in which completions share their prompt; 32 suits short prompts on a CPU."""
     dtype: Dtype | None = None

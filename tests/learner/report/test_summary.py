@@ -135,7 +135,7 @@ def test_one_bare_step_is_enough_and_absent_numbers_are_none(tmp_path):
     assert absent == [
         "reward_first", "reward_last", "exact_last", "staleness_mean", "staleness_max",
         "push_stall_median_s", "mismatch_mean_abs_logprob", "evaluation", "evaluation_step",
-        "completion_tokens_per_s",
+        "training_slowdown", "completion_tokens_per_s",
     ]  # fmt: skip
     assert "–" in as_text(summary)
 
