@@ -1,5 +1,4 @@
-"""The audit of prompts, from the rows of ledger.db and the order the data demands; it shares no code with the ledger's own. And what that
-of all that was received has found (versions.py).
+"""The audit of prompts, from the rows of ledger.db and the order the data demands; it shares no code with the ledger's own.
 
 Prompt p of data epoch e is owed once for every position of the endless sequence of prompts up to the last that was consumed.
 """
@@ -38,7 +37,7 @@ class Prompts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Received(msgspec.Struct, frozen=True, kw_only=True):
-    """What is wrong with the groups of a run, and how many there were."""
+    """What the audits of the groups that were received have found: versions.py and episodes.py."""
 
     completions_checked: int
     versions_wrong: list[str]
@@ -51,7 +50,7 @@ class Received(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def audit_received(directory: Path, config: LearnerRun, leg: Leg) -> Received:
-    """In a process that may import torch, which the one that supervises need not."""
+    """Audit what was received, in a process that may import torch, which the one that supervises need not."""
     from tests.chaos.answers import AnswerAudit
     from tests.chaos.episodes import audit_episodes, ends_of
     from tests.chaos.versions import WEIGHTS, audit_versions, received_groups
