@@ -29,7 +29,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """In which this server computes, where that is not the run's `dtype`: a fast server in bfloat16 beside an exact one. Weights come in
     the run's dtype all the same, and the learner holds this server to the bounds of the coarser of the two."""
     enforce_eager: bool = msgspec.field(default_factory=lambda: not has_gpu())
-    """Skip compilation and CUDA graphs: starts sooner, generates slower. Unset: on a machine without a GPU, where it takes a minute."""
+    """Skip compilation and CUDA graphs: starts sooner, generates slower. Unset: on a machine without a GPU."""
     tensor_parallel_size: Annotated[int, msgspec.Meta(gt=0)] = 1
     """Workers that share one copy of the model."""
     data_parallel_size: Annotated[int, msgspec.Meta(gt=0)] = 1
