@@ -104,7 +104,7 @@ async def evaluation(url: str) -> Finding:
     """Whether somebody is there whom the evaluations of the run will ask."""
     try:
         async with door_to(url, EVALUATION_TIMEOUT_S) as door:
-            return ok("evaluation", f"{url} serves {await door.model_served()}")
+            return ok("evaluation", f"{url} serves {(await door.model_served()).name}")
     except EvaluationError as error:
         return problem_of(
             "evaluation", error, "start the server with server.http_port, or correct learner.evaluation.url"

@@ -187,9 +187,9 @@ def _tell_ends(traps: Traps) -> None:
     group_id, pid = ContextVar[str]("group_id"), ContextVar[int]("pid")
 
     def noting_group(play: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-        async def note_and_play(player: Player | AgentPlayer, played: str, *args: Any) -> Any:
+        async def note_and_play(player: Player | AgentPlayer, played: str, *args: Any, **options: Any) -> Any:
             group_id.set(played)
-            return await play(player, played, *args)
+            return await play(player, played, *args, **options)
 
         return note_and_play
 

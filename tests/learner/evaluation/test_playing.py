@@ -114,15 +114,15 @@ def test_without_tokens_or_a_limit_there_are_no_episodes(tmp_path: Path, server:
 
 
 @pytest.mark.parametrize("environment", [{}, {"environment": AGENT}], ids=["environment", "agent"])
-def test_a_server_that_is_gone_ends_the_evaluation_not_its_episodes(
+def test_a_server_that_refuses_a_turn_ends_the_evaluation_not_its_episodes(
     tmp_path: Path, server: OpenAIServer, environment: dict[str, Any]
 ) -> None:
     def fails_at_the_second(prompt: str, count: int) -> list[str]:
-        server.failures = [500] if len(prompt) > 1 else []
+        server.failures = [400] if len(prompt) > 1 else []
         return [bisected(prompt)]
 
     server.answer = fails_at_the_second
-    with pytest.raises(EvaluationError, match="answered 500"):
+    with pytest.raises(EvaluationError, match="answered 400"):
         evaluate(evaluated(tmp_path, server.url, {"max_concurrent": 1}, **environment))
     assert not (tmp_path / "run" / FILE).exists()
 
