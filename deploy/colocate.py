@@ -16,13 +16,14 @@ from pathlib import Path
 import msgspec
 
 from deploy.config import DeployConfig, DeployRun
-from deploy.placement import Place, halves, rank_places, server_places
+from deploy.placement import Place, rank_places, server_places
 from deploy.processes import Process
 from deploy.supervisor import Supervisor
 from inference_server.config import ServerRun
 from learner.config import LearnerRun
 from protocol import console
 from protocol.config import has_gpu, load_config, to_toml, until_its_reader_leaves
+from protocol.cores import halves
 from protocol.errors import ConfigError, SlipstreamError
 
 PROGRAM = "python -m deploy.colocate"
@@ -112,7 +113,8 @@ def with_cores(config: DeployConfig, server_run: ServerRun, learner_run: Learner
     is_said = any((*of_config, server_run.server.cpu_cores, learner_run.learner.cpu_cores))
     if is_said or has_gpu() or num_cores < 2:
         return config
-    return msgspec.structs.replace(config, **halves(num_cores))
+    of = halves(num_cores)
+    return msgspec.structs.replace(config, server_cores=(of["server"],), learner_cores=(of["learner"],))
 
 
 def make_logs(run_dir: Path) -> Path:

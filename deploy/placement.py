@@ -26,12 +26,6 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[str, str]
 
 
-def halves(num_cores: int) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """Of a node without GPUs: a server and a learner whose threads spin on the same cores slow each other down tenfold."""
-    half = num_cores // 2
-    return {"server_cores": (tuple(range(half)),), "learner_cores": (tuple(range(half, num_cores)),)}
-
-
 def server_places(config: DeployConfig, run: ServerRun) -> list[Place]:
     """Raises ConfigError for what the server's own section contradicts."""
     if config.server_cores and run.server.cpu_cores is not None:

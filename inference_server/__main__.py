@@ -15,12 +15,15 @@ import sys
 import time
 from typing import NoReturn
 
+import msgspec
+
 from inference_server.config import ServerRun
 from inference_server.ending import SIGNALS, until_ended
 from inference_server.engine.socket_directory import socket_directory
 from inference_server.listener import listen
 from protocol import console
 from protocol.config import load_config, to_toml, until_its_reader_leaves
+from protocol.cores import share_of_cores
 from protocol.endpoint import exposure
 from protocol.errors import SlipstreamError
 
@@ -62,6 +65,7 @@ def main() -> None:
             return
         _start_logging()
         _set_environment(run)
+        run = _on_own_cores(run)
         asyncio.run(_serve(run))
     except SlipstreamError as error:
         console.say_error(error)
@@ -88,6 +92,14 @@ def _start_logging() -> None:
     # On our own loggers, because libraries set the root's level while they are imported.
     for package in ("inference_server", "protocol"):
         logging.getLogger(package).setLevel(logging.INFO)
+
+
+def _on_own_cores(run: ServerRun) -> ServerRun:
+    """The same where its config names its cores, or all are its to use."""
+    if run.server.cpu_cores is not None:
+        return run
+    cores = share_of_cores("server", run.learner, (run.endpoint,), num_processes=run.server.num_workers)
+    return msgspec.structs.replace(run, server=msgspec.structs.replace(run.server, cpu_cores=cores))
 
 
 def _set_environment(run: ServerRun) -> None:

@@ -6,6 +6,7 @@ import msgspec
 import tyro
 
 from protocol.config import DEFAULT_ENDPOINT, Dtype, PassedOn, SharedConfig, has_gpu
+from protocol.cores import Cores
 from protocol.errors import ConfigError
 
 CPU_KV_MIB = 2048
@@ -49,9 +50,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     api_key_file: str | None = None
     """File with the key that clients of the OpenAI API must send, mode 600; by default VLLM_API_KEY of the environment, if
     set. Needed where http_host is not loopback."""
-    cpu_cores: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(min_length=1)] | None = None
+    cpu_cores: Cores | None = None
     """Bind the engine to these positions within the cores this process may use, one compute thread each; the rest of the server
-    runs wherever there is room. Several replicas divide them."""
+    runs wherever there is room. Several replicas divide them. Unset, without a GPU and at a loopback endpoint: the first half."""
     orphan_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0
     """How long the groups of a learner that cannot be reached are kept."""
     drain_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0

@@ -99,7 +99,6 @@ def new_command(directory: Path) -> None:
 def train_command(arguments: list[str]) -> None:
     from learner.config import LearnerRun
     from protocol.config import load_config, to_toml, until_its_reader_leaves
-    from protocol.cores import bind_cores
 
     switches = {"--resume", "--dry-run"} & set(arguments)
     arguments = [argument for argument in arguments if argument not in switches]
@@ -110,9 +109,7 @@ def train_command(arguments: list[str]) -> None:
         if note := run.note_on_idle_keys():
             log.warning(note)
         return
-    bind_cores(run.learner.cpu_cores)  # before torch is imported: OpenMP reads its thread count once
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    _prepare_to_compute(run)
     from learner.train import train
 
     run_dir = train(run, resume="--resume" in switches)
@@ -137,6 +134,7 @@ def check_command(arguments: list[str]) -> int:
     """Return the exit status: 1 with any problem."""
     rest = [argument for argument in arguments if argument != "--trial"]
     run, as_json = _run_to_look_at(rest, "learner check", "[--trial] ")
+    _prepare_to_compute(run)
     from learner.checkup.check import check
     from protocol.checkup import tell
 
@@ -163,15 +161,29 @@ def _run_to_look_at(arguments: list[str], program: str, switches: str = "") -> "
     return load_config(LearnerRun, rest, program, switches=f"{switches}[--json]"), rest != arguments
 
 
+def _prepare_to_compute(run: "LearnerRun") -> None:
+    """Before torch is imported: OpenMP reads its thread count once."""
+    from protocol.cores import bind_cores, share_of_cores
+
+    cores = run.learner.cpu_cores
+    if cores is None:
+        cores = share_of_cores(
+            "learner", run.server, () if run.endpoints_from else run.servers,
+            num_processes=int(os.environ.get("LOCAL_WORLD_SIZE", 1)), rank=int(os.environ.get("LOCAL_RANK", 0)),
+        )  # fmt: skip
+    bind_cores(cores)
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
 def self_test_command(arguments: list[str]) -> None:
     from learner.config import LearnerRun
     from protocol.config import load_config
-    from protocol.cores import bind_cores
 
     as_json = "--json" in arguments
     arguments = [argument for argument in arguments if argument != "--json"]
     run = load_config(LearnerRun, arguments, "learner self-test", switches="[--json]")
-    bind_cores(run.learner.cpu_cores)
+    _prepare_to_compute(run)
     import msgspec
 
     from learner.checkup.self_test import self_test

@@ -5,10 +5,57 @@ Two processes whose OpenMP threads spin on the same cores slow each other down t
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from protocol.config import has_gpu
+from protocol.endpoint import is_loopback, split_endpoint
 
 log = logging.getLogger(__name__)
+
+Side = Literal["server", "learner"]
+Cores = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(min_length=1)]
+"""Positions in the list of cores that a process may use."""
+
+OTHER: dict[Side, Side] = {"server": "learner", "learner": "server"}
+
+
+def halves(num_cores: int) -> dict[Side, tuple[int, ...]]:
+    """Positions for each side of a machine without a GPU."""
+    half = num_cores // 2
+    return {"server": tuple(range(half)), "learner": tuple(range(half, num_cores))}
+
+
+def share_of_cores(
+    side: Side,
+    section_of_other: dict[str, Any],
+    endpoints: Sequence[str],
+    *,
+    num_processes: int = 1,
+    rank: int | None = None,
+) -> tuple[int, ...] | None:
+    """Where a side runs whose config names no cores, told in one line; None: wherever there is room.
+
+    Beside the other side on a machine without a GPU that is its half, or what the other's section leaves over, if its processes find room
+    there; `rank`: the part of this one of them. An endpoint beyond loopback says that the other side is elsewhere.
+    """
+    num_cores = len(os.sched_getaffinity(0))
+    if has_gpu() or not any(is_loopback(split_endpoint(endpoint)[0]) for endpoint in endpoints):
+        return None
+    taken = section_of_other.get("cpu_cores") or []
+    left = tuple(i for i in range(num_cores) if i not in {position % num_cores for position in taken})
+    positions = left if taken and left else halves(num_cores)[side]
+    if len(positions) < num_processes:
+        return None
+    if not rank:
+        log.info(
+            "on core(s) %s of the %d here, so that the %s has its own; %s.cpu_cores says which",
+            ", ".join(map(str, positions)), num_cores, OTHER[side], side,
+        )  # fmt: skip
+    return positions if rank is None else positions[rank::num_processes]
 
 
 def bind_cores(positions: tuple[int, ...] | None) -> None:

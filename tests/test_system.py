@@ -41,7 +41,7 @@ class Server:
     """`inference-server` on ports of its own, forked, so that its imports cost nothing."""
 
     def __init__(self, log: Path) -> None:
-        self.port, self.http_port, self._log = free_port(), free_port(), log
+        self.port, self.http_port, self.log = free_port(), free_port(), log
         self._num_started = 0
         log.touch()
         self.shared = ["--endpoint", f"tcp://127.0.0.1:{self.port}"]
@@ -50,18 +50,22 @@ class Server:
     def start(self) -> None:
         self._num_started += 1
         arguments = [RECIPE, *self.shared, "--server.http-port", str(self.http_port)]
-        self._process = ForkedServer("inference_server", arguments, self._log)
+        self._process = ForkedServer("inference_server", arguments, self.log)
 
     def wait_until_ready(self) -> None:
         """Wait for the one that was started last."""
         deadline = time.monotonic() + TIMEOUT_S
-        while self._log.read_text().count("ready after") < self._num_started:
-            assert self._process.poll() is None and time.monotonic() < deadline, self._log.read_text()
+        while self.log.read_text().count("ready after") < self._num_started:
+            assert self._process.poll() is None and time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.1)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def kill(self) -> None:
         """SIGKILL the server's process alone, and see vLLM's processes end with it."""
-        children = psutil.Process(self._process.pid).children(recursive=True)
+        children = psutil.Process(self.pid).children(recursive=True)
         assert children
         self._process.send_signal(signal.SIGKILL)
         self._process.wait(TIMEOUT_S)
@@ -140,6 +144,20 @@ def test_a_server_killed_in_the_middle_comes_back_and_the_run_goes_on(starting_s
     output = learner.finish()
     assert "lost the server" in output or "went away" in output
     assert_every_group_is_accounted_for(tmp_path / "run", 60)
+
+
+def test_two_sides_that_were_told_no_cores_run_on_a_half_each(server: Server, tmp_path: Path) -> None:
+    learner = Learner(server, tmp_path / "run", "--learner.steps", "4")
+    learner.wait_for_step(1)
+    cores = sorted(os.sched_getaffinity(0))
+    half = len(cores) // 2
+    if half and not Path("/dev/nvidia0").exists():
+        assert learner.process.pid is not None
+        assert psutil.Process(learner.process.pid).cpu_affinity() == cores[half:]
+        (engine,) = psutil.Process(server.pid).children()
+        assert engine.cpu_affinity() == cores[:half]
+        assert "so that the learner has its own; server.cpu_cores says which" in server.log.read_text()
+    learner.finish()
 
 
 def test_a_run_trains_while_an_openai_client_is_served_and_a_second_run_follows(server: Server, tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from learner.prompts.prompts import Prompt
 from learner.rewards.workers import GroupRewards, RewardWorkers
 from protocol.checkup import Finding, ok, problem, problem_of, unknown
 from protocol.config import has_gpu
-from protocol.endpoint import is_loopback, split_endpoint
 from protocol.errors import RewardError, SlipstreamError
 
 NUM_SHOWN = 3
@@ -72,18 +71,10 @@ def look(run: LearnerRun) -> Iterator[Finding]:
 
 def of_speed(run: LearnerRun, *, on_gpu: bool) -> Iterator[Finding]:
     """What makes a run slow for nothing on a machine without a GPU."""
-    if on_gpu:
-        return
-    if run.dtype != "float32":
+    if run.dtype != "float32" and not on_gpu:
         yield unknown(
             "speed",
             f"dtype = {run.dtype!r} without a GPU is slower than float32, and server and learner differ a thousand times more; leave it out",
-        )
-    if run.learner.cpu_cores is None and any(is_loopback(split_endpoint(endpoint)[0]) for endpoint in run.servers):
-        yield unknown(
-            "speed",
-            "learner.cpu_cores is unset, so a server on this machine and the learner would compute on the same cores, many times slower; give "
-            "each its own, as server.cpu_cores = [0] and learner.cpu_cores = [1], or start both with python -m deploy.colocate, which does",
         )
 
 

@@ -19,6 +19,7 @@ from learner.config.servers import ParityConfig, PushConfig
 from learner.config.storage import CheckpointConfig
 from learner.config.training import OptimizerConfig, WarmStartConfig
 from protocol.config import DEFAULT_ENDPOINT, MayChange, SharedConfig
+from protocol.cores import Cores
 from protocol.errors import ConfigError
 
 AUTO_TOKENS, AUTO_TOKENS_ON_CPU = 16384, 4096
@@ -88,8 +89,9 @@ class LearnerConfig(Section):
     It must be longer than rank 0 needs to read the data, for one push or for a checkpoint; waits for the server do not count."""
     max_group_attempts: MayChange[int] = 3
     """A prompt whose group fails so often is recorded as failed and left out."""
-    cpu_cores: MayChange[tuple[int, ...] | None] = None
-    """Cores to run on, as positions in the list of cores this process may use; torch gets as many threads."""
+    cpu_cores: MayChange[Cores | None] = None
+    """Cores to run on, as positions in the list of cores this process may use; torch gets as many threads. Unset, without a GPU and
+    with a server at a loopback endpoint: those that the server's section leaves over, or the second half."""
 
     def lacking(self) -> dict[str, str]:
         return what_is_lacking(self)

@@ -78,7 +78,6 @@ def test_two_servers_and_two_ranks_of_which_one_each_is_killed_end_complete(tmp_
     recipe["server"] |= {"http_port": 0}
     report, checkpoint = {"trackers": [], "dashboard_port": 0}, {"every_steps": 20}
     recipe["learner"] |= {"steps": NUM_STEPS, "checkpoint": checkpoint, "report": report}
-    del recipe["server"]["cpu_cores"], recipe["learner"]["cpu_cores"]
     recipe["deploy"] = {"server_cores": [[0], [1]], "learner_cores": [[2], [3]], "restart": "on-failure"}
     config, out, metrics = tmp_path / "run.toml", tmp_path / "out", run_dir / "metrics.jsonl"
     config.write_bytes(msgspec.toml.encode(recipe))

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from deploy.config import DeployConfig, DeployRun
-from deploy.placement import halves, rank_places, server_places
+from deploy.placement import rank_places, server_places
 from inference_server.config import ServerRun
 from learner.config import LearnerRun
 from protocol.config import load_config
@@ -75,10 +75,6 @@ def test_without_a_section_there_are_a_server_and_a_learner_that_are_told_nothin
 def test_a_side_without_gpus_beside_one_with_some_sees_none() -> None:
     (server,) = server_places(DeployConfig(learner_gpus=(0,)), a_server())
     assert server.environment == {"CUDA_VISIBLE_DEVICES": ""}
-
-
-def test_halves_are_all_cores_once() -> None:
-    assert halves(5) == {"server_cores": ((0, 1),), "learner_cores": ((2, 3, 4),)}
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run_with(recipe: str, **learner: object) -> LearnerRun:
     raw = tomllib.loads(Path("my-task/run.toml").read_text())
-    raw["learner"] |= tomllib.loads(recipe)["learner"] | {"cpu_cores": None} | learner
+    raw["learner"] |= tomllib.loads(recipe)["learner"] | learner
     return msgspec.convert(raw, LearnerRun)
 
 
