@@ -8,10 +8,12 @@ a server that has not got the run's weights, as one that was started again betwe
 """
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -19,11 +21,14 @@ import msgspec
 from tqdm import tqdm
 
 from learner.evaluation.questions import Questions
+from learner.evaluation.stops import NUM_TOLD, cut_choice
 from learner.progress import PROGRESS_EVERY_S
 from learner.prompts.prompts import Prompt
 from protocol.answer_headers import END, NO_VERSION, START
 from protocol.console import manner
 from protocol.errors import SlipstreamError
+
+log = logging.getLogger(__name__)
 
 AGAIN_AFTER_S = 1.0
 GONE = {500, 502, 503, 504}
@@ -96,8 +101,18 @@ async def ask_all(
 
 async def completions_of(questions: Questions, door: "Door", served: "Served", prompt: Prompt) -> Answered:
     """All samples of it at once. Raises EvaluationError."""
-    answer, told = await door.say("POST", "completions", request_of(questions, served.name, prompt))
-    return answered(answer, told, questions.config.num_samples)
+    return await answer_of(questions, door, request_of(questions, served.name, prompt))
+
+
+async def answer_of(questions: Questions, door: "Door", request: dict[str, Any]) -> Answered:
+    """With any number of stops. Raises EvaluationError."""
+    stops = request["stop"]
+    if len(stops) <= NUM_TOLD:
+        return answered(*await door.say("POST", "completions", request), request["n"])
+    cut = partial(
+        cut_choice, stops=stops, tokenizer=questions.tokenizer, skip_special_tokens=request["skip_special_tokens"]
+    )
+    return answered(*await door.say("POST", "completions", request | {"stop": stops[:NUM_TOLD]}), request["n"], cut)
 
 
 @asynccontextmanager
@@ -143,6 +158,7 @@ class Door:
 
     def __init__(self, session: aiohttp.ClientSession, url: str, patience_s: float, of_policy: bool) -> None:
         self._session, self._url, self._patience_s, self._of_policy = session, url, patience_s, of_policy
+        self._is_waited_for = False
 
     async def model_served(self) -> Served:
         """Raises EvaluationError."""
@@ -158,6 +174,7 @@ class Door:
                     if self._of_policy and response.headers.get(START) == str(NO_VERSION):
                         trouble = "answered with the model's own weights, which no run has replaced"
                     elif response.status == 200:
+                        self._is_waited_for = False
                         return await response.json(), response.headers
                     else:
                         trouble = f"answered {response.status}: {(await response.text())[:500]}"
@@ -171,6 +188,9 @@ class Door:
                 raise EvaluationError(
                     f"{self._url}/{path} {trouble}; start the server, correct learner.evaluation.url, or raise learner.evaluation.timeout_s"
                 )
+            if not self._is_waited_for:  # told once, however many ask
+                log.warning("%s/%s %s; asking again for %g s at most", self._url, path, trouble, self._patience_s)
+                self._is_waited_for = True
             await asyncio.sleep(AGAIN_AFTER_S)
 
 
@@ -193,14 +213,20 @@ def _served(models: Any, url: str) -> Served:
         ) from None
 
 
-def answered(answer: Any, headers: Mapping[str, str], num_samples: int) -> Answered:
-    """What an answer says. Raises EvaluationError."""
+def answered(
+    answer: Any, headers: Mapping[str, str], num_samples: int, cut: Callable[[Any], Any] = lambda choice: choice
+) -> Answered:
+    """What an answer says, each choice cut. Raises EvaluationError."""
     try:
-        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        whole = sorted(answer["choices"], key=lambda choice: choice["index"])
+        choices = [cut(choice) for choice in whole]
+        num_cut = sum(len(choice.get("token_ids") or ()) for choice in whole) - sum(
+            len(choice.get("token_ids") or ()) for choice in choices
+        )
         said = Answered(
             texts_K=[choice["text"] for choice in choices],
             token_ids_K=[choice["token_ids"] for choice in choices] if choices[0].get("token_ids") else None,
-            num_tokens=int(answer["usage"]["completion_tokens"]),
+            num_tokens=int(answer["usage"]["completion_tokens"]) - num_cut,
             is_finished_K=[choice["finish_reason"] != "length" for choice in choices],
             versions=(int(headers[START]), int(headers[END])) if START in headers and END in headers else None,
         )

@@ -9,7 +9,7 @@ has no reward, as in training.
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from learner.config import LearnerRun
 from learner.environments.episode import REWARDED, PlayedGroup, num_sampled
 from learner.environments.player import Asked, Sampled
-from learner.evaluation.asking import Answered, Door, EvaluationError, Served, answered, request_of
+from learner.evaluation.asking import Answered, Door, EvaluationError, Served, answer_of, request_of
 from learner.evaluation.questions import Questions
 from learner.players import open_agents, open_player
 from learner.prompts.prompts import Prompt
@@ -99,8 +99,7 @@ class Turns:
         if self.failure is not None:
             return None
         try:
-            answer, told = await self._door.say("POST", "completions", self._request(asked))
-            said = answered(answer, told, 1)
+            said = await answer_of(self._questions, self._door, self._request(asked))
             if said.token_ids_K is None:
                 raise EvaluationError(
                     f"the server at {self._questions.config.url} does not tell the tokens of its answers (return_token_ids), which episodes "
@@ -115,7 +114,7 @@ class Turns:
         (token_ids,), (is_finished,) = said.token_ids_K, said.is_finished_K
         return self._sampled(token_ids, is_finished=is_finished) if token_ids else None
 
-    def _request(self, asked: Asked) -> dict[str, object]:
+    def _request(self, asked: Asked) -> dict[str, Any]:
         config, environment = self._questions.config, self._questions.run.learner.environment
         prompt = msgspec.structs.replace(self._prompt, token_ids=asked.token_ids.tolist())
         request = request_of(self._questions, self._served.name, prompt)

@@ -23,9 +23,7 @@ class Questions:
         run = material.run
         self.run, self.tokenizer, self.set_name = run, material.tokenizer, set_name
         self.config = run.learner.evaluation.of_set(set_name)
-        self.source = Prompts(
-            evaluated_data(self.config, run.learner.data), material.tokenizer, run.seed, material.tools
-        )
+        self.source = material.prompts_of(evaluated_data(self.config, run.learner.data))
         self.name = self.source.name
         self.prompts = [self.source.prompt_at(place) for place in range(len(self.source))]
         self.digest = _digest(run, self.config, self.source)

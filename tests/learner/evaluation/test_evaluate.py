@@ -105,10 +105,26 @@ def test_of_several_samples_pass_at_k_and_the_majority_are_told(tmp_path: Path, 
     assert len({asked["seed"] for asked in server.requests}) == 10
 
 
-def test_a_server_that_is_gone_is_waited_for(tmp_path: Path, server: OpenAIServer) -> None:
+def test_a_server_that_is_gone_is_waited_for_and_that_is_told_once(
+    tmp_path: Path, server: OpenAIServer, caplog: pytest.LogCaptureFixture
+) -> None:
     server.failures = [503, 502, 500]
     made = evaluate(a_run(tmp_path, server, "--learner.evaluation.max-concurrent", "1"))[0]
     assert made.reward is not None and made.reward.mean == 1.0 and len(server.requests) == 10
+    (told,) = [message for message in caplog.messages if "asking again" in message]
+    assert told.startswith(f"{server.url}/models answered 503: no; asking again for ")
+
+
+@pytest.mark.parametrize("tells_tokens", [True, False])
+def test_of_more_stops_than_an_openai_server_takes_the_others_cut_what_it_answers(
+    tmp_path: Path, server: OpenAIServer, tells_tokens: bool
+) -> None:
+    server.answer, server.tells_tokens = (lambda prompt, count: [prompt[:-1] + "=9+"]), tells_tokens
+    config = a_run(tmp_path, server, "--learner.sampling.stop", "a", "b", "c", "d", "+", "=", functions=("length",))
+    made = evaluate(config)[0]
+    assert {tuple(asked["stop"]) for asked in server.requests} == {("a", "b", "c", "d")}
+    assert made.reward is not None and made.reward.mean == len("20=") and made.truncated_frac == 0.0
+    assert made.length_mean == (len("20=") if tells_tokens else len("20=9+"))
 
 
 def test_a_server_that_tells_neither_tokens_nor_versions_will_do(tmp_path: Path, server: OpenAIServer) -> None:
