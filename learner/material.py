@@ -11,7 +11,8 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from learner.config import LearnerRun
+from learner.config import DataConfig, LearnerRun
+from learner.environments.answer import renderer_of
 from learner.environments.process import tools_of
 from learner.policy.memory import ModelShape, shape_of
 from learner.policy.model import load_tokenizer
@@ -46,7 +47,14 @@ class Material:
 
     @cached_property
     def prompts(self) -> Prompts:
-        return Prompts(self.run.learner.data, self.tokenizer, self.run.seed, self.tools)
+        return self.prompts_of(self.run.learner.data)
+
+    def prompts_of(self, data: DataConfig) -> Prompts:
+        """Raises ConfigError and DataError."""
+        renderer = self.run.learner.environment.renderer
+        if renderer is not None:
+            renderer_of(self.tokenizer, renderer)  # says now what does not fit
+        return Prompts(data, self.tokenizer, self.run.seed, self.tools, renderer)
 
     def tools(self) -> list[dict[str, Any]]:
         """The JSON schemas of what the policy is told that it can call. Raises ConfigError."""

@@ -25,6 +25,9 @@ class EnvironmentConfig(Section):
     python: MayChange[str | None] = None
     """The interpreter that the agent runs in, such as `envs/x/.venv/bin/python`; it needs nothing of Slipstream. Environments and tools
     run there too; they need Python 3.11 and msgspec in it, and transformers where the prompts are conversations. Unset: the learner's."""
+    renderer: str | None = None
+    """The format that the policy's calls and reasoning are read in, by its name in the package `renderers` (PrimeIntellect), such as
+    `qwen3.5`, `glm-4.5`, `llama-3`, `gpt-oss`. Unset: what the tokenizer says of itself (`response_template`), else that of Hermes."""
     gateway_host: MayChange[str] = "127.0.0.1"
     """The address that agents find the endpoint at. Others than this machine's own are for agents in containers: their requests travel
     unencrypted, and only their keys keep others out."""
@@ -66,7 +69,7 @@ class EnvironmentConfig(Section):
             lacking |= dict.fromkeys(("gateway_host", "gateway_port"), "agent or command")
         if not self.is_used:
             limits = ("max_turns", "max_episode_tokens", "episode_deadline_s", "max_concurrent", "max_memory_mib")
-            lacking |= dict.fromkeys(limits, "factory, agent or command")
+            lacking |= dict.fromkeys(("renderer", *limits), "factory, tools, agent or command")
         if not self.is_used or self.has_agent:
             lacking["timeout_s"] = "factory or tools"
         return lacking
@@ -77,7 +80,7 @@ class EnvironmentConfig(Section):
             require(value is None or value >= 1, f"{name} = {value} must be at least 1")
         for name in ("timeout_s", "episode_deadline_s"):
             require(0 < getattr(self, name) < math.inf, f"{name} = {getattr(self, name)} must be above 0 and finite")
-        for name in ("agent", "command", "python"):
+        for name in ("agent", "command", "python", "renderer"):
             require(getattr(self, name) != "", f"{name} is empty; leave it out, or name one")
         require(
             self.agent is None or ":" in self.agent,

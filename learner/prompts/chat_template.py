@@ -24,6 +24,8 @@ class ChatTemplate(msgspec.Struct, frozen=True, eq=False):
     """learner.data.chat_template_kwargs."""
     tools: list[dict[str, Any]]
     """JSON schemas of what the policy can call."""
+    renderer: str | None = None
+    """learner.environment.renderer."""
 
     @property
     def has_texts(self) -> bool:

@@ -51,13 +51,17 @@ class Prompts:
         tokenizer: "PreTrainedTokenizerBase",
         seed: int,
         tools: Callable[[], list[dict[str, Any]]] = list,
+        renderer: str | None = None,
     ) -> None:
-        """`tools` gives the JSON schemas that the chat template is told; called where prompts are conversations."""
+        """`tools` gives the JSON schemas that the chat template is told; called where prompts are conversations. `renderer`: what the
+        answers to them are read by."""
         self._config, self._seed = config, seed
         self._source = open_source(config, seed)
         first = self._source.row(0).get(config.prompt_column)  # what is missing, encoding tells
         self.are_conversations = config.system_prompt is not None or not isinstance(first, str)
-        self.template = ChatTemplate(tokenizer, config.chat_template_kwargs, tools() if self.are_conversations else [])
+        self.template = ChatTemplate(
+            tokenizer, config.chat_template_kwargs, tools() if self.are_conversations else [], renderer
+        )
         self._encoded = encode_source(self._source, config, self.template)
         too_long = self._find_too_long()
         self.num_too_long = len(too_long)
