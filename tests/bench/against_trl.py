@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import SlipstreamError
-from tests.bench.comparison import compare
+from tests.bench.comparison import Rates, compare
 from tests.bench.machine import machine, matrix_rate, versions
 from tests.bench.trl_side import TrlRun, run_trl, trl_job
 from tests.bench.trl_venv import trl_python
 from tests.bench.workload import WORKLOADS, Workload, write_model, write_prompts
-from tests.bench.workload_run import LEARNER_CORES, Run, config_of, run_workload
+from tests.bench.workload_run import LEARNER_CORES, OWN_CORE, Run, config_of, run_workload
 
 NUM_STEPS = {"a": 40, "b": 6, "c": 10}
 MAX_STALENESS = 2
@@ -29,7 +29,8 @@ NOTES = [
     "other devices); the colocated one calls load_weights on the running engine, whose weights vLLM's CPU backend has packed by "
     "then ('Parameter' object has no attribute 'weight_loader'). Its continuous batching runs on a CPU, slower.",
     "Both sides compute in float32, on all cores of the machine: TRL as `python train.py` starts it, one process with a thread on "
-    "each and its default cache; ours with one core for the server and one for the learner. A rank on each core and a static cache "
+    "each and its default cache; ours with one core for the server and, for the learner, the other in (a) and (b), both in (c), whose "
+    "server is idle for half of each step (learner.cpu_cores; --learner-cores). A rank on each core and a static cache "
     "(--trl-processes, --trl-cache static) make TRL about as fast as it gets here.",
     "Lengths: the last norm's weights are small, so a completion ends at each token with probability 1/128 on either side, and the "
     "reward is the same on average at every length; expected_length is that distribution's mean, length_ratio what came of it.",
@@ -59,6 +60,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help=f"of each run; by default {NUM_STEPS}")
     parser.add_argument("--warm-up", type=int, default=2, help="first steps of each run that are left out, at least 1")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--learner-cores", type=int, nargs="+", help=f"of our learner; by default {LEARNER_CORES}")
     parser.add_argument("--trl-processes", type=int, default=1, help="ranks that share the batch and the cores")
     parser.add_argument("--trl-cache", choices=["static"], help="of generation; by default that of transformers")
     parser.add_argument("--trl-rows", type=int, default=32, help="rows that TRL puts through the model at once")
@@ -74,7 +76,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     num_parameters = write_model(files / "model")
     cells = {name: run_cell(WORKLOADS[name], num_parameters, files, python, options) for name in options.cells}
     headlines = {
-        f"{key}_{name}": cell[key] for key in ("samples_per_s_ratio", "limit_frac") for name, cell in cells.items()
+        f"{key}_{name}": cell[key]
+        for key in ("samples_per_s_ratio", "limit_frac", "limit_frac_of_one_core")
+        for name, cell in cells.items()
     }
     return headlines | {
         "cells": cells,
@@ -92,15 +96,17 @@ def run_cell(
     """Both sides in turn, each first in every other repetition."""
     write_prompts(workload, files / f"{workload.name}.jsonl")
     num_steps = options.steps or NUM_STEPS[workload.name]
+    cores = tuple(options.learner_cores or LEARNER_CORES[workload.name])
     trl: list[TrlRun] = []
     ours: list[Run] = []
-    rates = []
+    rates = Rates(num_cores=len(cores), of_one=[], of_all=[])
     for seed in range(options.repetitions):
         config = config_of(
             workload, files, files / f"ours-{workload.name}-{seed}", steps=num_steps, seed=seed,
-            learning_rate=options.learning_rate, max_staleness=MAX_STALENESS,
+            learning_rate=options.learning_rate, max_staleness=MAX_STALENESS, learner_cores=cores,
         )  # fmt: skip
-        rates.append(matrix_rate(LEARNER_CORES))
+        rates.of_one.append(matrix_rate(OWN_CORE))
+        rates.of_all.append(matrix_rate(cores))
         for side in ("trl", "ours") if seed % 2 == 0 else ("ours", "trl"):
             say(f"cell {workload.name}, repetition {seed + 1} of {options.repetitions}: {side}")
             if side == "trl":
@@ -118,12 +124,14 @@ def run_cell(
 
 
 def as_text(result: dict[str, Any]) -> str:
-    lines = [f"{'cell':6}{'TRL s/step':>12}{'ours':>9}{'ratio':>8}{'limit':>8}{'lengths':>16}{'learner idle':>14}"]
+    lines = [
+        f"{'cell':6}{'TRL s/step':>12}{'ours':>9}{'ratio':>8}{'limit':>8}{'of one':>8}{'lengths':>16}{'learner idle':>14}"
+    ]
     for name, cell in result["cells"].items():
         seconds, lengths = cell["s_per_step"], cell["completion_length_mean"]
         lines.append(
             f"{name:6}{seconds['trl']:>12.2f}{seconds['ours']:>9.2f}{cell['samples_per_s_ratio']:>8.2f}{cell['limit_frac']:>8.2f}"
-            f"{lengths['trl']:>8.1f}{lengths['ours']:>8.1f}{cell['learner_idle_frac']:>14.1%}"
+            f"{cell['limit_frac_of_one_core']:>8.2f}{lengths['trl']:>8.1f}{lengths['ours']:>8.1f}{cell['learner_idle_frac']:>14.1%}"
         )
     return "\n".join(lines)
 

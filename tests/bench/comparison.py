@@ -3,21 +3,38 @@
 import statistics
 from typing import Any
 
+import msgspec
+
 from tests.bench import steps as arithmetic
 from tests.bench.steps import Step
 from tests.bench.trl_side import TrlRun
 from tests.bench.workload import Workload
-from tests.bench.workload_run import LEARNER_CORES, Run
+from tests.bench.workload_run import Run
 
 MAX_LENGTH_DIFFERENCE = 0.05
 NUM_LAST_STEPS = 3
 
 
+class Rates(msgspec.Struct, frozen=True, kw_only=True):
+    """Of large float32 matrix products, operations per second, in each repetition."""
+
+    num_cores: int
+    """The learner's."""
+    of_one: list[float]
+    of_all: list[float]
+
+
 def compare(
-    workload: Workload, trl: list[TrlRun], ours: list[Run], rates: list[float], num_parameters: int, warm_up: int
+    workload: Workload, trl: list[TrlRun], ours: list[Run], rates: Rates, num_parameters: int, warm_up: int
 ) -> dict[str, Any]:
     """Medians over repetitions of what each side did, ratios of ours to TRL's."""
-    flops_per_s = statistics.median(rates)
+
+    def limit_frac(flops_per_s: list[float]) -> float:
+        rate = statistics.median(flops_per_s)
+        return statistics.median(
+            arithmetic.limit_frac(workload, run.steps, warm_up, num_parameters, rate) for run in ours
+        )
+
     s_per_step = {
         "trl": [arithmetic.seconds_per_step(run.steps, warm_up) for run in trl],
         "ours": [arithmetic.seconds_per_step(run.steps, warm_up) for run in ours],
@@ -28,10 +45,10 @@ def compare(
     }
     medians = {side: statistics.median(values) for side, values in s_per_step.items()}
     length_ratio = lengths["ours"] / lengths["trl"]
-    limits = [arithmetic.limit_frac(workload, run.steps, warm_up, num_parameters, flops_per_s) for run in ours]
     return {
         "samples_per_s_ratio": medians["trl"] / medians["ours"],
-        "limit_frac": statistics.median(limits),
+        "limit_frac": limit_frac(rates.of_all),
+        "limit_frac_of_one_core": limit_frac(rates.of_one),
         "s_per_step": medians,
         "samples_per_s": {side: workload.samples_per_step / value for side, value in medians.items()},
         "s_per_step_by_repetition": s_per_step,
@@ -47,11 +64,15 @@ def compare(
         "learner_idle_frac": statistics.median(run.learner_idle_frac for run in ours),
         "server_idle_frac": statistics.median(run.server_idle_frac for run in ours),
         "learner_phases_s": ours[-1].phases_s,
-        "matrix_gflops_per_s": [rate / 1e9 for rate in rates],
-        "learner_threads": len(LEARNER_CORES),
+        "matrix_gflops_per_s": {"one core": in_billions(rates.of_one), "all": in_billions(rates.of_all)},
+        "learner_threads": rates.num_cores,
         "trl_processes": trl[0].processes,
         "trl_threads_each": trl[0].threads,
     }
+
+
+def in_billions(rates: list[float]) -> list[float]:
+    return [rate / 1e9 for rate in rates]
 
 
 def compare_rewards(trl: list[list[Step]], ours: list[list[Step]]) -> dict[str, Any]:

@@ -4,6 +4,7 @@
                                         dense rows of one length, so that there is neither padding nor anything to share
     sharing_speedup_over_token_ratio    by group size and length of the prompt: how much faster a step is that computes each
                                         prompt once, ÷ how many fewer tokens it computes
+    branches_speedup_over_token_ratio   the same of episodes of several branches, whose prompts are a tree
     logits_peak_over_chunk              bytes that the head takes at its peak, beside what it is given and gives, ÷ those of a tile
     half_b                              one step of 16,384 tokens of a Qwen2.5-0.5B (random weights): the process's peak, seconds
 
@@ -39,6 +40,8 @@ from tests.learner.policy.plain import ordinary
 GROUP_SIZES = (4, 8, 16)
 PROMPT_LENGTHS = (64, 512, 2048)
 COMPLETION_LENGTH = 64
+NUM_BRANCHES, SAID = 4, 96
+"""Of an episode whose template rewrites what was said, and the tokens that each turn adds to what stands before the next."""
 VOCABULARIES = (32_000, 151_936)
 TOKENS = 16_384
 
@@ -75,18 +78,22 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             for num_prompt in PROMPT_LENGTHS:
                 say(f"groups of {group_size}, prompts of {num_prompt}")
                 sharing.append(against_unshared(trainee, group_size, num_prompt, options.rounds))
+        say(f"{NUM_BRANCHES} branches of each episode")
+        branches = [against_unshared(trainee, 8, num, options.rounds, NUM_BRANCHES) for num in PROMPT_LENGTHS]
     say("head")
     heads = [head_peak(vocab_size) for vocab_size in VOCABULARIES]
     half_b = None if options.skip_half_b else half_b_in_its_own_process(options.threads)
     return {
         "useful_over_bare": dense["useful_over_bare"],
         "sharing_speedup_over_token_ratio": statistics.median(one["over_token_ratio"] for one in sharing),
+        "branches_speedup_over_token_ratio": statistics.median(one["over_token_ratio"] for one in branches),
         "logits_peak_over_chunk": max(one["peak_over_chunk"] for one in heads),
         "half_b_peak_gb": None if half_b is None else half_b["peak_gb"],
         "machine": {"cores": os.cpu_count(), "processor": platform.processor() or platform.machine(), "threads": options.threads,
                     "torch": torch.__version__, "transformers": transformers.__version__},
         "dense": dense,
         "sharing": sharing,
+        "branches": branches,
         "head": heads,
         "half_b": half_b,
     }  # fmt: skip
@@ -106,10 +113,21 @@ def against_dense(trainee: Trainee, num_rounds: int, num_rows: int = 64) -> dict
     }
 
 
-def against_unshared(trainee: Trainee, group_size: int, num_prompt: int, num_rounds: int) -> dict[str, Any]:
-    """As many groups as about TOKENS unshared tokens make."""
-    num_groups = max(1, TOKENS // (group_size * (num_prompt + COMPLETION_LENGTH)))
-    rows = make_rows(num_groups, group_size, num_prompt, COMPLETION_LENGTH, SMALL["vocab_size"])
+def against_unshared(
+    trainee: Trainee, group_size: int, num_prompt: int, num_rounds: int, num_branches: int = 1
+) -> dict[str, Any]:
+    """As many groups as about TOKENS unshared tokens make. Branches: of each episode, with SAID tokens more before each."""
+    num_before = num_prompt + SAID * (num_branches - 1) // 2
+    num_groups = max(1, TOKENS // (group_size * num_branches * (num_before + COMPLETION_LENGTH)))
+    rows = make_rows(
+        num_groups,
+        group_size,
+        num_prompt,
+        COMPLETION_LENGTH,
+        SMALL["vocab_size"],
+        num_branches=num_branches,
+        num_said=SAID,
+    )
     alone = apart(rows)
     ours, unshared = (lambda: our_pass(trainee, rows)), (lambda: our_pass(trainee, alone))
     oracle = differences(trainee, ours, unshared)
@@ -118,6 +136,7 @@ def against_unshared(trainee: Trainee, group_size: int, num_prompt: int, num_rou
     speedup, token_ratio = seconds["unshared"] / seconds["shared"], num_tokens["unshared"] / num_tokens["shared"]
     return {
         "group_size": group_size,
+        "branches": num_branches,
         "prompt_tokens": num_prompt,
         "completion_tokens": COMPLETION_LENGTH,
         "computed_tokens": num_tokens,

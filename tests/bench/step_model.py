@@ -51,32 +51,41 @@ def load_trainee(path: Path, **learner: Any) -> Trainee:
     return make_trainee(Material(msgspec.convert(run, LearnerRun)), Accelerator(cpu=True), is_new=True)
 
 
-def make_rows(num_groups: int, group_size: int, num_prompt: int, num_completion: int, vocab_size: int) -> list[Row]:
-    """Groups of one shape; each token of the step has the same weight."""
+def make_rows(
+    num_groups: int, group_size: int, num_prompt: int, num_completion: int, vocab_size: int, *, num_branches: int = 1, num_said: int = 0
+) -> list[Row]:  # fmt: skip
+    """Groups of one shape; each token of the step has the same weight. Of the branches of an episode each has `num_said` more tokens
+    before it than the one before, as where a template drops the reasoning of earlier turns."""
     rng = np.random.default_rng(0)
     places = itertools.count()
-    num_tokens = num_groups * group_size * num_completion
+    num_tokens = num_groups * group_size * num_branches * num_completion
 
     def ids(count: int) -> np.ndarray:
         return rng.integers(1, vocab_size, count).astype(np.int32)
+
+    def row(before: np.ndarray, group: int, place: int) -> Row:
+        branch = Branch(
+            token_ids=ids(num_completion),
+            behaviour_logprobs=np.full(num_completion, -np.log(vocab_size), np.float32),
+            versions=[(VERSION, num_completion)],
+            finish_reason="stop",
+        )
+        return Row(
+            prompt_token_ids=before, branch=branch, group=group, place=place, advantage=1.0, weight=1 / num_tokens,
+            entered_version=VERSION,
+        )  # fmt: skip
 
     rows: list[Row] = []
     for group in range(num_groups):
         prompt = ids(num_prompt)
         for _ in range(group_size):
-            completion = Branch(
-                token_ids=ids(num_completion),
-                behaviour_logprobs=np.full(num_completion, -np.log(vocab_size), np.float32),
-                versions=[(VERSION, num_completion)],
-                finish_reason="stop",
-            )
-            rows.append(
-                Row(prompt_token_ids=prompt, branch=completion, group=group, place=next(places), advantage=1.0,
-                    weight=1 / num_tokens, entered_version=VERSION)
-            )  # fmt: skip
+            before, place = prompt, next(places)
+            for _ in range(num_branches):
+                rows.append(row(before, group, place))
+                before = np.concatenate([before, ids(num_said)])
     return rows
 
 
 def apart(rows: list[Row]) -> list[Row]:
     """The same without anything to share."""
-    return [msgspec.structs.replace(row, group=row.place) for row in rows]
+    return [msgspec.structs.replace(row, group=number) for number, row in enumerate(rows)]

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.bench import against_trl, pipeline
-from tests.bench.comparison import compare, compare_rewards
+from tests.bench.comparison import Rates, compare, compare_rewards
 from tests.bench.good_share import BY_CHANCE, CHARACTERS, good_share
 from tests.bench.steps import (
     Step,
@@ -80,14 +80,17 @@ def test_a_ratio_is_ours_to_theirs_of_medians_and_unequal_lengths_are_told() -> 
         for seconds in (8.0, 12.0, 99.0)
     ]
     ours = [run_of(steps_of([5.0, seconds, seconds], length=104.0), learner_idle=0.25) for seconds in (4.0, 1.0, 5.0)]
-    found = compare(workload, trl, ours, [2e9, 1e9, 9e9], num_parameters=1000, warm_up=1)
+    rates = Rates(num_cores=2, of_one=[2e9, 1e9, 9e9], of_all=[3e9, 1e9, 9e9])
+    found = compare(workload, trl, ours, rates, num_parameters=1000, warm_up=1)
     assert found["samples_per_s_ratio"] == 12.0 / 4.0
     assert found["samples_per_s"] == {"trl": 256 / 12.0, "ours": 64.0}
     assert found["learner_busy_s"] == 3.0
-    assert found["limit_frac"] == pytest.approx(workload.needed_tokens(104.0) * 6 * 1000 / 2e9 / 4.0)
+    of_one_core = workload.needed_tokens(104.0) * 6 * 1000 / 2e9 / 4.0
+    assert found["limit_frac_of_one_core"] == pytest.approx(of_one_core)
+    assert found["limit_frac"] == pytest.approx(of_one_core * 2 / 3) and found["learner_threads"] == 2
     assert found["length_ratio"] == pytest.approx(1.04) and found["lengths_comparable"]
     longer = [run_of(steps_of([5.0, 4.0, 4.0], length=106.0)) for _ in range(3)]
-    assert not compare(workload, trl, longer, [1e9], num_parameters=1000, warm_up=1)["lengths_comparable"]
+    assert not compare(workload, trl, longer, rates, num_parameters=1000, warm_up=1)["lengths_comparable"]
 
 
 def test_rewards_are_compared_at_the_same_versions_of_the_policy() -> None:

@@ -42,6 +42,14 @@ def test_a_prompt_that_is_shared_is_computed_once(trainee: Trainee) -> None:
     assert step.num_computed(trainee, apart(rows)) == 3 * 4 * (50 + 9)
 
 
+def test_what_the_branches_of_episodes_begin_with_is_computed_once(trainee: Trainee) -> None:
+    rows = make_rows(2, 3, 50, 10, 128, num_branches=4, num_said=40)
+    assert [len(row.prompt_token_ids) for row in rows[:5]] == [50, 90, 130, 170, 50]
+    assert [row.place for row in rows] == [place for place in range(6) for _ in range(4)]
+    assert step.num_computed(trainee, rows) == 2 * (50 + 3 * (3 * 40 + 4 * 9))
+    assert step.num_computed(trainee, apart(rows)) == 6 * (50 + 90 + 130 + 170 + 4 * 9)
+
+
 def test_a_speed_is_the_median_of_turns_without_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0, 9, 9, 18, 20, 21, 30, 33, 40, 45, 50, 54, 60, 62, 70, 71])
     monkeypatch.setattr(step.time, "perf_counter", lambda: next(clock))

@@ -1,4 +1,4 @@
-"""A workload through our own system, as a user would start it: server and learner on one node, each on cores of its own.
+"""A workload through our own system, as a user would start it: server and learner on one node of two cores.
 
 Workload ─▶ a config of defaults but for what both sides must have alike ─▶ colocated.py ─▶ Run: its steps, its idleness
 """
@@ -19,7 +19,9 @@ SERVER = {
     "block_size": 32,
     "cpu_cores": [0],
 }
-LEARNER_CORES = (1,)
+OWN_CORE, BOTH_CORES = (1,), (0, 1)
+LEARNER_CORES = {"a": OWN_CORE, "b": OWN_CORE, "c": BOTH_CORES}
+"""By the workload: where the server leaves half of its core idle, step after step, the learner has it too."""
 NEVER = 10**9
 
 
@@ -37,14 +39,15 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def config_of(
-    workload: Workload, files: Path, run_dir: Path, *, steps: int, learning_rate: float, max_staleness: int, seed: int = 0
+    workload: Workload, files: Path, run_dir: Path, *, steps: int, learning_rate: float, max_staleness: int,
+    learner_cores: tuple[int, ...] = OWN_CORE, seed: int = 0,
 ) -> LearnerRun:  # fmt: skip
     """What the comparison fixes; everything else is the default."""
     learner = {
         "steps": steps,
         "groups_per_step": GROUPS_PER_STEP,
         "max_staleness": max_staleness,
-        "cpu_cores": LEARNER_CORES,
+        "cpu_cores": learner_cores,
         "data": {"path": str(files / f"{workload.name}.jsonl")},
         "sampling": {"num_completions": NUM_COMPLETIONS, "max_tokens": workload.max_tokens},
         "reward": {"functions": ["tests.bench.good_share:good_share"]},
