@@ -34,6 +34,10 @@ HERMES = {
 }
 
 
+NO_FORMATS = ("auto", "default")
+"""Names of `renderers` that ask the hub, by the model's name, or read nothing."""
+
+
 class Unreadable(Exception):
     """A call that cannot be made out; the message says why."""
 
@@ -100,6 +104,8 @@ def renderer_of(tokenizer: "PreTrainedTokenizerBase", name: str) -> Any:
         config = configs.config_from_name(name)
     except ValueError as error:
         raise ConfigError(f"{key}: {error}") from error
+    if name in NO_FORMATS:
+        raise ConfigError(f"{key} names no format; say which, such as 'qwen3.5', or leave the key out")
     try:
         return create_renderer(tokenizer, config)
     except (AssertionError, ValueError, KeyError) as error:

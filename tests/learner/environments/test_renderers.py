@@ -73,7 +73,11 @@ def test_an_episode_is_played_in_the_format_that_the_config_names() -> None:
 
 @pytest.mark.parametrize(
     ("name", "told"),
-    [("qwen-9", "qwen-9.*Known: .*glm-4.5"), ("glm-4.5", r"does not fit the tokenizer.*\[gMASK\].*name the format")],
+    [
+        ("qwen-9", "Known: .*glm-4.5"),
+        ("auto", "names no format; say which"),
+        ("glm-4.5", r"does not fit the tokenizer.*\[gMASK\].*name the format"),
+    ],
 )
 def test_a_format_that_is_unknown_or_of_another_model_is_refused_at_the_start(name: str, told: str) -> None:
     with pytest.raises(ConfigError, match=f"learner.environment.renderer = '{name}'.*{told}"):
