@@ -65,7 +65,6 @@ def main() -> None:
             return
         _start_logging()
         _set_environment(run)
-        run = _on_own_cores(run)
         asyncio.run(_serve(run))
     except SlipstreamError as error:
         console.say_error(error)
@@ -137,6 +136,7 @@ async def _serve(run: ServerRun) -> None:
         model_path = resolve_model(run.model)
         model = fingerprint(model_path)
         os.environ["HF_HUB_OFFLINE"] = "1"  # the model's files are here now
+        run = _on_own_cores(run)
         log.info("starting vLLM with %s", run.model)
         from inference_server.engine.vllm_engine import VllmEngine
 

@@ -21,6 +21,8 @@ from tests.learner.environments.test_playing_runs import DIGITS, playing_run, sa
 pytestmark = pytest.mark.vllm
 
 NUM_PROMPTS, MAX_TURNS, MAX_TOKENS = 12, 4, 2
+LARGE_STEPS = {"learning_rate": 2e-2}
+"""So that four of them play otherwise."""
 
 
 def test_each_pinned_game_is_played_as_the_weights_of_its_step_play_it(
@@ -31,7 +33,9 @@ def test_each_pinned_game_is_played_as_the_weights_of_its_step_play_it(
         tmp_path, "--server.cpu-cores", "0", model=resolve_model("tiny:digits"), is_forked=True
     ):
         evaluation = {"url": f"{server.url}/v1", "every_steps": 4, "num_prompts": NUM_PROMPTS, "pin": True}
-        run = playing_run(tmp_path, server.endpoint, steps=12, groups_per_step=8, evaluation=evaluation)
+        run = playing_run(
+            tmp_path, server.endpoint, steps=12, groups_per_step=8, evaluation=evaluation, optimizer=LARGE_STEPS
+        )
         train(run, resume=False)
     material = Material(run)
     (questions,) = sets_of(material)
@@ -44,7 +48,7 @@ def test_each_pinned_game_is_played_as_the_weights_of_its_step_play_it(
         assert one.rewards_P == [float(is_won) for is_won, _ in played]
         assert one.turns_mean == sum(turns for _, turns in played) / NUM_PROMPTS
         games.append(played)
-    assert games[0] != games[-1], "the versions play alike, so nothing was told apart"
+    assert any(played != games[0] for played in games), "the versions play alike, so nothing was told apart"
 
 
 @torch.no_grad()
@@ -55,6 +59,8 @@ def game(policy: torch.nn.Module, material: Material, before: list[int], secret:
         said: list[int] = []
         while len(said) < MAX_TOKENS and not (said and _ends(tokenizer, said)):
             said.append(int(policy(torch.tensor([ids + said])).logits[0, -1].argmax()))
+        if not _ends(tokenizer, said):  # cut off, which ends the game
+            return False, turn
         answer = said_by(secret, tokenizer.decode(said, skip_special_tokens=True))
         ids += said + tokenizer.encode(answer, add_special_tokens=False)
         if answer == RIGHT:
