@@ -77,7 +77,7 @@ class Page:
 @asynccontextmanager
 async def a_page() -> AsyncIterator[Page]:
     """In a browser of its own, which ends with it."""
-    assert CHROMIUM is not None
+    assert CHROMIUM is not None, "no Chromium here: apt-get install chromium"
     with tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True) as directory:
         process = await asyncio.create_subprocess_exec(
             CHROMIUM, *FLAGS, f"--user-data-dir={directory}", "about:blank",
