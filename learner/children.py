@@ -7,6 +7,44 @@ import socket
 import struct
 import threading
 from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+
+_LOOKING = threading.Lock()
+"""multiprocessing looks at all of its processes whenever it starts one. Of two threads that look at once at one that was forked by its
+server and has ended, one reads the exit code 255, whatever it was."""
+
+
+def start_child(process: BaseProcess) -> None:
+    with _LOOKING:
+        process.start()
+
+
+class Forked:
+    """A process of a forkserver's, started, that several threads may look at."""
+
+    def __init__(self, process: BaseProcess) -> None:
+        self._process = process
+        start_child(process)
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    @property
+    def exitcode(self) -> int | None:
+        with _LOOKING:
+            return self._process.exitcode
+
+    def is_alive(self) -> bool:
+        return self.exitcode is None
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def join(self, timeout: float) -> None:
+        connection.wait([self._process.sentinel], timeout)
+        with _LOOKING:
+            self._process.join(0)
 
 
 def limit_waits(pipe: connection.Connection, timeout_s: float) -> None:

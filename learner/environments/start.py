@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Protocol
 
-from learner.children import end_with_the_learner
+from learner.children import Forked, end_with_the_learner
 from learner.config import EnvironmentConfig
 from learner.environments.host import serve
 from protocol.errors import ConfigError
@@ -24,7 +24,7 @@ PRELOADED = ["learner.environments.host"]
 
 
 class Begun(Protocol):
-    """A process, as multiprocessing has it."""
+    """A process, as multiprocessing has it, that several threads may look at."""
 
     @property
     def pid(self) -> int | None: ...
@@ -50,9 +50,9 @@ def _forked(config: EnvironmentConfig, takes_text: bool) -> tuple[Connection, Be
     process = CONTEXT.Process(
         target=_serve_forked, args=(theirs, config.factory, config.tools, takes_text), name="environment"
     )
-    process.start()
+    begun = Forked(process)
     theirs.close()
-    return pipe, process
+    return pipe, begun
 
 
 def _serve_forked(pipe: Connection, factory: str | None, tools: tuple[str, ...], takes_text: bool) -> None:

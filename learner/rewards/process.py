@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from learner.children import end_with_the_learner, limit_waits
+from learner.children import end_with_the_learner, limit_waits, start_child
 from learner.config import RewardConfig
 from learner.rewards.call import Answer, Call, await_function, call_function
 from learner.rewards.function import Loaded, load_all
@@ -67,7 +67,7 @@ class RewardProcess:
         self._config = config
         self.pipe, theirs = CONTEXT.Pipe()
         self._process = CONTEXT.Process(target=serve, args=(theirs, config), name="reward process")
-        self._process.start()
+        start_child(self._process)
         theirs.close()
         self._loaded: Loaded | None = None
         self.num_calls = 0

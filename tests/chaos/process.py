@@ -18,6 +18,8 @@ from typing import Any
 
 import psutil
 
+from learner.children import Forked
+
 ROOT = Path(__file__).parent.parent.parent
 LEARNER, FAKE_SERVER, SERVER = "tests.chaos.learner_process", "tests.chaos.fake_server", "tests.chaos.server_process"
 """Modules with `run(chaos_dir, arguments)`."""
@@ -68,12 +70,7 @@ class Process:
 
 
 def start_forked(module: str, chaos_dir: Path, log: Path, arguments: list[str]) -> Process:
-    def start() -> Any:
-        process = FORKED.Process(target=_in_session, args=(module, chaos_dir, log, arguments))
-        process.start()
-        return process
-
-    return Process(start)
+    return Process(lambda: Forked(FORKED.Process(target=_in_session, args=(module, chaos_dir, log, arguments))))
 
 
 def start_as_user(module: str, chaos_dir: Path, log: Path, arguments: list[str]) -> Process:

@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 
+from inference_server.__main__ import _on_own_cores
+from inference_server.config import ServerRun
+from protocol.config import load_config
 from protocol.cores import halves, share_of_cores
 
+RECIPE = str(Path(__file__).parent.parent.parent / "deploy/recipes/reverse.toml")
 LOOPBACK = ("tcp://127.0.0.1:5757",)
 
 pytestmark = pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="cores are shared on machines without a GPU")
@@ -63,3 +67,14 @@ def test_ranks_and_workers_divide_a_half_and_too_many_are_left_where_they_are(
     assert of(0, 4) is None
     assert share_of_cores("server", {}, LOOPBACK, num_processes=2) == (0, 1)
     assert share_of_cores("server", {}, LOOPBACK, num_processes=3) is None
+
+
+@pytest.mark.parametrize(("flags", "cores"), [((), (0, 1)), (("2",), (0, 1)), (("3",), None)])
+def test_a_server_whose_workers_find_no_room_in_its_half_stays_where_it_is(
+    flags: tuple[str, ...], cores: tuple[int, ...] | None
+) -> None:
+    workers = ["--server.tensor-parallel-size", *flags] if flags else []
+    run = load_config(ServerRun, [RECIPE, *workers], "test")
+    assert _on_own_cores(run).server.cpu_cores == cores
+    named = load_config(ServerRun, [RECIPE, "--server.cpu-cores", "4"], "test")
+    assert _on_own_cores(named).server.cpu_cores == (4,)

@@ -58,6 +58,20 @@ def test_a_call_is_read_in_the_format_of_the_family(family: str) -> None:
         assert message["reasoning_content"].strip() == "two" and message["content"].strip() == "first"
 
 
+def test_reasoning_that_the_prompt_has_opened_is_no_content() -> None:
+    spoken = of_family("qwen3.5")
+    encode = spoken.tokenizer.encode
+    opened = encode(f"How much?{END}\n<|im_start|>assistant\n<think>\n")
+    said = SAID["qwen3.5"].removeprefix("<think>\n")
+    message = read_answer(spoken, opened, encode(said, add_special_tokens=False))
+    assert (message["reasoning_content"].strip(), message["content"].strip()) == ("two", "first")
+
+
+def test_a_call_of_what_is_not_there_is_a_call_whose_caller_is_told() -> None:
+    message = read(of_family("glm-4.5"), SAID["glm-4.5"].replace("add", "subtract"))
+    assert message["tool_calls"][0]["function"] == {"name": "subtract", "arguments": {"number": 2}}
+
+
 def test_a_call_that_cannot_be_made_out_is_unreadable() -> None:
     with pytest.raises(Unreadable, match=r"is no call \(invalid_json\)"):
         read(of_family("qwen3"), '<tool_call>\n{"name": "add", "arguments"\n</tool_call>' + END)

@@ -1,0 +1,41 @@
+"""Processes that several threads start and look at."""
+
+import multiprocessing
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import connection, forkserver
+
+import pytest
+
+from learner.children import Forked
+
+CONTEXT = multiprocessing.get_context("forkserver")
+LOOK_S, TIMEOUT_S = 0.05, 60.0
+
+
+def ending_with(code: int) -> Forked:
+    return Forked(CONTEXT.Process(target=os._exit, args=(code,)))
+
+
+def test_threads_that_look_at_once_at_a_process_that_has_ended_see_its_own_exit_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read = forkserver.read_signed
+
+    def read_slowly(fd: int) -> int:
+        time.sleep(LOOK_S)  # so that others look meanwhile
+        return read(fd)
+
+    monkeypatch.setattr(forkserver, "read_signed", read_slowly)
+    ended = ending_with(3)
+    ended.join(TIMEOUT_S)
+    assert ended.exitcode == 3
+    seen = ending_with(4)
+    connection.wait([seen._process.sentinel], TIMEOUT_S)
+    with ThreadPoolExecutor(4) as threads:
+        looks = [threads.submit(lambda: seen.exitcode) for _ in range(3)]
+        begun = threads.submit(ending_with, 0)
+        assert [look.result() for look in looks] == [4, 4, 4]
+    assert seen.exitcode == 4 and not seen.is_alive()
+    begun.result().join(TIMEOUT_S)
