@@ -17,10 +17,10 @@ from learner.environments.host import serve
 from protocol.errors import ConfigError
 
 OWN_INTERPRETER = Path(__file__).with_name("own_interpreter.py")
-# Forked from a process that has imported the host's modules and nothing else: the learner's threads, sockets and tensors must not
-# come along, and a new interpreter for each of dozens would take seconds.
+# Forked from a process that has imported this module and nothing else: the learner's threads, sockets and tensors must not
+# come along, and importing it in each of dozens would take seconds.
 CONTEXT = multiprocessing.get_context("forkserver")
-PRELOADED = ["learner.environments.host"]
+PRELOADED = [__name__]
 
 
 class Begun(Protocol):
