@@ -165,9 +165,7 @@ def _refuse_unknown_keys(struct: type[msgspec.Struct], raw: dict[str, Any], path
     fields = {field.name: field.type for field in msgspec.structs.fields(struct)}
     for key, value in raw.items():
         if key not in fields:
-            inside = [name for name in keys_of(struct) if name.endswith(f".{key}")]
-            near = inside or difflib.get_close_matches(key, fields, n=1)
-            hint = f"did you mean {prefix}{near[0]}?" if near else f"known keys: {', '.join(sorted(fields))}"
+            hint = _meant(struct, key, value, prefix)
             raise ConfigError(f"{path}: unknown key {prefix}{key} = {value!r}; {hint}")
         section = fields[key]
         if isinstance(section, type) and issubclass(section, msgspec.Struct) and isinstance(value, dict):
@@ -176,6 +174,15 @@ def _refuse_unknown_keys(struct: type[msgspec.Struct], raw: dict[str, Any], path
             for name, table in value.items():
                 if isinstance(table, dict):
                     _refuse_unknown_keys(inner, table, path, f"{prefix}{key}.{name}.")
+
+
+def _meant(struct: type[msgspec.Struct], key: str, value: object, prefix: str) -> str:
+    fields = {field.name for field in msgspec.structs.fields(struct)}
+    if isinstance(value, dict) and value and fields.issuperset(value):
+        return f"{prefix.removesuffix('.') or 'the file'} has {', '.join(value)} itself, without a section {key}"
+    inside = [name for name in keys_of(struct) if name.endswith(f".{key}")]
+    near = inside or difflib.get_close_matches(key, fields, n=1)
+    return f"did you mean {prefix}{near[0]}?" if near else f"known keys: {', '.join(sorted(fields))}"
 
 
 def _section_of_each(annotated: Any) -> type[msgspec.Struct] | None:

@@ -88,6 +88,11 @@ def test_the_resolved_config_reads_back_as_the_same(tmp_path: Path) -> None:
             (),
             r"unknown key learner\.clip_low = 0\.1; did you mean learner\.loss\.clip_low\?",
         ),
+        (
+            TOML + "[learner.data]\nsteps = 4\n",
+            (),
+            r"unknown key learner\.data = {'steps': 4}; learner has steps itself, without a section data",
+        ),
         (TOML.replace("3", '"three"'), (), r"learner\.steps = 'three': Expected `int`"),
         (TOML + '[learner.loss]\nkind = "c"\n', (), r"learner\.loss\.kind = 'c'"),
         (
