@@ -153,10 +153,10 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         self.log.start_clock()
 
     def publish(self, version: int, expected: Expected | None = None) -> None:
-        """Let rollouts ask for what the staleness rule allows, of the servers that have `version`, and ask whether they have it right."""
+        """Ask the servers that have `version` whether they have it right, and let rollouts ask them for what the staleness rule allows."""
         holders = self.pusher.holders(version)
+        self.parity.ask(holders, expected)  # first: behind a step's groups the answer would be late for the next step
         self.rollouts.publish(version, *(member.link.welcome.server_id for member in holders if member.link.welcome))
-        self.parity.ask(holders, expected)
 
     def next_batch(self, version: int, interrupt: Interrupt) -> list[ScoredGroup] | None:
         """Return the groups of the next step, or None when interrupted. A server that came, or came back, is given the weights.

@@ -5,6 +5,7 @@ with a request of a new one. The one exception is asked for: the later turns of 
 """
 
 import asyncio
+import gc
 import os
 import uuid
 from collections.abc import AsyncGenerator
@@ -12,8 +13,10 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+from vllm.envs import disable_envs_cache, enable_envs_cache
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
+from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerBase
 
@@ -105,6 +108,7 @@ def start_llm(run: ServerRun, model_path: Path) -> VersionedLLM:
     """Start vLLM as [server] says. Raises ConfigError where it cannot serve the model so."""
     server = run.server
     _refuse_overlap_of_several(server)
+    disable_envs_cache()  # of an engine before this one
     if is_in_engine_process(server):
         # Without it vLLM puts the CPU worker into a third process: 4 s more to start and two hops more per step.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -122,12 +126,22 @@ def start_llm(run: ServerRun, model_path: Path) -> VersionedLLM:
             bound_to_cores(server.cpu_cores),
             replicas_as_ours(num_replicas, divide_cores=server.cpu_cores is not None),
         ):
-            return VersionedLLM.from_engine_args(args)
+            llm = VersionedLLM.from_engine_args(args)
     except (ValueError, RuntimeError, OSError) as error:
         raise ConfigError(
             f"vLLM cannot serve model {run.model}: {_reason(error)} Look at the keys of [server]: max_model_len, "
             "kv_cache_memory_mib, block_size, tensor_parallel_size, data_parallel_size, gpu_memory_utilization, vllm."
         ) from error
+    _settle()
+    return llm
+
+
+def _settle() -> None:
+    """What is here by now stays as it is, so it is not looked at again: objects by the garbage collector, variables of the environment
+    with each token. A fifth of this process's time went into that."""
+    gc.unfreeze()  # what an engine before this one has left
+    freeze_gc_heap()
+    enable_envs_cache()
 
 
 def _refuse_overlap_of_several(server: ServerConfig) -> None:
