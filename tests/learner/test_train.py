@@ -425,6 +425,28 @@ def test_a_server_that_answers_with_other_weights_after_a_push_stops_the_run_bef
     assert last_trained <= 3 + overlap  # step 4 is the first on tokens of version 3
 
 
+def test_a_server_is_asked_whether_it_has_a_version_right_before_it_is_asked_for_groups_of_it(tmp_path: Path) -> None:
+    class Told(ModelEngine):
+        """Keeps in which order it is asked, with the version it has then."""
+
+        def __init__(self) -> None:
+            super().__init__(resolve_model("tiny:digits"))
+            self.asked: list[tuple[int | None, str]] = []
+
+        async def score(self, token_ids, replica):
+            self.asked.append((self.version, "score"))
+            return await super().score(token_ids, replica)
+
+        async def sample(self, prompt_token_ids, sampling):
+            self.asked.append((self.version, "group"))
+            return await super().sample(prompt_token_ids, sampling)
+
+    with tiny_server(engine := Told()) as server:
+        train(make_run(tmp_path, server.endpoint, steps=4, max_staleness=0), resume=False)
+    of_versions = [[what for at, what in engine.asked if at == version] for version in (1, 2, 3)]
+    assert all(asked[0] == "score" and "group" in asked for asked in of_versions), of_versions
+
+
 class TooBusy(ModelEngine):
     """Answers no question for scores from a version on."""
 
