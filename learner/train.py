@@ -42,9 +42,8 @@ def train(run: LearnerRun, *, resume: bool) -> Path | None:
     Returns the run directory to report on: None before the first step and on all ranks but the first.
     """
     with ranks_of(run) as accelerator:
-        return _train(
-            run, accelerator, resume=resume
-        )  # in a frame of its own, whose model is gone before the ranks part
+        # In a frame of its own, whose model is gone before the ranks part.
+        return _train(run, accelerator, resume=resume)
 
 
 def _train(run: LearnerRun, accelerator: Accelerator, *, resume: bool) -> Path | None:
