@@ -77,7 +77,7 @@ def _train(run: LearnerRun, accelerator: Accelerator, *, resume: bool) -> Path |
         if checkpoint is None and config.warm_start.steps > 0:
             checkpoints.save(version)
         interrupt = cleanup.enter_context(Interrupt())
-        gc.freeze()  # what is here stays; to look through all of torch again and again took one part in thirty of a step
+        gc.freeze()  # what is here stays, and need not be looked through again and again: all of torch
         cleanup.callback(gc.unfreeze)
 
         for step in range(version + 1, config.steps + 1):

@@ -138,7 +138,7 @@ def start_llm(run: ServerRun, model_path: Path) -> VersionedLLM:
 
 def _settle() -> None:
     """What is here by now stays as it is, so it is not looked at again: objects by the garbage collector, variables of the environment
-    with each token. A fifth of this process's time went into that."""
+    with each token, a twelfth of what this process computes during the demo."""
     gc.unfreeze()  # what an engine before this one has left
     freeze_gc_heap()
     enable_envs_cache()

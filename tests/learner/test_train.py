@@ -1,6 +1,7 @@
 """Whole runs of the learner against the real server with a transformers model in place of vLLM."""
 
 import asyncio
+import gc
 import json
 import re
 import sqlite3
@@ -445,6 +446,20 @@ def test_a_server_is_asked_whether_it_has_a_version_right_before_it_is_asked_for
         train(make_run(tmp_path, server.endpoint, steps=4, max_staleness=0), resume=False)
     of_versions = [[what for at, what in engine.asked if at == version] for version in (1, 2, 3)]
     assert all(asked[0] == "score" and "group" in asked for asked in of_versions), of_versions
+
+
+def test_the_garbage_collector_leaves_alone_what_stays_until_the_run_is_over(tmp_path: Path) -> None:
+    class Counts(ModelEngine):
+        frozen = 0
+
+        async def set_version(self, version: int) -> None:
+            self.frozen = gc.get_freeze_count()
+            await super().set_version(version)
+
+    before = gc.get_freeze_count()
+    with tiny_server(engine := Counts(resolve_model("tiny:digits"))) as server:
+        train(make_run(tmp_path, server.endpoint, steps=2), resume=False)
+    assert engine.frozen > 100_000 and gc.get_freeze_count() <= before
 
 
 class TooBusy(ModelEngine):
