@@ -15,7 +15,7 @@ from learner.forward.interface import Unpackable, is_packed
 from learner.forward.logit_map import logit_map_of
 from learner.forward.logprobs import token_logprobs
 from learner.forward.pack import pack
-from learner.forward.parts import Part
+from learner.forward.parts import Part, Rows
 from learner.forward.settle import settle_attention
 from learner.policy.lora import add_adapter
 from learner.policy.model import load_policy
@@ -169,7 +169,8 @@ def test_a_packed_pass_that_would_mix_sequences_is_found_before_the_first_step(
 ) -> None:
     def everything_before(batch: Any, window: int | None) -> list[Part]:
         rows_1N = torch.arange(batch.num_tokens)[None]
-        return [Part(queries_nQ=rows_1N, keys_nK=rows_1N, rows=rows_1N[0], is_causal=True, is_first=True)]
+        rows = Rows(rows_1N, 0)
+        return [Part(queries=rows, keys=rows, rows_m=rows_1N[0], is_causal=True, is_first=True)]
 
     monkeypatch.setattr(interface, "parts_of", everything_before)
     model = tiny("Qwen2Config", {})

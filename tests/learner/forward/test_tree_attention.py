@@ -83,10 +83,10 @@ def test_every_visible_pair_is_in_exactly_one_part_and_first_parts_come_first(ma
     counts_NN = torch.zeros(batch.num_tokens, batch.num_tokens, dtype=torch.long)
     written_N = torch.zeros(batch.num_tokens, dtype=torch.bool)
     for part in parts_of(batch, window):
-        assert not written_N[part.rows].any() if part.is_first else written_N[part.rows].all()
-        written_N[part.rows] = True
-        for i in range(len(part.queries_nQ)):
-            num_queries, num_keys = part.queries_nQ.shape[1], part.keys_nK.shape[1]
+        assert not written_N[part.rows_m].any() if part.is_first else written_N[part.rows_m].all()
+        written_N[part.rows_m] = True
+        for i in range(len(part.queries.at_nR)):
+            num_queries, num_keys = part.queries.at_nR.shape[1], part.keys.at_nR.shape[1]
             is_seen_QK = torch.ones(num_queries, num_keys, dtype=torch.bool)
             if part.is_causal:
                 is_seen_QK = is_seen_QK.tril()
@@ -96,7 +96,7 @@ def test_every_visible_pair_is_in_exactly_one_part_and_first_parts_come_first(ma
             if part.is_real_nQ is not None:
                 is_seen_QK &= part.is_real_nQ[i][:, None]
             counts_NN.index_put_(
-                (part.queries_nQ[i][:, None], part.keys_nK[i][None]), is_seen_QK.long(), accumulate=True
+                (part.queries.at_nR[i][:, None], part.keys.at_nR[i][None]), is_seen_QK.long(), accumulate=True
             )
     assert torch.equal(counts_NN, visible(batch, window).long())
 
