@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from protocol.errors import SlipstreamError
 from tests.bench.comparison import Rates, compare
 from tests.bench.machine import machine, matrix_rate, versions
@@ -61,6 +63,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, default=2, help="first steps of each run that are left out, at least 1")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--learner-cores", type=int, nargs="+", help=f"of our learner; by default {LEARNER_CORES}")
+    parser.add_argument("--compile", action="store_true", help="learner.compile of ours; its start is no part of the steps")
     parser.add_argument("--trl-processes", type=int, default=1, help="ranks that share the batch and the cores")
     parser.add_argument("--trl-cache", choices=["static"], help="of generation; by default that of transformers")
     parser.add_argument("--trl-rows", type=int, default=32, help="rows that TRL puts through the model at once")
@@ -105,6 +108,7 @@ def run_cell(
             workload, files, files / f"ours-{workload.name}-{seed}", steps=num_steps, seed=seed,
             learning_rate=options.learning_rate, max_staleness=MAX_STALENESS, learner_cores=cores,
         )  # fmt: skip
+        config = replace(config, learner=replace(config.learner, compile=options.compile))
         rates.of_one.append(matrix_rate(OWN_CORE))
         rates.of_all.append(matrix_rate(cores))
         for side in ("trl", "ours") if seed % 2 == 0 else ("ours", "trl"):
