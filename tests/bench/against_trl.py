@@ -63,7 +63,9 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, default=2, help="first steps of each run that are left out, at least 1")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--learner-cores", type=int, nargs="+", help=f"of our learner; by default {LEARNER_CORES}")
-    parser.add_argument("--compile", action="store_true", help="learner.compile of ours; its start is no part of the steps")
+    parser.add_argument(
+        "--compile", action="store_true", help="learner.compile of ours; its start is no part of the steps"
+    )
     parser.add_argument("--trl-processes", type=int, default=1, help="ranks that share the batch and the cores")
     parser.add_argument("--trl-cache", choices=["static"], help="of generation; by default that of transformers")
     parser.add_argument("--trl-rows", type=int, default=32, help="rows that TRL puts through the model at once")

@@ -104,3 +104,19 @@ def test_every_visible_pair_is_in_exactly_one_part_and_first_parts_come_first(ma
 def test_masks_are_made_only_where_a_window_is_shorter_than_a_sequence() -> None:
     assert all(part.band is None for part in parts_of(a_pack(), None) + parts_of(a_pack(), 400))
     assert any(part.band is not None for part in parts_of(a_pack(), 100))
+
+
+def computed_pairs(batch: Pack) -> int:
+    """Of the kernel, which leaves out nothing of what a short square hides."""
+    return sum(part.queries.at_nR.numel() * part.keys.at_nR.shape[1] for part in parts_of(batch, None))
+
+
+def test_of_a_square_that_the_kernel_would_compute_whole_little_more_than_half_is_computed() -> None:
+    batch = pack([(np.zeros(1, int), [np.zeros(512, int)])], torch.device("cpu"))
+    assert 0.5 < computed_pairs(batch) / batch.num_tokens**2 < 0.64
+
+
+def test_completions_of_a_short_prompt_see_it_in_their_own_part_and_those_of_a_long_one_in_another() -> None:
+    for prompt, is_short in ((13, True), (100, False)):
+        batch = pack([(np.zeros(prompt, int), [np.zeros(c, int) for c in (20, 3, 60, 1)])], torch.device("cpu"))
+        assert all(part.is_first for part in parts_of(batch, None)) == is_short
