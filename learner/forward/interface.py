@@ -42,6 +42,8 @@ class Pass(msgspec.Struct, frozen=True, eq=False):
     pack: Pack
     layers: set[int] = msgspec.field(default_factory=set)
     """The attention modules that came."""
+    of_predicting_only: frozenset[int] = frozenset()
+    """Modules of which only the rows that predict are read."""
 
 
 class Ticket(msgspec.Struct, frozen=True, eq=False):
@@ -62,9 +64,13 @@ def is_packed(model: PreTrainedModel) -> bool:
 
 
 @contextmanager
-def packed(model: PreTrainedModel, pack: Pack) -> Iterator[None]:
-    """Let the next pass of the model run over `pack`. Raises Unpackable if some of its layers went another way."""
-    current = Pass(pack)
+def packed(model: PreTrainedModel, pack: Pack, *, cut_layer: nn.Module | None = None) -> Iterator[None]:
+    """Let the next pass of the model run over `pack`, the attention of `cut_layer` for the rows that predict only.
+
+    Raises Unpackable if some of its layers went another way.
+    """
+    of_predicting_only = frozenset(map(id, cut_layer.modules())) if cut_layer else frozenset()
+    current = Pass(pack, of_predicting_only=of_predicting_only)
     token = _current.set(current)
     try:
         yield
@@ -128,7 +134,8 @@ def pack_attention(
     values = nn.functional.pad(value, (0, query.shape[-1] - value.shape[-1]))
     q_NHD, k_NKD, v_NKD = (x[0].transpose(0, 1) for x in (query, key, values))
     if query.device.type == "cpu":
-        out_NHD = TreeAttention.apply(q_NHD, k_NKD, v_NKD, sinks_H, Tree(parts_of(pack, window), scale))
+        parts = parts_of(pack, window, predicting_only=id(module) in attention_mask.current.of_predicting_only)
+        out_NHD = TreeAttention.apply(q_NHD, k_NKD, v_NKD, sinks_H, Tree(parts, scale))
     elif sinks_H is None:
         out_NHD = varlen_attention(q_NHD, k_NKD, v_NKD, pack, window, scale)
     else:

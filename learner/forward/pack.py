@@ -6,11 +6,11 @@ Invariant: token n of the row has the position that it has in its sequence, and 
 completion predicts nothing, so it is not in the row.
 
 Suffixes: N packed tokens, M predicted tokens, B completions, T tokens of the longest completion, S tokens of the longest
-sequence.
+sequence, R rows that predict.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -59,6 +59,13 @@ class Pack(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids_N)
+
+    @property
+    def read_R(self) -> torch.Tensor:
+        """The rows that predict anything, each once and in order."""
+        if "read" not in self.plans:
+            self.plans["read"] = self.predicting_M.unique()
+        return cast(torch.Tensor, self.plans["read"])
 
     def unpacked(self, values_M: torch.Tensor) -> torch.Tensor:
         """values_BT: a row for each completion, 0 behind its end."""

@@ -86,15 +86,35 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return torch.zeros(is_hidden_QK.shape, dtype=dtype).masked_fill_(is_hidden_QK, -math.inf)[None, None]
 
 
-def parts_of(pack: Pack, window: int | None) -> list[Part]:
-    """Worked out once for a pack and a window."""
-    if window not in pack.plans:
+def parts_of(pack: Pack, window: int | None, *, predicting_only: bool = False) -> list[Part]:
+    """Worked out once for a pack and a window. `predicting_only`: other rows may be left out as queries."""
+    key = (window, predicting_only)
+    if key not in pack.plans:
         longest = max(sum(segment.length for segment in path) for path in pack.paths_B)
-        if window is None or longest <= window:
-            pack.plans[window] = _stacked(_blocks(pack.segments))
+        if window is not None and longest > window:
+            pack.plans[key] = list(_bands(pack, window))
+        elif predicting_only:
+            pack.plans[key] = _stacked(_predicting(pack))
         else:
-            pack.plans[window] = list(_bands(pack, window))
-    return cast(list[Part], pack.plans[window])
+            pack.plans[key] = _stacked(_blocks(pack.segments))
+    return cast(list[Part], pack.plans[key])
+
+
+def _predicting(pack: Pack) -> Iterator[Block]:
+    """The blocks without what only queries that predict nothing see; of a prompt's square its last row may be left."""
+    blocks = list(_blocks(pack.segments))
+    is_read_N = np.zeros(pack.num_tokens, bool)
+    is_read_N[pack.read_R.numpy()] = True
+    for block in blocks:  # the backward pass needs the lse of repeated rows too
+        is_read_N[block.queries[: block.num_repeated]] = True
+    for block in blocks:
+        read = block.queries[is_read_N[block.queries]]
+        if block.keys is not None and len(read):
+            yield Block(read, block.keys)
+        elif len(read) == 1 and read[0] == block.queries[-1]:
+            yield Block(read, block.queries)
+        elif len(read):
+            yield block
 
 
 def _blocks(segments: Sequence[Segment]) -> Iterator[Block]:

@@ -9,6 +9,7 @@ Suffixes: N packed tokens, H heads, K key-value heads, D of a head; n stacked bl
 m real queries of a stack.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -40,8 +41,8 @@ class TreeAttention(torch.autograd.Function):
         tree: Tree,
     ) -> torch.Tensor:
         dtype = torch.promote_types(q_NHD.dtype, torch.float32)
-        out_NHD = torch.empty_like(q_NHD, dtype=dtype)
-        lse_NH = q_NHD.new_empty(q_NHD.shape[:2], dtype=dtype)
+        out_NHD = torch.zeros_like(q_NHD, dtype=dtype)  # and so it stays where nothing is asked for
+        lse_NH = q_NHD.new_full(q_NHD.shape[:2], -math.inf, dtype=dtype)
         for part in tree.parts:
             q, k, v = _blocks(q_NHD, part.queries), _blocks(k_NKD, part.keys), _blocks(v_NKD, part.keys)
             out, lse = _forward(q, k, v, 0.0, part.is_causal, attn_mask=part.bias(q.dtype), scale=tree.scale)
@@ -60,8 +61,7 @@ class TreeAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_NHD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q_NHD, k_NKD, v_NKD, sinks_H, out_NHD, lse_NH = ctx.saved_tensors
         grad_NHD = grad_NHD.contiguous()
-        dq_NHD = torch.empty_like(q_NHD, dtype=lse_NH.dtype)
-        dk_NKD, dv_NKD = (torch.zeros_like(x, dtype=lse_NH.dtype) for x in (k_NKD, v_NKD))
+        dq_NHD, dk_NKD, dv_NKD = (torch.zeros_like(x, dtype=lse_NH.dtype) for x in (q_NHD, k_NKD, v_NKD))
         for part in ctx.tree.parts:
             q, grad, out = (_blocks(x, part.queries) for x in (q_NHD, grad_NHD, out_NHD))
             k, v = _blocks(k_NKD, part.keys), _blocks(v_NKD, part.keys)

@@ -5,19 +5,22 @@
 Suffixes: N packed tokens, M predicted tokens, B completions, S tokens of the longest sequence.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from learner.forward.interface import is_packed, packed
+from learner.forward.last_layer import cut, layer_to_cut
 from learner.forward.pack import Pack
 
 
 def run_model(model: nn.Module, inner: Any, batch: Pack) -> Any:
     """Return the model's output. `model` may be wrapped for several ranks, `inner` is it without."""
     if is_packed(inner):
-        with packed(inner, batch):
+        layer = layer_to_cut(inner, batch)
+        with packed(inner, batch, cut_layer=layer), cut(layer, batch) if layer else nullcontext():
             return _called(model, batch.token_ids_N[None], position_ids=batch.positions_N[None])
     rows_BS, _ = batch.sequences()
     # What is padded stands behind everything that is read: causal attention, which flash kernels know, hides it without a mask.

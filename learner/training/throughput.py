@@ -3,8 +3,8 @@
     arithmetic of N tokens and their (query, key) pairs = 6 · P · N + 12 · L · H · pairs
 
 forward and backward; P: all parameters but the embedding. Counted, as everywhere, is what training the whole model needs: no
-second forward pass of gradient checkpointing, no pass of a reference, nothing that LoRA saves. A packed group needs its prompt
-once (packing.py), padded rows need it once each; padding is needed nowhere.
+second forward pass of gradient checkpointing, no pass of a reference, nothing that LoRA or a cut last layer saves. A packed
+group needs its prompt once (packing.py), padded rows need it once each; padding is needed nowhere.
 """
 
 from collections.abc import Sequence

@@ -167,7 +167,7 @@ def test_a_model_that_cannot_go_packed_is_padded_and_the_log_says_why(
 def test_a_packed_pass_that_would_mix_sequences_is_found_before_the_first_step(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def everything_before(batch: Any, window: int | None) -> list[Part]:
+    def everything_before(batch: Any, window: int | None, *, predicting_only: bool) -> list[Part]:
         rows_1N = torch.arange(batch.num_tokens)[None]
         rows = Rows(rows_1N, 0)
         return [Part(queries=rows, keys=rows, rows_m=rows_1N[0], is_causal=True, is_first=True)]

@@ -27,9 +27,10 @@ def a_trie() -> Pack:
     twigs = (Segment(9, 5, 9, 14), Segment(14, 6, 9, 20))
     segments = (root, left, *twigs, right)
     positions_N = torch.cat([segment.position + torch.arange(segment.length) for segment in segments])
+    predicting_M = torch.tensor([8, *range(9, 14), 8, *range(14, 20), 5, *range(20, 29)])
     none = torch.zeros(0, dtype=torch.long)
     return Pack(
-        token_ids_N=positions_N, positions_N=positions_N, predicting_M=none, targets_M=none, is_token_BT=none,
+        token_ids_N=positions_N, positions_N=positions_N, predicting_M=predicting_M, targets_M=none, is_token_BT=none,
         segments=segments, paths_B=((root, left, twigs[0]), (root, left, twigs[1]), (root, right)),
     )  # fmt: skip
 
@@ -57,18 +58,22 @@ def dense(q_NHD, k_NKD, v_NKD, sinks_H, is_visible_NN, scale):
 @pytest.mark.parametrize("make", [a_pack, a_trie])
 @pytest.mark.parametrize("window", [None, 1, 5, 100, 400])
 @pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("predicting_only", [False, True])
 def test_it_is_the_softmax_over_what_a_token_sees_of_its_own_sequence(
-    make, window: int | None, has_sinks: bool
+    make, window: int | None, has_sinks: bool, predicting_only: bool
 ) -> None:
     batch = make()
+    read = batch.read_R if predicting_only else slice(None)
     torch.manual_seed(0)
     leaves = [torch.randn(batch.num_tokens, heads, DIM, dtype=torch.float64) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
     leaves = [leaf.requires_grad_() for leaf in (*leaves, torch.randn(HEADS, dtype=torch.float64))]
     sinks_H = leaves[3] if has_sinks else None
-    grad_NHD = torch.randn(batch.num_tokens, HEADS, DIM, dtype=torch.float64)
-    found_NHD = TreeAttention.apply(*leaves[:3], sinks_H, Tree(parts_of(batch, window), 0.3))
+    grad_NHD = torch.zeros(batch.num_tokens, HEADS, DIM, dtype=torch.float64)
+    grad_NHD[read] = torch.randn_like(grad_NHD[read])
+    parts = parts_of(batch, window, predicting_only=predicting_only)
+    found_NHD = TreeAttention.apply(*leaves[:3], sinks_H, Tree(parts, 0.3))
     right_NHD = dense(*leaves[:3], sinks_H, visible(batch, window), 0.3)
-    torch.testing.assert_close(found_NHD, right_NHD, atol=1e-12, rtol=0)
+    torch.testing.assert_close(found_NHD[read], right_NHD[read], atol=1e-12, rtol=0)
     used = leaves if has_sinks else leaves[:3]
     for found, right in zip(
         torch.autograd.grad(found_NHD, used, grad_NHD), torch.autograd.grad(right_NHD, used, grad_NHD), strict=True
@@ -78,12 +83,15 @@ def test_it_is_the_softmax_over_what_a_token_sees_of_its_own_sequence(
 
 @pytest.mark.parametrize("make", [a_pack, a_trie])
 @pytest.mark.parametrize("window", [None, 5, 100])
-def test_every_visible_pair_is_in_exactly_one_part_and_first_parts_come_first(make, window: int | None) -> None:
+@pytest.mark.parametrize("predicting_only", [False, True])
+def test_every_visible_pair_is_in_exactly_one_part_and_none_comes_before_a_first_part(
+    make, window: int | None, predicting_only: bool
+) -> None:
     batch = make()
     counts_NN = torch.zeros(batch.num_tokens, batch.num_tokens, dtype=torch.long)
     written_N = torch.zeros(batch.num_tokens, dtype=torch.bool)
-    for part in parts_of(batch, window):
-        assert not written_N[part.rows_m].any() if part.is_first else written_N[part.rows_m].all()
+    for part in parts_of(batch, window, predicting_only=predicting_only):
+        assert not (part.is_first and written_N[part.rows_m].any())
         written_N[part.rows_m] = True
         for i in range(len(part.queries.at_nR)):
             num_queries, num_keys = part.queries.at_nR.shape[1], part.keys.at_nR.shape[1]
@@ -98,7 +106,10 @@ def test_every_visible_pair_is_in_exactly_one_part_and_first_parts_come_first(ma
             counts_NN.index_put_(
                 (part.queries.at_nR[i][:, None], part.keys.at_nR[i][None]), is_seen_QK.long(), accumulate=True
             )
-    assert torch.equal(counts_NN, visible(batch, window).long())
+    is_read_N = torch.zeros(batch.num_tokens, dtype=torch.bool).index_fill_(0, batch.read_R, predicting_only)
+    is_asked_N = is_read_N if predicting_only else ~is_read_N
+    assert torch.equal(counts_NN[is_asked_N], visible(batch, window)[is_asked_N].long())
+    assert bool((counts_NN <= visible(batch, window).long()).all())
 
 
 def test_masks_are_made_only_where_a_window_is_shorter_than_a_sequence() -> None:
@@ -106,9 +117,10 @@ def test_masks_are_made_only_where_a_window_is_shorter_than_a_sequence() -> None
     assert any(part.band is not None for part in parts_of(a_pack(), 100))
 
 
-def computed_pairs(batch: Pack) -> int:
+def computed_pairs(batch: Pack, *, predicting_only: bool = False) -> int:
     """Of the kernel, which leaves out nothing of what a short square hides."""
-    return sum(part.queries.at_nR.numel() * part.keys.at_nR.shape[1] for part in parts_of(batch, None))
+    parts = parts_of(batch, None, predicting_only=predicting_only)
+    return sum(part.queries.at_nR.numel() * part.keys.at_nR.shape[1] for part in parts)
 
 
 def test_of_a_square_that_the_kernel_would_compute_whole_little_more_than_half_is_computed() -> None:
@@ -120,3 +132,8 @@ def test_completions_of_a_short_prompt_see_it_in_their_own_part_and_those_of_a_l
     for prompt, is_short in ((13, True), (100, False)):
         batch = pack([(np.zeros(prompt, int), [np.zeros(c, int) for c in (20, 3, 60, 1)])], torch.device("cpu"))
         assert all(part.is_first for part in parts_of(batch, None)) == is_short
+
+
+def test_for_the_rows_that_predict_a_long_prompt_is_seen_by_its_last_row_and_its_completions_only() -> None:
+    batch = pack([(np.zeros(256, int), [np.zeros(9, int)] * 8)], torch.device("cpu"))
+    assert computed_pairs(batch, predicting_only=True) == 256 + 8 * 8 * 256 + 8 * 8 * 8
