@@ -34,6 +34,8 @@ NOTES = [
     "each and its default cache; ours with one core for the server and, for the learner, the other in (a) and (b), both in (c), whose "
     "server is idle for half of each step (learner.cpu_cores; --learner-cores). A rank on each core and a static cache "
     "(--trl-processes, --trl-cache static) make TRL about as fast as it gets here.",
+    "Ours with learner.compile, which a user sets for a run that is longer than a minute (--no-compile); TRL's torch_compile is a "
+    "switch too (--trl-compile). What either takes for compiling at the start is in the steps that are left out.",
     "Lengths: the last norm's weights are small, so a completion ends at each token with probability 1/128 on either side, and the "
     "reward is the same on average at every length; expected_length is that distribution's mean, length_ratio what came of it.",
     "Rewards are compared at the same policy versions: a batch that is two versions old shows the policy of two steps ago.",
@@ -64,10 +66,11 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--learner-cores", type=int, nargs="+", help=f"of our learner; by default {LEARNER_CORES}")
     parser.add_argument(
-        "--compile", action="store_true", help="learner.compile of ours; its start is no part of the steps"
+        "--compile", action=argparse.BooleanOptionalAction, default=True, help="learner.compile of ours; by default yes"
     )
     parser.add_argument("--trl-processes", type=int, default=1, help="ranks that share the batch and the cores")
     parser.add_argument("--trl-cache", choices=["static"], help="of generation; by default that of transformers")
+    parser.add_argument("--trl-compile", action="store_true", help="its torch_compile; compiles again at new shapes")
     parser.add_argument("--trl-rows", type=int, default=32, help="rows that TRL puts through the model at once")
     return parser.parse_args(arguments)
 
@@ -118,7 +121,7 @@ def run_cell(
             if side == "trl":
                 trl.append(
                     run_trl(
-                        trl_job(config, options.trl_rows, options.trl_cache),
+                        trl_job(config, options.trl_rows, options.trl_cache, is_compiled=options.trl_compile),
                         files / f"trl-{workload.name}-{seed}",
                         python,
                         options.trl_processes,

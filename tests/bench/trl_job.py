@@ -53,7 +53,7 @@ def main() -> None:
         model_init_kwargs={"dtype": "float32"}, max_steps=job["steps"],
         per_device_train_batch_size=job["micro_batch_rows"], gradient_accumulation_steps=num_rows // job["micro_batch_rows"],
         num_generations=job["num_completions"], max_completion_length=job["max_tokens"],
-        temperature=1.0, top_p=1.0, top_k=0, cache_implementation=job["cache"],
+        temperature=1.0, top_p=1.0, top_k=0, cache_implementation=job["cache"], torch_compile=job["compile"],
         beta=0.0, num_iterations=1, epsilon=job["clip_low"], epsilon_high=job["clip_high"], loss_type="dapo",
         scale_rewards="group", importance_sampling_level="token", mask_truncated_completions=False,
         learning_rate=job["learning_rate"], lr_scheduler_type="constant", warmup_steps=0, max_grad_norm=job["max_grad_norm"],

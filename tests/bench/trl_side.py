@@ -27,7 +27,7 @@ class TrlRun(msgspec.Struct, frozen=True):
     steps: list[Step]
 
 
-def trl_job(config: LearnerRun, rows: int, cache: str | None = None) -> dict[str, Any]:
+def trl_job(config: LearnerRun, rows: int, cache: str | None = None, *, is_compiled: bool = False) -> dict[str, Any]:
     """The same settings in TRL's terms. `cache`: of generation; None: the default."""
     learner = config.learner
     optimizer = learner.optimizer
@@ -37,7 +37,7 @@ def trl_job(config: LearnerRun, rows: int, cache: str | None = None) -> dict[str
         "max_tokens": learner.sampling.max_tokens, "micro_batch_rows": rows, "clip_low": learner.loss.value("clip_low"),
         "clip_high": learner.loss.value("clip_high"), "learning_rate": optimizer.learning_rate,
         "max_grad_norm": optimizer.max_grad_norm, "beta1": optimizer.beta1, "beta2": optimizer.beta2,
-        "weight_decay": optimizer.weight_decay, "cache": cache,
+        "weight_decay": optimizer.weight_decay, "cache": cache, "compile": is_compiled,
     }  # fmt: skip
 
 
