@@ -21,7 +21,7 @@ from tests.bench.machine import machine, matrix_rate, versions
 from tests.bench.trl_side import TrlRun, run_trl, trl_job
 from tests.bench.trl_venv import trl_python
 from tests.bench.workload import WORKLOADS, Workload, write_model, write_prompts
-from tests.bench.workload_run import LEARNER_CORES, OWN_CORE, Run, config_of, run_workload
+from tests.bench.workload_run import OWN_CORE, Run, config_of, run_workload
 
 NUM_STEPS = {"a": 40, "b": 6, "c": 10}
 MAX_STALENESS = 2
@@ -31,8 +31,7 @@ NOTES = [
     "other devices); the colocated one calls load_weights on the running engine, whose weights vLLM's CPU backend has packed by "
     "then ('Parameter' object has no attribute 'weight_loader'). Its continuous batching runs on a CPU, slower.",
     "Both sides compute in float32, on all cores of the machine: TRL as `python train.py` starts it, one process with a thread on "
-    "each and its default cache; ours with one core for the server and, for the learner, the other in (a) and (b), both in (c), whose "
-    "server is idle for half of each step (learner.cpu_cores; --learner-cores). A rank on each core and a static cache "
+    "each and its default cache; ours with one core for the server and the other for the learner (--learner-cores). A rank on each core and a static cache "
     "(--trl-processes, --trl-cache static) make TRL about as fast as it gets here.",
     "Ours with learner.compile, which a user sets for a run that is longer than a minute (--no-compile); TRL's torch_compile is a "
     "switch too (--trl-compile). What either takes for compiling at the start is in the steps that are left out.",
@@ -64,7 +63,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help=f"of each run; by default {NUM_STEPS}")
     parser.add_argument("--warm-up", type=int, default=2, help="first steps of each run that are left out, at least 1")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--learner-cores", type=int, nargs="+", help=f"of our learner; by default {LEARNER_CORES}")
+    parser.add_argument("--learner-cores", type=int, nargs="+", default=list(OWN_CORE), help="of our learner")
     parser.add_argument(
         "--compile", action=argparse.BooleanOptionalAction, default=True, help="learner.compile of ours; by default yes"
     )
@@ -104,7 +103,7 @@ def run_cell(
     """Both sides in turn, each first in every other repetition."""
     write_prompts(workload, files / f"{workload.name}.jsonl")
     num_steps = options.steps or NUM_STEPS[workload.name]
-    cores = tuple(options.learner_cores or LEARNER_CORES[workload.name])
+    cores = tuple(options.learner_cores)
     trl: list[TrlRun] = []
     ours: list[Run] = []
     rates = Rates(num_cores=len(cores), of_one=[], of_all=[])

@@ -19,9 +19,8 @@ SERVER = {
     "block_size": 32,
     "cpu_cores": [0],
 }
-OWN_CORE, BOTH_CORES = (1,), (0, 1)
-LEARNER_CORES = {"a": OWN_CORE, "b": OWN_CORE, "c": BOTH_CORES}
-"""By the workload: where the server leaves half of its core idle, step after step, the learner has it too."""
+OWN_CORE = (1,)
+"""Of the learner; the server has the other."""
 NEVER = 10**9
 
 
