@@ -31,8 +31,8 @@ NOTES = [
     "other devices); the colocated one calls load_weights on the running engine, whose weights vLLM's CPU backend has packed by "
     "then ('Parameter' object has no attribute 'weight_loader'). Its continuous batching runs on a CPU, slower.",
     "Both sides compute in float32, on all cores of the machine: TRL as `python train.py` starts it, one process with a thread on "
-    "each and its default cache; ours with one core for the server and the other for the learner (--learner-cores). A rank on each core and a static cache "
-    "(--trl-processes, --trl-cache static) make TRL about as fast as it gets here.",
+    "each and its default cache; ours with one core for the server and the other for the learner (--learner-cores). "
+    "A rank on each core and a static cache (--trl-processes, --trl-cache static) make TRL about as fast as it gets here.",
     "Ours with learner.compile, which a user sets for a run that is longer than a minute (--no-compile); TRL's torch_compile is a "
     "switch too (--trl-compile). What either takes for compiling at the start is in the steps that are left out.",
     "Lengths: the last norm's weights are small, so a completion ends at each token with probability 1/128 on either side, and the "
