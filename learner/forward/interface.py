@@ -19,7 +19,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from learner.forward.pack import Pack
-from learner.forward.parts import parts_of
+from learner.forward.parts import plan_of
 from learner.forward.tree_attention import Tree, TreeAttention
 from learner.forward.varlen_attention import varlen_attention
 
@@ -130,12 +130,13 @@ def pack_attention(
         raise Unpackable(f"{layer} has {problem}")
     attention_mask.current.layers.add(id(module))
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    # The values of multi-head latent attention are narrower than its keys; kernels want one size.
-    values = nn.functional.pad(value, (0, query.shape[-1] - value.shape[-1]))
-    q_NHD, k_NKD, v_NKD = (x[0].transpose(0, 1) for x in (query, key, values))
+    # The values of multi-head latent attention are narrower than its keys; kernels want one size. Padding by nothing copies.
+    num_missing = query.shape[-1] - value.shape[-1]
+    values = nn.functional.pad(value, (0, num_missing)) if num_missing else value
+    q_NHD, k_NKD, v_NKD = (x.squeeze(0).transpose(0, 1) for x in (query, key, values))
     if query.device.type == "cpu":
-        parts = parts_of(pack, window, predicting_only=id(module) in attention_mask.current.of_predicting_only)
-        out_NHD = TreeAttention.apply(q_NHD, k_NKD, v_NKD, sinks_H, Tree(parts, scale))
+        plan = plan_of(pack, window, predicting_only=id(module) in attention_mask.current.of_predicting_only)
+        out_NHD = TreeAttention.apply(q_NHD, k_NKD, v_NKD, sinks_H, Tree(plan, scale))
     elif sinks_H is None:
         out_NHD = varlen_attention(q_NHD, k_NKD, v_NKD, pack, window, scale)
     else:

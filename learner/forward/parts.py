@@ -1,12 +1,13 @@
 """Who sees whom in a pack, as blocks of queries and keys that ordinary attention kernels take without a mask.
 
-    segments ─▶ each with itself: causal squares     each as keys of all that continues it: full rectangles     ─▶ Parts
+    segments ─▶ each with itself: causal squares     each as keys of all that continues it: full rectangles     ─▶ a Plan of Parts
 
 Blocks of nearly one shape are stacked, since a call costs more than a few idle rows. Only where a sliding window is shorter than
 a sequence a part has a mask: of a block of queries and the few keys they still see. Every visible (query, key) pair is in
-exactly one part, and a row's first part comes before its others.
+exactly one part.
 
-Suffixes: n stacked blocks, Q queries and K keys of a block, R rows of either; m real queries of a stack.
+Suffixes: n stacked blocks, Q queries and K keys of a block; R rows of several stacks; M queries of all parts, P of them repeated;
+N packed tokens, H heads, D of a head.
 """
 
 import itertools
@@ -15,14 +16,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, cast
 
-import msgspec
 import numpy as np
 import torch
 
 from learner.forward.pack import Pack, Segment
 
 STACK_ROWS = 512
-"""Queries of a stack, so that what is gathered stays in the cache."""
+"""Queries of a stack."""
+CHUNK_ROWS = 16_384
+"""Queries and keys that are gathered at once, so that those of many windows do not take memory all together."""
 WHOLE, HALVED, HALF_STEP = 128, 1024, 32
 """Squares of these sizes are halved; the kernel leaves out what they hide in steps of 512 keys only. Halves are multiples, to stack."""
 SHORT = 32
@@ -52,52 +54,93 @@ class Band(NamedTuple):
     window: int
 
 
-class Rows(msgspec.Struct, frozen=True, eq=False):
-    """Which rows of a pack a stack of blocks has."""
+class Part(NamedTuple):
+    """A stack of blocks of one shape. A block that is shorter than the others repeats its last row as a query, to no effect."""
 
-    at_nR: torch.Tensor
-    first: int | None
-    """Of a single block of consecutive rows: they need not be gathered."""
-
-
-class Part(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """A stack of blocks of one shape. A block that is shorter than the others repeats its last row, which counts once."""
-
-    queries: Rows
-    keys: Rows
-    is_real_nQ: torch.Tensor | None = None
-    """Which queries are no repetition; None: all."""
-    real_m: torch.Tensor | None = None
-    """The same as places in the flattened stack."""
-    rows_m: torch.Tensor
-    """Where the real queries stand in the pack, one after the other."""
+    queries_nQ: np.ndarray
+    keys_nK: np.ndarray
+    is_repeated_nQ: np.ndarray
     is_causal: bool = False
     band: Band | None = None
-    is_first: bool = False
-    """No part before it has these queries."""
 
     def bias(self, dtype: torch.dtype) -> torch.Tensor | None:
         """(1, 1, Q, K), -inf on what the window hides; None: nothing is hidden."""
         if self.band is None:
             return None
-        queries_Q1 = self.band.first_query + torch.arange(self.queries.at_nR.shape[1]).unsqueeze(1)
-        keys_K = self.band.first_key + torch.arange(self.keys.at_nR.shape[1])
+        queries_Q1 = self.band.first_query + torch.arange(self.queries_nQ.shape[1]).unsqueeze(1)
+        keys_K = self.band.first_key + torch.arange(self.keys_nK.shape[1])
         is_hidden_QK = (keys_K > queries_Q1) | (keys_K <= queries_Q1 - self.band.window)
         return torch.zeros(is_hidden_QK.shape, dtype=dtype).masked_fill_(is_hidden_QK, -math.inf)[None, None]
 
 
-def parts_of(pack: Pack, window: int | None, *, predicting_only: bool = False) -> list[Part]:
+class Rows:
+    """What several stacks of blocks have of a tensor with a row for each token."""
+
+    def __init__(self, stacks: Sequence[np.ndarray]) -> None:
+        self.shapes = [stack.shape for stack in stacks]
+        self.sizes = [stack.size for stack in stacks]
+        rows_R = np.concatenate([stack.flatten() for stack in stacks])
+        self.at_R = torch.from_numpy(rows_R)
+        self._first = int(rows_R[0]) if (np.diff(rows_R) == 1).all() else None
+
+    def of(self, x_NHD: torch.Tensor) -> list[torch.Tensor]:
+        """(n, H, R, D) of each stack; views where the rows stand one after the other."""
+        x_RHD = x_NHD.index_select(0, self.at_R) if self._first is None else x_NHD[self._first :][: len(self.at_R)]
+        return self.stacked(x_RHD)
+
+    def stacked(self, x_RHD: torch.Tensor) -> list[torch.Tensor]:
+        """The same of what has been taken already."""
+        parts = zip(x_RHD.split(self.sizes), self.shapes, strict=True)
+        return [x.unflatten(0, shape).transpose(1, 2) for x, shape in parts]
+
+
+class Chunk:
+    """Parts whose rows are gathered at once: a call for each would cost as much as the little that it gathers."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts = parts
+        self.queries, self.keys = Rows([part.queries_nQ for part in parts]), Rows([part.keys_nK for part in parts])
+
+
+class Plan:
+    """All parts of a pack; M queries of them, one after the other."""
+
+    def __init__(self, parts: Iterable[Part]) -> None:
+        self.chunks = [Chunk(few) for few in _few(parts)]
+        self.rows_M = torch.cat([chunk.queries.at_R for chunk in self.chunks])
+        is_repeated_M = np.concatenate([part.is_repeated_nQ.flatten() for part in self.parts])
+        self.repeated_P = torch.from_numpy(np.flatnonzero(is_repeated_M))
+        """Places among the M."""
+
+    @property
+    def parts(self) -> list[Part]:
+        return [part for chunk in self.chunks for part in chunk.parts]
+
+
+def plan_of(pack: Pack, window: int | None, *, predicting_only: bool = False) -> Plan:
     """Worked out once for a pack and a window. `predicting_only`: other rows may be left out as queries."""
     key = (window, predicting_only)
     if key not in pack.plans:
         longest = max(sum(segment.length for segment in path) for path in pack.paths_B)
         if window is not None and longest > window:
-            pack.plans[key] = list(_bands(pack, window))
-        elif predicting_only:
-            pack.plans[key] = _stacked(_predicting(pack))
+            parts: Iterable[Part] = _bands(pack, window)
         else:
-            pack.plans[key] = _stacked(_blocks(pack.segments))
-    return cast(list[Part], pack.plans[key])
+            parts = _stacked(_predicting(pack) if predicting_only else _blocks(pack.segments))
+        pack.plans[key] = Plan(parts)
+    return cast(Plan, pack.plans[key])
+
+
+def _few(parts: Iterable[Part]) -> Iterator[list[Part]]:
+    few: list[Part] = []
+    num_rows = 0
+    for part in parts:
+        more = part.queries_nQ.size + part.keys_nK.size
+        if few and num_rows + more > CHUNK_ROWS:
+            yield few
+            few, num_rows = [], 0
+        few.append(part)
+        num_rows += more
+    yield few
 
 
 def _predicting(pack: Pack) -> Iterator[Block]:
@@ -105,7 +148,7 @@ def _predicting(pack: Pack) -> Iterator[Block]:
     blocks = list(_blocks(pack.segments))
     is_read_N = np.zeros(pack.num_tokens, bool)
     is_read_N[pack.read_R.numpy()] = True
-    for block in blocks:  # the backward pass needs the lse of repeated rows too
+    for block in blocks:  # of a row that is only repeated there would be no lse
         is_read_N[block.queries[: block.num_repeated]] = True
     for block in blocks:
         read = block.queries[is_read_N[block.queries]]
@@ -171,61 +214,31 @@ def _band(queries: np.ndarray, position: int, path: Sequence[Segment], window: i
         if oldest < end and len(seeing):
             rows = keys.start - keys.position + np.arange(oldest, end)
             band = Band(first_query=position, first_key=oldest, window=window)
-            yield _part(seeing[None], rows[None], None, band=band, is_first=keys is path[-1])
+            yield Part(seeing[None], rows[None], np.zeros((1, len(seeing)), bool), band=band)
 
 
-def _stacked(blocks: Iterable[Block]) -> list[Part]:
-    """Blocks with others whose queries are more by an eighth at most, squares first."""
+def _stacked(blocks: Iterable[Block]) -> Iterator[Part]:
+    """Blocks with others whose queries are more by an eighth at most."""
     alike: dict[tuple[int, int], list[Block]] = defaultdict(list)
     for block in blocks:
         alike[block.num_keys, _bucket(len(block.queries))].append(block)
-    parts = []
     for (_, bucket), members in sorted(alike.items(), key=lambda item: item[0]):
         count = max(1, STACK_ROWS // bucket)
-        parts += [_stack(members[i : i + count]) for i in range(0, len(members), count)]
-    return parts
+        yield from (_stack(members[i : i + count]) for i in range(0, len(members), count))
 
 
 def _stack(blocks: Sequence[Block]) -> Part:
     queries_nQ = np.empty((len(blocks), max(len(block.queries) for block in blocks)), np.int64)
-    is_real_nQ = np.zeros(queries_nQ.shape, bool)
+    is_repeated_nQ = np.ones(queries_nQ.shape, bool)
     for i, block in enumerate(blocks):
         length = len(block.queries)
         queries_nQ[i, :length] = block.queries
         queries_nQ[i, length:] = block.queries[-1]
-        is_real_nQ[i, block.num_repeated : length] = True
+        is_repeated_nQ[i, block.num_repeated : length] = False
     keys = [block.keys for block in blocks if block.keys is not None]
-    is_causal = not keys
-    return _part(
-        queries_nQ, np.stack(keys) if keys else queries_nQ, None if is_real_nQ.all() else is_real_nQ,
-        is_causal=is_causal, is_first=is_causal,
-    )  # fmt: skip
+    return Part(queries_nQ, np.stack(keys) if keys else queries_nQ, is_repeated_nQ, is_causal=not keys)
 
 
 def _bucket(length: int) -> int:
     step = 1 << max(0, (length - 1).bit_length() - 4)
     return -(-length // step) * step
-
-
-def _part(
-    queries_nQ: np.ndarray, keys_nK: np.ndarray, is_real_nQ: np.ndarray | None, *,
-    is_causal: bool = False, is_first: bool = False, band: Band | None = None,
-) -> Part:  # fmt: skip
-    real_m = None if is_real_nQ is None else np.flatnonzero(is_real_nQ)
-    return Part(
-        queries=_rows(queries_nQ),
-        keys=_rows(keys_nK),
-        is_real_nQ=None if is_real_nQ is None else torch.from_numpy(is_real_nQ),
-        real_m=None if real_m is None else torch.from_numpy(real_m),
-        rows_m=torch.from_numpy(queries_nQ.flatten() if real_m is None else queries_nQ.flatten()[real_m]),
-        is_causal=is_causal,
-        band=band,
-        is_first=is_first,
-    )
-
-
-def _rows(at_nR: np.ndarray) -> Rows:
-    num, length = at_nR.shape
-    first = int(at_nR[0, 0])
-    is_run = num == 1 and at_nR[0, -1] == first + length - 1
-    return Rows(torch.from_numpy(at_nR), first if is_run else None)

@@ -14,7 +14,7 @@ import torch
 from learner.forward.interface import NAME
 from learner.forward.logprobs import token_logprobs
 from learner.forward.pack import Pack, pack
-from learner.forward.parts import parts_of
+from learner.forward.parts import plan_of
 from learner.forward.tree_attention import Tree, TreeAttention
 from learner.forward.varlen_attention import varlen_attention
 
@@ -70,7 +70,7 @@ def _kernel_problem(model: Any, device: torch.device, dtype: torch.dtype) -> str
     leaves = [x.requires_grad_() for x in inputs]
     copies = [x.detach().to(device, dtype).requires_grad_() for x in inputs]
     scale = head_dim**-0.5
-    right = TreeAttention.apply(*leaves, None, Tree(parts_of(here, None), scale))
+    right = TreeAttention.apply(*leaves, None, Tree(plan_of(here, None), scale))
     try:
         q_NHD, k_NKD, v_NKD = copies
         found = varlen_attention(q_NHD, k_NKD, v_NKD, there, None, scale)

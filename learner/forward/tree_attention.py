@@ -5,8 +5,8 @@
 The backward pass of a part needs nothing of the others but the merged output and the merged lse, so ordinary kernels serve there
 too (FlashAttention-2, arXiv 2307.08691, §3.1). On CPUs; the kernels are those behind scaled_dot_product_attention.
 
-Suffixes: N packed tokens, H heads, K key-value heads, D of a head; n stacked blocks, Q queries and R rows of a block,
-m real queries of a stack.
+Suffixes: N packed tokens, H heads, K key-value heads, D of a head; n stacked blocks, Q queries of a block; M queries of all parts,
+R of a chunk of them.
 """
 
 import math
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from learner.forward.parts import Part, Rows
+from learner.forward.parts import Plan
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -24,7 +24,7 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 class Tree(NamedTuple):
     """Who sees whom, and the scale of the scores."""
 
-    parts: list[Part]
+    plan: Plan
     scale: float
 
 
@@ -40,18 +40,22 @@ class TreeAttention(torch.autograd.Function):
         sinks_H: torch.Tensor | None,
         tree: Tree,
     ) -> torch.Tensor:
-        dtype = torch.promote_types(q_NHD.dtype, torch.float32)
-        out_NHD = torch.zeros_like(q_NHD, dtype=dtype)  # and so it stays where nothing is asked for
-        lse_NH = q_NHD.new_full(q_NHD.shape[:2], -math.inf, dtype=dtype)
-        for part in tree.parts:
-            q, k, v = _blocks(q_NHD, part.queries), _blocks(k_NKD, part.keys), _blocks(v_NKD, part.keys)
-            out, lse = _forward(q, k, v, 0.0, part.is_causal, attn_mask=part.bias(q.dtype), scale=tree.scale)
-            _merge(out_NHD, lse_NH, _rows(out, part).to(dtype), _rows(lse.unsqueeze(3), part).squeeze(2), part)
+        plan, scale = tree
+        outs, lses = [], []
+        for chunk in plan.chunks:
+            queries, keys = chunk.queries, chunk.keys
+            blocks = zip(chunk.parts, queries.of(q_NHD), keys.of(k_NKD), keys.of(v_NKD), strict=True)
+            for part, q, k, v in blocks:
+                out, lse = _forward(q, k, v, 0.0, part.is_causal, attn_mask=part.bias(q.dtype), scale=scale)
+                outs.append(_rows(out))
+                lses.append(_rows(lse))
+        lse_MH = torch.cat(lses).index_fill_(0, plan.repeated_P, -math.inf)
+        lse_NH = _total(lse_MH, plan.rows_M, len(q_NHD))
         if sinks_H is not None:
-            with_sinks_NH = torch.logaddexp(lse_NH, sinks_H.to(dtype))
-            out_NHD *= (lse_NH - with_sinks_NH).exp_().unsqueeze(2)
-            lse_NH = with_sinks_NH
-        out_NHD = out_NHD.to(q_NHD.dtype)
+            lse_NH = torch.logaddexp(lse_NH, sinks_H.to(lse_NH.dtype))
+        share_MH = (lse_MH - lse_NH.index_select(0, plan.rows_M)).exp_()
+        out_MHD = torch.cat(outs).to(lse_NH.dtype).mul_(share_MH.unsqueeze(2))
+        out_NHD = lse_NH.new_zeros(q_NHD.shape).index_add_(0, plan.rows_M, out_MHD).to(q_NHD.dtype)
         ctx.save_for_backward(q_NHD, k_NKD, v_NKD, sinks_H, out_NHD, lse_NH)
         ctx.tree = tree
         return out_NHD
@@ -60,52 +64,39 @@ class TreeAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_NHD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q_NHD, k_NKD, v_NKD, sinks_H, out_NHD, lse_NH = ctx.saved_tensors
+        plan, scale = ctx.tree
         grad_NHD = grad_NHD.contiguous()
-        dq_NHD, dk_NKD, dv_NKD = (torch.zeros_like(x, dtype=lse_NH.dtype) for x in (q_NHD, k_NKD, v_NKD))
-        for part in ctx.tree.parts:
-            q, grad, out = (_blocks(x, part.queries) for x in (q_NHD, grad_NHD, out_NHD))
-            k, v = _blocks(k_NKD, part.keys), _blocks(v_NKD, part.keys)
-            lse = _blocks(lse_NH.unsqueeze(2), part.queries).squeeze(3)
-            if part.is_real_nQ is not None:  # a repeated row would count twice in the gradients of its keys
-                grad = grad * part.is_real_nQ[:, None, :, None]
-            dq, dk, dv = _backward(
-                grad, q, k, v, out, lse, 0.0, part.is_causal, attn_mask=part.bias(q.dtype), scale=ctx.tree.scale
-            )
-            put = dq_NHD.index_copy_ if part.is_first else dq_NHD.index_add_
-            put(0, part.rows_m, _rows(dq, part).to(lse_NH.dtype))
-            for total_NKD, d in ((dk_NKD, dk), (dv_NKD, dv)):
-                total_NKD.index_add_(0, part.keys.at_nR.flatten(), d.transpose(1, 2).flatten(0, 1).to(lse_NH.dtype))
+        totals = tuple(lse_NH.new_zeros(x.shape) for x in (q_NHD, k_NKD, v_NKD))
+        # Of its own lse a repeated row would have counted twice; beside an infinite one it is nothing.
+        lse_MH = lse_NH.index_select(0, plan.rows_M).index_fill_(0, plan.repeated_P, math.inf)
+        lses = lse_MH.split([len(chunk.queries.at_R) for chunk in plan.chunks])
+        for chunk, lse_RH in zip(plan.chunks, lses, strict=True):
+            queries, keys = chunk.queries, chunk.keys
+            of_queries = (*map(queries.of, (grad_NHD, q_NHD, out_NHD)), queries.stacked(lse_RH))
+            found = []
+            for part, grad, q, out, lse, k, v in zip(
+                chunk.parts, *of_queries, keys.of(k_NKD), keys.of(v_NKD), strict=True
+            ):
+                bias = part.bias(q.dtype)
+                d_blocks = _backward(grad, q, k, v, out, lse, 0.0, part.is_causal, attn_mask=bias, scale=scale)
+                found.append(map(_rows, d_blocks))
+            for total, rows, d in zip(totals, (queries, keys, keys), zip(*found, strict=True), strict=True):
+                total.index_add_(0, rows.at_R, torch.cat(d).to(total.dtype))
         dsinks_H = None
         if sinks_H is not None:
             weight_NH = (sinks_H.to(lse_NH.dtype) - lse_NH).exp_()
             dsinks_H = -(weight_NH * (grad_NHD * out_NHD).sum(dim=2)).sum(dim=0).to(sinks_H.dtype)
-        dq_NHD, dk_NKD, dv_NKD = (d.to(q_NHD.dtype) for d in (dq_NHD, dk_NKD, dv_NKD))
-        return dq_NHD, dk_NKD, dv_NKD, dsinks_H, None
+        return *(total.to(q_NHD.dtype) for total in totals), dsinks_H, None
 
 
-def _merge(
-    out_NHD: torch.Tensor, lse_NH: torch.Tensor, out_mHD: torch.Tensor, lse_mH: torch.Tensor, part: Part
-) -> None:
-    """Take what a part says of its m rows into what was known of them."""
-    if not part.is_first:
-        before_mHD, before_mH = out_NHD.index_select(0, part.rows_m), lse_NH.index_select(0, part.rows_m)
-        both_mH = torch.logaddexp(before_mH, lse_mH)
-        out_mHD = out_mHD * (lse_mH - both_mH).exp_().unsqueeze(2)
-        out_mHD += before_mHD * (before_mH - both_mH).exp_().unsqueeze(2)
-        lse_mH = both_mH
-    out_NHD.index_copy_(0, part.rows_m, out_mHD)
-    lse_NH.index_copy_(0, part.rows_m, lse_mH.to(lse_NH.dtype))
+def _total(lse_MH: torch.Tensor, rows_M: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """lse_NH: what all parts know of each of the N rows; -inf where none knows anything."""
+    none_NH = lse_MH.new_full((num_rows, lse_MH.shape[1]), -math.inf)
+    top_NH = none_NH.scatter_reduce(0, rows_M.unsqueeze(1).expand_as(lse_MH), lse_MH, "amax")
+    sum_NH = torch.zeros_like(top_NH).index_add_(0, rows_M, (lse_MH - top_NH.index_select(0, rows_M)).exp_())
+    return top_NH + sum_NH.log_()
 
 
-def _blocks(x_NHD: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """(n, H, R, D); a view where it can be."""
-    num, length = rows.at_nR.shape
-    if rows.first is not None:
-        return x_NHD[rows.first : rows.first + length].transpose(0, 1).unsqueeze(0)
-    return x_NHD.index_select(0, rows.at_nR.flatten()).view(num, length, *x_NHD.shape[1:]).transpose(1, 2)
-
-
-def _rows(x_nHQD: torch.Tensor, part: Part) -> torch.Tensor:
-    """(m, H, D), of the part's real queries."""
-    x_mHD = x_nHQD.transpose(1, 2).flatten(0, 1)
-    return x_mHD if part.real_m is None else x_mHD.index_select(0, part.real_m)
+def _rows(x_nHQD: torch.Tensor) -> torch.Tensor:
+    """(n · Q, H, D), or without a D."""
+    return x_nHQD.transpose(1, 2).flatten(0, 1)

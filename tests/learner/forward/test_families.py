@@ -15,7 +15,7 @@ from learner.forward.interface import Unpackable, is_packed
 from learner.forward.logit_map import logit_map_of
 from learner.forward.logprobs import token_logprobs
 from learner.forward.pack import pack
-from learner.forward.parts import Part, Rows
+from learner.forward.parts import Part, Plan
 from learner.forward.settle import settle_attention
 from learner.policy.lora import add_adapter
 from learner.policy.model import load_policy
@@ -167,12 +167,11 @@ def test_a_model_that_cannot_go_packed_is_padded_and_the_log_says_why(
 def test_a_packed_pass_that_would_mix_sequences_is_found_before_the_first_step(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def everything_before(batch: Any, window: int | None, *, predicting_only: bool) -> list[Part]:
-        rows_1N = torch.arange(batch.num_tokens)[None]
-        rows = Rows(rows_1N, 0)
-        return [Part(queries=rows, keys=rows, rows_m=rows_1N[0], is_causal=True, is_first=True)]
+    def everything_before(batch: Any, window: int | None, *, predicting_only: bool) -> Plan:
+        rows_1N = np.arange(batch.num_tokens)[None]
+        return Plan([Part(rows_1N, rows_1N, np.zeros(rows_1N.shape, bool), is_causal=True)])
 
-    monkeypatch.setattr(interface, "parts_of", everything_before)
+    monkeypatch.setattr(interface, "plan_of", everything_before)
     model = tiny("Qwen2Config", {})
     with caplog.at_level(logging.WARNING):
         settle_attention(model, CPU, torch.float32)

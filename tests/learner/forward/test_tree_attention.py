@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from learner.forward.pack import Pack, Segment, pack
-from learner.forward.parts import parts_of
+from learner.forward.parts import CHUNK_ROWS, Rows, plan_of
 from learner.forward.tree_attention import Tree, TreeAttention
 
 HEADS, KEY_HEADS, DIM = 4, 2, 8
@@ -70,8 +70,8 @@ def test_it_is_the_softmax_over_what_a_token_sees_of_its_own_sequence(
     sinks_H = leaves[3] if has_sinks else None
     grad_NHD = torch.zeros(batch.num_tokens, HEADS, DIM, dtype=torch.float64)
     grad_NHD[read] = torch.randn_like(grad_NHD[read])
-    parts = parts_of(batch, window, predicting_only=predicting_only)
-    found_NHD = TreeAttention.apply(*leaves[:3], sinks_H, Tree(parts, 0.3))
+    plan = plan_of(batch, window, predicting_only=predicting_only)
+    found_NHD = TreeAttention.apply(*leaves[:3], sinks_H, Tree(plan, 0.3))
     right_NHD = dense(*leaves[:3], sinks_H, visible(batch, window), 0.3)
     torch.testing.assert_close(found_NHD[read], right_NHD[read], atol=1e-12, rtol=0)
     used = leaves if has_sinks else leaves[:3]
@@ -84,28 +84,19 @@ def test_it_is_the_softmax_over_what_a_token_sees_of_its_own_sequence(
 @pytest.mark.parametrize("make", [a_pack, a_trie])
 @pytest.mark.parametrize("window", [None, 5, 100])
 @pytest.mark.parametrize("predicting_only", [False, True])
-def test_every_visible_pair_is_in_exactly_one_part_and_none_comes_before_a_first_part(
-    make, window: int | None, predicting_only: bool
-) -> None:
+def test_every_visible_pair_is_in_exactly_one_part(make, window: int | None, predicting_only: bool) -> None:
     batch = make()
     counts_NN = torch.zeros(batch.num_tokens, batch.num_tokens, dtype=torch.long)
-    written_N = torch.zeros(batch.num_tokens, dtype=torch.bool)
-    for part in parts_of(batch, window, predicting_only=predicting_only):
-        assert not (part.is_first and written_N[part.rows_m].any())
-        written_N[part.rows_m] = True
-        for i in range(len(part.queries.at_nR)):
-            num_queries, num_keys = part.queries.at_nR.shape[1], part.keys.at_nR.shape[1]
-            is_seen_QK = torch.ones(num_queries, num_keys, dtype=torch.bool)
+    for part in plan_of(batch, window, predicting_only=predicting_only).parts:
+        for queries_Q, keys_K, is_repeated_Q in zip(part.queries_nQ, part.keys_nK, part.is_repeated_nQ, strict=True):
+            is_seen_QK = torch.from_numpy(~is_repeated_Q)[:, None].repeat(1, len(keys_K))
             if part.is_causal:
                 is_seen_QK = is_seen_QK.tril()
             bias = part.bias(torch.float32)
             if bias is not None:
                 is_seen_QK &= bias[0, 0] == 0
-            if part.is_real_nQ is not None:
-                is_seen_QK &= part.is_real_nQ[i][:, None]
-            counts_NN.index_put_(
-                (part.queries.at_nR[i][:, None], part.keys.at_nR[i][None]), is_seen_QK.long(), accumulate=True
-            )
+            rows = (torch.from_numpy(queries_Q)[:, None], torch.from_numpy(keys_K)[None])
+            counts_NN.index_put_(rows, is_seen_QK.long(), accumulate=True)
     is_read_N = torch.zeros(batch.num_tokens, dtype=torch.bool).index_fill_(0, batch.read_R, predicting_only)
     is_asked_N = is_read_N if predicting_only else ~is_read_N
     assert torch.equal(counts_NN[is_asked_N], visible(batch, window)[is_asked_N].long())
@@ -113,14 +104,34 @@ def test_every_visible_pair_is_in_exactly_one_part_and_none_comes_before_a_first
 
 
 def test_masks_are_made_only_where_a_window_is_shorter_than_a_sequence() -> None:
-    assert all(part.band is None for part in parts_of(a_pack(), None) + parts_of(a_pack(), 400))
-    assert any(part.band is not None for part in parts_of(a_pack(), 100))
+    assert all(part.band is None for window in (None, 400) for part in plan_of(a_pack(), window).parts)
+    assert any(part.band is not None for part in plan_of(a_pack(), 100).parts)
+
+
+def test_what_is_gathered_at_once_is_bounded_and_a_long_sequence_is_not_gathered() -> None:
+    long = pack([(np.zeros(1, int), [np.zeros(40_000, int)])], torch.device("cpu"))
+    many = pack([(np.zeros(40, int), [np.zeros(c, int) for c in range(1, 300)])], torch.device("cpu"))
+    for batch, window in ((long, 100), (many, None)):
+        chunks = plan_of(batch, window).chunks
+        assert len(chunks) > 1
+        shared = [chunk for chunk in chunks if len(chunk.parts) > 1]
+        assert all(len(chunk.queries.at_R) + len(chunk.keys.at_R) <= CHUNK_ROWS for chunk in shared)
+    x_NHD = torch.zeros(long.num_tokens, 1, 1)
+    (chunk,) = plan_of(long, None).chunks
+    assert all(rows.of(x_NHD)[0].data_ptr() == x_NHD.data_ptr() for rows in (chunk.queries, chunk.keys))
+
+
+@pytest.mark.parametrize("rows", [[3, 4, 5, 6], [3, 4, 6, 7], [6, 5, 4, 3], [0, 0, 1, 1]])
+def test_rows_are_those_that_were_asked_for_whether_or_not_they_stand_one_after_the_other(rows: list[int]) -> None:
+    x_NHD = torch.arange(10.0)[:, None, None]
+    stacks = [np.array(rows[:1])[None], np.array(rows[1:])[None]]
+    assert [block.flatten().tolist() for block in Rows(stacks).of(x_NHD)] == [rows[:1], rows[1:]]
 
 
 def computed_pairs(batch: Pack, *, predicting_only: bool = False) -> int:
     """Of the kernel, which leaves out nothing of what a short square hides."""
-    parts = parts_of(batch, None, predicting_only=predicting_only)
-    return sum(part.queries.at_nR.numel() * part.keys.at_nR.shape[1] for part in parts)
+    parts = plan_of(batch, None, predicting_only=predicting_only).parts
+    return sum(part.queries_nQ.size * part.keys_nK.shape[1] for part in parts)
 
 
 def test_of_a_square_that_the_kernel_would_compute_whole_little_more_than_half_is_computed() -> None:
@@ -131,7 +142,7 @@ def test_of_a_square_that_the_kernel_would_compute_whole_little_more_than_half_i
 def test_completions_of_a_short_prompt_see_it_in_their_own_part_and_those_of_a_long_one_in_another() -> None:
     for prompt, is_short in ((13, True), (100, False)):
         batch = pack([(np.zeros(prompt, int), [np.zeros(c, int) for c in (20, 3, 60, 1)])], torch.device("cpu"))
-        assert all(part.is_first for part in parts_of(batch, None)) == is_short
+        assert all(part.is_causal for part in plan_of(batch, None).parts) == is_short
 
 
 def test_for_the_rows_that_predict_a_long_prompt_is_seen_by_its_last_row_and_its_completions_only() -> None:

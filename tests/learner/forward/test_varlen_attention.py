@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from learner.forward.pack import Pack
-from learner.forward.parts import parts_of
+from learner.forward.parts import plan_of
 from learner.forward.settle import settle_attention
 from learner.forward.tree_attention import Tree, TreeAttention
 from learner.forward.varlen_attention import key_layout, varlen_attention
@@ -41,7 +41,7 @@ def test_the_kernel_gives_the_numbers_of_the_parts_forward_and_backward(make, wi
     leaves = [x.float().requires_grad_() for x in inputs]
     copies = [x.cuda().requires_grad_() for x in inputs]
     grad = torch.randn(here.num_tokens, HEADS, 64)
-    right = TreeAttention.apply(*leaves, None, Tree(parts_of(here, window), 0.125))
+    right = TreeAttention.apply(*leaves, None, Tree(plan_of(here, window), 0.125))
     found = varlen_attention(copies[0], copies[1], copies[2], there, window, 0.125)
     pairs = [(found, right)]
     gradients = torch.autograd.grad(found, copies, grad.cuda().bfloat16())
