@@ -1,6 +1,6 @@
 """The tokens of several groups in one row: each prompt once, its completions after it, no padding; what prompts have in common once too.
 
-    prompts, completions ─▶ trie.py ─▶ Pack ─▶ attention.py: who sees whom    logprobs.py: the pass, and back to one row a completion
+    prompts, completions ─▶ trie.py ─▶ Pack ─▶ parts.py: who sees whom    logprobs.py: the pass, and back to one row a completion
 
 Invariant: token n of the row has the position that it has in its sequence, and sees what it sees there. The last token of a
 completion predicts nothing, so it is not in the row.
@@ -54,7 +54,7 @@ class Pack(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     paths_B: tuple[tuple[Segment, ...], ...]
     """The segments of each completion's sequence, the prompt first."""
     plans: dict[object, object] = msgspec.field(default_factory=dict)
-    """Room for what attention.py works out once for all layers and passes."""
+    """Room for what parts.py works out once for all layers and passes."""
 
     @property
     def num_tokens(self) -> int:
