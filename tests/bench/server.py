@@ -39,7 +39,9 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, default=Path("runs/bench-server"), help="where server.json, models and logs go"
     )
-    parser.add_argument("--repetitions", type=int, default=3, help="of each side")
+    parser.add_argument(
+        "--repetitions", type=int, default=5, help="of each side; both engines are started anew for each"
+    )
     parser.add_argument("--skip-generation", action="store_true", help="leave out real vLLM")
     return parser.parse_args(arguments)
 

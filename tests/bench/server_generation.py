@@ -4,7 +4,8 @@
     BareVllm  ── the same prompts, sampling and seeds ──▶ vllm.LLM.generate            seconds, token ids
 
 The two take turns. Every completion has a seed of its own, so that both must sample the same tokens: that is the oracle, and what
-makes the lengths equal.
+makes the lengths equal. Each repetition has new processes: one engine is faster than the next by up to a sixth for as long as
+it lives, whatever its addresses are, so no number of turns of one pair would tell what the way through the server costs.
 """
 
 import os
@@ -12,7 +13,7 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,6 +80,13 @@ CASES = [
     Case("49m", qwen2(8192, 768, 2048, 6, 12), num_groups=8, max_tokens=64),
 ]
 """Of the first, an end in one of 128 tokens: 111 tokens on average. The first is the one whose ratio is asked for."""
+
+
+class Turn(NamedTuple):
+    """What came of the same order."""
+
+    through: Generated
+    alone: Generated
 
 
 class GroupLink:
@@ -156,23 +164,34 @@ def save(config: Qwen2Config, directory: Path) -> str:
 def measure(case: Case, directory: Path, repetitions: int) -> dict[str, Any]:
     """Return the numbers of one case, of completions with a seed each and of such without, which is what a run asks for."""
     model = save(case.config, directory.resolve() / case.name)
-    settings = {"cpu_cores": SERVER_CORES, "max_concurrent_sequences": MAX_SEQUENCES}
-    bare = BareVllm(server_run(model, directory, "tcp://127.0.0.1:1", settings), EOS)
-    try:
-        server = ServedModel(model, directory / f"{case.name}-server", **settings)
-        try:
-            with cores_of_the_client():
-                link = pushed_link(server)
-                measured = {
-                    "seeded": compare(*turns(case, link, bare, repetitions, seeded=True)),
-                    "unseeded": compare(*turns(case, link, bare, repetitions, seeded=False)),
-                }
-                link.close()
-        finally:
-            server.close()
-    finally:
-        bare.close()
+    came = {"seeded": list[Turn](), "unseeded": list[Turn]()}
+    for repetition in range(1, repetitions + 1):
+        server_first = repetition % 2 == 1
+        with both_sides(model, directory / f"{case.name}-{repetition}", server_first=server_first) as (link, bare):
+            turn(link, bare, case.order(0, seeded=True), server_first=server_first)  # cold
+            for kind, turns in came.items():
+                order = case.order(repetition, seeded=kind == "seeded")
+                turns.append(turn(link, bare, order, server_first=server_first))
+    measured = {kind: compare(*map(list, zip(*turns, strict=True))) for kind, turns in came.items()}
     return {"num_groups": case.num_groups, "num_completions": NUM_COMPLETIONS, "max_tokens": case.max_tokens} | measured
+
+
+@contextmanager
+def both_sides(model: str, directory: Path, *, server_first: bool) -> Iterator[tuple[GroupLink, BareVllm]]:
+    """A server and bare vLLM, started in this order or the other."""
+    settings = {"cpu_cores": SERVER_CORES, "max_concurrent_sequences": MAX_SEQUENCES}
+    with ExitStack() as open_things:
+        for is_server in (server_first, not server_first):
+            if is_server:
+                server = ServedModel(model, directory, **settings)
+                open_things.callback(server.close)
+            else:
+                bare = BareVllm(server_run(model, directory, "tcp://127.0.0.1:1", settings), EOS)
+                open_things.callback(bare.close)
+        open_things.enter_context(cores_of_the_client())
+        link = pushed_link(server)
+        open_things.callback(link.close)
+        yield link, bare
 
 
 @contextmanager
@@ -197,18 +216,13 @@ def pushed_link(server: ServedModel) -> GroupLink:
     return link
 
 
-def turns(
-    case: Case, link: GroupLink, bare: BareVllm, repetitions: int, *, seeded: bool
-) -> tuple[list[Generated], list[Generated]]:
-    """What the server and bare vLLM made of the same orders in turns, each first in every other one; the first, cold one is left out."""
-    through: list[Generated] = []
-    alone: list[Generated] = []
-    sides: list[tuple[GroupLink | BareVllm, list[Generated]]] = [(link, through), (bare, alone)]
-    for repetition in range(1 + repetitions):
-        order = case.order(repetition, seeded=seeded)
-        for side, came in sides if repetition % 2 else sides[::-1]:
-            came.append(side.generate(order))
-    return through[1:], alone[1:]
+def turn(link: GroupLink, bare: BareVllm, order: Order, *, server_first: bool) -> Turn:
+    """What both make of an order, one after the other."""
+    if server_first:
+        through = link.generate(order)
+        return Turn(through, bare.generate(order))
+    alone = bare.generate(order)
+    return Turn(link.generate(order), alone)
 
 
 def compare(through: list[Generated], alone: list[Generated]) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -90,17 +92,33 @@ class _Side:
         return generated(1.0, 1.0, len(self._asked))
 
 
-def test_both_sides_get_the_same_orders_in_turns_and_the_first_turn_does_not_count() -> None:
+@contextmanager
+def _sides(asked: list[tuple[str, int | None]]) -> Iterator[tuple[_Side, _Side]]:
+    asked.append(("started", None))
+    yield _Side("server", asked), _Side("bare", asked)
+
+
+def test_each_repetition_has_new_processes_whose_first_turn_does_not_count(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     asked: list[tuple[str, int | None]] = []
-    link, bare = _Side("server", asked), _Side("bare", asked)
-    through, alone = server_generation.turns(CASE, link, bare, 2, seeded=True)  # type: ignore[arg-type]
-    seeds = [repetition * CASE.num_groups * server_generation.NUM_COMPLETIONS for repetition in range(3)]
+    firsts: list[bool] = []
+
+    def both_sides(model: str, directory: Path, *, server_first: bool) -> AbstractContextManager[tuple[_Side, _Side]]:
+        firsts.append(server_first)
+        return _sides(asked)
+
+    monkeypatch.setattr(server_generation, "both_sides", both_sides)
+    monkeypatch.setattr(server_generation, "save", lambda config, directory: str(directory))
+    result = server_generation.measure(CASE, tmp_path, 2)
+    first, second = (repetition * CASE.num_groups * server_generation.NUM_COMPLETIONS for repetition in (1, 2))
+    assert firsts == [True, False]
     assert asked == [
-        ("bare", seeds[0]), ("server", seeds[0]), ("server", seeds[1]), ("bare", seeds[1]), ("bare", seeds[2]),
-        ("server", seeds[2]),
+        ("started", None), ("server", 0), ("bare", 0), ("server", first), ("bare", first), ("server", None), ("bare", None),
+        ("started", None), ("bare", 0), ("server", 0), ("bare", second), ("server", second), ("bare", None), ("server", None),
     ]  # fmt: skip
-    assert [server_generation.num_tokens(one) for one in through] == [3, 6]
-    assert [server_generation.num_tokens(one) for one in alone] == [4, 5]
+    assert result["seeded"]["num_tokens"] == {"server": [4, 12], "bare": [5, 11]}
+    assert result["unseeded"]["num_tokens"] == {"server": [6, 14], "bare": [7, 13]}
 
 
 def test_the_headlines_are_of_the_smallest_model_and_of_all_messages_together() -> None:
