@@ -4,8 +4,8 @@
     BareVllm  ── the same prompts, sampling and seeds ──▶ vllm.LLM.generate            seconds, token ids
 
 The two take turns. Every completion has a seed of its own, so that both must sample the same tokens: that is the oracle, and what
-makes the lengths equal. Each repetition has new processes: one engine is faster than the next by up to a sixth for as long as
-it lives, whatever its addresses are, so no number of turns of one pair would tell what the way through the server costs.
+makes the lengths equal. Each repetition has new processes: of the same two, one is faster by up to an eighth in all turns, and of the
+next two the other, whatever their addresses, so no number of turns of one pair would tell what the way through the server costs.
 """
 
 import os
@@ -226,7 +226,10 @@ def turn(link: GroupLink, bare: BareVllm, order: Order, *, server_first: bool) -
 
 
 def compare(through: list[Generated], alone: list[Generated]) -> dict[str, Any]:
-    """Medians over repetitions of tokens per second, and of CPU time per token, which other work on the machine disturbs less."""
+    """Medians over repetitions of tokens per second, and of CPU time per token, which other work on the machine disturbs less.
+
+    The ratios are medians of each repetition's own: the machine is as fast for both sides of one, and not from one to the next.
+    """
     tokens_per_s = {
         side: [num_tokens(one) / one.seconds for one in came] for side, came in (("server", through), ("bare", alone))
     }
@@ -234,17 +237,19 @@ def compare(through: list[Generated], alone: list[Generated]) -> dict[str, Any]:
         side: [one.cpu_seconds / num_tokens(one) * 1e6 for one in came]
         for side, came in (("server", through), ("bare", alone))
     }
-    rates = {side: statistics.median(of_side) for side, of_side in tokens_per_s.items()}
-    costs = {side: statistics.median(of_side) for side, of_side in cpu_us_per_token.items()}
     return {
-        "over_bare_vllm": rates["server"] / rates["bare"],
-        "bare_cpu_over_servers": costs["bare"] / costs["server"],
+        "over_bare_vllm": _median_ratio(tokens_per_s["server"], tokens_per_s["bare"]),
+        "bare_cpu_over_servers": _median_ratio(cpu_us_per_token["bare"], cpu_us_per_token["server"]),
         "same_tokens": all(one.token_ids == other.token_ids for one, other in zip(through, alone, strict=True)),
-        "tokens_per_s": rates,
-        "cpu_us_per_token": costs,
+        "tokens_per_s": {side: statistics.median(of_side) for side, of_side in tokens_per_s.items()},
+        "cpu_us_per_token": {side: statistics.median(of_side) for side, of_side in cpu_us_per_token.items()},
         "tokens_per_s_by_repetition": tokens_per_s,
         "num_tokens": {"server": [num_tokens(one) for one in through], "bare": [num_tokens(one) for one in alone]},
     }
+
+
+def _median_ratio(ours: list[float], theirs: list[float]) -> float:
+    return statistics.median(one / other for one, other in zip(ours, theirs, strict=True))
 
 
 def num_tokens(generated: Generated) -> int:
