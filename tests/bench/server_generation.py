@@ -4,8 +4,8 @@
     BareVllm  ── the same prompts, sampling and seeds ──▶ vllm.LLM.generate            seconds, token ids
 
 The two take turns. Every completion has a seed of its own, so that both must sample the same tokens: that is the oracle, and what
-makes the lengths equal. Each repetition has new processes: of the same two, one is faster by up to an eighth in all turns, and of the
-next two the other, whatever their addresses, so no number of turns of one pair would tell what the way through the server costs.
+makes the lengths equal. Each repetition has new processes: with one pair for all turns the ratio of the same code was anything from
+0.86 to 1.02, whatever their addresses or pages. Why is not known; so none is left to decide alone.
 """
 
 import os
