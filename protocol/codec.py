@@ -14,24 +14,26 @@ from protocol.errors import ProtocolError
 from protocol.messages import DTYPES
 
 M = TypeVar("M")
+Frames = Sequence[Any]
+"""Of bytes, or as ZeroMQ has received them: then the arrays of a message stay where they came."""
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_COMPLAINT_CHARACTERS = 300
 """A complaint quotes what came, which may be megabytes."""
 
 
-def encode(message: msgspec.Struct) -> list[bytes | memoryview]:
+def encode(message: msgspec.Struct) -> list[bytes]:
     """Return the frames of a message: the header, then one frame per array, in the order the header names them."""
-    arrays: list[np.ndarray] = []
+    frames = [b""]
 
-    def enc_hook(value: Any) -> list[Any]:
-        if not isinstance(value, np.ndarray):
-            raise NotImplementedError(f"cannot encode {type(value).__name__}")
-        arrays.append(np.ascontiguousarray(value))
-        return [len(arrays) - 1, NAMES[value.dtype], len(value)]
+    def announce(array: Any) -> tuple[int, str, int]:
+        if not isinstance(array, np.ndarray):
+            raise NotImplementedError(f"cannot encode {type(array).__name__}")
+        frames.append(array.tobytes())
+        return len(frames) - 2, NAMES[array.dtype], len(array)
 
-    header = msgspec.msgpack.encode(message, enc_hook=enc_hook)
-    return [header, *(array.data.cast("B") if len(array) else b"" for array in arrays)]
+    frames[0] = msgspec.msgpack.encode(message, enc_hook=announce)
+    return frames
 
 
 class Decoder(Generic[M]):
@@ -40,10 +42,10 @@ class Decoder(Generic[M]):
     def __init__(self, expected: type[M]) -> None:
         # Made once: to make one takes as long as half of what it does for a group.
         self._header = msgspec.msgpack.Decoder(expected, dec_hook=self._take)
-        self._arrays: Sequence[bytes | memoryview] = ()
+        self._arrays: Frames = ()
         self._num_taken = 0
 
-    def decode(self, frames: Sequence[bytes | memoryview]) -> M:
+    def decode(self, frames: Frames) -> M:
         """Raises ProtocolError if the header is no such message or the frames differ from what the header announces."""
         if not frames:
             raise ProtocolError("a message without frames came; expected a msgpack header")
@@ -63,17 +65,21 @@ class Decoder(Generic[M]):
     def _take(self, _: type, announced: Any) -> np.ndarray:
         """Return the array that the header announces. For msgspec, which takes a ValueError or TypeError for a wrong header."""
         index, name, length = announced
-        dtype = DTYPES.get(name)
-        if dtype is None or index != self._num_taken or index >= len(self._arrays) or type(length) is not int:
-            raise ValueError(f"no frame fits the announced array {str(announced)[:80]}; {len(self._arrays)} came")
-        frame = self._arrays[index]
-        if len(frame) != length * dtype.itemsize:
-            raise ValueError(f"frame {index} has {len(frame)} bytes, announced were {length} of {name}")
+        try:
+            array = np.frombuffer(self._arrays[index], DTYPES[name])
+            fits = index == self._num_taken and type(length) is int and len(array) == length
+        except (LookupError, TypeError, ValueError):
+            fits = False
+        if not fits:
+            raise ValueError(
+                f"no frame fits the announced array {str(announced)[:80]}, which is number {self._num_taken}; those that came "
+                f"have {[len(frame) for frame in self._arrays]} bytes"
+            )
         self._num_taken += 1
-        return np.frombuffer(frame, dtype)
+        return array
 
 
-def decode(frames: Sequence[bytes | memoryview], expected: type[M]) -> M:
+def decode(frames: Frames, expected: type[M]) -> M:
     """Decode the frames of one message of type `expected` (a union of messages). Raises ProtocolError."""
     return Decoder(expected).decode(frames)
 
@@ -85,7 +91,7 @@ def _in_one_line(error: Exception) -> str:
 
 def pack(message: msgspec.Struct) -> bytes:
     """Return a message as one byte string, for storage."""
-    return msgspec.msgpack.encode([bytes(frame) for frame in encode(message)])
+    return msgspec.msgpack.encode(encode(message))
 
 
 def unpack(packed: bytes, expected: type[M]) -> M:

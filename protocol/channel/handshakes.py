@@ -27,7 +27,7 @@ class Monitor:
     def __init__(self, context: zmq.Context[Any], watched: zmq.Socket[Any]) -> None:
         address = f"inproc://monitor-{id(watched)}"
         watched.monitor(address, _HANDSHAKES | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
-        self._events = context.socket(zmq.PAIR, socket_class=zmq.Socket)
+        self._events = context.socket(zmq.PAIR)
         # Without a limit: at one, libzmq's own thread would wait for the reader, and with it every connection.
         self._events.setsockopt(zmq.RCVHWM, 0)
         self._events.connect(address)

@@ -11,15 +11,15 @@ threads and never reach `receive`. Without keys, a peer that has not been admitt
 import asyncio
 import math
 import socket
-import time
 from collections import Counter
 
-import zmq.asyncio
+import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from protocol.channel.connections import MAX_UNFINISHED_BYTES, Connections, address_of
 from protocol.channel.handshakes import Failure, Monitor
 from protocol.channel.keys import LearnerKeys, ServerKeys
+from protocol.channel.loop_socket import LoopSocket
 from protocol.channel.strangers import Strangers
 from protocol.codec import Decoder, encode
 from protocol.endpoint import check_endpoint, needs_ipv6, split_endpoint
@@ -39,14 +39,12 @@ MAX_FRAME_BYTES = 32 << 20
 manifest of a push: 90 bytes for each tensor."""
 MAX_PONG_BYTES = 256
 """Pongs bring less from one look to the next."""
-MAX_TURN_S = 0.001
-"""So long may messages be read before other tasks of the event loop have their turn."""
 LINGER_MS = 1_000
 """Time for last messages (acks) to leave at close."""
 EVERY_ADDRESS = ("0.0.0.0", "::")
 
 
-def _open(context: zmq.asyncio.Context, kind: int, endpoint: str) -> zmq.asyncio.Socket:
+def _open(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) -> zmq.Socket[bytes]:
     opened = context.socket(kind)
     # Not for all: ZeroMQ would then look for IPv6 addresses alone, and reach IPv4 ones by another name.
     opened.setsockopt(zmq.IPV6, needs_ipv6(split_endpoint(endpoint)[0]))
@@ -58,28 +56,6 @@ def _open(context: zmq.asyncio.Context, kind: int, endpoint: str) -> zmq.asyncio
     return opened
 
 
-class _Reader:
-    """Reads a learner's socket message by message. Those that are there already are taken without a turn of the event loop each,
-    which costs as much as a small message."""
-
-    def __init__(self, socket: zmq.asyncio.Socket) -> None:
-        self._socket = socket
-        self._without_loop: zmq.Socket[bytes] = zmq.Socket.shadow(socket.underlying)
-        self._turn_began = time.monotonic()
-
-    async def receive(self) -> list[bytes]:
-        """Return the frames of the next message."""
-        if time.monotonic() - self._turn_began > MAX_TURN_S:
-            await asyncio.sleep(0)  # only this lets other tasks run while the server floods
-            self._turn_began = time.monotonic()
-        try:
-            return self._without_loop.recv_multipart(zmq.DONTWAIT)
-        except zmq.Again:
-            frames: list[bytes] = await self._socket.recv_multipart()
-            self._turn_began = time.monotonic()
-            return frames
-
-
 class ServerChannel:
     """The server's end: receives from any learner, sends to one by its peer id.
 
@@ -88,8 +64,9 @@ class ServerChannel:
 
     def __init__(self, endpoint: str, keys: ServerKeys | None = None, *, insecure: bool = False) -> None:
         check_endpoint(endpoint, has_keys=keys is not None, insecure=insecure)
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.Context()
         self._socket = _open(self._context, zmq.ROUTER, endpoint)
+        self._messages = LoopSocket(self._socket)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.RCVHWM, SERVER_RECEIVE_HIGH_WATER_MARK)
         self._decoder: Decoder[LearnerMessage] = Decoder(LearnerMessage)  # type: ignore[arg-type]
@@ -133,7 +110,7 @@ class ServerChannel:
         A peer that was not admitted and sends more than a stranger may is cut off here.
         """
         while True:
-            peer_frame, *frames = await self._socket.recv_multipart(copy=False)
+            peer_frame, *frames = await self._messages.receive()
             # A full queue is answered without waiting: only this lets other tasks run while a peer floods, and what a message
             # has begun is under way before the next one is read.
             await asyncio.sleep(0)
@@ -143,7 +120,7 @@ class ServerChannel:
                 self.num_shut_out += 1
                 continue
             try:
-                return peer, self._decoder.decode([frame.buffer for frame in frames])
+                return peer, self._decoder.decode(frames)
             except ProtocolError as error:
                 return peer, error
 
@@ -173,7 +150,7 @@ class ServerChannel:
     async def send(self, peer: bytes, message: Message) -> bool:
         """Send without waiting; False if the peer is gone or its queue is full (the caller keeps what matters)."""
         try:
-            await self._socket.send_multipart([peer, *encode(message)], flags=zmq.DONTWAIT)
+            self._messages.send_now([peer, *encode(message)])
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
@@ -183,7 +160,7 @@ class ServerChannel:
         return True
 
     def close(self) -> None:
-        self._socket.close()
+        self._messages.close()
         if self._monitor is not None:
             self._monitor.close()
         if self._gate is not None:
@@ -211,9 +188,9 @@ class LearnerChannel:
         check_endpoint(endpoint, has_keys=keys is not None, insecure=insecure)
         self.endpoint = endpoint
         self._has_keys = keys is not None
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.Context()
         self._socket = _open(self._context, zmq.DEALER, endpoint)
-        self._reader = _Reader(self._socket)
+        self._messages = LoopSocket(self._socket)
         self._decoder: Decoder[ServerMessage] = Decoder(ServerMessage)  # type: ignore[arg-type]
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         # Only the learner pings, and the server answers. A socket that pings aborts its process when a peer fills the queue
@@ -244,7 +221,7 @@ class LearnerChannel:
         try:
             # Not wait_for, which in Python 3.11 swallows a cancellation that comes as the send ends.
             async with asyncio.timeout(timeout_s):
-                await self._socket.send_multipart(encode(message))
+                await self._messages.send(encode(message))
         except TimeoutError as error:
             raise DeadlineExceeded(
                 f"{type(message).__name__} could not be sent to {self.endpoint} within {timeout_s} s: "
@@ -253,7 +230,7 @@ class LearnerChannel:
 
     async def receive(self) -> ServerMessage:
         """Return the server's next message. Raises ProtocolError if it is not one."""
-        return self._decoder.decode(await self._reader.receive())
+        return self._decoder.decode(await self._messages.receive())
 
     def look_at_connection(self) -> bool:
         """End it, to be made anew, if the server is silent; return whether part of a long message has come since the last look."""
@@ -286,6 +263,6 @@ class LearnerChannel:
     def close(self) -> None:
         if self._socket.closed:
             return
-        self._socket.close()
+        self._messages.close()
         self._monitor.close()
         self._context.term()

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import zmq
-import zmq.asyncio
 
-from protocol.channel.sockets import MAX_TURN_S, LearnerChannel, ServerChannel
+from protocol.channel.loop_socket import MAX_TURN_S, LoopSocket
+from protocol.channel.sockets import LearnerChannel, ServerChannel
 from protocol.errors import ConfigError, DeadlineExceeded, ProtocolError
 from protocol.messages import Ack, Refused
 
@@ -50,7 +50,7 @@ def test_messages_arrive_both_ways() -> None:
 def test_a_send_that_ends_in_the_moment_in_which_it_is_cancelled_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(server: ServerChannel, learner: LearnerChannel) -> None:
         sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        monkeypatch.setattr(zmq.asyncio.Socket, "send_multipart", lambda *args: sent)
+        monkeypatch.setattr(LoopSocket, "send", lambda *args: sent)
         sending = asyncio.create_task(learner.send(Ack(group_ids=[]), TIMEOUT_S))
         await asyncio.sleep(0)
         sent.set_result(None)

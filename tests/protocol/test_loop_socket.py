@@ -1,0 +1,152 @@
+"""A socket in the event loop over real connections: nobody waits for what has happened already."""
+
+import asyncio
+import select
+import time
+from collections.abc import Awaitable, Callable
+
+import pytest
+import zmq
+
+from protocol.channel.loop_socket import LoopSocket
+
+TIMEOUT_S = 20.0
+LONGER_THAN_LIBZMQ_IGNORES_NEWS_S = 0.1
+"""In a send it looks for them at most every 3 million ticks."""
+
+
+class Pair:
+    """One end in the loop, which listens, and a plain one that has not connected yet."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self._plain_ours, self._theirs = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
+        port = self._plain_ours.bind_to_random_port("tcp://127.0.0.1")
+        self._endpoint = f"tcp://127.0.0.1:{port}"
+        self.ours = LoopSocket(self._plain_ours)
+
+    def connect(self) -> zmq.Socket[bytes]:
+        self._theirs.setsockopt(zmq.RCVTIMEO, int(TIMEOUT_S * 1000))
+        self._theirs.connect(self._endpoint)
+        return self._theirs
+
+    def has_news(self, timeout_s: float) -> bool:
+        """Whether libzmq would tell the event loop of something."""
+        return bool(select.select([self._plain_ours.getsockopt(zmq.FD)], [], [], timeout_s)[0])
+
+    def close(self) -> None:
+        self.ours.close()
+        self._theirs.close(linger=0)
+
+
+def with_pair(test: Callable[[Pair], Awaitable[None]]) -> None:
+    async def run() -> None:
+        with zmq.Context() as context:
+            pair = Pair(context)
+            try:
+                await asyncio.wait_for(test(pair), TIMEOUT_S)
+            finally:
+                pair.close()
+
+    asyncio.run(run())
+
+
+async def received(socket: LoopSocket) -> list[bytes]:
+    return [frame.bytes for frame in await socket.receive()]
+
+
+async def begun(task: Awaitable[object]) -> asyncio.Future[object]:
+    """A task that has come to its first wait, or to its end."""
+    task = asyncio.ensure_future(task)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    return task
+
+
+async def connected(pair: Pair) -> zmq.Socket[bytes]:
+    theirs = pair.connect()
+    await pair.ours.send([b"are you there?"])
+    theirs.recv_multipart()
+    return theirs
+
+
+def test_what_comes_while_something_is_sent_is_received() -> None:
+    async def test(pair: Pair) -> None:
+        theirs = await connected(pair)
+        receiving = await begun(received(pair.ours))
+        theirs.send_multipart([b"a", b"", b"b"])
+        assert pair.has_news(TIMEOUT_S)
+        time.sleep(LONGER_THAN_LIBZMQ_IGNORES_NEWS_S)
+        pair.ours.send_now([b"takes the notice away"])
+        assert not pair.has_news(0)
+        pair.ours.send_now([b"wakes nobody a second time"])
+        assert await receiving == [b"a", b"", b"b"]
+
+    with_pair(test)
+
+
+def test_what_waits_to_be_sent_is_sent_when_a_peer_comes_while_somebody_receives() -> None:
+    async def test(pair: Pair) -> None:
+        sending = await begun(pair.ours.send([b"at last"]))
+        assert not sending.done()
+        theirs = pair.connect()
+        assert pair.has_news(TIMEOUT_S)
+        time.sleep(LONGER_THAN_LIBZMQ_IGNORES_NEWS_S)
+        receiving = pair.ours.receive()
+        receiving.send(None)  # to where it lets others have their turn
+        receiving.send(None)  # to where it waits, and the loop has had no turn
+        assert not pair.has_news(0)
+        await sending
+        assert theirs.recv_multipart() == [b"at last"]
+        receiving.close()
+
+    with_pair(test)
+
+
+def test_messages_that_wait_to_be_sent_keep_their_order() -> None:
+    async def test(pair: Pair) -> None:
+        sending = [await begun(pair.ours.send([b"%d" % number])) for number in range(5)]
+        theirs = pair.connect()
+        assert pair.has_news(TIMEOUT_S)
+        sending.append(await begun(pair.ours.send([b"5"])))
+        await asyncio.gather(*sending)
+        assert [theirs.recv() for _ in sending] == [b"%d" % number for number in range(6)]
+
+    with_pair(test)
+
+
+def test_a_receive_that_is_cancelled_loses_nothing() -> None:
+    async def test(pair: Pair) -> None:
+        theirs = await connected(pair)
+        receiving = await begun(received(pair.ours))
+        theirs.send(b"came in that moment")
+        assert pair.has_news(TIMEOUT_S)
+        pair.ours.send_now([b"wakes whoever receives"])
+        receiving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await receiving
+        assert await received(pair.ours) == [b"came in that moment"]
+
+    with_pair(test)
+
+
+def test_what_comes_while_nobody_receives_does_not_keep_the_event_loop_busy() -> None:
+    async def test(pair: Pair) -> None:
+        theirs = await connected(pair)
+        (await begun(received(pair.ours))).cancel()  # from now on the loop looks for news
+        theirs.send(b"later")
+        assert pair.has_news(TIMEOUT_S)
+        await asyncio.sleep(0.1)
+        assert not pair.has_news(0)
+        assert await received(pair.ours) == [b"later"]
+
+    with_pair(test)
+
+
+def test_whoever_waits_at_a_socket_that_is_closed_is_cancelled() -> None:
+    async def test(pair: Pair) -> None:
+        waiting = [await begun(received(pair.ours)), await begun(pair.ours.send([b"nobody is there"]))]
+        pair.ours.close()
+        await asyncio.wait(waiting)
+        assert all(task.cancelled() for task in waiting)
+
+    with_pair(test)
