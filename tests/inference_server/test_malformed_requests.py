@@ -51,7 +51,7 @@ def test_a_learner_that_was_welcomed_and_goes_mad_does_not_end_the_server() -> N
             mad = ScriptedLearner(running.endpoint, run=learner.run)
             await mad.join()
             for _ in range(5):
-                await mad.channel._socket.send_multipart(next(messages))
+                await mad.channel._messages.send(next(messages))
             mad.close()
         assert not running.task.done()
         assert (await learner.join()).server_id

@@ -148,7 +148,7 @@ def test_a_malformed_message_is_answered_once_and_its_sender_ignored() -> None:
     async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
         await learner.join()
         stranger = ScriptedLearner(running.endpoint, run="run-b")
-        await stranger.channel._socket.send_multipart([b"\xc1 not msgpack"])
+        await stranger.channel._messages.send([b"\xc1 not msgpack"])
         assert "malformed message" in (await stranger.receive(Refused)).reason
         await stranger.hello()
         with pytest.raises(TimeoutError):

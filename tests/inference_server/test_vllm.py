@@ -362,9 +362,14 @@ def test_status_health_and_metrics_show_the_server(server: RealServer) -> None:
         assert "vllm:generation_tokens_total" in metrics
         scraped = {sample.name for family in text_string_to_metric_families(metrics) for sample in family.samples}
         assert len(asked_of_servers()) > 10 and sorted(asked_of_servers() - scraped) == []
+        num_outputs = sum(
+            sample.value for family in text_string_to_metric_families(metrics) for sample in family.samples
+            if sample.name == "vllm:inter_token_latency_seconds_count"
+        )  # fmt: skip
+        assert num_outputs < status["tokens_generated"] / 4  # more than one token in each that leaves the engine
         num_refused = status["messages_refused"]
         stranger = ScriptedLearner(server.endpoint, keys=server.keys)
-        await stranger.channel._socket.send_multipart([b"\xc1 not msgpack"])
+        await stranger.channel._messages.send([b"\xc1 not msgpack"])
         await stranger.receive(Refused)
         stranger.close()
         metrics = await asyncio.to_thread(server.get, "/metrics")

@@ -1,0 +1,136 @@
+"""Tokens leave the engine's process in pieces of as many as their request asks for, not one by one.
+
+    scheduler ── an output for each token ──▶ held here ── an output for each piece ──▶ vLLM's front end
+
+vLLM's front end hands tokens on by `stream_interval`, but has each sent to it: on a CPU that is 12 µs of the engine's core for a
+token and 30 µs of the other's, a tenth of all that a small model's token costs.
+
+Invariant: what the front end gets is what it would have got, in the same order, with the version that sampled it, only later; the
+first token of a request and all that comes with its end are not held.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from functools import wraps
+from typing import Any
+
+import msgspec
+import numpy as np
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.outputs import LogprobsLists
+from vllm.v1.request import Request
+
+
+class Piece(msgspec.Struct):
+    """What is held of a request that has had its first token."""
+
+    client: int
+    """Of vLLM's front ends, the one that it came from."""
+    size: int
+    """So many tokens are told together."""
+    token_ids: list[int] = []
+    logprobs: list[LogprobsLists] = []
+
+    def hold(self, output: EngineCoreOutput) -> None:
+        self.token_ids += output.new_token_ids
+        if output.new_logprobs is not None:
+            self.logprobs.append(output.new_logprobs)
+
+    def let_go(self, output: EngineCoreOutput) -> None:
+        """Put what is held before what an output has."""
+        self.hold(output)
+        output.new_token_ids = self.token_ids
+        if self.logprobs:
+            output.new_logprobs = _joined(self.logprobs)
+        self.token_ids, self.logprobs = [], []
+
+
+class Pieces:
+    """Of all requests of one engine."""
+
+    def __init__(self, requests: Mapping[str, Request]) -> None:
+        """`requests` are the engine's own, without those that have just ended."""
+        self._requests = requests
+        self._held: dict[str, Piece] = {}
+
+    def take(self, outputs: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
+        """Of the outputs of a step, return those that the front end is to get now."""
+        due = [output for output in outputs if self._is_due(output)]
+        if len(self._held) > len(self._requests):  # some have ended
+            self._held = {name: piece for name, piece in self._held.items() if name in self._requests}
+        return due
+
+    def _is_due(self, output: EngineCoreOutput) -> bool:
+        piece = self._held.get(output.request_id)
+        if piece is None:
+            if (request := self._requests.get(output.request_id)) is not None:
+                self._held[output.request_id] = Piece(request.client_index, _size_of_pieces(request.sampling_params))
+            return True
+        if len(piece.token_ids) + len(output.new_token_ids) < piece.size and _has_tokens_alone(output):
+            piece.hold(output)
+            return False
+        piece.let_go(output)
+        return True
+
+    def take_all(self) -> dict[int, EngineCoreOutputs]:
+        """Return all that is held, by the front end that is to get it."""
+        outputs: dict[int, EngineCoreOutputs] = defaultdict(lambda: EngineCoreOutputs(outputs=[]))
+        for name, piece in self._held.items():
+            if piece.token_ids and name in self._requests:
+                output = EngineCoreOutput(name, [])
+                piece.let_go(output)
+                outputs[piece.client].outputs.append(output)
+        return outputs
+
+
+def _size_of_pieces(params: SamplingParams | None) -> int:
+    """One token where the front end looks for the text that ends a completion: the engine would go on until it sees it."""
+    return 1 if params is None or params.stop else params.stream_interval or 1
+
+
+def _has_tokens_alone(output: EngineCoreOutput) -> bool:
+    """Whether nothing else would come later with it."""
+    return (
+        output.finish_reason is None
+        and output.events is None
+        and output.prefill_stats is None
+        and output.new_sampling_mask is None
+        and output.new_prompt_logprobs_tensors is None
+        and output.kv_transfer_params is None
+        and output.routed_experts is None
+    )
+
+
+def _joined(parts: list[LogprobsLists]) -> LogprobsLists:
+    if len(parts) == 1:
+        return parts[0]
+    token_ids, logprobs, ranks, _ = zip(*parts, strict=True)
+    return LogprobsLists(np.concatenate(token_ids), np.concatenate(logprobs), np.concatenate(ranks))
+
+
+def send_in_pieces() -> None:
+    """Change vLLM's engine, in this process."""
+    attach_weight_version, set_weight_version = EngineCore._attach_weight_version, EngineCore.set_weight_version
+
+    def pieces_of(engine: Any) -> Pieces:
+        if not hasattr(engine, "pieces"):
+            engine.pieces = Pieces(engine.scheduler.requests)
+        return engine.pieces
+
+    @wraps(attach_weight_version)
+    def attach_and_hold(engine: Any, outputs: dict[int, EngineCoreOutputs]) -> None:
+        attach_weight_version(engine, outputs)
+        for of_client in outputs.values():
+            of_client.outputs = pieces_of(engine).take(of_client.outputs)
+
+    @wraps(set_weight_version)
+    def let_go_and_set(engine: Any, version: str) -> None:
+        outputs = pieces_of(engine).take_all()
+        attach_weight_version(engine, outputs)
+        for of_client in outputs.items():
+            engine.output_queue.put_nowait(of_client)
+        set_weight_version(engine, version)
+
+    EngineCore._attach_weight_version, EngineCore.set_weight_version = attach_and_hold, let_go_and_set
