@@ -22,7 +22,7 @@ MAX_TURN_S = 0.001
 
 
 class LoopSocket:
-    """Of one event loop. One task receives; any may send."""
+    """Of one event loop, in which any task may send and receive."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
@@ -30,7 +30,7 @@ class LoopSocket:
         """The descriptor by which libzmq tells that something has happened."""
         self._loop: asyncio.AbstractEventLoop | None = None
         """That tells of news; None before somebody has waited for them."""
-        self._waiting: dict[int, asyncio.Future[None]] = {}
+        self._waiting: dict[asyncio.Future[None], int] = {}
         """For the socket to be READABLE or WRITABLE."""
         self._turn_to_send = asyncio.Lock()
         self._turn_began = time.monotonic()
@@ -80,11 +80,12 @@ class LoopSocket:
         if self._loop is None:
             self._loop = loop
             loop.add_reader(self._news, self._take_notice)
-        self._waiting[event] = loop.create_future()
+        waiter: asyncio.Future[None] = loop.create_future()
+        self._waiting[waiter] = event
         try:
-            await self._waiting[event]
+            await waiter
         finally:
-            del self._waiting[event]
+            del self._waiting[waiter]
 
     def _look_after_those_who_wait(self) -> None:
         if self._waiting:
@@ -93,7 +94,7 @@ class LoopSocket:
     def _take_notice(self) -> None:
         """Wake those for whom something has happened; whether there are any or not, or the descriptor would tell of it for ever."""
         events = int(self._socket.get(EVENTS))
-        for event, waiter in self._waiting.items():
+        for waiter, event in self._waiting.items():
             if events & event and not waiter.done():
                 waiter.set_result(None)
 
@@ -101,6 +102,6 @@ class LoopSocket:
         """Whoever waits is cancelled."""
         if self._loop is not None:
             self._loop.remove_reader(self._news)
-        for waiter in self._waiting.values():
+        for waiter in self._waiting:
             waiter.cancel()
         self._socket.close()

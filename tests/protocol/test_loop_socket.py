@@ -129,6 +129,18 @@ def test_a_receive_that_is_cancelled_loses_nothing() -> None:
     with_pair(test)
 
 
+def test_several_may_receive_and_one_of_them_may_give_up() -> None:
+    async def test(pair: Pair) -> None:
+        theirs = await connected(pair)
+        first, second, third = [await begun(received(pair.ours)) for _ in range(3)]
+        first.cancel()
+        theirs.send(b"a")
+        theirs.send(b"b")
+        assert sorted([await second, await third]) == [[b"a"], [b"b"]]
+
+    with_pair(test)
+
+
 def test_what_comes_while_nobody_receives_does_not_keep_the_event_loop_busy() -> None:
     async def test(pair: Pair) -> None:
         theirs = await connected(pair)
