@@ -45,9 +45,11 @@ def main(fd: str, kind: str, spec: str) -> None:
 
 
 def read_orders(channel: socket.socket, orders: queue.SimpleQueue[Any]) -> None:
-    for line in channel.makefile("rb"):
-        orders.put(json.loads(line))
-    os.killpg(0, signal.SIGKILL)  # the learner is gone
+    try:
+        for line in channel.makefile("rb"):
+            orders.put(json.loads(line))
+    finally:  # the learner is gone; killed, it leaves half a line, or resets a connection of which it has not read all
+        os.killpg(0, signal.SIGKILL)
 
 
 def say(channel: socket.socket, **answer: Any) -> None:
