@@ -51,9 +51,10 @@ class LearnerConfig(Section):
     why); or an attention of transformers ("sdpa", "eager", "flash_attention_2"): sequences are padded, each with its prompt."""
     gradient_checkpointing: MayChange[bool] = False
     """Trade a second forward pass for memory."""
-    compile: MayChange[bool] = False
-    """Fuse the policy's norms, gated layers and rotary embedding with torch.compile. The first start takes up to two minutes longer,
-    later ones find the code in torch's cache; on a CPU it needs a C++ compiler. A model that cannot goes on without, and the log says why."""
+    compile: MayChange[bool | Literal["auto"]] = "auto"
+    """Fuse the policy's norms, gated layers, rotary embedding and, on a GPU, what its head does to logits with torch.compile. The first
+    start takes up to two minutes longer, later ones find the code in torch's cache; it needs a C++ compiler. A model that cannot goes on
+    without, and the log says why. "auto": on GPUs, except under FSDP."""
     lora: LoraConfig = LoraConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
     active_sampling: bool = False
@@ -129,6 +130,10 @@ class LearnerConfig(Section):
         if self.micro_batch_tokens != "auto":
             return self.micro_batch_tokens
         return AUTO_TOKENS_ON_CPU if device_type == "cpu" else AUTO_TOKENS
+
+    def compiles_on(self, device_type: str, *, is_sharded: bool) -> bool:
+        """Whether the policy is fused on a device of this type."""
+        return (device_type != "cpu" and not is_sharded) if self.compile == "auto" else self.compile
 
     @property
     def rejects_tokens(self) -> bool:

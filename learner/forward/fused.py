@@ -1,9 +1,12 @@
-"""What a policy does between its matrix products, fused by torch.compile: norms, gated layers, rotary embedding.
+"""What a policy does between its matrix products, fused by torch.compile; on GPUs its layers whole, and the head's tiles.
 
     loaded, packed or padded (settle.py) ─▶ prepared for its device ─▶ here: as it is, or fused ─▶ every later pass
 
-One operation after the other goes over its activations a dozen times in these pieces; fused it is once or twice. Invariant: a policy
-goes fused only if that gave the numbers that it gave before, on its device; else a line says why not.
+One operation after the other goes over its activations a dozen times in norms, gated layers and rotary embedding; fused it is once or
+twice. On a GPU a layer is so many small operations that to launch them one by one takes longer than to compute them, so there a packed
+layer is compiled whole if torch can, its attention included. On a CPU, whose products are long, that gains nothing, and the head's
+tiles must take no second one (tile.py). Invariant: a policy goes fused only if that gave the numbers that it gave before, on its
+device; else a line says why not.
 """
 
 import logging
@@ -16,8 +19,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from learner.forward.logprobs import token_logprobs
+from learner.forward.interface import compiled_layers, is_packed, layers_of
+from learner.forward.logprobs import tiles_of, token_logprobs
 from learner.forward.settle import TOLERANCE, probe
+from learner.forward.tile import fused_tiles, tiles_problem
 
 log = logging.getLogger(__name__)
 
@@ -28,25 +33,53 @@ OPTIONS: dict[str, Any] = {"emulate_precision_casts": True}
 
 
 def fuse(policy: nn.Module, dtype: torch.dtype) -> None:
-    """Let every later pass of a policy that computes in `dtype` go fused, if it can. All ranks call it together."""
+    """Let every later pass of a policy that computes in `dtype` go fused, as far as it can. All ranks call it together."""
     model: Any = policy.module if isinstance(policy, DistributedDataParallel) else policy
     before_BT = _probed(model)
-    pieces, plain = list(_pieces(model)), _rotary_functions(model)
-    log.info("compiling the policy's norms, gated layers and rotary embedding: a minute, or seconds from torch's cache")
+    log.info("compiling what lies between the policy's matrix products: a minute, or seconds from torch's cache")
     started = time.monotonic()
+    layers = _whole_layers(model)
+    problem = _tried(model, layers, before_BT, dtype)
+    if problem is not None and layers:
+        log.info("its layers cannot be compiled whole (%s)", problem)
+        problem = _tried(model, [], before_BT, dtype)
+    if problem is None:
+        log.info("compiled in %.0f s", time.monotonic() - started)
+        return
+    log.warning("learner.compile: %s cannot (%s). It goes on without", type(model).__name__, problem)
+
+
+def _tried(model: Any, layers: list[nn.Module], before_BT: torch.Tensor, dtype: torch.dtype) -> str | None:
+    """Fuse these layers whole and of the others the pieces; if that has a problem, undo it and return why."""
+    inside = {module for layer in layers for module in layer.modules()}
+    pieces, plain = [piece for piece in _pieces(model) if piece not in inside], _rotary_functions(model)
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, fullgraph=True, options=OPTIONS)
+        compiled_layers.add(layer)
     for piece in pieces:
         piece.compile(dynamic=True, options=OPTIONS)
     for home, rotary in plain.items():
         setattr(sys.modules[home], ROTARY, torch.compile(rotary, dynamic=True, options=OPTIONS))
-    problem = _problem(model, before_BT, TOLERANCE[dtype])
+    if model.device.type == "cuda":
+        tiles_of[model] = fused_tiles()
+    problem = _problem(model, before_BT, dtype)
     if problem is None:
-        log.info("compiled in %.0f s", time.monotonic() - started)
-        return
+        return None
+    for layer in layers:
+        del layer.forward
+        compiled_layers.discard(layer)
     for piece in pieces:
         piece._compiled_call_impl = None
     for home, rotary in plain.items():
         setattr(sys.modules[home], ROTARY, rotary)
-    log.warning("learner.compile = true: %s cannot (%s). It goes on without", type(model).__name__, problem)
+    tiles_of.pop(model, None)
+    return problem
+
+
+def _whole_layers(model: Any) -> list[nn.Module]:
+    """All but the last, which the pass may cut (last_layer.py); none that the backward pass computes again."""
+    can = model.device.type == "cuda" and is_packed(model) and not model.is_gradient_checkpointing
+    return layers_of(model)[:-1] if can else []
 
 
 def _pieces(model: nn.Module) -> Iterator[nn.Module]:
@@ -60,16 +93,19 @@ def _rotary_functions(model: nn.Module) -> dict[str, Any]:
     return {home: getattr(sys.modules[home], ROTARY) for home in sorted(homes) if hasattr(sys.modules[home], ROTARY)}
 
 
-def _problem(model: Any, before_BT: torch.Tensor, tolerance: float) -> str | None:
+def _problem(model: Any, before_BT: torch.Tensor, dtype: torch.dtype) -> str | None:
     try:
+        if model in tiles_of and (problem := tiles_problem(tiles_of[model], model.device, dtype)):
+            return problem
         fused_BT = _probed(model)
     except Exception as error:  # no compiler, or one of the many ways in which torch does not know what to do
         return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
     difference = float((fused_BT - before_BT).abs().mean())
-    return None if difference <= tolerance else f"its logprobs differ by {difference:.2g} from those without"
+    return None if difference <= TOLERANCE[dtype] else f"its logprobs differ by {difference:.2g} from those without"
 
 
 def _probed(model: Any) -> torch.Tensor:
-    """With a graph, since that is what training compiles."""
+    """With a graph, since that is what training compiles; and of two lengths, so that it is compiled for any before the first step."""
     vocab_size = model.get_input_embeddings().num_embeddings
-    return token_logprobs(model, probe(vocab_size, model.device), 1.0)[0].detach()
+    packs = [probe(vocab_size, model.device, longer=longer) for longer in (0, 3)]
+    return torch.stack([token_logprobs(model, pack, 1.0)[0].detach() for pack in packs])

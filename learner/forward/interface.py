@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
+from weakref import WeakSet
 
 import msgspec
 import torch
@@ -21,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from learner.forward.pack import Pack
 from learner.forward.parts import plan_of
 from learner.forward.tree_attention import Tree, TreeAttention
-from learner.forward.varlen_attention import varlen_attention
+from learner.forward.varlen_attention import KeyLayout, key_layout, varlen_attention
 
 NAME = "slipstream_pack"
 """Of the attention, among those of transformers."""
@@ -53,8 +54,12 @@ class Ticket(msgspec.Struct, frozen=True, eq=False):
     window: int | None
     problem: str | None
     """Why no layer may use it; some models make masks that none of their layers uses."""
+    keys: KeyLayout | None
+    """Of the kernel for GPUs, worked out where nothing is compiled."""
 
 
+compiled_layers: WeakSet[nn.Module] = WeakSet()
+"""What their attention wants was looked at in a pass before they were compiled (fused.py)."""
 _current: ContextVar[Pass | None] = ContextVar("_current", default=None)
 
 
@@ -76,9 +81,14 @@ def packed(model: PreTrainedModel, pack: Pack, *, cut_layer: nn.Module | None = 
         yield
     finally:
         _current.reset(token)
-    expected = model.config.get_text_config().num_hidden_layers
+    expected = model.config.get_text_config().num_hidden_layers - sum(m in compiled_layers for m in layers_of(model))
     if len(current.layers) < expected:
         raise Unpackable(f"only {len(current.layers)} of its {expected} layers have an attention that can be packed")
+
+
+def layers_of(model: Any) -> list[nn.Module]:
+    """Of the decoder, by the name that nearly all of transformers has for them."""
+    return list(getattr(model.get_decoder(), "layers", []))
 
 
 def pack_mask(
@@ -98,7 +108,11 @@ def pack_mask(
         problem = f"a mask of shape {(batch_size, q_length, kv_length)} for {current.pack.num_tokens} tokens"
     elif not _is_causal(mask_function, local_size):
         problem = "a mask that is neither causal nor a sliding window"
-    return Ticket(current, local_size, problem)
+    return Ticket(current, local_size, problem, _keys_of(current.pack))
+
+
+def _keys_of(pack: Pack) -> KeyLayout | None:
+    return None if pack.token_ids_N.device.type == "cpu" else key_layout(pack)
 
 
 def _is_causal(mask_function: Callable[..., torch.Tensor], window: int | None) -> bool:
@@ -121,27 +135,35 @@ def pack_attention(
     **wanted: Any,
 ) -> tuple[torch.Tensor, None]:
     """query (1, H, N, D), key and value (1, K, N, D) → (1, N, H, D). `wanted`: what the family asks of its attention besides."""
-    layer, scale, sinks_H = type(module).__name__, wanted.pop("scaling", None), wanted.pop("s_aux", None)
-    if not isinstance(attention_mask, Ticket):
-        raise Unpackable(f"{layer} has a mask of its own making, a {type(attention_mask).__name__}")
-    pack, window = attention_mask.current.pack, attention_mask.window
-    problem = attention_mask.problem or _problem(wanted, window, key.shape[2], pack.num_tokens)
-    if problem is not None:
-        raise Unpackable(f"{layer} has {problem}")
-    attention_mask.current.layers.add(id(module))
+    scale, sinks_H = wanted.pop("scaling", None), wanted.pop("s_aux", None)
+    if not torch.compiler.is_compiling():
+        _admit(module, key, attention_mask, wanted, has_sinks=sinks_H is not None)
+    window, keys = attention_mask.window, attention_mask.keys
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     # The values of multi-head latent attention are narrower than its keys; kernels want one size. Padding by nothing copies.
     num_missing = query.shape[-1] - value.shape[-1]
     values = nn.functional.pad(value, (0, num_missing)) if num_missing else value
     q_NHD, k_NKD, v_NKD = (x.squeeze(0).transpose(0, 1) for x in (query, key, values))
-    if query.device.type == "cpu":
-        plan = plan_of(pack, window, predicting_only=id(module) in attention_mask.current.of_predicting_only)
-        out_NHD = TreeAttention.apply(q_NHD, k_NKD, v_NKD, sinks_H, Tree(plan, scale))
-    elif sinks_H is None:
-        out_NHD = varlen_attention(q_NHD, k_NKD, v_NKD, pack, window, scale)
+    if keys is not None:
+        out_NHD = varlen_attention(q_NHD, k_NKD, v_NKD, keys, window, scale)
     else:
-        raise Unpackable(f"{layer} has attention sinks, which the kernel for {query.device.type} does not know")
+        current = attention_mask.current
+        plan = plan_of(current.pack, window, predicting_only=id(module) in current.of_predicting_only)
+        out_NHD = TreeAttention.apply(q_NHD, k_NKD, v_NKD, sinks_H, Tree(plan, scale))
     return out_NHD[..., : value.shape[-1]].unsqueeze(0), None
+
+
+def _admit(module: nn.Module, key: torch.Tensor, ticket: Ticket, wanted: dict[str, Any], *, has_sinks: bool) -> None:
+    """Note that the layer came. Raises Unpackable if it wants what packing does not know."""
+    layer = type(module).__name__
+    if not isinstance(ticket, Ticket):
+        raise Unpackable(f"{layer} has a mask of its own making, a {type(ticket).__name__}")
+    problem = ticket.problem or _problem(wanted, ticket.window, key.shape[2], ticket.current.pack.num_tokens)
+    if problem is not None:
+        raise Unpackable(f"{layer} has {problem}")
+    if has_sinks and ticket.keys is not None:
+        raise Unpackable(f"{layer} has attention sinks, which the kernel for {key.device.type} does not know")
+    ticket.current.layers.add(id(module))
 
 
 def _problem(wanted: dict[str, Any], window: int | None, num_keys: int, num_tokens: int) -> str | None:

@@ -1,6 +1,6 @@
 """What a model does to the output of its head, found out by putting known numbers there: no config key is read.
 
-Between the model and head.py, which does the same to tiles of logits. Invariant: a model that does anything else is refused.
+Between the model and tile.py, which does the same to tiles of logits. Invariant: a model that does anything else is refused.
 """
 
 from typing import Any
@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from learner.forward.head import LogitMap
 from learner.forward.pack import pack
+from learner.forward.tile import LogitMap
 from learner.forward.trunk import run_model
 from protocol.errors import ConfigError
 

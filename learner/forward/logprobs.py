@@ -20,14 +20,17 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from learner.forward.head import EntropyUse, HeadLogprobs, LogitMap, Reading
+from learner.forward.head import EntropyUse, HeadLogprobs, Reading
 from learner.forward.logit_map import logit_map_of
 from learner.forward.pack import Pack, pack
+from learner.forward.tile import PLAIN, LogitMap, Tiles
 from learner.forward.trunk import predicting_rows, run_model
 
 Answer = tuple[torch.Tensor, torch.Tensor | None]
 
 _logit_maps: WeakKeyDictionary[nn.Module, LogitMap] = WeakKeyDictionary()
+tiles_of: WeakKeyDictionary[nn.Module, Tiles] = WeakKeyDictionary()
+"""Of models whose head is fused (fused.py)."""
 
 
 def token_logprobs(model: nn.Module, batch: Pack, temperature: float, *, entropy: EntropyUse = "none") -> Answer:
@@ -38,7 +41,7 @@ def token_logprobs(model: nn.Module, batch: Pack, temperature: float, *, entropy
     inner: Any = model.module if isinstance(model, DistributedDataParallel) else model
     if inner not in _logit_maps:
         _logit_maps[inner] = logit_map_of(inner)
-    reading = Reading(_logit_maps[inner], temperature, entropy)
+    reading = Reading(_logit_maps[inner], temperature, entropy, tiles_of.get(inner, PLAIN))
 
     def of_hidden(hidden_ME: torch.Tensor) -> Answer:
         weight_VE, bias_V = _weight_and_bias(inner.get_output_embeddings(), hidden_ME.dtype)

@@ -16,7 +16,7 @@ from learner.forward.logprobs import token_logprobs
 from learner.forward.pack import Pack, pack
 from learner.forward.parts import plan_of
 from learner.forward.tree_attention import Tree, TreeAttention
-from learner.forward.varlen_attention import varlen_attention
+from learner.forward.varlen_attention import key_layout, varlen_attention
 
 log = logging.getLogger(__name__)
 
@@ -73,8 +73,8 @@ def _kernel_problem(model: Any, device: torch.device, dtype: torch.dtype) -> str
     right = TreeAttention.apply(*leaves, None, Tree(plan_of(here, None), scale))
     try:
         q_NHD, k_NKD, v_NKD = copies
-        found = varlen_attention(q_NHD, k_NKD, v_NKD, there, None, scale)
-        pairs = [(found, right), *zip(_grads(found, copies), _grads(right, leaves), strict=True)]
+        found = varlen_attention(q_NHD, k_NKD, v_NKD, key_layout(there), None, scale)
+        pairs = [(found.detach(), right.detach()), *zip(_grads(found, copies), _grads(right, leaves), strict=True)]
     except RuntimeError as error:
         return f"the kernel for {device.type}: {error}"
     worst = max(float((f.float().cpu() - r).abs().max() / r.abs().max()) for f, r in pairs)
@@ -85,12 +85,13 @@ def _grads(out_NHD: torch.Tensor, leaves: list[torch.Tensor]) -> tuple[torch.Ten
     return torch.autograd.grad(out_NHD.float().square().sum(), leaves)
 
 
-def probe(vocab_size: int, device: torch.device) -> Pack:
-    """Groups of several shapes, all tokens different as far as the vocabulary goes."""
+def probe(vocab_size: int, device: torch.device, *, longer: int = 0) -> Pack:
+    """Groups of several shapes, all tokens different as far as the vocabulary goes. `longer`: the same with longer prompts."""
     ids = itertools.cycle(np.random.default_rng(0).permutation(vocab_size).tolist())
     shapes = [(5, (1, 4, 3)), (2, (2, 2)), (9, (6,))]
     return pack(
-        [(_take(ids, prompt), [_take(ids, length) for length in lengths]) for prompt, lengths in shapes], device
+        [(_take(ids, prompt + longer), [_take(ids, length) for length in lengths]) for prompt, lengths in shapes],
+        device,
     )
 
 

@@ -6,8 +6,9 @@ The kernel is causal from the end of queries and keys, so a segment's rows see a
 Suffixes: N packed tokens, L gathered keys, H heads, K key-value heads, D of a head.
 """
 
+import inspect
 import itertools
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -15,6 +16,9 @@ import torch
 from torch.nn.attention.varlen import varlen_attn
 
 from learner.forward.pack import Pack
+
+HAS_GQA_SWITCH = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""Until torch 2.12 the function let fewer heads of keys than of queries pass without being told; the kernel is the same."""
 
 
 class KeyLayout(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -29,10 +33,10 @@ class KeyLayout(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 def varlen_attention(
-    q_NHD: torch.Tensor, k_NKD: torch.Tensor, v_NKD: torch.Tensor, pack: Pack, window: int | None, scale: float
+    q_NHD: torch.Tensor, k_NKD: torch.Tensor, v_NKD: torch.Tensor, layout: KeyLayout, window: int | None, scale: float
 ) -> torch.Tensor:
     """out_NHD, differentiable. Raises RuntimeError where the kernel cannot: float32, large heads."""
-    layout = key_layout(pack)
+    told: dict[str, Any] = {"enable_gqa": q_NHD.shape[1] != k_NKD.shape[1]} if HAS_GQA_SWITCH else {}
     out = varlen_attn(
         q_NHD,
         k_NKD.index_select(0, layout.rows_L),
@@ -43,7 +47,7 @@ def varlen_attention(
         layout.max_keys,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=q_NHD.shape[1] != k_NKD.shape[1],
+        **told,
     )
     return cast(torch.Tensor, out)  # without its lse
 

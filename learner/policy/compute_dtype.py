@@ -7,7 +7,7 @@ weights give the same logprobs; the cast is part of the graph, so gradients arri
 sum that the layers add to stays float32, which it is neither in the server nor under FSDP2.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -74,11 +74,44 @@ class _Part:
 
     def enter(self, module: nn.Module, args: Any) -> None:
         self._parameters = [owner._parameters[name] for owner, name in self._places]
-        for (owner, name), parameter in zip(self._places, self._parameters, strict=True):
-            # No Parameter but a tensor that was computed from one: so it is a part of the graph, as FSDP2's are.
-            owner._parameters[name] = cast(nn.Parameter, cast(nn.Parameter, parameter).to(self._dtype))
+        # No Parameters but tensors that were computed from them: so they are a part of the graph, as FSDP2's are.
+        for (owner, name), low in zip(self._places, _all_in(self._dtype, self._parameters), strict=True):
+            owner._parameters[name] = cast(nn.Parameter, low)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         for (owner, name), parameter in zip(self._places, self._parameters, strict=False):
             owner._parameters[name] = parameter
         self._parameters = []
+
+
+def _all_in(dtype: torch.dtype, parameters: Sequence[Any]) -> list[torch.Tensor]:
+    """All in `dtype`; those that are trained and are not yet, at once."""
+    is_other = [parameter.requires_grad and parameter.dtype != dtype for parameter in parameters]
+    lows = iter(
+        _Cast.apply(dtype, *(parameter for parameter, other in zip(parameters, is_other, strict=True) if other))
+    )
+    return [next(lows) if other else parameter.to(dtype) for parameter, other in zip(parameters, is_other, strict=True)]
+
+
+class _Cast(torch.autograd.Function):
+    """Of several tensors by one node and, on a GPU, a few kernels: a layer has a dozen, and more launches than work would be theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.dtypes = [tensor.dtype for tensor in tensors]
+        ctx.set_materialize_grads(False)
+        return tuple(_cast(tensors, [dtype] * len(tensors)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        places = [i for i, grad in enumerate(grads) if grad is not None]
+        found = _cast([cast(torch.Tensor, grads[i]) for i in places], [ctx.dtypes[i] for i in places])
+        by_place = dict(zip(places, found, strict=True))
+        return None, *(by_place.get(i) for i in range(len(grads)))
+
+
+def _cast(tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+    found = [torch.empty_like(tensor, dtype=dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
+    if found:
+        torch._foreach_copy_(found, list(tensors))
+    return found

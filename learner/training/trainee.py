@@ -94,7 +94,7 @@ def make_trainee(material: Material, accelerator: Accelerator, *, is_new: bool) 
     compute_in(getattr(torch, run.dtype), policy, accelerator)
     optimizer = make_optimizer(policy.parameters(), config.optimizer, config.optimizer.learning_rate)
     policy, optimizer = accelerator.prepare(policy, optimizer)
-    if config.compile:
+    if config.compiles_on(accelerator.device.type, is_sharded=accelerator.is_fsdp2):
         fuse(policy, getattr(torch, run.dtype))
     if is_new and config.warm_start.steps > 0:
         warm_start(material, accelerator, policy)
@@ -123,7 +123,7 @@ def _refuse_other_sharding(accelerator: Accelerator, run: LearnerRun) -> None:
                 "names; expected FSDP2 (fsdp_version: 2 in accelerate's config, or FSDP_VERSION=2) or no sharding"
             )
         return
-    if run.learner.compile:
+    if run.learner.compile is True:
         raise ConfigError(
             "learner.compile = true and FSDP2: code compiled over weights that come and go has not been tried; set learner.compile to "
             "false, or start the learner without FSDP"

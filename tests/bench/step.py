@@ -28,7 +28,8 @@ from typing import Any
 import torch
 import transformers
 
-from learner.forward.head import TILE_COLUMNS, TILE_LOGITS, HeadLogprobs, LogitMap, Reading
+from learner.forward.head import TILE_COLUMNS, TILE_LOGITS, HeadLogprobs, Reading
+from learner.forward.tile import LogitMap
 from learner.training.batch import Row
 from learner.training.ranks import my_batches
 from learner.training.step import forward_backward, optimizer_step

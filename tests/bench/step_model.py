@@ -29,26 +29,34 @@ SMALL = {
 }  # fmt: skip
 """2.66 million parameters, as in tests/bench/against_trl.py."""
 HALF_B = {**QWEN2_HALF_B, "num_hidden_layers": 24, "max_position_embeddings": 32_768, "rope_theta": 1e6}
+ONE_AND_A_HALF_B = {
+    **HALF_B, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
+}  # fmt: skip
+"""Qwen/Qwen2.5-1.5B, as published."""
 VERSION = 0
 
 
-def make_model(shape: dict[str, Any], path: Path) -> None:
+def make_model(shape: dict[str, Any], path: Path, dtype: torch.dtype = torch.float32) -> None:
     """Write a random Qwen2 as a checkpoint that `model` may name."""
     torch.manual_seed(0)
     config = transformers.Qwen2Config(**shape, bos_token_id=None, eos_token_id=0, pad_token_id=0)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # where random numbers come fastest
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.save_pretrained(path)
     AutoTokenizer.from_pretrained(resolve_model("tiny:digits")).save_pretrained(path)
 
 
-def load_trainee(path: Path, **learner: Any) -> Trainee:
+def load_trainee(path: Path, *, dtype: str = "float32", on_cpu: bool = True, **learner: Any) -> Trainee:
     settings = {
         "steps": 1,
         "data": {"task": "reverse"},
         "reward": {"functions": ["exact_match"]},
         "loss": {"objective": "reinforce"},
     }
-    run = {"model": str(path), "dtype": "float32", "run_dir": "unused", "learner": settings | learner}
-    return make_trainee(Material(msgspec.convert(run, LearnerRun)), Accelerator(cpu=True), is_new=True)
+    run = {"model": str(path), "dtype": dtype, "run_dir": "unused", "learner": settings | learner}
+    return make_trainee(
+        Material(msgspec.convert(run, LearnerRun)), Accelerator(cpu=on_cpu, mixed_precision="no"), is_new=True
+    )
 
 
 def make_rows(

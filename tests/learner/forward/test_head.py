@@ -7,7 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from learner.forward import head
-from learner.forward.head import HeadLogprobs, LogitMap, Reading
+from learner.forward.head import HeadLogprobs, Reading
+from learner.forward.tile import LogitMap
 
 MAPS = {"none": LogitMap(), "scaled": LogitMap(scale=0.25), "soft cap": LogitMap(scale=1.5, cap=3.0)}
 

@@ -12,7 +12,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config
 
 from learner.config import LearnerRun
-from learner.forward.head import TILE_LOGITS, HeadLogprobs, LogitMap, Reading
+from learner.forward.head import TILE_LOGITS, HeadLogprobs, Reading
+from learner.forward.tile import LogitMap
 from learner.material import Material
 from learner.policy.compute_dtype import compute_in
 from learner.policy.export import copy_for_export
