@@ -12,11 +12,13 @@ device; else a line says why not.
 import logging
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
 from learner.forward.interface import compiled_layers, is_packed, layers_of
@@ -30,6 +32,9 @@ ROTARY = "apply_rotary_pos_emb"
 """The function that attentions of transformers call, in the Python module of each family."""
 OPTIONS: dict[str, Any] = {"emulate_precision_casts": True}
 """In bfloat16 every value is rounded where it would be without."""
+NUM_KINDS = 32
+"""Of passes through a layer, each of which torch compiles: windows, with and without a graph, one row or one group. What comes after as
+many is not compiled, and torch says so: fullgraph=True would end the run there."""
 
 
 def fuse(policy: nn.Module, dtype: torch.dtype) -> None:
@@ -38,6 +43,7 @@ def fuse(policy: nn.Module, dtype: torch.dtype) -> None:
     before_BT = _probed(model)
     log.info("compiling what lies between the policy's matrix products: a minute, or seconds from torch's cache")
     started = time.monotonic()
+    torch._dynamo.config.recompile_limit = NUM_KINDS
     layers = _whole_layers(model)
     problem = _tried(model, layers, before_BT, dtype)
     if problem is not None and layers:
@@ -54,7 +60,7 @@ def _tried(model: Any, layers: list[nn.Module], before_BT: torch.Tensor, dtype: 
     inside = {module for layer in layers for module in layer.modules()}
     pieces, plain = [piece for piece in _pieces(model) if piece not in inside], _rotary_functions(model)
     for layer in layers:
-        layer.forward = torch.compile(layer.forward, fullgraph=True, options=OPTIONS)
+        layer.forward = torch.compile(layer.forward, options=OPTIONS)
         compiled_layers.add(layer)
     for piece in pieces:
         piece.compile(dynamic=True, options=OPTIONS)
@@ -62,7 +68,10 @@ def _tried(model: Any, layers: list[nn.Module], before_BT: torch.Tensor, dtype: 
         setattr(sys.modules[home], ROTARY, torch.compile(rotary, dynamic=True, options=OPTIONS))
     if model.device.type == "cuda":
         tiles_of[model] = fused_tiles()
+    breaks = Counter(counters["graph_break"])
     problem = _problem(model, before_BT, dtype)
+    if layers and problem is None and (new := Counter(counters["graph_break"]) - breaks):
+        problem = f"torch breaks them in two: {_first_line(next(iter(new)))}"
     if problem is None:
         return None
     for layer in layers:
@@ -99,9 +108,13 @@ def _problem(model: Any, before_BT: torch.Tensor, dtype: torch.dtype) -> str | N
             return problem
         fused_BT = _probed(model)
     except Exception as error:  # no compiler, or one of the many ways in which torch does not know what to do
-        return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+        return f"{type(error).__name__}: {_first_line(str(error))}"
     difference = float((fused_BT - before_BT).abs().mean())
     return None if difference <= TOLERANCE[dtype] else f"its logprobs differ by {difference:.2g} from those without"
+
+
+def _first_line(text: str) -> str:
+    return next(iter(text.strip().splitlines()), "")
 
 
 def _probed(model: Any) -> torch.Tensor:
