@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from learner.forward.interface import layers_of
 from learner.forward.pack import Pack
 
 OF_ROWS = {"q_proj", "o_proj", "mlp", "feed_forward"}
@@ -25,7 +26,7 @@ WORTH = 0.75
 
 def layer_to_cut(model: Any, pack: Pack) -> nn.Module | None:
     """The last one, if that is worth it. A layer that the backward pass computes again, then without us, stays whole."""
-    layers = getattr(model.get_decoder(), "layers", [])
+    layers = layers_of(model)
     is_last_known = len(layers) == model.config.get_text_config().num_hidden_layers
     if not is_last_known or model.is_gradient_checkpointing or len(pack.read_R) > WORTH * pack.num_tokens:
         return None

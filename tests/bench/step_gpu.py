@@ -93,6 +93,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             trl = in_its_own_process("tests.bench.trl_step", directory, *more)
             say(f"{size}: ours")
             ours = in_its_own_process("tests.bench.step_gpu", "--our-side", directory, *more)
+        if "failed" in ours:
+            sys.exit(f"error: our side of {size} failed ({ours['failed']}); why stands above")
         result[size] = {"trl": trl, "ours": ours}
     return result
 
