@@ -19,8 +19,8 @@ from protocol.errors import PushError
 
 HEADER_BYTES = 1024
 """What one handle travels in: its length in two bytes, the handle, zeros."""
-MAX_OPEN_STORAGES = 16
-"""A sender has a few buffers, which it uses in turn, and its trailers; one that is open here cannot be freed there."""
+MAX_OPEN_STORAGES = 6
+"""As many as a sender has buffers, which it uses in turn, and its trailers; one that is open here cannot be freed there."""
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -130,13 +130,15 @@ class IpcCollective:
 
     def start_broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:
         try:
-            under_way = self._thread.submit(self._transfer, tensor, self._memory.mark())
+            # wait() takes it out: a failure that is kept where its traceback leads would keep the tensor until Python looks for
+            # cycles, and a learner's memory on the GPU with it.
+            under_way = [self._thread.submit(self._transfer, tensor, self._memory.mark())]
         except RuntimeError as error:
             raise PushError(f"the collective on {self.device} is closed") from error
 
         def wait() -> None:
             try:
-                under_way.result()
+                under_way.pop().result()
             except CancelledError as error:
                 raise PushError(f"the collective on {self.device} was closed") from error
 
@@ -178,6 +180,7 @@ class IpcCollective:
         """Each storage is lent once: every loan has a reference counter and an event in the driver."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._lent:
+            self._memory.collect()
             self._lent = {key: loan for key, loan in self._lent.items() if not loan[0].expired()}
             self._lent[storage._cdata] = (StorageWeakRef(storage), self._memory.lend(tensor))
         _, handle = self._lent[storage._cdata]

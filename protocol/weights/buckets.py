@@ -18,10 +18,11 @@ from protocol.messages import Manifest, TensorSpec
 
 ALIGNMENT_BYTES = 16
 """Every tensor starts at a multiple, so that a view of any dtype is legal."""
-SPAN_BYTES = 16 << 20
-"""Small enough that a span is checked while it is in the cache, large enough that the calls do not count."""
-LARGE_BYTES = 4 << 20
-"""From here on a tensor gets spans of its own; to copy a smaller one costs less than a broadcast more."""
+SPAN_BYTES = {"cpu": 16 << 20, "cuda": 64 << 20}
+"""By the kind of device. On a CPU small enough that a span is checked while it is in the cache; large enough that the calls do not
+count, each of which costs a GPU as much as some 30 MiB."""
+LARGE_PART = 4
+"""A tensor of a span ÷ this and more gets spans of its own; to copy a smaller one costs less than a broadcast more."""
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -43,6 +44,7 @@ class Run(msgspec.Struct, frozen=True):
     """Neighbours that travel together: one large tensor, or small ones with the gaps between them."""
 
     slots: tuple[Slot, ...]
+    is_large: bool
 
     @property
     def start(self) -> int:
@@ -52,10 +54,6 @@ class Run(msgspec.Struct, frozen=True):
     def end(self) -> int:
         return self.slots[-1].end
 
-    @property
-    def is_large(self) -> bool:
-        return self.slots[0].num_bytes >= LARGE_BYTES
-
 
 class Bucket(msgspec.Struct, frozen=True):
     """Some tensors of a push, to be gathered, sent, checked and loaded together."""
@@ -64,26 +62,26 @@ class Bucket(msgspec.Struct, frozen=True):
     slots: tuple[Slot, ...]
     num_bytes: int
 
-    @property
-    def runs(self) -> Iterator[Run]:
+    def runs(self, span_bytes: int) -> Iterator[Run]:
         small: list[Slot] = []
         for slot in self.slots:
-            is_large = slot.num_bytes >= LARGE_BYTES
-            if small and (is_large or slot.end - small[0].start > SPAN_BYTES):
-                yield Run(tuple(small))
+            is_large = slot.num_bytes * LARGE_PART >= span_bytes
+            if small and (is_large or slot.end - small[0].start > span_bytes):
+                yield Run(tuple(small), is_large=False)
                 small = []
             if is_large:
-                yield Run((slot,))
+                yield Run((slot,), is_large=True)
             else:
                 small.append(slot)
         if small:
-            yield Run(tuple(small))
+            yield Run(tuple(small), is_large=False)
 
     def spans(self, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield what each broadcast carries, as views into the bucket's flat buffer."""
-        for run in self.runs:
+        span_bytes = span_bytes_on(buffer.device)
+        for run in self.runs(span_bytes):
             if run.start < run.end:
-                yield from buffer[run.start : run.end].split(SPAN_BYTES)
+                yield from buffer[run.start : run.end].split(span_bytes)
 
     def views(self, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         """Return each tensor by its name, as a view into the bucket's flat buffer."""
@@ -125,6 +123,11 @@ def cut(manifest: Manifest) -> list[Bucket]:
     if slots:
         buckets.append(Bucket(len(buckets), tuple(slots), end))
     return buckets
+
+
+def span_bytes_on(device: torch.device) -> int:
+    """Return the most that a span has; the ranks of one collective have devices of one kind."""
+    return SPAN_BYTES[device.type]
 
 
 def view(slot: Slot, buffer: torch.Tensor, buffer_start: int) -> torch.Tensor:

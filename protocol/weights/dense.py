@@ -18,7 +18,17 @@ from protocol.collective.group import Collective
 from protocol.errors import PushError
 from protocol.messages import Manifest
 from protocol.weights.bucket_memory import BucketMemory
-from protocol.weights.buckets import ALIGNMENT_BYTES, SPAN_BYTES, Bucket, NamedTensors, Run, Slot, cut, spec_dtype, view
+from protocol.weights.buckets import (
+    ALIGNMENT_BYTES,
+    Bucket,
+    NamedTensors,
+    Run,
+    Slot,
+    cut,
+    span_bytes_on,
+    spec_dtype,
+    view,
+)
 from protocol.weights.checksum import Checksum, checksum_of
 
 NUM_BROADCASTS_AHEAD = 3
@@ -68,7 +78,7 @@ def send_weights(
         )
         for bucket in buckets:
             checksum = Checksum()
-            for run in bucket.runs:
+            for run in bucket.runs(span_bytes_on(collective.device)):
                 for span in _run_spans(run, source, scratch, collective):
                     checksum.update(span)
                     yield bucket.index, span
@@ -213,7 +223,7 @@ def _run_spans(
         return
     (slot,) = run.slots
     dtype = spec_dtype(slot.spec)
-    for piece_N in _next_tensor(slot, source).reshape(-1).split(SPAN_BYTES // dtype.itemsize):
+    for piece_N in _next_tensor(slot, source).reshape(-1).split(span_bytes_on(collective.device) // dtype.itemsize):
         fits = piece_N.dtype == dtype and piece_N.device == collective.device
         if collective.sends_in_place and fits and piece_N.data_ptr() % ALIGNMENT_BYTES == 0:
             yield piece_N.view(torch.uint8)

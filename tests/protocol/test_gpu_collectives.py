@@ -1,5 +1,6 @@
 """NCCL and CUDA IPC as they are, between two processes; the logic around them is tested without a GPU beside this file."""
 
+import gc
 import hashlib
 import multiprocessing
 import os
@@ -59,13 +60,14 @@ def _load_and_receive(pipe: Any, collective: Collective) -> None:
         pipe.send((weights.unique().tolist(), checksum(buffer)))
 
 
-def _receive_push(pipe: Any, collective: Collective, *, manifest: Manifest) -> None:
-    """Tell what has arrived of a push, and how many storages of the learner were opened for it."""
+def _receive_pushes(pipe: Any, collective: Collective, *, manifest: Manifest, num_pushes: int = 1) -> None:
+    """Tell what has arrived of each push, and how many storages of the learner were opened until then."""
     opened: list[TensorHandle] = []
     open_one = GpuMemory.open
     GpuMemory.open = lambda memory, handle: opened.append(handle) or open_one(memory, handle)  # type: ignore[assignment,func-returns-value,method-assign]
-    checksums = [arrived.checksum for arrived in receive_weights(collective, manifest)]
-    pipe.send((checksum_of(checksums), len(opened)))
+    for _ in range(num_pushes):
+        checksums = [arrived.checksum for arrived in receive_weights(collective, manifest)]
+        pipe.send((checksum_of(checksums), len(opened)))
 
 
 def _wait_watched(pipe: Any, collective: Collective, *, rendezvous: Rendezvous) -> None:
@@ -85,6 +87,12 @@ def _be_worker(pipe: Any, rendezvous: Rendezvous, device: torch.device, work: Ca
     work(pipe, collective, **how)
     pipe.send(os.environ.get(INTERFACE))
     collective.close()
+
+
+def _layers() -> tuple[list[tuple[str, torch.Tensor]], Manifest]:
+    """Float32 tensors, and buckets of one each."""
+    tensors = [(f"layer {index}", torch.randn(1 << 21, device="cuda")) for index in range(32)]
+    return tensors, make_manifest(tensors, torch.bfloat16, 4 << 20)
 
 
 class Epochs:
@@ -176,13 +184,24 @@ def test_a_broadcast_comes_after_what_either_sides_own_stream_has_queued(transpo
 
 
 def test_a_push_arrives_bit_for_bit_through_a_few_storages(transport: Transport, epochs: Epochs) -> None:
-    tensors = [(f"layer {index}", torch.randn(1 << 21, device="cuda")) for index in range(32)]
-    manifest = make_manifest(tensors, torch.bfloat16, 4 << 20)
-    learner, worker = epochs.join(transport, _receive_push, manifest=manifest)
+    tensors, manifest = _layers()
+    learner, worker = epochs.join(transport, _receive_pushes, manifest=manifest)
     sent = send_weights(learner, cut(manifest), tensors)
     arrived, num_opened = answer(worker)
     assert arrived == sent.checksum
     assert num_opened == (NUM_BUFFERS + 1 if transport == "ipc" else 0)
+    learner.close()
+
+
+def test_many_pushes_hold_no_more_memory_of_the_learner_than_two(transport: Transport, epochs: Epochs) -> None:
+    tensors, manifest = _layers()
+    learner, worker = epochs.join(transport, _receive_pushes, manifest=manifest, num_pushes=8)
+    gc.collect()
+    allocated = torch.cuda.memory_allocated(0)
+    for _ in range(8):
+        sent = send_weights(learner, cut(manifest), tensors)
+        assert answer(worker)[0] == sent.checksum
+    assert torch.cuda.memory_allocated(0) - allocated <= 2 * NUM_BUFFERS * manifest.bucket_bytes
     learner.close()
 
 
@@ -235,10 +254,15 @@ def test_failed_epochs_leave_no_memory_on_the_gpu(transport: Transport, epochs: 
         learner.close()
         assert waiting.ends_promptly()
 
-    fail()
+    gc.collect()
     allocated = torch.cuda.memory_allocated(0)
-    fail()
-    assert torch.cuda.memory_allocated(0) <= allocated
+    gc.disable()
+    try:
+        fail()
+        fail()
+        assert torch.cuda.memory_allocated(0) <= allocated
+    finally:
+        gc.enable()
 
 
 def test_nccl_goes_by_the_interface_by_which_the_ranks_meet(epochs: Epochs, monkeypatch: pytest.MonkeyPatch) -> None:
