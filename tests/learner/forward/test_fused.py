@@ -87,11 +87,10 @@ def assert_goes_on_without(model: Any, caplog: pytest.LogCaptureFixture, reason:
 
 
 def test_where_there_is_no_compiler_a_policy_goes_on_without(
-    tiny_model: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tiny_model: Callable[[str], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(inductor.cpp, "cxx", ("no-such-compiler",))
     torch._dynamo.reset()
-    with fresh_cache():
+    with inductor.patch({"cpp.cxx": ("no-such-compiler",)}), fresh_cache():
         assert_goes_on_without(tiny_model("Qwen2Config"), caplog, "compiler")
 
 
