@@ -6,7 +6,7 @@ import msgspec
 
 from protocol.messages.parts import Message, Name, Version
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_REPLICAS = 1024
 
 
