@@ -55,7 +55,8 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Keys that server and learner must agree on."""
 
     model: str
-    """A local directory, a hub name, or `tiny:digits` (a 0.1M-parameter model made at first use)."""
+    """A local directory, a hub name, or a built-in model made at first use: `tiny:digits` (0.1M parameters, random weights) or
+    `smollm2:135m-instruct` (pretrained; from the package index, for machines without a hub)."""
     run_dir: MayChange[str]
     """Directory of this run: metrics, ledger, checkpoints, report."""
     endpoint: MayChange[str] = DEFAULT_ENDPOINT

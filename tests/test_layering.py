@@ -17,7 +17,7 @@ ONLY_IN = {
     "vllm": ("inference_server/engine/", "inference_server/http.py"),
     "cupy": ("protocol/collective/nccl.py",),
     "torch": (
-        "protocol/collective/", "protocol/weights/", "protocol/model_files.py", "inference_server/engine/", "learner/",
+        "protocol/collective/", "protocol/weights/", "protocol/builtin_models/", "inference_server/engine/", "learner/",
     ),
 }  # fmt: skip
 FORBIDDEN = {

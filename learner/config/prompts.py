@@ -79,7 +79,8 @@ class DataConfig(Section):
     """Where the prompts come from: exactly one of task, path and dataset."""
 
     task: str | None = None
-    """A built-in task: reverse, sort, arithmetic (sums), or guess or calculator, for the environment of that name."""
+    """A built-in task: reverse, sort or arithmetic for `tiny:digits`; guess or calculator, for the environment of that name; sums or
+    sums_held_out, which share no prompt, for a pretrained model."""
     path: MayChange[str | None] = None
     """A JSONL file, one prompt with its columns per line."""
     dataset: MayChange[str | None] = None

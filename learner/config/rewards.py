@@ -14,8 +14,8 @@ class RewardConfig(Section):
     """What scores the completions."""
 
     functions: tuple[str, ...]
-    """Each `module:function`, `path/to/file.py:function` or a built-in: exact_match, share_right, think_format,
-    math_equivalence, environment_reward."""
+    """Each `module:function`, `path/to/file.py:function` or a built-in: exact_match, last_number, share_right,
+    think_format, math_equivalence, environment_reward."""
     weights: tuple[float, ...] | None = None
     """One per function, by which its rewards are multiplied before they are added; 0 only watches. Unset: all 1."""
     skip_special_tokens: bool = True

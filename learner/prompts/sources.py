@@ -17,8 +17,6 @@ from learner.config import DataConfig
 from learner.prompts.tasks import make_rows
 from protocol.errors import DataError
 
-DEFAULT_TASK_PROMPTS = 4096
-
 Row = dict[str, Any]
 
 
@@ -75,7 +73,7 @@ def open_source(config: DataConfig, seed: int) -> Source:
 
 def _task(config: DataConfig, task: str, seed: int) -> Source:
     options = {} if config.num_digits is None else {"num_digits": config.num_digits}
-    rows = make_rows(task, config.num_prompts or DEFAULT_TASK_PROMPTS, seed, **options)
+    rows = make_rows(task, config.num_prompts, seed, **options)
     _check_column(rows[0], config.prompt_column, f"task {task!r}")
     return Source(name=f"task {task!r}", rows=rows, prompt_column=config.prompt_column)
 

@@ -1,7 +1,7 @@
 """Built-in tasks: rows of prompts made from a seed, for a first run that needs no file and no network.
 
 A task stands where a data file would stand: its rows go into `learner.data`. Invariant: the same name, number, seed and
-options give the same rows, and but for `guess` no prompt comes twice.
+options give the same rows, and but for `guess` no prompt comes twice. No row of `sums` is one of `sums_held_out`, whatever the seed.
 """
 
 import random
@@ -10,12 +10,13 @@ from typing import Any
 
 from protocol.errors import DataError
 
+DEFAULT_NUM_PROMPTS = 4096
 MAX_DIGITS = 18
 """What random.sample can draw from."""
 
 
-def make_rows(task: str, num_prompts: int, seed: int, **options: Any) -> list[dict[str, Any]]:
-    """Return the rows of a built-in task.
+def make_rows(task: str, num_prompts: int | None, seed: int, **options: Any) -> list[dict[str, Any]]:
+    """Return the rows of a built-in task. `num_prompts`: None makes 4,096, or all that the task has.
 
     Raises DataError if there is no such task or it has fewer distinct prompts.
     """
@@ -24,7 +25,7 @@ def make_rows(task: str, num_prompts: int, seed: int, **options: Any) -> list[di
             f"learner.data.task = {task!r} is not a built-in task; known are: {', '.join(sorted(TASKS))}. "
             "For data of your own set learner.data.path or learner.data.dataset instead"
         )
-    return TASKS[task](num_prompts, seed, **options)
+    return TASKS[task](num_prompts or NUM_PROMPTS.get(task, DEFAULT_NUM_PROMPTS), seed, **options)
 
 
 def reverse(num_prompts: int, seed: int, *, num_digits: int = 8) -> list[dict[str, Any]]:
@@ -81,8 +82,43 @@ def calculator(num_prompts: int, seed: int, *, num_digits: int = 2) -> list[dict
     ]
 
 
+SUMS_MAX = 40
+"""Of each of the two numbers of a sum: 1,600 sums, a fifth of them held out."""
+NUM_PROMPTS = {"sums": SUMS_MAX**2 * 4 // 5, "sums_held_out": SUMS_MAX**2 // 5}
+
+
+def sums(num_prompts: int, seed: int, *, num_digits: int | None = None) -> list[dict[str, Any]]:
+    """Add two small numbers in words of a conversation, for a pretrained model: {"answer": 19, "prompt": [{"role": "user", …}]}."""
+    return _sum_rows("sums", num_prompts, seed, num_digits, is_held_out=False)
+
+
+def sums_held_out(num_prompts: int, seed: int, *, num_digits: int | None = None) -> list[dict[str, Any]]:
+    """The sums that `sums` never asks, to evaluate with."""
+    return _sum_rows("sums_held_out", num_prompts, seed, num_digits, is_held_out=True)
+
+
+def _sum_rows(
+    task: str, num_prompts: int, seed: int, num_digits: int | None, *, is_held_out: bool
+) -> list[dict[str, Any]]:
+    if num_digits is not None:
+        raise DataError(f"task {task} has no num_digits; remove learner.data.num_digits")
+    numbers = range(1, SUMS_MAX + 1)
+    # Whatever the seed; a + b goes with b + a, and every number occurs on both sides.
+    pairs = [(a, b) for a in numbers for b in numbers if ((a - b) % 5 == 0) == is_held_out]
+    if num_prompts > len(pairs):
+        raise DataError(
+            f"task {task} has {len(pairs)} distinct prompts, num_prompts = {num_prompts} were asked for. "
+            "Lower learner.data.num_prompts"
+        )
+    return [
+        {"prompt": [{"role": "user", "content": f"What is {a} plus {b}? Answer with the number only."}], "answer": a + b}
+        for a, b in random.Random(seed).sample(pairs, num_prompts)
+    ]
+
+
 TASKS: dict[str, Callable[..., list[dict[str, Any]]]] = {
-    "arithmetic": arithmetic, "calculator": calculator, "guess": guess, "reverse": reverse, "sort": sort,
+    "arithmetic": arithmetic, "calculator": calculator, "guess": guess, "reverse": reverse, "sort": sort, "sums": sums,
+    "sums_held_out": sums_held_out,
 }  # fmt: skip
 
 

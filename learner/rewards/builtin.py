@@ -7,9 +7,11 @@ arguments; `None` means that a completion cannot be scored, never that it is wro
 import logging
 import re
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import Any
 
 _DELIMITED = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")
+_NUMBER = re.compile(r"(?:(?<![\w.)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
 _THINK_FORMAT = re.compile(r"^<think>.*?</think>\s*<answer>.*?</answer>$", re.DOTALL)
 
 
@@ -22,6 +24,23 @@ def exact_match(completions: Sequence[Any], answer: Sequence[Any], **kwargs: Any
     """1 if the completion, without surrounding white space, is the `answer` column; else 0."""
     pairs = zip(completions, answer, strict=True)
     return [float(completion_text(completion).strip() == str(gold).strip()) for completion, gold in pairs]
+
+
+def last_number(completions: Sequence[Any], answer: Sequence[Any], **kwargs: Any) -> list[float | None]:
+    """1 if the last number of the completion is the `answer` column; None if the column holds no number.
+
+    Of a GSM8K answer only what follows `####` counts. Thousands separators are read, so "1,234" is 1234.
+    """
+    golds = [_numbers(str(gold).rpartition("####")[2]) for gold in answer]
+    found = [_numbers(completion_text(completion)) for completion in completions]
+    return [
+        float(bool(numbers) and numbers[-1] == gold[-1]) if gold else None
+        for numbers, gold in zip(found, golds, strict=True)
+    ]
+
+
+def _numbers(text: str) -> list[Decimal]:
+    return [Decimal(number.replace(",", "")) for number in _NUMBER.findall(text)]
 
 
 def share_right(completions: Sequence[Any], answer: Sequence[Any], **kwargs: Any) -> list[float | None]:
@@ -86,5 +105,5 @@ def environment_reward(
 
 BUILT_IN = {
     function.__name__: function
-    for function in (exact_match, share_right, think_format, math_equivalence, environment_reward)
+    for function in (exact_match, last_number, share_right, think_format, math_equivalence, environment_reward)
 }

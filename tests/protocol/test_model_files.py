@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from protocol.builtin_models.tiny_digits import CHARACTERS
 from protocol.errors import ConfigError
-from protocol.model_files import TINY_DIGITS_CHARACTERS, fingerprint, resolve_model
+from protocol.model_files import fingerprint, resolve_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,7 +47,7 @@ def test_the_tiny_tokenizer_gives_back_the_exact_text(tiny):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tiny)
-    for text in ("48213907>", "1 + 2 = 3, 4", "  0", TINY_DIGITS_CHARACTERS):
+    for text in ("48213907>", "1 + 2 = 3, 4", "  0", CHARACTERS):
         ids = tokenizer(text)["input_ids"]
         assert len(ids) == len(text)
         assert tokenizer.decode(ids) == text
@@ -87,7 +88,7 @@ def test_processes_that_race_for_the_tiny_model_all_get_a_whole_one(tmp_path):
     outputs = [racer.communicate(timeout=120)[0] for racer in racers]
     assert [racer.returncode for racer in racers] == [0, 0]
     assert outputs[0] == outputs[1]
-    assert [path.name for path in tmp_path.iterdir()] == ["tiny-digits-v1"]
+    assert {path.name for path in tmp_path.iterdir()} == {"tiny-digits-v1", ".tiny-digits-v1.lock"}
 
 
 def test_a_fingerprint_depends_on_contents_and_not_on_dates_or_weights(tiny, tmp_path):
@@ -127,7 +128,7 @@ def test_weights_that_are_a_pickle_are_not_read(tiny, tmp_path):
 
 def test_a_name_that_is_nothing_says_what_it_could_be(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match=r"'tiny:letters' is not a built-in model; the only one is 'tiny:digits'"):
+    with pytest.raises(ConfigError, match=r"'tiny:letters' is not a built-in model. Known are 'tiny:digits' and 'smollm2:135m-instruct'"):
         resolve_model("tiny:letters")
     with pytest.raises(ConfigError, match="there is no such directory"):
         resolve_model("./no/such")

