@@ -22,9 +22,10 @@ from deploy.supervisor import Supervisor
 from inference_server.config import ServerRun
 from learner.config import LearnerRun
 from protocol import console
-from protocol.config import has_gpu, load_config, to_toml, until_its_reader_leaves
+from protocol.config import load_config, to_toml, until_its_reader_leaves
 from protocol.cores import halves
 from protocol.errors import ConfigError, SlipstreamError
+from protocol.hardware import has_gpu
 
 PROGRAM = "python -m deploy.colocate"
 SWITCHES = ("--resume", "--dry-run")

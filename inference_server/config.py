@@ -5,9 +5,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 import tyro
 
-from protocol.config import DEFAULT_ENDPOINT, Dtype, PassedOn, SharedConfig, has_gpu
+from protocol.config import DEFAULT_ENDPOINT, PassedOn, SharedConfig
 from protocol.cores import Cores
 from protocol.errors import ConfigError
+from protocol.hardware import Dtype, has_gpu
 
 CPU_KV_MIB = 2048
 

@@ -15,12 +15,14 @@ from inference_server.api_key import read_api_key
 from inference_server.config import ServerRun
 from inference_server.engine.memory import gpu_memory_bytes, num_gpus
 from inference_server.listener import listen
+from protocol.builtin_models import cache_dir
 from protocol.channel.keys import learner_keys, server_keys
 from protocol.channel.sockets import ServerChannel
 from protocol.checkup import (
     Finding,
     free_memory_bytes,
     of_disk,
+    of_dtype,
     of_memory,
     ok,
     package_version,
@@ -33,7 +35,7 @@ from protocol.config import load_config
 from protocol.endpoint import split_endpoint
 from protocol.errors import ConfigError
 from protocol.messages import PROTOCOL_VERSION
-from protocol.model_files import cache_dir, fingerprint, local_model
+from protocol.model_files import fingerprint, local_model
 
 MIB = 1 << 20
 
@@ -55,6 +57,7 @@ def examine(run: ServerRun) -> Iterator[Finding]:
     yield keys(run.keys)
     yield ok("versions", f"slipstream-rl {package_version()}, protocol {PROTOCOL_VERSION}")
     yield unknown("clock", "compared, like keys and bandwidth, by `learner doctor` while this server runs")
+    yield of_dtype(run.computes_in)
     yield from resources(run)
     if run.server.vllm:
         yield vllm_arguments(run)

@@ -13,6 +13,8 @@ from typing import Literal
 
 import msgspec
 
+from protocol.hardware import Dtype, dtype_choice
+
 GIB = 1 << 30
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
@@ -89,6 +91,14 @@ def free_memory_bytes() -> int | None:
     except OSError:  # no container, or none with cgroups of version 2
         return free
     return free if limit == "max" else min(free, int(limit) - int(used))
+
+
+def of_dtype(dtype: Dtype) -> Finding:
+    """Report whether this machine computes fastest in `dtype`, and why."""
+    fastest, reason = dtype_choice()
+    if dtype == fastest:
+        return ok("speed", f"dtype = {dtype}: {reason}")
+    return unknown("speed", f"dtype = {dtype} may be slower here than {fastest}: {reason}")
 
 
 def of_memory(where: str, needed: int, free: int | None, remedy: str) -> Finding:

@@ -14,13 +14,14 @@ import tomllib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
 import msgspec
 import tyro
 
 from protocol.endpoint import check_endpoint
 from protocol.errors import ConfigError
+from protocol.hardware import Dtype, dtype_here
 
 T = TypeVar("T")
 
@@ -34,21 +35,7 @@ PASSED_ON = "passed on"
 PassedOn = Annotated[dict[str, Any], PASSED_ON, tyro.conf.Suppress]
 """The type of a section that a library types, not we: any name, any TOML value, as flags too: `--section.name VALUE`."""
 
-Dtype = Literal["float32", "bfloat16"]
-"""Of a computation, the finer one first."""
-
-GPU = Path("/dev/nvidia0")
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5757"
-
-
-def has_gpu() -> bool:
-    """Whether this machine has one; asked before torch may be imported."""
-    return GPU.exists()
-
-
-def dtype_here() -> Dtype:
-    """On a CPU bfloat16 is the slower one, and server and learner differ by a thousand times more."""
-    return "bfloat16" if has_gpu() else "float32"
 
 
 class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -72,7 +59,7 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     yours alone."""
     dtype: Dtype = msgspec.field(default_factory=dtype_here)
     """In which both sides compute, and in which weights travel; a server may compute in another (`server.dtype`). Unset: bfloat16
-    on a machine with a GPU, else float32."""
+    with a GPU or a CPU that has AMX, which multiply it several times as fast as float32, which is taken elsewhere."""
     seed: int = 0
     """Seeds the data order, the sampling and the learner."""
 

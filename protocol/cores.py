@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from protocol.config import has_gpu
 from protocol.endpoint import is_loopback, split_endpoint
+from protocol.hardware import has_gpu
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,6 @@ from learner.material import Material
 from learner.prompts.prompts import Prompt
 from learner.rewards.workers import GroupRewards, RewardWorkers
 from protocol.checkup import Finding, ok, problem, problem_of, unknown
-from protocol.config import has_gpu
 from protocol.errors import RewardError, SlipstreamError
 
 NUM_SHOWN = 3
@@ -51,7 +50,6 @@ def look(run: LearnerRun) -> Iterator[Finding]:
     """Without changing anything."""
     note = run.note_on_idle_keys()
     yield ok("config", note or "no key contradicts another, none is idle")
-    yield from of_speed(run, on_gpu=has_gpu())
     run, material = run.in_effect(), Material(run.in_effect())
     try:
         prompts = material.prompts
@@ -67,15 +65,6 @@ def look(run: LearnerRun) -> Iterator[Finding]:
     if run.learner.evaluation.every_steps:
         yield from of_evaluation(material)
     yield from examine(run)
-
-
-def of_speed(run: LearnerRun, *, on_gpu: bool) -> Iterator[Finding]:
-    """What makes a run slow for nothing on a machine without a GPU."""
-    if run.dtype != "float32" and not on_gpu:
-        yield unknown(
-            "speed",
-            f"dtype = {run.dtype!r} without a GPU is slower than float32, and server and learner differ a thousand times more; leave it out",
-        )
 
 
 def of_prompts(material: Material) -> Iterator[Finding]:

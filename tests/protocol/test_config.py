@@ -53,17 +53,6 @@ def load(tmp_path: Path, toml: str, *flags: str) -> Run:
     return load_config(Run, [str(path), *flags], "learner train")
 
 
-@pytest.mark.parametrize(("is_there", "dtype"), [(True, "bfloat16"), (False, "float32")])
-def test_without_a_gpu_both_sides_compute_in_float32_unless_told_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool, dtype: str
-) -> None:
-    monkeypatch.setattr("protocol.config.GPU", tmp_path / "nvidia0")
-    if is_there:
-        (tmp_path / "nvidia0").touch()
-    assert load(tmp_path, TOML).dtype == dtype
-    assert load(tmp_path, 'dtype = "bfloat16"\n' + TOML).dtype == "bfloat16"
-
-
 def test_a_flag_beats_the_file_and_the_file_beats_the_default(tmp_path: Path) -> None:
     toml = TOML + "[learner.loss]\nclip_low = 0.1\n"
     assert load(tmp_path, TOML).learner.loss.clip_low == 0.2

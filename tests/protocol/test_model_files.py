@@ -128,7 +128,10 @@ def test_weights_that_are_a_pickle_are_not_read(tiny, tmp_path):
 
 def test_a_name_that_is_nothing_says_what_it_could_be(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match=r"'tiny:letters' is not a built-in model. Known are 'tiny:digits' and 'smollm2:135m-instruct'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"'tiny:letters' is not a built-in model. Known are 'tiny:digits' and 'smollm2:135m-instruct'",
+    ):
         resolve_model("tiny:letters")
     with pytest.raises(ConfigError, match="there is no such directory"):
         resolve_model("./no/such")

@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 import learner.checkup.check as module
-from learner.checkup.check import check, of_speed
+from learner.checkup.check import check
 from learner.config import LearnerRun
 from learner.policy.model import load_tokenizer
 from protocol.checkup import Finding, ok
@@ -64,14 +64,6 @@ functions = {json.dumps(specs)}
 
 def told(run: LearnerRun, subject: str) -> list[tuple[str, str]]:
     return [(found.verdict, found.text) for found in check(run) if found.subject == subject]
-
-
-def test_bfloat16_without_a_gpu_is_named(tmp_path: Path) -> None:
-    run = a_run(tmp_path, "--dtype", "bfloat16")
-    (found,) = of_speed(run, on_gpu=False)
-    assert found.text.startswith("dtype = 'bfloat16' without a GPU")
-    assert list(of_speed(run, on_gpu=True)) == []
-    assert list(of_speed(a_run(tmp_path, "--dtype", "float32"), on_gpu=False)) == []
 
 
 def test_prompts_rewards_and_the_course_are_told_before_the_servers_are_asked(tmp_path: Path) -> None:

@@ -108,7 +108,20 @@ def test_a_server_that_is_well_costs_no_complaint(tmp_path: Path) -> None:
     with ServerThread(ScriptedEngine(), model=TINY) as server:
         found = {finding.subject: finding for finding in examine(run_at(server.endpoint, tmp_path))}
     assert {name: finding.verdict for name, finding in found.items()} == dict.fromkeys(
-        ("names", "port", "keys", "versions", "model", "dtype", "clock", "transport", "bandwidth", "memory", "disk"),
+        (
+            "names",
+            "port",
+            "keys",
+            "versions",
+            "model",
+            "dtype",
+            "clock",
+            "transport",
+            "bandwidth",
+            "speed",
+            "memory",
+            "disk",
+        ),
         "ok",
     )
     assert "by gloo to 1 worker" in found["transport"].text and "MiB/s" in found["bandwidth"].text

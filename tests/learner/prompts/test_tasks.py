@@ -4,9 +4,9 @@ from itertools import pairwise
 
 import pytest
 
-from learner.prompts.tasks import make_rows
+from learner.prompts.tasks import NUM_PROMPTS, SUMS_MAX, make_rows
+from protocol.builtin_models.tiny_digits import CHARACTERS
 from protocol.errors import DataError
-from protocol.model_files import TINY_DIGITS_CHARACTERS
 
 
 def test_reverse_gives_digits_and_their_reverse():
@@ -39,7 +39,7 @@ def test_arithmetic_gives_a_sum_and_its_digits_from_the_ones_on():
 @pytest.mark.parametrize("task", ["reverse", "sort", "arithmetic", "calculator"])
 def test_every_character_of_a_task_is_a_token_of_the_tiny_model(task: str):
     text = "".join(row["prompt"] + row["answer"] for row in make_rows(task, 100, seed=0))
-    assert set(text) <= set(TINY_DIGITS_CHARACTERS)
+    assert set(text) <= set(CHARACTERS)
 
 
 @pytest.mark.parametrize("task", ["reverse", "sort", "arithmetic", "calculator"])
@@ -66,7 +66,8 @@ def test_numbers_may_have_so_many_digits_and_not_one_more(task: str, most: int):
 
 def test_an_unknown_task_is_an_error_that_lists_the_known():
     with pytest.raises(
-        DataError, match=r"'revers' is not a built-in task; known are: arithmetic, calculator, guess, reverse, sort"
+        DataError,
+        match=r"'revers' is not a built-in task; known are: arithmetic, calculator, guess, reverse, sort, sums, sums_held_out",
     ):
         make_rows("revers", 1, seed=0)
 
@@ -86,3 +87,26 @@ def test_calculator_gives_two_numbers_the_call_that_adds_them_and_a_sum_of_as_ma
         left, right = row["prompt"].removesuffix(">").split(",")
         assert row["call"] == f"{left}+{right}=" and row["answer"] == str(int(left) + int(right))
         assert len(left) == len(right) == len(row["answer"]) == 2
+
+
+def test_sums_and_those_held_out_share_no_pair_of_numbers_whatever_the_seeds():
+    asked, held_out = (make_rows(task, None, seed=seed) for task, seed in (("sums", 3), ("sums_held_out", 4)))
+    pairs = [{numbers_of(row) for row in rows} for rows in (asked, held_out)]
+    assert [len(rows) for rows in (asked, held_out)] == [len(one) for one in pairs] == list(NUM_PROMPTS.values())
+    assert not pairs[0] & {pair for a, b in pairs[1] for pair in ((a, b), (b, a))}
+    assert {a for a, _ in pairs[0]} == {b for _, b in pairs[1]} == set(range(1, SUMS_MAX + 1))
+    assert all(row["answer"] == sum(numbers_of(row)) for row in asked + held_out)
+
+
+def numbers_of(row):
+    (message,) = row["prompt"]
+    _, _, a, _, b, *_ = message["content"].replace("?", "").split()
+    return int(a), int(b)
+
+
+@pytest.mark.parametrize("task", ["sums", "sums_held_out"])
+def test_more_sums_than_there_are_and_digits_that_they_do_not_have_are_errors(task: str):
+    with pytest.raises(DataError, match=rf"task {task} has {NUM_PROMPTS[task]} distinct prompts, num_prompts = 9999"):
+        make_rows(task, 9999, seed=0)
+    with pytest.raises(DataError, match=rf"task {task} has no num_digits"):
+        make_rows(task, 10, seed=0, num_digits=2)

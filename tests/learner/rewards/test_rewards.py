@@ -14,7 +14,7 @@ import pytest
 
 from learner.config import RewardConfig
 from learner.prompts.prompts import Prompt
-from learner.rewards.builtin import exact_match, math_equivalence, share_right, think_format
+from learner.rewards.builtin import exact_match, last_number, math_equivalence, share_right, think_format
 from learner.rewards.workers import GroupRewards, RewardWorkers
 from protocol.errors import RewardError
 
@@ -290,6 +290,27 @@ def test_built_in_functions_score_plain_and_conversational_completions():
     assert exact_match(completions=completions, answer=answer) == [1.0, 1.0, 0.0, 0.0, 1.0]
     assert share_right(completions=["123", "", "124", "1234", "3"], answer=answer) == [1.0, 0.0, 3 / 4, 3 / 4, 0.0]
     assert think_format(completions=["<think>a\nb</think>\n<answer>c</answer>", "<answer>c</answer>"]) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        ("19", 19, 1.0),
+        ("7 + 12 = 19.", "19", 1.0),
+        ("19 is not 18", 19, 0.0),
+        ("It is -3, not 5-3: -3", -3, 1.0),
+        ("5-3", 3, 1.0),
+        ("1,018", "She sells 9 eggs.\n#### 1018", 1.0),
+        ("the 1,2,3", 3, 1.0),
+        ("0.50", 0.5, 1.0),
+        ("9" * 5000, 9, 0.0),
+        ("none", 1, 0.0),
+        ([{"role": "assistant", "content": "it is 4"}], 4, 1.0),
+        ("4", "four", None),
+    ],
+)
+def test_last_number_rates_the_last_number_of_the_completion(completion, answer, reward):
+    assert last_number(completions=[completion], answer=[answer]) == [reward]
 
 
 def test_math_equivalence_compares_values_and_knows_gsm8ks_answers():
