@@ -7,12 +7,21 @@ import torch
 
 LOG_RATIO_BOUND = 20.0
 """exp(20) is finite in float32; a larger mismatch of server and learner must not overflow."""
+MEASURE = "k3"
+"""The estimator behind `reference/kl`, whatever the penalty's is: unbiased, never negative, and less noisy than k1."""
 
 
 def kl_estimate(d_BT: torch.Tensor, estimator: str) -> torch.Tensor:
     """Estimate the KL of the policy from the reference by d = logp_reference - logp  (Schulman 2020, "Approximating KL").
 
-    As a loss, the expected gradient of k1 is zero and that of k3 only near the KL's; that of k2 is the KL's.
+    Their values agree in expectation (k2's nearly), their gradients do not (arXiv 2512.21852). On samples of the policy:
+
+                in the loss, E[∇k]                 in the reward, E[k ∇log p]
+        k1      0: refused                         ∇KL(policy‖reference)
+        k2      ∇KL(policy‖reference)              no KL's gradient: refused
+        k3      ∇KL(reference‖policy)              ∇KL(policy‖reference) - ∇KL(reference‖policy): refused
+
+    The first orders of that last difference cancel, so what is left leads away from the reference near it.
     """
     match estimator:
         case "k1":

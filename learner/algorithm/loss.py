@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from learner.algorithm.correction import anchor_logprobs, multiplier
-from learner.algorithm.kl import clamped, kl_estimate, masked
+from learner.algorithm.kl import MEASURE, clamped, kl_estimate, masked
 from learner.algorithm.objectives import OBJECTIVES, Tokens
 from learner.config import CorrectionConfig, KlConfig, LossConfig
 
@@ -89,9 +89,10 @@ def policy_loss(
         "ratio_squared": (ratio_BT**2).sum(),
     }
     if inputs.reference_logprobs_BT is not None:
-        kl_BT = kl_estimate(clamped(masked(inputs.reference_logprobs_BT, mask_BT) - logprobs_BT), kl.estimator)
-        sums["reference_kl"] = kl_BT.detach().sum()
+        d_BT = clamped(masked(inputs.reference_logprobs_BT, mask_BT) - logprobs_BT)
+        sums["reference_kl"] = kl_estimate(d_BT.detach(), MEASURE).sum()
         if kl.place == "loss":
+            kl_BT = kl_estimate(d_BT, kl.estimator_used)
             weighed_kl_BT = kl_BT * to_behaviour_BT.exp() if kl.importance_weighted else kl_BT
             loss = loss + kl_coef * (weights_B1 * weighed_kl_BT).sum()
     if config.entropy_coef:

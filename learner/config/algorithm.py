@@ -8,6 +8,7 @@ from protocol.config import MayChange
 
 Normalization = Literal["token", "sequence", "dr_grpo"]
 Objective = Literal["grpo", "gspo", "cispo", "sapo", "dppo", "reinforce"]
+KlEstimator = Literal["k1", "k2", "k3", "k3_grad_k2"]
 
 OBJECTIVE_DEFAULTS: dict[Objective, dict[str, float | None]] = {
     "grpo": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None},
@@ -173,11 +174,12 @@ class KlConfig(Section):
 
     coef: float = 0.0
     """Its weight; needs a reference."""
-    estimator: Literal["k1", "k2", "k3", "k3_grad_k2"] = "k3"
-    """With d = log reference - log policy: k1: -d; k2: d² / 2; k3: exp(d) - d - 1, whose gradient is that of the KL of the
-    reference from the policy; k3_grad_k2: the value of k3, the gradient of k2, which is that of the KL of the policy."""
+    estimator: KlEstimator | None = None
+    """With d = log reference - log policy: k1: -d; k2: d² / 2; k3: exp(d) - d - 1, whose gradient in the loss is that of the KL of the
+    reference from the policy; k3_grad_k2: the value of k3, the gradient of k2, which is that of the KL of the policy. Unset: k3 in the
+    loss, k1 in the reward."""
     place: Literal["loss", "reward"] = "loss"
-    """loss: added to each token's loss; reward: its sum over the completion is taken off the reward, before the advantages."""
+    """loss: added to each token's loss; reward: its sum over the completion is subtracted from the reward, before the advantages."""
     schedule: Literal["constant", "linear", "target"] = "constant"
     """linear: from coef to final_coef over the run; target: coef grows and shrinks to hold the KL at `target`."""
     final_coef: float | None = None
@@ -205,8 +207,6 @@ class KlConfig(Section):
             lacking |= dict.fromkeys(("target", "horizon_steps"), 'schedule = "target"')
         if self.place == "reward":  # which has no gradient
             lacking["importance_weighted"] = 'place = "loss"'
-            if self.estimator == "k3_grad_k2":
-                lacking["estimator"] = 'place = "loss", else it is "k3"'
         return lacking
 
     def check(self) -> None:
@@ -216,6 +216,12 @@ class KlConfig(Section):
         require(self.final_coef is None or self.final_coef >= 0, f"final_coef = {self.final_coef} must not be negative")
         require(self.target is None or self.target > 0, f"target = {self.target} must be above 0")
         require(self.horizon_steps >= 1, f"horizon_steps = {self.horizon_steps} must be at least 1")
+        if self.is_on and self.place == "reward":
+            require(
+                self.estimator in (None, "k1"),
+                f'estimator = "{self.estimator}" with place = "reward" pushes the policy away from the reference where the two are '
+                'close (docs: learner/algorithm/README.md#the-kl); set estimator = "k1", or place = "loss"',
+            )
         if self.is_on and self.place == "loss":
             require(
                 self.estimator != "k1" or self.importance_weighted,
@@ -223,10 +229,15 @@ class KlConfig(Section):
                 'importance_weighted = true, place = "reward", or another estimator',
             )
             require(
-                self.estimator in ("k1", "k3") or not self.importance_weighted,
+                self.estimator_used in ("k1", "k3") or not self.importance_weighted,
                 f'importance_weighted = true with estimator = "{self.estimator}", whose gradient is right without it and wrong '
                 'with it; set estimator to "k3" or "k1", or importance_weighted to false',
             )
+
+    @property
+    def estimator_used(self) -> KlEstimator:
+        """The estimator as set, or the one that suits the place."""
+        return self.estimator or ("k1" if self.place == "reward" else "k3")
 
     @property
     def is_on(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 from msgspec import NODEFAULT, to_builtins
 from msgspec.structs import FieldInfo
 
-from learner.config import LearnerRun, LossConfig
+from learner.config import KlConfig, LearnerRun, LossConfig
 from learner.storage.disk import network_file_system, replace_file
 from protocol.config import keys_of, may_change, to_toml
 from protocol.errors import ConfigError
@@ -121,7 +121,7 @@ def _compare(path: Path, run: LearnerRun) -> None:
     before = {MOVED.get(key, key): value for key, value in _flat(tomllib.loads(path.read_text())).items()}
     now, keys = _flat(tomllib.loads(to_toml(run))), keys_of(LearnerRun)
     for config in (before, now):
-        _settle_normalization(config)
+        _settle_defaults(config)
     refused = []
     for key in sorted(before.keys() | now.keys()):
         known = _field(keys, key)
@@ -139,10 +139,12 @@ def _compare(path: Path, run: LearnerRun) -> None:
         )
 
 
-def _settle_normalization(config: dict[str, Any]) -> None:
-    """A run that was begun before its default went by the objective has it in its config.toml."""
+def _settle_defaults(config: dict[str, Any]) -> None:
+    """Write out defaults that depend on other keys; the config.toml of an earlier version has them as values."""
     objective = config.get("learner.loss.objective", LossConfig().objective)
     config.setdefault("learner.loss.normalization", LossConfig(objective=objective).mean_over)
+    place = config.get("learner.kl.place", KlConfig().place)
+    config.setdefault("learner.kl.estimator", KlConfig(place=place).estimator_used)
 
 
 def _field(keys: dict[str, FieldInfo], name: str) -> FieldInfo | None:

@@ -9,7 +9,7 @@ Suffixes: B branches, T tokens of the longest, N episodes of the step.
 import msgspec
 import torch
 
-from learner.algorithm.kl import clamped, kl_estimate, masked
+from learner.algorithm.kl import MEASURE, clamped, kl_estimate, masked
 from learner.forward.head import EntropyUse
 from learner.forward.logprobs import Answer, token_logprobs
 from learner.training.batch import MicroBatch
@@ -54,10 +54,10 @@ def survey(trainee: Trainee, batches: list[MicroBatch], timer: StepTimer) -> lis
 def episode_kls(
     trainee: Trainee, batches: list[MicroBatch], num_episodes: int, timer: StepTimer
 ) -> tuple[list[float], float]:
-    """Return each episode's KL, summed over its sampled tokens, by its place in the step, and the mean per token, of all ranks."""
+    """Return each episode's KL, summed over its sampled tokens, by its place in the step, and the mean of `reference/kl`, of all ranks."""
     accelerator = trainee.accelerator
     kls_N = torch.zeros(num_episodes, dtype=torch.float64, device=accelerator.device)
-    num_tokens = torch.zeros((), dtype=torch.float64, device=accelerator.device)
+    measured = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
     assert trainee.reference is not None
     with timer("policy_pass"):
         started = _policy_pass(trainee, batches, "none")
@@ -66,11 +66,11 @@ def episode_kls(
     for batch, (logprobs_BT, _), reference_BT in zip(batches, started, references, strict=True):
         mask_BT = batch.mask_BT
         d_BT = clamped(masked(reference_BT, mask_BT) - masked(logprobs_BT, mask_BT))
-        kls_B = kl_estimate(d_BT, trainee.config.kl.estimator).sum(dim=1).double()
+        kls_B = kl_estimate(d_BT, trainee.config.kl.estimator_used).sum(dim=1).double()
         kls_N.index_add_(0, batch.places_B, kls_B)  # branches of one episode have one place
-        num_tokens += mask_BT.sum()
-    kls_N, num_tokens = accelerator.reduce(kls_N, "sum"), accelerator.reduce(num_tokens, "sum")
-    return kls_N.tolist(), float(kls_N.sum() / num_tokens.clamp(min=1))
+        measured += torch.stack([kl_estimate(d_BT, MEASURE).sum().double(), mask_BT.sum().double()])
+    kls_N, (kl, num_tokens) = accelerator.reduce(kls_N, "sum"), accelerator.reduce(measured, "sum").tolist()
+    return kls_N.tolist(), kl / max(num_tokens, 1.0)
 
 
 @torch.no_grad()

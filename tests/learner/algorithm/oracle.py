@@ -225,7 +225,7 @@ def _terms(rule: Rule, completion: Completion, factors: Sequence, moved: Sequenc
     totals = [factor * loss for factor, loss in zip(factors, losses, strict=True)]
     for i, (token, p) in enumerate(zip(completion.finite, moved, strict=True)):
         if token.reference is not None and rule.kl.place == "loss":
-            estimate = kl_estimate(rule.kl.estimator, token.reference, p, token.logprob)
+            estimate = kl_estimate(rule.kl.estimator_used, token.reference, p, token.logprob)
             weight = mpmath.exp(log_ratio(p, token.behaviour)) if rule.kl.importance_weighted else 1
             totals[i] += mpf(rule.kl_coef) * weight * estimate
         totals[i] -= mpf(rule.loss.entropy_coef) * mpf(token.entropy)
@@ -287,6 +287,8 @@ def sums(rule: Rule, completions: Sequence[Completion]) -> dict[str, float]:
     if rule.correction.max_token_staleness is not None:
         found["stale"] = total(lambda c: [is_stale(rule, token) for token in c.finite])
     if any(token.reference is not None for completion in completions for token in completion.tokens):
-        kl = rule.kl.estimator
-        found["reference_kl"] = total(lambda c: [kl_estimate(kl, t.reference, t.logprob, t.logprob) for t in c.finite])
+        measured = "k3"  # whatever the penalty is
+        found["reference_kl"] = total(
+            lambda c: [kl_estimate(measured, t.reference, t.logprob, t.logprob) for t in c.finite]
+        )
     return found

@@ -88,8 +88,6 @@ IDLE: list[tuple[Sections, dict[str, str], Sections]] = [
      dict.fromkeys(("kl.target", "kl.horizon_steps"), 'schedule = "target"'), {"kl": {"schedule": "target"}}),
     (FIXED | {"kl": {"coef": 0.1, "place": "reward", "importance_weighted": True}, "advantage": {"scale": "batch"}},
      {"kl.importance_weighted": 'place = "loss"'}, {"kl": {"place": "loss"}}),
-    (FIXED | {"kl": {"coef": 0.1, "place": "reward", "estimator": "k3_grad_k2"}, "advantage": {"scale": "batch"}},
-     {"kl.estimator": 'place = "loss", else it is "k3"'}, {"kl": {"place": "loss"}}),
     (merged(FIXED, {"kl": {"coef": 0.1}, "reference": {"every_steps": 3, "patience": 2}}),
      {"reference.every_steps": 'kind = "every" or "ema" or "mixture"', "reference.patience": 'kind = "adaptive"'},
      {"reference": {"kind": "every", "patience": None}}),

@@ -83,6 +83,21 @@ COEFFICIENT = [
         r'with estimator = "k3_grad_k2".*set estimator to "k3"',
         {"estimator": "k3"},
     ),
+    (
+        {"coef": 0.1, "place": "reward", "estimator": "k2"},
+        r'"k2" with place = "reward" pushes .* away',
+        {"place": "loss"},
+    ),
+    (
+        {"coef": 0.1, "place": "reward", "estimator": "k3"},
+        r'set estimator = "k1", or place = "loss"',
+        {"estimator": "k1"},
+    ),
+    (
+        {"coef": 0.1, "place": "reward", "estimator": "k3_grad_k2"},
+        r'estimator = "k3_grad_k2" with place = "reward"',
+        {"estimator": None},
+    ),
 ]
 SAMPLING = [
     ({"top_p": 0.9}, r"every importance ratio is too small.* or allow_partial_support = true", {"top_p": 1.0}),

@@ -142,6 +142,15 @@ def test_a_run_on_a_network_file_system_is_warned_with_the_remedy(
     assert "lies on a network file system (nfs4)" in caplog.text and "--run-dir" in caplog.text
 
 
+def test_a_run_whose_config_has_the_estimator_of_its_time_resumes_without_naming_it(tmp_path: Path) -> None:
+    before = tomllib.loads(to_toml(now(tmp_path)))
+    assert before["learner"]["kl"]["estimator"] == "k3"  # the default of earlier versions, for both places
+    (tmp_path / "config.toml").write_text(tomli_w.dumps(before))
+    open_run_dir(now(tmp_path, kl={}), resume=True).close()
+    with pytest.raises(ConfigError, match=r"learner\.kl\.estimator was 'k3', is 'k2'"):
+        open_run_dir(now(tmp_path, kl={"estimator": "k2"}), resume=True)
+
+
 def test_a_run_of_gspo_that_was_begun_weighing_tokens_goes_on_with_that_said_and_not_without(tmp_path: Path) -> None:
     before = tomllib.loads(to_toml(now(tmp_path, loss={"objective": "gspo", "normalization": "token"})))
     (tmp_path / "config.toml").write_text(tomli_w.dumps(before))
