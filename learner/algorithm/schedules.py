@@ -12,11 +12,11 @@ MAX_RELATIVE_ERROR = 0.2
 def learning_rate(config: OptimizerConfig, version: int, num_steps: int) -> float:
     """The learning rate of the step that trains `version`.
 
-    warm-up: peak · version / warmup_steps; then, with x from 0 to 1 over the rest of the run,
+    warm-up: peak · (version + 1) / warmup_steps; then, with x from 0 to 1 over the rest of the run,
     constant: peak        linear: peak · (1 - x)        cosine: peak · (1 + cos(π x)) / 2
     """
     if version < config.warmup_steps:
-        return config.learning_rate * version / config.warmup_steps
+        return config.learning_rate * (version + 1) / config.warmup_steps
     progress = min(1.0, (version - config.warmup_steps) / max(1, num_steps - config.warmup_steps))
     match config.schedule:
         case "linear":

@@ -38,13 +38,13 @@ class OptimizerConfig(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate falls after the warm-up."""
     warmup_steps: int = 0
-    """Steps over which the learning rate rises from 0."""
+    """Steps over which the learning rate rises to its peak; the first has a share of it, so that none is wasted."""
     beta1: float = 0.9
     """AdamW's first-moment decay."""
     beta2: float = 0.95
     """AdamW's second-moment decay."""
     weight_decay: float = 0.0
-    """AdamW's weight decay."""
+    """AdamW's weight decay, of matrices alone: norms, biases and embeddings have none."""
     max_grad_norm: float = 1.0
     """Gradients are clipped to this norm."""
     max_skipped_updates: MayChange[int] = 5

@@ -92,7 +92,7 @@ def make_trainee(material: Material, accelerator: Accelerator, *, is_new: bool) 
     if config.lora.rank:
         add_adapter(policy, config.lora, run.seed)
     compute_in(getattr(torch, run.dtype), policy, accelerator)
-    optimizer = make_optimizer(policy.parameters(), config.optimizer, config.optimizer.learning_rate)
+    optimizer = make_optimizer(policy, config.optimizer, config.optimizer.learning_rate)
     policy, optimizer = accelerator.prepare(policy, optimizer)
     if config.compiles_on(accelerator.device.type, is_sharded=accelerator.is_fsdp2):
         fuse(policy, getattr(torch, run.dtype))

@@ -42,7 +42,7 @@ def warm_start(material: Material, accelerator: Accelerator, policy: nn.Module) 
     """
     config, settings = material.run.learner, material.run.learner.warm_start
     prompts, tokenizer = material.prompts, material.tokenizer
-    optimizer = make_optimizer(policy.parameters(), config.optimizer, settings.learning_rate)
+    optimizer = make_optimizer(policy, config.optimizer, settings.learning_rate)
     loss = 0.0
     steps = tqdm(
         range(settings.steps),

@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from learner.config import OptimizerConfig
 from learner.material import Material
@@ -53,21 +53,49 @@ def stepped(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, gradients
     return parameter.detach()
 
 
+def holder(*parameters: nn.Parameter) -> nn.Module:
+    return nn.ParameterList(parameters)
+
+
 def test_a_few_steps_are_those_of_the_formula() -> None:
     weights, gradients = torch.randn(37, 29), gradients_of((37, 29))
     parameter = nn.Parameter(weights.clone())
-    optimizer = make_optimizer([parameter], SETTINGS, SETTINGS.learning_rate)
+    optimizer = make_optimizer(holder(parameter), SETTINGS, SETTINGS.learning_rate)
     found = stepped(optimizer, parameter, gradients)
     torch.testing.assert_close(found.double(), adamw(weights, gradients), atol=1e-6, rtol=0)
     assert optimizer.param_groups[0]["fused"]
 
 
 def test_the_learning_rate_is_the_callers_and_frozen_parameters_have_no_moments() -> None:
-    trained, frozen = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3), requires_grad=False)
-    optimizer = make_optimizer([trained, frozen], SETTINGS, learning_rate=0.5)
-    stepped(optimizer, trained, [torch.ones(3)])
+    trained, frozen = nn.Parameter(torch.ones(3, 1)), nn.Parameter(torch.ones(3, 1), requires_grad=False)
+    optimizer = make_optimizer(holder(trained, frozen), SETTINGS, learning_rate=0.5)
+    stepped(optimizer, trained, [torch.ones(3, 1)])
     assert list(optimizer.state) == [trained]
-    torch.testing.assert_close(trained.detach(), torch.full((3,), 1 - 0.5 * (1 + 0.1)))
+    torch.testing.assert_close(trained.detach(), torch.full((3, 1), 1 - 0.5 * (1 + 0.1)))
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit"])
+def test_only_matrices_decay(kind: str) -> None:
+    if kind == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=32, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2,
+            attention_bias=True, tie_word_embeddings=True,
+        )
+    )  # fmt: skip
+    before = {name: parameter.detach().clone() + 1 for name, parameter in model.named_parameters()}
+    model.load_state_dict(before, strict=False)
+    optimizer = make_optimizer(model, msgspec.structs.replace(SETTINGS, kind=kind), 0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    decayed = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    matrices = {name for name in before if name.endswith("_proj.weight")}
+    assert decayed == matrices and len(matrices) == 7 and "model.embed_tokens.weight" in before
+    for name in matrices:
+        torch.testing.assert_close(model.get_parameter(name).detach(), before[name] * (1 - 0.1 * 0.1))
 
 
 @pytest.fixture
@@ -91,7 +119,7 @@ def test_moments_of_8_bits_make_nearly_the_same_steps() -> None:
     weights, gradients = torch.randn(64, 96), gradients_of((64, 96))
     parameter = nn.Parameter(weights.clone())
     settings = msgspec.structs.replace(SETTINGS, kind="adamw_8bit")
-    found = stepped(make_optimizer([parameter], settings, settings.learning_rate), parameter, gradients)
+    found = stepped(make_optimizer(holder(parameter), settings, settings.learning_rate), parameter, gradients)
     expected = adamw(weights, gradients)
     error, way = (found - expected).norm() / (expected - weights).norm(), (found - weights).norm()
     assert 0 < error < 0.03 and way > 0
@@ -123,4 +151,4 @@ def test_without_its_library_the_error_says_how_to_install_it(monkeypatch: pytes
     with pytest.raises(
         ConfigError, match=r'adamw_8bit" needs bitsandbytes .*pip install "slipstream-rl\[adamw-8bit\]"'
     ):
-        make_optimizer([nn.Parameter(torch.ones(3))], IN_8_BITS.learner.optimizer, 1e-3)
+        make_optimizer(holder(nn.Parameter(torch.ones(3))), IN_8_BITS.learner.optimizer, 1e-3)
