@@ -28,8 +28,8 @@ Losses = tuple[torch.Tensor, torch.Tensor]
 def grpo(tokens: Tokens, config: LossConfig) -> Losses:
     """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)                PPO, arXiv 1707.06347; GRPO, arXiv 2402.03300.
 
-    With `dual_clip` c, r A is held at c A where A < 0: dual-clip PPO, arXiv 1912.09729, which is also the two-sided
-    clip delta of INTELLECT-2, arXiv 2505.07291.
+    Where A < 0, r A is held at dual_clip A: dual-clip PPO, arXiv 1912.09729, which is also the two-sided clip delta of
+    INTELLECT-2, arXiv 2505.07291.
     """
     return _clipped(tokens.log_ratio_BT.exp(), tokens.advantages_B1, config)
 
@@ -64,14 +64,16 @@ def sapo(tokens: Tokens, config: LossConfig) -> Losses:
 def dppo(tokens: Tokens, config: LossConfig) -> Losses:
     """-keep r A + log_ratio_penalty (log r)², keep = 0 once p - p_anchor has moved beyond tv_high (tv_low) with A.
 
-    The trust region lies in probability, not in ratio, so rare tokens are not held back.    prime-rl's default (2026).
+    The trust region lies in probability, not in ratio, so rare tokens are not held back.    prime-rl's default (2026). Where A < 0,
+    r A is held at dual_clip A as in grpo: no probability bounds the ratio there.
     """
     anchor_logprobs_BT = tokens.logprobs_BT - tokens.log_ratio_BT
     moved_BT = (tokens.logprobs_BT.exp() - anchor_logprobs_BT.exp()).detach()
     rising_B1, falling_B1 = tokens.advantages_B1 > 0, tokens.advantages_B1 < 0
     held_BT = (rising_B1 & (moved_BT > config.value("tv_high"))) | (falling_B1 & (moved_BT < -config.value("tv_low")))
     surrogate_BT = torch.where(held_BT, 0.0, tokens.log_ratio_BT.exp() * tokens.advantages_B1)
-    return -surrogate_BT + config.value("log_ratio_penalty") * tokens.log_ratio_BT**2, held_BT
+    surrogate_BT, is_floored_BT = _floored(surrogate_BT, tokens.advantages_B1, config)
+    return -surrogate_BT + config.value("log_ratio_penalty") * tokens.log_ratio_BT**2, held_BT | is_floored_BT
 
 
 def reinforce(tokens: Tokens, config: LossConfig) -> Losses:
@@ -88,8 +90,13 @@ def _clipped(ratio_BT: torch.Tensor, advantages_B1: torch.Tensor, config: LossCo
     surrogate_BT = ratio_BT * advantages_B1
     clipped_BT = ratio_BT.clamp(1 - config.value("clip_low"), 1 + config.value("clip_high")) * advantages_B1
     objective_BT, held_BT = torch.minimum(surrogate_BT, clipped_BT), clipped_BT < surrogate_BT
-    if config.dual_clip is not None:
-        floor_B1 = torch.where(advantages_B1 < 0, config.dual_clip * advantages_B1, -torch.inf)
-        held_BT = held_BT | (objective_BT < floor_B1)
-        objective_BT = torch.maximum(objective_BT, floor_B1)
-    return -objective_BT, held_BT
+    objective_BT, is_floored_BT = _floored(objective_BT, advantages_B1, config)
+    return -objective_BT, held_BT | is_floored_BT
+
+
+def _floored(
+    objective_BT: torch.Tensor, advantages_B1: torch.Tensor, config: LossConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the objective, held at dual_clip · A where A < 0, and where that binds."""
+    floor_B1 = torch.where(advantages_B1 < 0, config.value("dual_clip") * advantages_B1, -torch.inf)
+    return torch.maximum(objective_BT, floor_B1), objective_BT < floor_B1

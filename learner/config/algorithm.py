@@ -10,12 +10,12 @@ Normalization = Literal["token", "sequence", "dr_grpo"]
 Objective = Literal["grpo", "gspo", "cispo", "sapo", "dppo", "reinforce"]
 KlEstimator = Literal["k1", "k2", "k3", "k3_grad_k2"]
 
-OBJECTIVE_DEFAULTS: dict[Objective, dict[str, float | None]] = {
-    "grpo": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None},
-    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": None},
+OBJECTIVE_DEFAULTS: dict[Objective, dict[str, float]] = {
+    "grpo": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0},
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": 3.0},
     "cispo": {"clip_high": 4.0},
     "sapo": {"tau_positive": 1.0, "tau_negative": 1.05},
-    "dppo": {"tv_low": 0.2, "tv_high": 0.2, "log_ratio_penalty": 1e-3},
+    "dppo": {"tv_low": 0.2, "tv_high": 0.2, "log_ratio_penalty": 1e-3, "dual_clip": 3.0},
     "reinforce": {},
 }
 """Which of the loss's bounds an objective uses, and their defaults."""
@@ -41,7 +41,8 @@ class LossConfig(Section):
     """grpo (0.28, DAPO's clip-higher), gspo (4e-4): a ratio above 1 + clip_high has no gradient when the advantage is
     positive; cispo (4.0): the ratio counts at most 1 + clip_high."""
     dual_clip: float | None = None
-    """grpo, gspo (off): a ratio above it has no gradient when the advantage is negative; above 1 + clip_high."""
+    """grpo, gspo, dppo (3.0, or 1 + clip_high if that is more): a ratio above it has no gradient when the advantage is negative, or else
+    one token whose probability has risen a thousandfold would be most of a step. inf: no bound."""
     tau_positive: float | None = None
     """sapo (1.0): how fast the gate closes when the advantage is positive."""
     tau_negative: float | None = None
@@ -76,6 +77,10 @@ class LossConfig(Section):
                 self.dual_clip is None or self.dual_clip > 1 + high,
                 f"dual_clip = {self.dual_clip} must be above 1 + clip_high = {1 + high}",
             )
+        require(
+            "dual_clip" not in used or self.value("dual_clip") > 1,
+            f"dual_clip = {self.dual_clip} must be above 1; inf sets no bound",
+        )
         for bound in ("tv_low", "tv_high"):
             require(
                 bound not in used or 0 < self.value(bound) < 1,
@@ -98,9 +103,10 @@ class LossConfig(Section):
     def value(self, bound: str) -> float:
         """Return a bound as set, or the objective's default."""
         value = getattr(self, bound)
+        if value is not None:
+            return float(value)
         default = OBJECTIVE_DEFAULTS[self.objective][bound]
-        assert value is not None or default is not None, bound
-        return value if value is not None else default  # type: ignore[return-value]
+        return max(default, 1 + (self.clip_high or 0.0)) if bound == "dual_clip" else default
 
 
 class CorrectionConfig(Section):

@@ -40,7 +40,7 @@ class Trainee(msgspec.Struct, eq=False, kw_only=True):
     reference: Reference | None
     kl_coef: float
     shape: ModelShape | None
-    log_ratios: Extremes = msgspec.field(default_factory=Extremes)
+    extremes: Extremes = msgspec.field(default_factory=Extremes)
     mismatch: Mismatch = msgspec.field(default_factory=Mismatch)
     num_skipped_in_a_row: int = 0
     """Updates whose gradient was no number, up to the newest."""

@@ -1,6 +1,7 @@
 """The configs of the loss that its tests go through: objective × normalisation × anchor × weight, as far as accepted."""
 
 import itertools
+import math
 import random
 
 from learner.config import (
@@ -17,11 +18,11 @@ from tests.learner.algorithm.oracle import Rule
 
 NORMALIZATIONS = ("token", "sequence", "dr_grpo")
 BOUNDS = {
-    "grpo": [{}, {"clip_low": 0.1, "clip_high": 0.5}, {"dual_clip": 1.75}],
+    "grpo": [{}, {"clip_low": 0.1, "clip_high": 0.5}, {"dual_clip": 1.75}, {"dual_clip": math.inf}],
     "gspo": [{}, {"clip_low": 0.1, "clip_high": 0.2}, {"clip_low": 0.01, "clip_high": 0.02, "dual_clip": 1.25}],
     "cispo": [{}, {"clip_high": 0.25}],
     "sapo": [{}, {"tau_positive": 2.0, "tau_negative": 0.5}],
-    "dppo": [{}, {"tv_low": 0.01, "tv_high": 0.02, "log_ratio_penalty": 0.5}],
+    "dppo": [{}, {"tv_low": 0.01, "tv_high": 0.02, "log_ratio_penalty": 0.5, "dual_clip": 1.75}],
     "reinforce": [{}],
 }
 ANCHORS = {

@@ -22,11 +22,16 @@ DIGITS = 50
 MAX_NATS = mpf(20)
 
 DEFAULTS: dict[str, dict[str, float]] = {
-    "grpo": {"clip_low": 0.2, "clip_high": 0.28},  # DAPO, arXiv 2503.14476
-    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},  # GSPO, arXiv 2507.18071
+    "grpo": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0},  # verl's dual clip; DAPO, arXiv 2503.14476
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": 3.0},  # GSPO, arXiv 2507.18071
     "cispo": {"clip_high": 4.0},  # MiniMax-M1, arXiv 2506.13585
     "sapo": {"tau_positive": 1.0, "tau_negative": 1.05},  # SAPO, arXiv 2511.20347
-    "dppo": {"tv_low": 0.2, "tv_high": 0.2, "log_ratio_penalty": 1e-3},  # prime-rl: DPPO's TV mask, Kimi K2.5's penalty
+    "dppo": {
+        "tv_low": 0.2,
+        "tv_high": 0.2,
+        "log_ratio_penalty": 1e-3,
+        "dual_clip": 3.0,
+    },  # prime-rl: DPPO's TV mask, Kimi K2.5's penalty
     "reinforce": {},
 }
 
@@ -114,7 +119,12 @@ def objectives(rule: Rule, completion: Completion, moved: Sequence) -> list:
         case "dppo":
             inside = [not binds for binds in binding(rule, completion)]
             penalty = rule.bound("log_ratio_penalty")
-            return [penalty * x**2 - mpmath.exp(x) * advantage * ok for x, ok in zip(log_ratios, inside, strict=True)]
+            bound = rule.bound("dual_clip") if advantage < 0 else mpmath.inf
+            pairs = zip(log_ratios, inside, strict=True)
+            return [
+                penalty * x**2 - min(mpmath.exp(x), bound) * advantage * (ok or mpmath.exp(x) > bound)
+                for x, ok in pairs
+            ]
         case "reinforce":
             return [-advantage * p for p in moved]
 
@@ -123,8 +133,8 @@ def clipped(rule: Rule, ratio, advantage):
     """PPO's clip, arXiv 1707.06347; with a negative advantage bounded from below too (dual clip, arXiv 1912.09729)."""
     bounded = clamp(ratio, 1 - rule.bound("clip_low"), 1 + rule.bound("clip_high"))
     objective = min(ratio * advantage, bounded * advantage)
-    if rule.loss.dual_clip is not None and advantage < 0:
-        objective = max(objective, rule.loss.dual_clip * advantage)
+    if advantage < 0:
+        objective = max(objective, rule.bound("dual_clip") * advantage)
     return -objective
 
 
@@ -140,8 +150,8 @@ def binding(rule: Rule, completion: Completion) -> list[bool]:
         case "grpo" | "gspo":
             too_high = [ratio > 1 + rule.bound("clip_high") for ratio in ratios]
             too_low = [ratio < 1 - rule.bound("clip_low") for ratio in ratios]
-            if advantage < 0 and rule.loss.dual_clip is not None:
-                too_low = [low or ratio > rule.loss.dual_clip for low, ratio in zip(too_low, ratios, strict=True)]
+            if advantage < 0:
+                too_low = [low or ratio > rule.bound("dual_clip") for low, ratio in zip(too_low, ratios, strict=True)]
             return too_high if advantage > 0 else too_low if advantage < 0 else [False] * len(tokens)
         case "cispo":
             return [advantage != 0 and ratio > 1 + rule.bound("clip_high") for ratio in ratios]
@@ -150,7 +160,9 @@ def binding(rule: Rule, completion: Completion) -> list[bool]:
             rises = [p - mpmath.exp(t.logprob - x) for p, t, x in zip(now, tokens, log_ratios, strict=True)]
             if advantage > 0:
                 return [rise > rule.bound("tv_high") for rise in rises]
-            return [advantage < 0 and -rise > rule.bound("tv_low") for rise in rises]
+            too_high = [ratio > rule.bound("dual_clip") for ratio in ratios]
+            fallen = [-rise > rule.bound("tv_low") for rise in rises]
+            return [advantage < 0 and (fell or high) for fell, high in zip(fallen, too_high, strict=True)]
         case "sapo":  # a soft bound: half of the gradient is gone
             tau = rule.bound("tau_positive" if advantage > 0 else "tau_negative")
             gates = [1 / (1 + mpmath.exp(-tau * (ratio - 1))) for ratio in ratios]

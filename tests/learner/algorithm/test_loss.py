@@ -151,14 +151,42 @@ def test_on_policy_the_expected_gradient_is_the_policy_gradient(objective: str) 
     torch.testing.assert_close(gradient_V, expected_V, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("objective", ["grpo", "gspo", "cispo", "sapo", "dppo", "reinforce"])
+def test_no_token_of_thousands_is_most_of_the_gradient(objective: str) -> None:
+    """Of one completion with a negative advantage, whose ratio has risen to e¹¹; without a bound it would be 94 %."""
+
+    def largest_share(loss: LossConfig) -> float:
+        behaviour_BT = torch.full((4096, 1), -11.5)
+        logprobs_BT = behaviour_BT.clone()
+        logprobs_BT[0] = -0.5
+        inputs = LossInputs(
+            logprobs_BT=logprobs_BT.requires_grad_(),
+            behaviour_logprobs_BT=behaviour_BT,
+            staleness_BT=torch.zeros(4096, 1),
+            advantages_B=torch.full((4096,), -1.0),
+            weights_B=torch.full((4096,), 1 / 4096),
+            mask_BT=torch.ones(4096, 1),
+        )
+        found, _ = policy_loss(inputs, loss, CorrectionConfig(), KlConfig(), 0.0)
+        (gradient_BT,) = torch.autograd.grad(found, logprobs_BT)
+        return float(gradient_BT.abs().max() / gradient_BT.abs().sum())
+
+    assert largest_share(LossConfig(objective=objective)) < 0.01
+    if objective == "grpo":
+        assert largest_share(LossConfig(dual_clip=math.inf)) > 0.9
+
+
 @pytest.mark.parametrize(
     ("loss", "advantage", "ratios", "held"),
     [
         (LossConfig(), 1.0, [1.5, 1.2, 0.5], [True, False, False]),
         (LossConfig(), -1.0, [1.5, 0.9, 0.5], [False, False, True]),
         (LossConfig(), 0.0, [1.5, 1.0, 0.5], [False, False, False]),
-        (LossConfig(dual_clip=3.0), -1.0, [4.0, 2.0, 0.5], [True, False, True]),
-        (LossConfig(dual_clip=3.0), 1.0, [4.0, 1.0, 0.5], [True, False, False]),
+        (LossConfig(), -1.0, [4.0, 2.0, 0.5], [True, False, True]),
+        (LossConfig(dual_clip=1.5), -1.0, [4.0, 2.0, 0.5], [True, True, True]),
+        (LossConfig(dual_clip=math.inf), -1.0, [4.0, 2.0, 0.5], [False, False, True]),
+        (LossConfig(clip_high=9.0), -1.0, [4.0, 11.0, 0.5], [False, True, True]),
+        (LossConfig(), 1.0, [4.0, 1.0, 0.5], [True, False, False]),
         (LossConfig(objective="gspo"), 1.0, [2.0, 1.0, 0.6], [True, True, True]),
         (LossConfig(objective="gspo"), 1.0, [2.0, 1.0, 0.4], [False, False, False]),
         (LossConfig(objective="cispo", clip_high=1.0), -1.0, [2.5, 1.5, 0.1], [True, False, False]),
@@ -167,7 +195,8 @@ def test_on_policy_the_expected_gradient_is_the_policy_gradient(objective: str) 
         (LossConfig(objective="sapo", tau_negative=2.0), -1.0, [1.9, 1.8, 0.1], [True, False, True]),
         (LossConfig(objective="sapo"), 0.0, [2.8, 2.7, 0.1], [False, False, False]),
         (LossConfig(objective="dppo"), 1.0, [4.0, 1.01, 0.1], [True, False, False]),
-        (LossConfig(objective="dppo", tv_low=0.1), -1.0, [4.0, 0.6, 0.4], [False, False, True]),
+        (LossConfig(objective="dppo", tv_low=0.1), -1.0, [4.0, 0.6, 0.4], [True, False, True]),
+        (LossConfig(objective="dppo", tv_low=0.1, dual_clip=5.0), -1.0, [4.0, 0.6, 0.4], [False, False, True]),
         (LossConfig(objective="reinforce"), 1.0, [9.0, 1.0, 0.1], [False, False, False]),
     ],
 )

@@ -46,7 +46,7 @@ IDLE: list[tuple[Sections, dict[str, str], Sections]] = [
      {"loss": {"objective": "grpo"}}),
     ({"loss": {"objective": "dppo", "clip_high": 0.3}}, {"loss.clip_high": 'objective = "grpo" or "gspo" or "cispo"'},
      {"loss": {"objective": "cispo"}}),
-    ({"loss": {"objective": "sapo", "dual_clip": 1.1}}, {"loss.dual_clip": 'objective = "grpo" or "gspo"'},
+    ({"loss": {"objective": "sapo", "dual_clip": 1.1}}, {"loss.dual_clip": 'objective = "grpo" or "gspo" or "dppo"'},
      {"loss": {"objective": "grpo", "dual_clip": 3.0}}),
     ({"loss": {"tau_positive": 1.0, "tau_negative": 1.0}},
      dict.fromkeys(("loss.tau_positive", "loss.tau_negative"), 'objective = "sapo"'), {"loss": {"objective": "sapo"}}),

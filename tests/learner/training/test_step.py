@@ -53,7 +53,8 @@ def group_advantages(rewards: list[float]) -> list[float]:
 
 
 def clipped(ratio_T: torch.Tensor, advantage: float) -> torch.Tensor:
-    return -torch.minimum(ratio_T * advantage, ratio_T.clamp(0.8, 1.28) * advantage)
+    objective_T = torch.minimum(ratio_T * advantage, ratio_T.clamp(0.8, 1.28) * advantage)
+    return -(objective_T.clamp(min=3 * advantage) if advantage < 0 else objective_T)
 
 
 def behaviour(completion: Branch) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import math
 import re
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -101,22 +102,31 @@ def test_lengths_and_the_deviation_within_groups_are_those_of_the_completions(ac
     )
 
 
-def ratios_of(trainee: Any, groups: list) -> list[float]:
+def ratios_and_pulls(trainee: Any, groups: list) -> tuple[list[float], list[float]]:
+    """Of every token: its ratio to the behavior policy, and ratio · |A| where PPO's clip and the dual clip at 3 leave it a gradient."""
     policy = trainee.accelerator.unwrap_model(trainee.policy)
-    found = []
+    ratios, pulls = [], []
     for group in groups:
         prompt = group.prompt_token_ids.tolist()
-        for completion in group.completions:
+        mean, std = statistics.mean(group.rewards_G), statistics.stdev(group.rewards_G)
+        for completion, reward in zip(group.completions, group.rewards_G, strict=True):
             logprobs = sequence_logprobs(policy, prompt + completion.token_ids.tolist(), torch.device("cpu"))
-            found += (logprobs[len(prompt) - 1 :] - torch.from_numpy(completion.behaviour_logprobs)).exp().tolist()
-    return found
+            here = (logprobs[len(prompt) - 1 :] - torch.from_numpy(completion.behaviour_logprobs)).exp().tolist()
+            advantage = (reward - mean) / (std + 1e-4)
+            ratios += here
+            pulls += [
+                abs(advantage) * ratio if (ratio <= 1.28 if advantage > 0 else 0.8 <= ratio <= 3) else 0.0
+                for ratio in here
+            ]
+    return ratios, pulls
 
 
 def check_extremes(accelerator: Accelerator) -> None:
     trainee = make_moved_trainee(make_run(micro_batch_tokens=20), accelerator)
     groups = make_groups(accelerator.unwrap_model(trainee.policy))
-    ratios = ratios_of(trainee, groups)
+    ratios, pulls = ratios_and_pulls(trainee, groups)
     metrics = train_on(trainee, groups, VERSION, StepTimer())
+    assert math.isclose(metrics["loss/max_token_share"], max(pulls) / sum(pulls), rel_tol=1e-3)
     assert math.isclose(metrics["policy/ratio_max"], max(ratios), rel_tol=1e-4)
     assert math.isclose(metrics["policy/ratio_min"], min(ratios), rel_tol=1e-4)
 
@@ -131,9 +141,13 @@ def test_the_extreme_ratios_are_those_of_all_ranks() -> None:
 
 def test_extremes_are_taken_once_and_bounded(accelerator: Accelerator) -> None:
     extremes = Extremes()
-    extremes.see(torch.tensor([[0.0, 50.0], [-1.0, math.nan]]))
-    found = extremes.take(accelerator)
-    assert found == {"policy/ratio_min": pytest.approx(math.exp(-1)), "policy/ratio_max": pytest.approx(math.exp(20))}
+    extremes.see(torch.tensor([[0.0, 50.0], [-1.0, math.nan]]), torch.tensor([[0.0, 1.0], [2.0, 0.0]]))
+    extremes.see(torch.zeros(1, 2), torch.tensor([[0.5, 0.5]]))
+    assert extremes.take(accelerator) == {
+        "policy/ratio_min": pytest.approx(math.exp(-1)),
+        "policy/ratio_max": pytest.approx(math.exp(20)),
+        "loss/max_token_share": pytest.approx(0.5),
+    }
     assert extremes.take(accelerator) == {"policy/ratio_min": 1.0, "policy/ratio_max": 1.0}
 
 
