@@ -24,7 +24,8 @@ def has_signal(
     """Whether a group's rewards tell its completions apart; one by one where the advantages are taken one by one."""
     if config.combine == "sum":
         return _tells_apart(rewards_G)
-    return any(weight != 0 and _tells_apart(rewards_by_function[name]) for name, weight in weights.items())
+    scorable = _scorable(rewards_by_function, rewards_G)
+    return any(weight != 0 and _tells_apart(scorable[name]) for name, weight in weights.items())
 
 
 def _tells_apart(rewards_G: list[float | None]) -> bool:
@@ -48,12 +49,18 @@ def step_advantages(rewards_P_G: Rewards, config: AdvantageConfig) -> list[list[
 
 
 def combined_advantages(
-    rewards_by_function_P: list[dict[str, list[float | None]]], weights: dict[str, float], config: AdvantageConfig
+    rewards_P_G: Rewards,
+    rewards_by_function_P: list[dict[str, list[float | None]]],
+    weights: dict[str, float],
+    config: AdvantageConfig,
 ) -> list[list[float]]:
     """Return the advantages of each reward function alone, added up by weight, over their deviation in the step + 1e-4.
 
-    Keeps functions with small or rare rewards from drowning in the others' (GDPO; TRL's normalize_then_sum).
+    Keeps functions with small or rare rewards from drowning in the others' (GDPO; TRL's normalize_then_sum). A completion whose total is
+    None is left out for every function.
     """
+    pairs = zip(rewards_by_function_P, rewards_P_G, strict=True)
+    rewards_by_function_P = [_scorable(rewards, rewards_G) for rewards, rewards_G in pairs]
     total_P_G = [[0.0] * len(next(iter(rewards.values()))) for rewards in rewards_by_function_P]
     for name, weight in weights.items():
         if weight == 0:
@@ -64,6 +71,15 @@ def combined_advantages(
     everything = [total for total_G in total_P_G for total in total_G]
     divisor = statistics.pstdev(everything) + STD_EPSILON
     return [[total / divisor for total in total_G] for total_G in total_P_G]
+
+
+def _scorable(
+    rewards_by_function: dict[str, list[float | None]], rewards_G: list[float | None]
+) -> dict[str, list[float | None]]:
+    return {
+        name: [None if total is None else reward for reward, total in zip(rewards, rewards_G, strict=True)]
+        for name, rewards in rewards_by_function.items()
+    }
 
 
 def _group_advantages(rewards_G: list[float | None], config: AdvantageConfig, batch_divisor: float) -> list[float]:

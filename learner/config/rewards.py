@@ -2,6 +2,7 @@
 
 import math
 import sys
+from typing import Literal
 
 from learner.config.section import Section, require
 from protocol.config import MayChange
@@ -18,6 +19,10 @@ class RewardConfig(Section):
     think_format, math_equivalence, environment_reward."""
     weights: tuple[float, ...] | None = None
     """One per function, by which its rewards are multiplied before they are added; 0 only watches. Unset: all 1."""
+    on_none: Literal["unscorable", "skip"] = "unscorable"
+    """What a completion gets for which a function of weight other than 0 returns None. "unscorable": no reward, and it is left out of the
+    baseline; "skip": the sum of the other functions (TRL's rule), for functions that each rate prompts of their own kind. After a call
+    that failed or timed out it is unscorable either way."""
     skip_special_tokens: bool = True
     """Leave special tokens (ends, channels, tool tags) out of the text that functions see. false: they see all of it, the end of
     the sequence too; completion_ids have every token either way."""
@@ -35,7 +40,7 @@ class RewardConfig(Section):
     """A process is replaced by a new one after so many calls, for functions that leak. Unset: never."""
     max_failed_share: MayChange[float] = 0.2
     """The run stops, with examples, when a larger share of the last 100 calls of a function (at first: of 10) timed out or
-    failed; up to it such a call costs the group only that function's rewards. 0: any stops it."""
+    failed; up to it the prompt of such a call is asked again, if the function has a weight. 0: any stops it."""
     overlong_buffer_tokens: int | None = None
     """Soft overlong penalty (DAPO): over the last so many tokens before sampling.max_tokens the reward falls linearly to
     -overlong_penalty, which a truncated completion gets whole. It is one more reward, named overlong. Unset: none."""

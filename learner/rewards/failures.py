@@ -24,10 +24,14 @@ class RewardFailures:
 
     def __init__(self, config: RewardConfig) -> None:
         self._max_share = config.max_failed_share
+        self._config = config
+        self._returned_none: set[str] = set()
+        """Functions of which it was logged."""
         self._calls: defaultdict[str, deque[FunctionRewards]] = defaultdict(lambda: deque(maxlen=WINDOW_CALLS))
 
     def note(self, rewards: GroupRewards) -> None:
         """Raises RewardError, with examples, for a function that now fails too often."""
+        self._warn_of_none(rewards)
         for function in rewards.functions:
             calls = self._calls[function.name]
             calls.append(function)
@@ -37,6 +41,27 @@ class RewardFailures:
             broken = [call for call in calls if call.outcome != "ok"]
             if len(broken) > self._max_share * max(len(calls), MIN_CALLS):
                 raise self._too_many(broken, len(calls))
+
+    def _warn_of_none(self, rewards: GroupRewards) -> None:
+        """Once for each function whose None takes the reward from completions that another function has scored."""
+        if self._config.on_none == "skip":
+            return
+        weighed = [
+            one for one in rewards.functions if self._config.weight_by_name[one.name] != 0 and one.outcome == "ok"
+        ]
+        for function in weighed:
+            others = [other.rewards for other in weighed if other is not function]
+            num_taken = sum(
+                reward is None and any(scored is not None for scored in of_others)
+                for reward, *of_others in zip(function.rewards, *others, strict=True)
+            )
+            if num_taken and function.name not in self._returned_none:
+                self._returned_none.add(function.name)
+                log.warning(
+                    "reward function %s returned None for %d of %d completions that other functions scored; they have no reward. "
+                    'Set learner.reward.on_none = "skip" to add up the others instead',
+                    function.name, num_taken, len(function.rewards),
+                )  # fmt: skip
 
     def _too_many(self, broken: list[FunctionRewards], num_calls: int) -> RewardError:
         num_timed_out = sum(call.outcome == "timed_out" for call in broken)

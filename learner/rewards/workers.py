@@ -51,7 +51,7 @@ class GroupRewards(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     rewards: list[float | None]
-    """Weighted sum over the functions that scored a completion; None: none did."""
+    """Weighted sum over the functions; None: the completion cannot be scored (learner.reward.on_none)."""
     functions: list[FunctionRewards]
 
     @property
@@ -221,7 +221,7 @@ class RewardWorkers:
     def _rewards_of(self, jobs: list[Job]) -> GroupRewards:
         results = [_function_rewards(job) for job in jobs]
         rewards = [
-            _weighted_sum(self._config.function_weights, [result.rewards[i] for result in results])
+            _total(self._config, results, [result.rewards[i] for result in results])
             for i in range(len(jobs[0].call.completions))
         ]
         return GroupRewards(rewards=rewards, functions=results)
@@ -243,7 +243,13 @@ def _function_rewards(job: Job) -> FunctionRewards:
     )
 
 
-def _weighted_sum(weights: Sequence[float], rewards: Sequence[float | None]) -> float | None:
-    """None where no function with a weight gave a reward, so that a function that only watches never makes it 0."""
-    terms = [w * r for w, r in zip(weights, rewards, strict=True) if w != 0 and r is not None]
-    return sum(terms) if terms else None
+def _total(config: RewardConfig, functions: Sequence[FunctionRewards], rewards: Sequence[float | None]) -> float | None:
+    """Return the weighted sum for one completion; None where it cannot be scored.
+
+    A call that failed or timed out says nothing, and the sum of the others would be another reward: of format alone, say.
+    """
+    weighed = [one for one in zip(config.function_weights, functions, rewards, strict=True) if one[0] != 0]
+    terms = [weight * reward for weight, _, reward in weighed if reward is not None]
+    has_failed = any(function.outcome != "ok" for _, function, _ in weighed)
+    is_whole = len(terms) == len(weighed) or config.on_none == "skip"
+    return sum(terms) if terms and is_whole and not has_failed else None

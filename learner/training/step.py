@@ -79,8 +79,8 @@ def advantages(groups: list[ScoredGroup], config: LearnerConfig) -> list[list[fl
     """The advantages_P_G of the groups of one step, as the config combines the reward functions."""
     if config.advantage.combine == "sum":
         return step_advantages([group.rewards_G for group in groups], config.advantage)
-    weights = config.reward.weight_by_name
-    return combined_advantages([group.rewards_by_function for group in groups], weights, config.advantage)
+    rewards_P_G, by_function_P = [group.rewards_G for group in groups], [group.rewards_by_function for group in groups]
+    return combined_advantages(rewards_P_G, by_function_P, config.reward.weight_by_name, config.advantage)
 
 
 def less_kl(trainee: Trainee, groups: list[ScoredGroup], timer: StepTimer) -> tuple[list[ScoredGroup], float]:

@@ -57,7 +57,9 @@ def test_normalize_then_sum_gives_a_small_reward_the_same_say_as_a_large_one() -
         "watched": [9.0, 0, 0, 0],
     }
     weights = {"large": 1.0, "small": 1.0, "watched": 0.0}
-    (advantages_G,) = combined_advantages([rewards_by_function], weights, AdvantageConfig())
+    (advantages_G,) = combined_advantages(
+        [[0.0] * len(rewards_by_function["large"])], [rewards_by_function], weights, AdvantageConfig()
+    )
     parts = []
     for name in ("large", "small"):
         rewards = np.array(rewards_by_function[name])
@@ -90,3 +92,14 @@ def test_functions_that_are_normalised_one_by_one_give_signal_one_by_one() -> No
     assert not has_signal([1.0, 1.0], opposed, {"a": 1.0, "b": 1.0}, AdvantageConfig())
     flat = {"a": [1.0, 1.0], "watched": [0.0, 1.0]}
     assert not has_signal([1.0, 1.0], flat, {"a": 1.0, "watched": 0.0}, config)
+
+
+def test_a_completion_without_a_total_reward_counts_for_no_function() -> None:
+    config = AdvantageConfig(combine="normalize_then_sum")
+    rewards = {"format": [1.0, 0.0, 0.0], "right": [1.0, 0.0, None]}
+    weights = {"format": 1.0, "right": 1.0}
+    (advantages_G,) = combined_advantages([[2.0, 0.0, None]], [rewards], weights, config)
+    two = {name: values[:2] for name, values in rewards.items()}
+    (of_two_G,) = combined_advantages([[2.0, 0.0]], [two], weights, config)
+    assert advantages_G[2] == 0 and advantages_G[0] == -advantages_G[1] > 0 and of_two_G[0] > 0
+    assert not has_signal([None, None], {"format": [1.0, 0.0], "right": [None, None]}, weights, config)

@@ -48,7 +48,7 @@ def test_the_penalty_has_weight_one_where_rewards_are_normalised_one_by_one() ->
     assert config.weight_by_name == {"f": 2.0, "g": 0.0, "overlong": 1.0}
     rewards = {"f": [1.0, 1.0], "g": [0.0, 3.0], "overlong": [0.0, -1.0]}
     ((longer_is_worse, worse),) = combined_advantages(
-        [rewards], config.weight_by_name, AdvantageConfig(combine="normalize_then_sum")
+        [[2.0, 1.0]], [rewards], config.weight_by_name, AdvantageConfig(combine="normalize_then_sum")
     )
     assert longer_is_worse > 0 > worse
 

@@ -64,3 +64,20 @@ def test_each_function_is_judged_by_itself_and_the_error_shows_what_it_was_calle
         "reward function g timed out 1 times and failed 2 times in its last 3 calls, more than "
         "learner.reward.max_failed_share = 0.2 allows (of the last 100, at first of 10):\n  call 0\n  call 1\n  call 2"
     )
+
+
+def test_a_none_that_takes_the_reward_from_a_completion_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    rewards = GroupRewards(
+        rewards=[2.0, None, None],
+        functions=[
+            FunctionRewards(name="f", rewards=[1.0, None, None]),
+            FunctionRewards(name="g", rewards=[1.0, 0.5, None]),
+        ],
+    )
+    for on_none in ("skip", "unscorable"):
+        failures = RewardFailures(RewardConfig(functions=("f", "g"), on_none=on_none))
+        for _ in range(2):
+            failures.note(rewards)
+    (line,) = caplog.messages
+    assert line.startswith("reward function f returned None for 1 of 3 completions that other functions scored")
+    assert 'Set learner.reward.on_none = "skip"' in line

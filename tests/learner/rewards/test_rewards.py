@@ -70,9 +70,23 @@ def test_workers_import_nothing_heavy():
     assert score([f"{USER}:loads_torch"], ["a"]).rewards == [0.0]
 
 
-def test_rewards_are_weighted_and_none_is_left_out():
-    result = score([f"{USER}:first_only", "exact_match"], ["12", "12", "13"], weights=(0.5, 3.0))
-    assert result.rewards == [4.0, 3.0, 0.0]
+@pytest.mark.parametrize(("on_none", "rewards"), [("unscorable", [4.0, None, None]), ("skip", [4.0, 3.0, 0.0])])
+def test_rewards_are_weighted_and_none_of_a_function_is_what_the_config_makes_of_it(on_none, rewards):
+    result = score([f"{USER}:first_only", "exact_match"], ["12", "12", "13"], weights=(0.5, 3.0), on_none=on_none)
+    assert result.rewards == rewards and not result.is_unscorable
+
+
+@pytest.mark.parametrize("on_none", ["unscorable", "skip"])
+def test_a_group_whose_correctness_timed_out_does_not_train_on_its_format(on_none):
+    functions = [f"{USER}:sleeps", "think_format"]
+    result = score(functions, ["a", "b"], weights=(1.0, 0.1), timeout_s=0.5, on_none=on_none)
+    assert [function.outcome for function in result.functions] == ["timed_out", "ok"]
+    assert result.rewards == [None, None] and result.is_unscorable
+
+
+def test_a_function_that_only_watches_may_fail():
+    result = score([f"{USER}:raises", "exact_match"], ["12", "1"], weights=(0.0, 1.0))
+    assert result.functions[0].outcome == "failed" and result.rewards == [1.0, 0.0]
 
 
 def test_a_completion_that_no_weighted_function_scored_has_no_reward():
@@ -100,11 +114,10 @@ def test_a_function_that_breaks_its_contract_is_failed_and_named(name, came):
     result = score([f"{USER}:{name}", "exact_match"], ["12", "1", "2"])
     broken, fine = result.functions
     assert (broken.outcome, broken.rewards, fine.outcome) == ("failed", [None] * 3, "ok")
-    assert result.rewards == [1.0, 0.0, 0.0]
+    assert result.rewards == [None] * 3 and result.is_unscorable
     assert broken.message is not None and broken.message.startswith(f"reward function {name} {came}")
     for part in ("3 completions of prompt '21>', the first of them '12'", "; "):
         assert part in broken.message
-    assert not result.is_unscorable
 
 
 @pytest.mark.parametrize("name", ["spins", "sleeps"])
