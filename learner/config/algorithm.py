@@ -54,7 +54,8 @@ class LossConfig(Section):
     log_ratio_penalty: float | None = None
     """dppo (1e-3): weight of (log ratio)²."""
     mask_truncated: bool = False
-    """Leave completions that reached max_tokens out of the loss; they stay in the baseline (DAPO's overlong filtering)."""
+    """Leave completions that reached max_tokens out of the loss, and of what it is divided by; they stay in the baseline (DAPO's overlong
+    filtering)."""
     entropy_coef: float = 0.0
     """Weight of the mean entropy of the tokens trained on, as a bonus."""
     top_entropy_frac: float = 1.0

@@ -55,9 +55,19 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 def step_rows(groups: list[ScoredGroup], advantages_P_G: list[list[float]], config: LearnerConfig) -> list[list[Row]]:
-    """Every branch of the step, by group, weighed by the counts of all episodes. Those of an episode share its advantage."""
-    num_tokens = sum(group.num_tokens for group in groups)
-    num_episodes = sum(len(group.branches_G) for group in groups)
+    """Return every branch of the step, by group. Those of an episode share its advantage.
+
+    Weights come from the counts over the whole step, before a group without signal is left out; what mask_truncated leaves out does not
+    count, except for dr_grpo, which divides by a constant.
+    """
+    is_constant = config.loss.mean_over == "dr_grpo"
+    kept = [
+        [branch for branch in branches if is_constant or not is_masked(branch, config)]
+        for group in groups
+        for branches in group.branches_G
+    ]
+    num_tokens = sum(branch.num_sampled for branches in kept for branch in branches)
+    num_episodes = sum(bool(branches) for branches in kept)
     places = count()
     rows_P_G: list[list[Row]] = []
     for number, (group, advantages_G) in enumerate(zip(groups, advantages_P_G, strict=True)):
@@ -66,9 +76,9 @@ def step_rows(groups: list[ScoredGroup], advantages_P_G: list[list[float]], conf
             place = next(places)
             weight = row_weight(
                 config.loss.mean_over,
-                row_tokens=sum(branch.num_sampled for branch in branches),
-                num_tokens=num_tokens,
-                num_rows=num_episodes,
+                row_tokens=sum(branch.num_sampled for branch in kept[place]),
+                num_tokens=max(num_tokens, 1),
+                num_rows=max(num_episodes, 1),
                 max_tokens=config.sampling.max_tokens,
             )
             for branch in branches:
@@ -95,8 +105,13 @@ def trained_rows(groups: list[ScoredGroup], advantages_P_G: list[list[float]], c
         for rows_G, advantages_G in zip(step_rows(groups, advantages_P_G, config), advantages_P_G, strict=True)
         if needs_no_signal or any(advantages_G)
         for row in rows_G
-        if not (config.loss.mask_truncated and row.branch.finish_reason == "length")
+        if not is_masked(row.branch, config)
     ]
+
+
+def is_masked(branch: Branch, config: LearnerConfig) -> bool:
+    """Whether the loss leaves a branch out because it was cut off."""
+    return config.loss.mask_truncated and branch.finish_reason == "length"
 
 
 def micro_batch(rows: list[Row], device: torch.device) -> MicroBatch:
@@ -150,7 +165,7 @@ def _masked_row() -> Row:
 def row_weight(
     normalization: Normalization, *, row_tokens: int, num_tokens: int, num_rows: int, max_tokens: int
 ) -> float:
-    """The weight of each sampled token of an episode; counts are over the whole step, all ranks, before anything is masked.
+    """The weight of each sampled token of an episode; counts are over the whole step, all ranks.
 
     token:    1 / num_tokens, every token alike                          (DAPO, arXiv 2503.14476)
     sequence: 1 / (num_rows · row_tokens), every episode alike           (GRPO, arXiv 2402.03300)

@@ -105,14 +105,26 @@ def test_gspo_weighs_completions_alike_and_the_others_tokens_unless_they_are_tol
     assert [row.weight for row in rows] == pytest.approx(weights)
 
 
-def test_truncated_completions_can_be_left_out_and_still_count_in_the_weights() -> None:
+@pytest.mark.parametrize("normalization", ["token", "sequence", "dr_grpo"])
+def test_truncated_completions_that_are_left_out_do_not_make_the_others_weigh_less(normalization: str) -> None:
+    """The weights of all tokens that are trained on add up to 1, whatever is masked; dr_grpo's are a constant."""
+    completions = [make_completion([5, 6, 7]), make_completion([5]), make_completion([5, 6])]
+    truncated = msgspec.structs.replace(completions[0], finish_reason="length")
+    group = msgspec.structs.replace(make_group(), completions=[truncated, *completions[1:]], rewards_G=[0.0, 1.0, 2.0])
+    for mask_truncated, lengths in ((False, [3, 1, 2]), (True, [1, 2])):
+        config = learner_config(loss={"mask_truncated": mask_truncated, "normalization": normalization})
+        rows = trained_rows([group], [[-1.0, 0.0, 1.0]], config)
+        assert [len(row.branch.token_ids) for row in rows] == lengths
+        total = sum(row.weight * len(row.branch.token_ids) for row in rows)
+        constant = sum(lengths) / (3 * config.sampling.max_tokens)
+        assert total == pytest.approx(constant if normalization == "dr_grpo" else 1.0)
+
+
+def test_a_step_whose_completions_are_all_truncated_has_no_rows() -> None:
     group = make_group()
-    truncated = msgspec.structs.replace(group.completions[0], finish_reason="length")
-    group = msgspec.structs.replace(group, completions=[truncated, group.completions[1]])
-    for mask_truncated, advantages in ((False, [-1.0, 1.0]), (True, [1.0])):
-        config = learner_config(loss={"mask_truncated": mask_truncated})
-        rows = trained_rows([group], [[-1.0, 1.0]], config)
-        assert [row.advantage for row in rows] == advantages and {row.weight for row in rows} == {1 / 4}
+    truncated = [msgspec.structs.replace(one, finish_reason="length") for one in group.completions]
+    group = msgspec.structs.replace(group, completions=truncated)
+    assert trained_rows([group], [[-1.0, 1.0]], learner_config(loss={"mask_truncated": True})) == []
 
 
 def test_without_rows_there_is_one_that_is_masked_out() -> None:

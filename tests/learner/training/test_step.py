@@ -167,10 +167,15 @@ def test_tokens_beyond_a_staleness_are_left_out_and_stay_in_the_denominator(acce
     assert 0 < metrics["correction/stale_frac"] == pytest.approx(1 - metrics["loss/kept_frac"])
 
 
-def test_truncated_completions_are_left_out_and_stay_in_baseline_and_denominator(accelerator: Accelerator) -> None:
+def test_truncated_completions_are_left_out_of_the_mean_and_stay_in_the_baseline(accelerator: Accelerator) -> None:
     def plain(model, reference, groups):
+        lengths = [len(completion.token_ids) for group in groups for completion in group.completions]
+        share_kept = sum(length for length in lengths if length < MAX_TOKENS) / sum(lengths)
+        assert 0 < share_kept < 1
+
         def loss(i, told, completion, advantage):
-            return (len(told[0]) < MAX_TOKENS) * clipped((told[0] - behaviour(completion)).exp(), advantage)
+            is_kept = len(told[0]) < MAX_TOKENS
+            return is_kept / share_kept * clipped((told[0] - behaviour(completion)).exp(), advantage)
 
         plain_updates(model, groups, [group_advantages(group.rewards_G) for group in groups], 1, loss)
 
