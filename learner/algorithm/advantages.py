@@ -21,11 +21,20 @@ def has_signal(
     weights: dict[str, float],
     config: AdvantageConfig,
 ) -> bool:
-    """Whether a group's rewards tell its completions apart; one by one where the advantages are taken one by one."""
-    if config.combine == "sum":
-        return _tells_apart(rewards_G)
+    """Return whether a group's rewards tell its completions apart, of those that have a total reward.
+
+    `weights`: of the functions that decide. Their weighted sums must differ or, where advantages are taken one by one, the rewards of
+    one function.
+    """
     scorable = _scorable(rewards_by_function, rewards_G)
-    return any(weight != 0 and _tells_apart(scorable[name]) for name, weight in weights.items())
+    weighed = {name: weight for name, weight in weights.items() if weight != 0}
+    if config.combine != "sum":
+        return any(_tells_apart(scorable[name]) for name in weighed)
+    sums_G = [
+        None if total is None else sum(weight * (scorable[name][i] or 0.0) for name, weight in weighed.items())
+        for i, total in enumerate(rewards_G)
+    ]
+    return _tells_apart(sums_G)
 
 
 def _tells_apart(rewards_G: list[float | None]) -> bool:

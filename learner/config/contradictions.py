@@ -13,7 +13,7 @@ def what_is_lacking(config: "LearnerConfig") -> dict[str, str]:
     """What keys need that do nothing beside another section's."""
     correction, lacking = config.correction, {}
     if not config.active_sampling:
-        lacking["max_replacements"] = "active_sampling = true"
+        lacking |= dict.fromkeys(("max_replacements", "signal_reward"), "active_sampling = true")
     if config.max_staleness != "auto":
         lacking["max_auto_staleness"] = 'max_staleness = "auto"'
     if config.max_staleness == 0:  # the next step waits for groups of the version that is pushed
@@ -71,11 +71,11 @@ def _refuse_rewards(config: "LearnerConfig") -> None:
         or "environment_reward" not in config.reward.functions,
         'reward.functions has "environment_reward", which environments and agents give; set environment.factory, agent or command',
     )
-    name = config.curriculum.reward
-    require(
-        name is None or name in config.reward.names,
-        f"curriculum.reward = {name!r} is none of the reward functions: {', '.join(config.reward.names)}",
-    )
+    for key, name in {"curriculum.reward": config.curriculum.reward, "signal_reward": config.signal_reward}.items():
+        require(
+            name is None or name in config.reward.names,
+            f"{key} = {name!r} is none of the reward functions: {', '.join(config.reward.names)}",
+        )
 
 
 def _refuse_corrections(config: "LearnerConfig") -> None:
@@ -118,6 +118,11 @@ def _refuse_references(config: "LearnerConfig") -> None:
         not is_policy_itself or (config.updates_per_batch > 1 and config.kl.place == "loss"),
         'reference.kind = "every" with every_steps = 1: where its KL is measured, at the start of a step, the reference is the '
         "policy itself and the KL 0; raise every_steps",
+    )
+    require(
+        reference.kind != "ema" or not config.lora.rank,
+        f'reference.kind = "ema" with lora.rank = {config.lora.rank}: the mean of two adapters is not that of their A and B, whose product '
+        'is the adapter; set reference.kind to "every" or "mixture", or lora.rank to 0',
     )
     selects = {
         "active_sampling = true": config.active_sampling,

@@ -60,6 +60,9 @@ class LearnerConfig(Section):
     active_sampling: bool = False
     """Replace groups without signal (all rewards equal, before any KL) by other prompts, so that every batch is full of groups
     that teach something (DAPO's dynamic sampling)."""
+    signal_reward: str | None = None
+    """With active_sampling: name of the reward function whose rewards must differ within a group, such as the one for right answers.
+    Unset: the sum of all, without the overlong penalty."""
     max_replacements: MayChange[int] = 10
     """With active_sampling: a step replaces at most so many times groups_per_step groups; further ones are taken as they are,
     with a warning."""

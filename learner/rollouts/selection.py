@@ -27,6 +27,9 @@ class Selection:
         self._config, self._slots, self._curriculum = config, slots, curriculum
         self.batch_metrics: dict[str, float] = {}
         """Of the batch that was taken last."""
+        reward, judge = config.reward, config.signal_reward
+        self._judges = {judge: 1.0} if judge else dict(zip(reward.names, reward.function_weights, strict=True))
+        """Weights of the functions by which a group has signal: not the overlong penalty, which tells lengths apart, not answers."""
         self._num_calls: Counter[str] = Counter()
         """Calls of reward functions since then, by outcome."""
 
@@ -68,8 +71,7 @@ class Selection:
         return num_replaced < config.max_replacements * config.groups_per_step
 
     def _has_signal(self, group: ScoredGroup) -> bool:
-        weights = self._config.reward.weight_by_name
-        return has_signal(group.rewards_G, group.rewards_by_function, weights, self._config.advantage)
+        return has_signal(group.rewards_G, group.rewards_by_function, self._judges, self._config.advantage)
 
     def _warn_of_no_signal(self, groups: list[ScoredGroup], num_replaced: int) -> None:
         num_without = sum(not self._has_signal(group) for group in groups)

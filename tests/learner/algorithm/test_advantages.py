@@ -81,7 +81,7 @@ def test_normalize_then_sum_gives_a_small_reward_the_same_say_as_a_large_one() -
     ],
 )
 def test_a_group_has_signal_when_two_scorable_rewards_differ(rewards_G: list[float | None], expected: bool) -> None:
-    assert has_signal(rewards_G, {}, {}, AdvantageConfig()) == expected
+    assert has_signal(rewards_G, {"f": rewards_G}, {"f": 2.0}, AdvantageConfig()) == expected
     assert any(any(advantages_G) for advantages_G in step_advantages([rewards_G], AdvantageConfig())) == expected
 
 

@@ -27,6 +27,7 @@ IDLE: list[tuple[Sections, dict[str, str], Sections]] = [
      dict.fromkeys(("warm_start.learning_rate", "warm_start.rows_per_step", "warm_start.answer_column"), "steps above 0"),
      {"warm_start": {"steps": 1}}),
     ({"max_replacements": 3}, {"max_replacements": "active_sampling = true"}, {"active_sampling": True}),
+    ({"signal_reward": "exact_match"}, {"signal_reward": "active_sampling = true"}, {"active_sampling": True}),
     ({"curriculum": {"decay": 0.1, "reward": "none"}},
      dict.fromkeys(("curriculum.decay", "curriculum.reward"), 'kind = "pass_rate"'),
      {"curriculum": {"kind": "pass_rate", "reward": "exact_match"}}),

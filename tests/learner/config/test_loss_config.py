@@ -163,6 +163,16 @@ BETWEEN_SECTIONS = [
         {"loss": {"objective": "cispo"}},
     ),
     (
+        {"reference": {"kind": "ema", "every_steps": 2, "alpha": 0.1}, "kl": {"coef": 0.1}, "lora": {"rank": 4}},
+        r'reference\.kind = "ema" with lora\.rank = 4: the mean of two adapters is not that of their A and B',
+        {"reference": {"kind": "every", "alpha": None}},
+    ),
+    (
+        {"active_sampling": True, "signal_reward": "right"},
+        r"signal_reward = 'right' is none of the reward functions",
+        {"signal_reward": None},
+    ),
+    (
         {"reference": {"kind": "adaptive", "kl_threshold": 0.1}, "kl": {"coef": 0.1}, "active_sampling": True},
         r"active_sampling = true with reference\.reward_guard = true: .* never be refreshed",
         {"reference": {"reward_guard": False}},

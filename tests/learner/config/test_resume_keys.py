@@ -5,7 +5,7 @@ from protocol.config import keys_of, may_change
 
 FIXED = {
     "": "model dtype seed",
-    "learner": "groups_per_step updates_per_batch active_sampling",
+    "learner": "groups_per_step updates_per_batch active_sampling signal_reward",
     "learner.data": "task dataset_config split num_digits prompt_column system_prompt chat_template_kwargs too_long shuffle",
     "learner.reward": "functions weights skip_special_tokens overlong_buffer_tokens overlong_penalty on_none",
     "learner.environment": "factory tools agent command renderer max_turns max_episode_tokens",
