@@ -59,7 +59,11 @@ def write_gradients(accelerator: Accelerator, path: Path) -> None:
         save_file(found, path)
 
 
-LORA = {"lora": {"rank": 4}, "optimizer": {"learning_rate": 5e-3, "max_grad_norm": 0.1}}
+LORA = {
+    "lora": {"rank": 4},
+    "reference": {"kind": "mixture", "every_steps": 1, "num_snapshots": 2},
+    "optimizer": {"learning_rate": 5e-3, "max_grad_norm": 0.1},
+}
 
 
 def a_trainee(accelerator: Accelerator, dtype: str = "float32", **learner: Any) -> Trainee:
