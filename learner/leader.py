@@ -31,14 +31,15 @@ from learner.rollouts.ledger import Ledger
 from learner.rollouts.outstanding import Outstanding
 from learner.rollouts.queue import GroupQueue
 from learner.rollouts.rollouts import Rollouts
-from learner.rollouts.scored_group import ScoredGroup
+from learner.rollouts.scored_group import ScoredGroup, texts_of
 from learner.rollouts.waits import learner_s
 from learner.servers.fleet import Fleet
 from learner.servers.identity import Untouched, check_identity, score_untouched
 from learner.servers.loop_thread import LoopThread
 from learner.servers.member import Member
-from learner.servers.parity import NUM_SEQUENCES, Expected, ParityProbe, check_dtype
+from learner.servers.parity import NUM_SEQUENCES, ParityProbe, check_dtype
 from learner.servers.pusher import Pusher
+from learner.servers.sync_check import Expected, SyncCheck
 from learner.storage.checkpoint import read_pass_rates, read_state
 from learner.storage.data_record import check_data, record_data
 from learner.storage.run_dir import RunDir
@@ -59,6 +60,8 @@ WAIT_SLICE_S = 0.5
 LOOK_EVERY_S = 0.05
 """At an evaluation that is waited for."""
 WAITING_NOTE_S = 15.0
+CHECKED_TOKENS = {"min_tokens": 16, "max_tokens": 256}
+"""Of each step that both sides score around its sync: one completion with its prompt, where those are not very short."""
 
 
 class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
@@ -71,6 +74,7 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     rollouts: Rollouts
     pusher: Pusher
     parity: ParityProbe
+    sync_check: SyncCheck
     evaluations: Evaluations
     ledger: Ledger
     log: RunLog
@@ -121,6 +125,7 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             cleanup.callback(pusher.close)
             cleanup.callback(evaluations.close)
             evaluations.start(workers)
+            parity = ParityProbe(run, fleet, published.logprobs, prompts)
             yield cls(
                 material=material,
                 fleet=fleet,
@@ -128,7 +133,8 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
                 rewards=workers,
                 rollouts=rollouts,
                 pusher=pusher,
-                parity=ParityProbe(run, fleet, published.logprobs, prompts),
+                parity=parity,
+                sync_check=SyncCheck(parity, config.parity.every_steps),
                 evaluations=evaluations,
                 ledger=ledger,
                 log=run_log,
@@ -155,7 +161,9 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     def publish(self, version: int, expected: Expected | None = None) -> None:
         """Ask the servers that have `version` whether they have it right, and let rollouts ask them for what the staleness rule allows."""
         holders = self.pusher.holders(version)
-        self.parity.ask(holders, expected)  # first: behind a step's groups the answer would be late for the next step
+        # Before the groups: behind those of a step the answers would be late for the next one.
+        self.sync_check.ask(holders, expected)
+        self.sync_check.ask_before(holders)  # with overlap the next step may have begun meanwhile
         self.rollouts.publish(version, *(member.link.welcome.server_id for member in holders if member.link.welcome))
 
     def next_batch(self, version: int, interrupt: Interrupt) -> list[ScoredGroup] | None:
@@ -176,7 +184,11 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             groups = None if is_held else self.rollouts.take(version, WAIT_SLICE_S)
             if groups is not None:
                 if any(group.newest_version >= version for group in groups):
-                    self.parity.check()
+                    self.pusher.wait()  # with overlap its tokens may be here before its check was asked for
+                    self.sync_check.check()
+                self.sync_check.begin(version, texts_of(groups, **CHECKED_TOKENS))
+                if not self.pusher.is_pushing:  # else `push` asks, once the servers have this version
+                    self.sync_check.ask_before(self.pusher.holders(version))
                 return groups
             if time.monotonic() - last_note > WAITING_NOTE_S:
                 last_note = time.monotonic()
@@ -185,18 +197,22 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
                 )
         return None
 
-    def push(self, step: int, groups: list[ScoredGroup]) -> dict[str, float]:
+    def push(self, step: int, groups: list[ScoredGroup], metrics: dict[str, float]) -> dict[str, float]:
         """Book the groups as consumed by `step` and push its weights; return the metrics of the last push that is done: this
-        one, or with overlap the one before.
+        one, or with overlap the one before. `metrics`: of the step.
         """
         self.ledger.consume([(group.group_id, staleness(group, step - 1)) for group in groups], step)
-        report = self.pusher.wait()
-        self.parity.check()
+        config = self.material.run.learner
+        self.pusher.wait()
+        self.sync_check.ask_before(self.pusher.holders(step - 1))
+        self.sync_check.check()
         if self.pusher.holders() and (joiners := self.pusher.joiners()):
             # A push that is always under way while a batch is waited for must not keep them out.
             self._sync(joiners, step)
-        when_done = partial(self.publish, step, self.parity.expect(step))
-        if self.material.run.learner.push.overlap:
+        is_changed = metrics["optim/skipped_updates"] < config.updates_per_batch
+        when_done = partial(self.publish, step, self.sync_check.expect(step, is_changed=is_changed))
+        report = self.pusher.take_report()
+        if config.push.overlap:
             self.pusher.begin(step, when_done)
         else:
             report = self.pusher.push(step)
@@ -230,7 +246,7 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     def finish(self, version: int, interrupt: Interrupt) -> None:
         """Wait for the last push and its check, and for the last evaluation, which an interrupted run leaves to a resume."""
         self.pusher.wait()
-        self.parity.check()
+        self.sync_check.check()
         while not interrupt.requested and not self.evaluations.is_over():
             self._sync_joiners(version)
             self.fleet.on_wait()

@@ -74,13 +74,14 @@ class ParityConfig(Section):
     """The check that server and learner give the same logprobs to the same tokens under the same weights."""
 
     max_mean_abs_logprob: MayChange[float | None] = None
-    """Bound on the mean |Δ logprob|; the run stops above it. Unset: 1e-3 in float32, 0.15 in bfloat16; with a server in another dtype
-    (server.dtype) that of the coarser one, for this server alone."""
+    """Bound on the mean |Δ logprob| of the same tokens; the run stops above it. Unset: 1e-3 in float32, 0.3 in bfloat16, where healthy models
+    of 135M parameters differ by 0.09; with a server in another dtype (server.dtype) that of the coarser one, for this server alone."""
     max_identity_abs_logprob: MayChange[float | None] = None
     """Bound on what a run's first push may change, for it brings a new server the weights that it has loaded itself: the mean |Δ
     logprob| of the server before and after. Unset: 1e-5 in float32, 1e-3 in bfloat16; the server's own noise is added."""
     every_steps: MayChange[int] = 1
-    """After every how many pushes a fixed sequence is scored on both sides, before its tokens are trained on; 0: only at the start."""
+    """After every how many weight syncs both sides score texts of the step once more: their logprobs must have changed on both, before
+    tokens of the new version are trained on. 0: only a check at the start."""
 
     def check(self) -> None:
         require(
@@ -104,4 +105,4 @@ class ParityConfig(Section):
     def bound(self, dtype: str) -> float:
         if self.max_mean_abs_logprob is not None:
             return self.max_mean_abs_logprob
-        return 1e-3 if dtype == "float32" else 0.15
+        return 1e-3 if dtype == "float32" else 0.3

@@ -9,7 +9,7 @@ Suffixes: M predicted tokens, B completions, T tokens of the longest completion,
 E hidden size, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -55,8 +55,16 @@ def token_logprobs(model: nn.Module, batch: Pack, temperature: float, *, entropy
 @torch.no_grad()
 def sequence_logprobs(model: nn.Module, token_ids: list[int], device: torch.device) -> torch.Tensor:
     """Return the logprobs of token_ids[1:], each given what stands before it, on the CPU."""
-    ids = np.array(token_ids)
-    return token_logprobs(model, pack([(ids[:1], [ids[1:]])], device), 1.0)[0][0].cpu()
+    return sequences_logprobs(model, [token_ids], device)
+
+
+@torch.no_grad()
+def sequences_logprobs(model: nn.Module, sequences: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
+    """Return the logprobs of each sequence's tokens after its first, one sequence after the other, on the CPU; by one pass."""
+    ids = [np.array(sequence) for sequence in sequences]
+    batch = pack([(one[:1], [one[1:]]) for one in ids], device)
+    logprobs_BT, _ = token_logprobs(model, batch, 1.0)
+    return logprobs_BT[batch.is_token_BT].cpu()
 
 
 @contextmanager

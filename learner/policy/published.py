@@ -14,7 +14,7 @@ Memory: on every rank one gathered tensor at a time (checkpoint_names.py: now an
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast
 from torch import nn
 
-from learner.forward.logprobs import sequence_logprobs
+from learner.forward.logprobs import sequences_logprobs
 from learner.policy.checkpoint_names import CheckpointNames
 from learner.policy.lora import Weight, has_adapter, weights
 from learner.policy.snapshot import reshard, trainable, whole
@@ -96,11 +96,11 @@ class PublishedPolicy:
             name, weight = self._weights[index]
             yield name, weight.made_from(*self._gathered(index))
 
-    def logprobs(self, token_ids: list[int]) -> torch.Tensor:
-        """The policy's of token_ids[1:], on the CPU."""
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Return the policy's logprobs of each sequence's tokens after its first, one sequence after the other, on the CPU."""
         if self._is_sharded:
             self._broadcast(PASS)
-        return sequence_logprobs(self.model, token_ids, self.device)
+        return sequences_logprobs(self.model, sequences, self.device)
 
     def _follow(self) -> None:
         while (order := self._broadcast(RELEASE)) != RELEASE:
@@ -109,7 +109,7 @@ class PublishedPolicy:
             if order == WAIT:
                 continue
             if order == PASS:
-                sequence_logprobs(self.model, [0, 0], self.device)
+                sequences_logprobs(self.model, [[0, 0]], self.device)
             else:
                 self._gathered(order)
 

@@ -116,7 +116,7 @@ def tiles_of(s: Summary) -> list[Tile]:
         Tile(
             "Mismatch",
             number(s.mismatch_mean_abs_logprob, ".1e"),
-            "mean |Δ logprob|; normal in float32: 1e−6, bfloat16: 5e−3",
+            "mean |Δ logprob|; normal in float32: 1e−6, in bfloat16: up to 0.1 (a model of 135M parameters)",
         ),
         Tile("Waited for", s.waited_for[0], f"{s.waited_for[1]:.0%} of the time") if s.waited_for else None,
         Tile("Groups lost", f"{s.groups_lost:,}", f"of {s.groups_admitted:,} admitted", s.groups_lost == 0),

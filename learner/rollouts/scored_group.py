@@ -3,6 +3,7 @@
 Suffix: _G over the episodes of the group, each of which has one branch as long as it is a plain completion.
 """
 
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any, cast
 
@@ -63,6 +64,17 @@ class ScoredGroup(Part):
     def num_tokens(self) -> int:
         """That the policy has sampled."""
         return sum(branch.num_sampled for branch in self.completions)
+
+
+def texts_of(groups: Sequence[ScoredGroup], *, min_tokens: int, max_tokens: int) -> list[list[int]]:
+    """Return the first prompts with their completions that have `min_tokens` together, each without what exceeds `max_tokens` in front."""
+    texts: list[list[int]] = []
+    for group in groups:
+        for branch in group.completions:
+            texts.append([*group.prompt_of(branch).tolist(), *branch.token_ids.tolist()][-max_tokens:])
+            if sum(map(len, texts)) >= min_tokens:
+                return texts
+    return texts
 
 
 def keep(ledger: Ledger, groups: list[AnyGroup]) -> None:

@@ -1,22 +1,19 @@
 """Parity: server and learner must give the same logprobs to the same tokens under the same weights.
 
-    connect                    measure: all fixed sequences on both sides, before the first group is asked for
+    connect                    measure: texts of the data on both sides, before the first group is asked for
                                (and before a run's first push: identity.py)
-    push ─▶ expect ─▶ ask      one of them, scored by the server while the learner goes on
-    next batch ─▶ check        before any token of the new version is trained on, at the latest before the next push
+    every push                 sync_check.py: a group of the step, before and after it
+    every step                 check_fresh: the tokens that the newest version has sampled
 
-A wrong model, a stale LM head or a lost tensor shows here at once instead of as a run that silently does not learn. Every server
+A wrong model, another temperature or a stale LM head shows here at once instead of as a run that silently does not learn. Every server
 is compared by itself, with a bound that follows from its dtype and the run's, and none is waited for long while others are there: one in
 bfloat16 in a run of float32 samples from a policy that is the learner's up to its rounding, with that policy's logprobs, so importance
-ratios correct for the difference as they do for staleness. Invariant: an answer is compared only with logprobs of the version that it
-is for.
+ratios correct for the difference as they do for staleness.
 """
 
+import itertools
 import logging
-import random
-from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future, wait
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import get_args
 
 import msgspec
@@ -25,7 +22,7 @@ import torch
 from learner.config import LearnerRun
 from learner.servers.fleet import Fleet
 from learner.servers.member import Member
-from protocol.errors import ConfigError, DeadlineExceeded, ParityError, SlipstreamError
+from protocol.errors import ConfigError, DeadlineExceeded, ParityError
 from protocol.hardware import Dtype
 from protocol.messages import Scores, Welcome
 
@@ -33,20 +30,10 @@ log = logging.getLogger(__name__)
 
 NUM_SEQUENCES = 4
 MAX_PROMPT_TOKENS = 256
-NUM_RANDOM_TOKENS = 8
-ASK_TIMEOUT_S = 5.0
-"""The server scores before it generates; one too busy to do so within this is asked again after the next push."""
+MIN_TEXT_TOKENS = 48
 CALL_SLACK_S = 10.0
 DTYPES: tuple[str, ...] = get_args(Dtype)
 """Those with a known bound, the finer ones first."""
-
-
-class Expected(msgspec.Struct, frozen=True, eq=False):
-    """What the learner gives to one sequence under one version. T: its tokens after the first."""
-
-    version: int
-    token_ids: list[int]
-    logprobs_T: torch.Tensor
 
 
 class Comparison(msgspec.Struct, frozen=True):
@@ -75,130 +62,83 @@ def is_finer(one: str, other: str) -> bool:
 
 
 class ParityProbe:
-    """Fixed sequences (prompts with random tokens behind them) scored on both sides."""
+    """Fixed sequences, texts of the data, scored on both sides."""
 
     def __init__(
         self,
         run: LearnerRun,
         fleet: Fleet,
-        logprobs: Callable[[list[int]], torch.Tensor],
+        logprobs: Callable[[Sequence[Sequence[int]]], torch.Tensor],
         prompts: list[list[int]],
     ) -> None:
-        """`logprobs` gives the learner's of a sequence, after its first token; of `prompts` the first NUM_SEQUENCES are used."""
-        generator, vocab_size = random.Random(0), fleet.hello.model.vocab_size
-        self._sequences = [
-            prompt[-MAX_PROMPT_TOKENS:] + [generator.randrange(vocab_size) for _ in range(NUM_RANDOM_TOKENS)]
-            for prompt in prompts[:NUM_SEQUENCES]
-        ]
-        self._logprobs = logprobs
-        self._fleet, self._loop = fleet, fleet.loop
-        self._timeout_s, self._patience_s = run.learner.push.timeout_s, run.learner.push.patience_in_effect_s
-        self._every_steps = run.learner.parity.every_steps
+        """`logprobs` gives the learner's of several sequences, after the first token of each; `prompts`: what the texts are made of."""
+        self.sequences = texts_of(prompts)
+        self.logprobs, self.fleet = logprobs, fleet
+        self.timeout_s, self.patience_s = run.learner.push.timeout_s, run.learner.push.patience_in_effect_s
         self._run = run
         self._comparisons: dict[str, Comparison] = {}
         """By endpoint, also of servers that have gone: their tokens may be in a batch yet."""
-        self._asked: list[tuple[Member, int, Expected, Future[Scores]]] = []
-        """With the replica that was asked."""
-        self._measured: float | None = None
+        self._metrics: dict[str, float] = {}
 
     def measure(self, member: Member, version: int) -> float:
         """Return the mean |Δ logprob| over all tokens. Raises ParityError above the bound, ServerLost, DeadlineExceeded."""
         assert member.link.welcome is not None
         self._comparisons[member.endpoint] = comparison(self._run, member.link.welcome)
-        own_T = self._of_all(member, self._logprobs)
+        own_T = self.logprobs(self._sequences_for(member))
         differences_RT = (own_T - self.server_logprobs(member, version)).abs()
-        mismatches = [self._compare(member, *each) for each in enumerate(differences_RT)]
+        mismatches = [self.check_level(member, *each, "fixed sequences") for each in enumerate(differences_RT)]
         if len(mismatches) > 1:
             told = ", ".join(f"{mismatch:.1e}" for mismatch in mismatches)
             log.info("parity of each replica of the server at %s: mean |Δ logprob| = %s", member.endpoint, told)
         return max(mismatches)
 
     def server_logprobs(self, member: Member, version: int | None) -> torch.Tensor:
-        """The server's of all fixed sequences, a row for each replica; None: of the model's own weights. Raises like `measure`."""
-        has_others = any(other is not member and self._fleet.is_ready(other) for other in self._fleet.members)
-        timeout_s, key = (self._patience_s, "patience_s") if has_others else (self._timeout_s, "timeout_s")
+        """The server's of all texts, a row for each replica; None: of the model's own weights. Raises like `measure`."""
+        has_others = any(other is not member and self.fleet.is_ready(other) for other in self.fleet.members)
+        timeout_s, key = (self.patience_s, "patience_s") if has_others else (self.timeout_s, "timeout_s")
 
         def score(replica: int, token_ids: list[int]) -> torch.Tensor:
             scoring = member.link.score(token_ids, timeout_s, replica)
             try:
-                return _of_version(member, self._loop.call(scoring, timeout_s + CALL_SLACK_S), version)
+                scores = self.fleet.loop.call(scoring, timeout_s + CALL_SLACK_S)
             except DeadlineExceeded as error:
                 raise DeadlineExceeded(f"{error} (learner.push.{key})") from error
+            return of_version(member, [scores], version)
 
-        return torch.stack([self._of_all(member, partial(score, replica)) for replica in _replicas(member)])
+        sequences = self._sequences_for(member)
+        return torch.stack([torch.cat([score(replica, ids) for ids in sequences]) for replica in replicas(member)])
 
-    def expect(self, version: int) -> Expected | None:
-        """Return what to `ask` for when the servers have `version`, which the learner has now; None if it is not its turn."""
-        if self._every_steps == 0 or version % self._every_steps:
-            return None
-        index = version // self._every_steps % len(self._sequences)
-        token_ids = self._sequences[index][-_longest(self._fleet.max_model_len) :]
-        return Expected(version, token_ids, self._logprobs(token_ids))
-
-    def ask(self, members: Collection[Member], expected: Expected | None) -> None:
-        """Have servers score what is expected, without waiting for it. May be called from another thread."""
-        if expected is not None:
-            self._asked = [
-                (
-                    member,
-                    replica,
-                    expected,
-                    self._loop.submit(member.link.score(expected.token_ids, ASK_TIMEOUT_S, replica)),
-                )
-                for member in members
-                for replica in _replicas(member)
-            ]
-
-    def check(self) -> None:
-        """Wait for the answers to what was asked, and compare. Raises ParityError above the bound."""
-        asked, self._asked = self._asked, []
-        answers = [answer for *_, answer in asked]
-        if wait(answers, ASK_TIMEOUT_S + CALL_SLACK_S, "FIRST_COMPLETED").done:
-            wait(answers, self._patience_s)
-        for member, replica, expected, answer in asked:
-            try:
-                theirs = answer.result(0)
-            except TimeoutError:
-                answer.cancel()
-                log.warning(
-                    "parity of version %d could not be checked: the server at %s had not scored %g s after another "
-                    "(learner.push.patience_s)",
-                    expected.version, member.endpoint, self._patience_s,
-                )  # fmt: skip
-            except SlipstreamError as error:
-                if member.is_draining:
-                    continue  # it has ended as it said
-                log.warning("parity of version %d could not be checked: %s", expected.version, error)
-            else:
-                theirs_T = _of_version(member, theirs, expected.version)
-                self._compare(member, replica, (expected.logprobs_T - theirs_T).abs())
+    def check_level(self, member: Member, replica: int, difference_T: torch.Tensor, tokens: str) -> float:
+        """Return the mean |Δ logprob|. Raises ParityError when it is above the server's bound."""
+        mismatch = difference_T.mean().item()
+        self.note({"parity/abs_logprob": mismatch})
+        where = f" at its replica {replica}" if len(replicas(member)) > 1 else ""
+        self._check(mismatch, f"{tokens}{where}", member.endpoint)
+        return mismatch
 
     def check_fresh(self, mean_abs_logprob: Mapping[str, float]) -> None:
         """Raise ParityError when, on tokens of the current version, that of a server (by endpoint) is above its bound."""
         for endpoint, mismatch in mean_abs_logprob.items():
             self._check(mismatch, "fresh tokens", endpoint)
 
+    def note(self, metrics: Mapping[str, float]) -> None:
+        """Keep the largest of each since the last `take_metrics`."""
+        self._metrics |= {name: max(value, self._metrics.get(name, value)) for name, value in metrics.items()}
+
     def take_metrics(self) -> dict[str, float]:
         """What was measured since the last call."""
-        measured, self._measured = self._measured, None
-        return {} if measured is None else {"parity/abs_logprob": measured}
+        taken, self._metrics = self._metrics, {}
+        return taken
 
     def _comparison(self, endpoint: str) -> Comparison:
         """Nobody knows after a restart who has sent a group that came before: it may have been any server."""
         known = self._comparisons
         return known[endpoint] if endpoint in known else max(known.values(), key=lambda compared: compared.bound)
 
-    def _of_all(self, member: Member, logprobs: Callable[[list[int]], torch.Tensor]) -> torch.Tensor:
+    def _sequences_for(self, member: Member) -> list[list[int]]:
         assert member.link.welcome is not None
-        longest = _longest(member.link.welcome.max_model_len)
-        return torch.cat([logprobs(sequence[-longest:]) for sequence in self._sequences])
-
-    def _compare(self, member: Member, replica: int, difference_T: torch.Tensor) -> float:
-        mismatch = difference_T.mean().item()
-        self._measured = max(self._measured or 0.0, mismatch)
-        where = f" at its replica {replica}" if len(_replicas(member)) > 1 else ""
-        self._check(mismatch, f"fixed sequences{where}", member.endpoint)
-        return mismatch
+        longest = longest_scored(member.link.welcome.max_model_len)
+        return [sequence[-longest:] for sequence in self.sequences]
 
     def _check(self, mean_abs_logprob: float, tokens: str, endpoint: str) -> None:
         """Raise ParityError when the mean |Δ logprob| is above the server's bound (or NaN)."""
@@ -209,6 +149,21 @@ class ParityProbe:
                 f"{compared.bound:.2g} for {compared.in_words} (learner.parity.max_mean_abs_logprob). The server, at {endpoint}, may "
                 "run another model or temperature, or a push did not load every tensor."
             )
+
+
+def texts_of(prompts: list[list[int]]) -> list[list[int]]:
+    """Join prompts into NUM_SEQUENCES texts of at least MIN_TEXT_TOKENS tokens each, cyclically; longer prompts keep their ends.
+
+    Text of the data, not random tokens: on those, which no policy would sample, two healthy sides in bfloat16 differ the most.
+    """
+    texts: list[list[int]] = []
+    following = itertools.cycle(prompts)
+    for _ in range(min(NUM_SEQUENCES, len(prompts))):
+        text: list[int] = []
+        while len(text) < MIN_TEXT_TOKENS:
+            text += next(following)
+        texts.append(text[-MAX_PROMPT_TOKENS:])
+    return texts
 
 
 def check_dtype(run: LearnerRun, member: Member, welcome: Welcome) -> None:
@@ -226,19 +181,21 @@ def check_dtype(run: LearnerRun, member: Member, welcome: Welcome) -> None:
         )  # fmt: skip
 
 
-def _replicas(member: Member) -> range:
+def replicas(member: Member) -> range:
     assert member.link.welcome is not None
     return range(member.link.welcome.num_replicas)
 
 
-def _longest(max_model_len: int) -> int:
+def longest_scored(max_model_len: int) -> int:
     """Tokens of a sequence that a server scores: vLLM does so on the way to one more."""
     return max_model_len - 1
 
 
-def _of_version(member: Member, scores: Scores, version: int | None) -> torch.Tensor:
-    if scores.policy_version != version:
-        raise ParityError(
-            f"the server at {member.endpoint} scored with version {scores.policy_version}, pushed was {version}"
-        )
-    return torch.from_numpy(scores.logprobs.copy())
+def of_version(member: Member, scores: Sequence[Scores], version: int | None) -> torch.Tensor:
+    """The logprobs of several sequences, one after the other. Raises ParityError for those of another version."""
+    for one in scores:
+        if one.policy_version != version:
+            raise ParityError(
+                f"the server at {member.endpoint} scored with version {one.policy_version}, pushed was {version}"
+            )
+    return torch.cat([torch.from_numpy(one.logprobs.copy()) for one in scores])

@@ -69,6 +69,8 @@ class Pusher:
         self._copy = WeightCopy(weights.wire_dtype, weights.copy_device)
         self._thread = ThreadPoolExecutor(1, "push")
         self._pending: Future[PushReport | None] | None = None
+        self._report: PushReport | None = None
+        """Of the last push that was begun and is done, until it is taken."""
         self._closing = threading.Event()
 
     @property
@@ -110,13 +112,20 @@ class Pusher:
 
         self._pending = self._thread.submit(push)
 
-    def wait(self) -> PushReport | None:
+    def wait(self) -> None:
         """Wait for the push that was begun, which keeps deadlines of its own. Raises what it has failed with."""
         pending, self._pending = self._pending, None
-        while pending is not None and not pending.done():
+        if pending is None:
+            return
+        while not pending.done():
             self._fleet.on_wait()
             wait([pending], timeout=WAIT_SLICE_S)
-        return pending.result() if pending is not None else None
+        self._report = pending.result()
+
+    def take_report(self) -> PushReport | None:
+        """Return what the last push that was begun has cost, once."""
+        report, self._report = self._report, None
+        return report
 
     def failed(self, member: Member) -> None:
         """Its push, or the check after it, went wrong: it has a pause, and is asked for no groups until its next push."""

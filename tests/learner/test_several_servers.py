@@ -287,7 +287,7 @@ def test_a_server_with_other_weights_is_named(tmp_path: Path) -> None:
     with servers(Engine(), LosesATensor()) as (one, other):
         run = make_run(tmp_path, one.endpoint, other.endpoint, steps=8)
         with pytest.raises(
-            ParityError, match=rf"of fixed sequences is 0\.\d+.*The server, at {other.endpoint}, may run"
+            ParityError, match=rf"of texts of the step is 0\.\d+.*The server, at {other.endpoint}, may run"
         ):
             train(run, resume=False)
 

@@ -359,7 +359,8 @@ def test_a_push_beside_the_next_step_sends_the_weights_as_they_were_and_keeps_st
             self.pushed[version] = self.weights["transformer.wte.weight"].clone()
 
     with tiny_server(Slow()) as server:
-        run = make_run(tmp_path, server.endpoint, steps=6, max_staleness=2, push={"overlap": True})
+        quick = {"push": {"overlap": True}, "parity": {"every_steps": 0}}  # this engine does not score before it generates
+        run = make_run(tmp_path, server.endpoint, steps=6, max_staleness=2, **quick)
         train(run, resume=False)
     assert server.running.server.status()["policy_version"] == 6
     metrics = metrics_of(run)
@@ -416,7 +417,7 @@ def test_a_server_that_answers_with_other_weights_after_a_push_stops_the_run_bef
     with tiny_server(LosesATensor(resolve_model("tiny:digits"))) as server:
         run = make_run(tmp_path, server.endpoint, steps=6, max_staleness=int(overlap), push={"overlap": overlap})
         with pytest.raises(
-            ParityError, match=r"of fixed sequences is 0\.\d+, the bound is 0\.001.*did not load every tensor"
+            ParityError, match=r"of texts of the step is 0\.\d+, the bound is 0\.001.*did not load every tensor"
         ):
             train(run, resume=False)
     parity = [line["parity/abs_logprob"] for line in metrics_of(run) if "parity/abs_logprob" in line]
@@ -486,7 +487,7 @@ def test_a_server_that_does_not_score_at_the_start_ends_the_run_with_the_knob(tm
 def test_a_server_too_busy_to_score_later_holds_nothing_up_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("learner.servers.parity.ASK_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("learner.servers.sync_check.ASK_TIMEOUT_S", 0.3)
     with tiny_server(TooBusy(1)) as server:
         run = make_run(tmp_path, server.endpoint, steps=2)
         train(run, resume=False)

@@ -217,7 +217,7 @@ def doubled(*layer_and_low_rank: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("every_steps", "tokens"), [(1, "fixed sequences"), (0, "fresh tokens")], ids=["probe", "fresh tokens"]
+    ("every_steps", "tokens"), [(1, "texts of the step"), (0, "fresh tokens")], ids=["probe", "fresh tokens"]
 )
 def test_a_merge_with_the_wrong_scale_stops_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every_steps: int, tokens: str

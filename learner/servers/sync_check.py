@@ -1,0 +1,188 @@
+"""Whether a weight sync arrived: texts of the step, scored on both sides before it and after it, must have changed on both.
+
+    main thread    begin(n - 1, texts), ask_before ─▶ train ─▶ expect(n) ─▶ the sync of version n ─▶ ask ─▶ check: before tokens of n are trained on
+    servers                    scores under n - 1                                                scores under n
+
+Rounding hides a lost sync from a comparison of levels: in bfloat16 two healthy sides differ by 0.1 nats on a model of 135M parameters,
+and one step at a learning rate of 1e-6 changes the policy by a thousandth of that. But it changes the last bits of nearly every logprob,
+on both sides. An engine that goes on with the old weights gives the very numbers that it gave before.
+
+Invariant: an answer is compared only with logprobs of the version that it is for.
+"""
+
+import logging
+import threading
+from collections.abc import Collection
+from concurrent.futures import Future, wait
+
+import msgspec
+import torch
+
+from learner.servers.member import Member
+from learner.servers.parity import ParityProbe, longest_scored, of_version, replicas
+from protocol.errors import ParityError, SlipstreamError
+from protocol.messages import Scores
+
+log = logging.getLogger(__name__)
+
+LEAST_CHANGE = 1e-5
+"""Nats by which a logprob must change at the learner to count: below it float32 has hardly a digit for tokens that are nearly certain."""
+MIN_CHANGED = 12
+"""So many tokens must change at the learner before their change is looked for at the server."""
+MAX_UNCHANGED_FRAC = 0.5
+"""Of these the share that may be the same at the server, bit for bit. A sync that arrives leaves 0 to 2 %, a lost one all of them where
+a server's numbers repeat, as they do on CPUs and, with the same batch, on GPUs."""
+ASK_TIMEOUT_S = 5.0
+"""The server scores before it generates; one too busy to do so within this is asked again after the next sync."""
+WAIT_SLACK_S = 10.0
+
+Place = tuple[Member, int]
+"""A server and one of its replicas."""
+Answers = dict[Place, list[Future[Scores]]]
+
+
+class Before(msgspec.Struct, frozen=True, eq=False):
+    """Texts of a step, and what both sides give to them before its sync. T: the tokens after the first of each sequence."""
+
+    version: int
+    sequences: list[list[int]]
+    logprobs_T: torch.Tensor
+    answers: Answers
+    """The servers', as far as they come."""
+
+
+class Expected(msgspec.Struct, frozen=True, eq=False):
+    """What the servers must have once they have a version."""
+
+    version: int
+    logprobs_T: torch.Tensor
+    before: Before
+    is_changed: bool
+    """Training has changed the weights since the version before."""
+
+
+class SyncCheck:
+    """Of all servers that have the weights. Used by the main thread, but for `ask`."""
+
+    def __init__(self, probe: ParityProbe, every_steps: int) -> None:
+        self._probe, self._every_steps = probe, every_steps
+        self._before: Before | None = None
+        self._lock = threading.Lock()
+        """Held while the servers are asked for what is before a sync."""
+        self._asked: Answers = {}
+        self._expected: Expected | None = None
+
+    def begin(self, version: int, sequences: list[list[int]]) -> None:
+        """Score texts of the step at the learner, before it trains the weights of `version`."""
+        self._before = None
+        if self._every_steps > 0 and (version + 1) % self._every_steps == 0:
+            longest = longest_scored(self._probe.fleet.max_model_len)
+            sequences = [sequence[-longest:] for sequence in sequences]
+            self._before = Before(version, sequences, self._probe.logprobs(sequences), {})
+
+    def ask_before(self, members: Collection[Member]) -> None:
+        """Have the servers that still have that version score them, once, without waiting for it. From any thread."""
+        with self._lock:
+            before = self._before
+            if before is not None and not before.answers:
+                before.answers.update(self._ask(before.sequences, members))
+
+    def expect(self, version: int, *, is_changed: bool) -> Expected | None:
+        """Return what to `ask` for when the servers have `version`, which the learner has now; None if it is not its turn.
+
+        Waits for the servers' answers to `ask_before`, which they must give before they get other weights. `is_changed`: training has
+        changed the weights since `begin`.
+        """
+        before, self._before = self._before, None
+        if before is None or before.version != version - 1:
+            return None
+        _wait(before.answers, self._probe.patience_s)
+        return Expected(version, self._probe.logprobs(before.sequences), before, is_changed)
+
+    def ask(self, members: Collection[Member], expected: Expected | None) -> None:
+        """Have servers score what is expected, without waiting for it. May be called from another thread."""
+        self._expected = expected
+        self._asked = {} if expected is None else self._ask(expected.before.sequences, members)
+
+    def check(self) -> None:
+        """Wait for the answers to what was asked, and compare. Raises ParityError."""
+        asked, expected = self._asked, self._expected
+        self._asked, self._expected = {}, None
+        if expected is None:
+            return
+        _wait(asked, self._probe.patience_s)
+        for place, answers in asked.items():
+            scores = _results(answers, place, expected.version, self._probe.patience_s)
+            if scores is not None:
+                theirs_T = of_version(place[0], scores, expected.version)
+                self._probe.check_level(*place, (expected.logprobs_T - theirs_T).abs(), "texts of the step")
+                self._check_change(place, expected, theirs_T)
+
+    def _check_change(self, place: Place, expected: Expected, theirs_T: torch.Tensor) -> None:
+        before_T = _answer_before(expected.before, place)
+        ours_T = expected.logprobs_T - expected.before.logprobs_T
+        is_changed_T = ours_T.abs() > LEAST_CHANGE
+        if not expected.is_changed or before_T is None or int(is_changed_T.sum()) < MIN_CHANGED:
+            return
+        change_T = theirs_T - before_T
+        unchanged_frac = float((change_T[is_changed_T] == 0).float().mean())
+        self._probe.note(
+            {
+                "parity/learner_change": float(ours_T.abs().mean()),
+                "parity/server_change": float(change_T.abs().mean()),
+                "parity/unchanged_frac": unchanged_frac,
+            }
+        )
+        if unchanged_frac > MAX_UNCHANGED_FRAC:
+            member, replica = place
+            where = f"replica {replica} of the server" if len(replicas(member)) > 1 else "the server"
+            raise ParityError(
+                f"the weights of version {expected.version} did not arrive in the engine of {where} at {member.endpoint}: of "
+                f"{int(is_changed_T.sum())} tokens whose logprobs they changed at the learner (by {float(ours_T.abs().mean()):.1e} on "
+                f"average), it gives {unchanged_frac:.0%} exactly the logprobs of before, although it reports the new version. Restart "
+                "that server, and continue with --resume. If it happens again, vLLM does not load this model's weights as it must"
+            )
+
+    def _ask(self, sequences: list[list[int]], members: Collection[Member]) -> Answers:
+        submit = self._probe.fleet.loop.submit
+        return {
+            (member, replica): [submit(member.link.score(ids, ASK_TIMEOUT_S, replica)) for ids in sequences]
+            for member in members
+            for replica in replicas(member)
+        }
+
+
+def _answer_before(before: Before, place: Place) -> torch.Tensor | None:
+    """What a server gave before the sync; None: it was not asked, not in time, or not under the version before."""
+    answers = before.answers.get(place, [])
+    if not answers or not all(one.done() and not one.cancelled() and one.exception() is None for one in answers):
+        return None
+    scores = [one.result() for one in answers]
+    is_of_version = all(one.policy_version == before.version for one in scores)
+    return of_version(place[0], scores, before.version) if is_of_version else None
+
+
+def _wait(answers: Answers, patience_s: float) -> None:
+    """Until one is there, and `patience_s` longer for the others."""
+    futures = [future for each in answers.values() for future in each]
+    if wait(futures, ASK_TIMEOUT_S + WAIT_SLACK_S, "FIRST_COMPLETED").done:
+        wait(futures, patience_s)
+
+
+def _results(answers: list[Future[Scores]], place: Place, version: int, patience_s: float) -> list[Scores] | None:
+    """Return the answers of a server; None, with a log line, if one of them did not come."""
+    member, _ = place
+    try:
+        return [answer.result(0) for answer in answers]
+    except TimeoutError:
+        for answer in answers:
+            answer.cancel()
+        log.warning(
+            "parity of version %d could not be checked: the server at %s had not scored %g s after another "
+            "(learner.push.patience_s)",
+            version, member.endpoint, patience_s,
+        )  # fmt: skip
+    except SlipstreamError as error:
+        if not member.is_draining:  # else it has ended as announced
+            log.warning("parity of version %d could not be checked: %s", version, error)
+    return None

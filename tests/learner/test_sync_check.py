@@ -1,0 +1,102 @@
+"""A weight sync that did not arrive is noticed at once, at learning rates whose steps no bound on |Δ logprob| would see."""
+
+import sqlite3
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from learner.config import LearnerRun
+from learner.servers.sync_check import SyncCheck
+from learner.train import train
+from protocol.errors import ParityError
+from protocol.model_files import resolve_model
+from tests.fakes import ScriptedEngine
+from tests.learner.model_engine import ModelEngine, tiny_server
+from tests.learner.test_train import make_run, metrics_of
+
+TINY_STEPS = {"learning_rate": 1e-6}
+"""A step changes a logprob by some 3e-4, a third of the bound in float32."""
+
+
+class LosesOneSync(ModelEngine):
+    """Takes every byte of one version, says that it has it, and goes on with the weights of before."""
+
+    def __init__(self, lost: int | None) -> None:
+        super().__init__(resolve_model("tiny:digits"))
+        self._lost = lost
+
+    async def set_version(self, version: int) -> None:
+        if version == self._lost:
+            await ScriptedEngine.set_version(self, version)
+        else:
+            await super().set_version(version)
+
+
+def a_run(tmp_path: Path, endpoint: str, **learner: Any) -> LearnerRun:
+    settings = {"steps": 6, "optimizer": TINY_STEPS, "max_staleness": 1}
+    return make_run(tmp_path, endpoint, **settings | learner)
+
+
+def newest_trained_on(run: LearnerRun) -> int:
+    """The newest version whose tokens were consumed; each group of this engine is of one version."""
+    with closing(sqlite3.connect(Path(run.run_dir) / "ledger.db")) as ledger:
+        (version,) = ledger.execute("select max(oldest_version) from groups where state = 'consumed'").fetchone()
+    return version
+
+
+def test_syncs_that_arrive_change_nearly_every_logprob_on_both_sides(tmp_path: Path) -> None:
+    with tiny_server(LosesOneSync(None)) as server:
+        run = a_run(tmp_path, server.endpoint)
+        train(run, resume=False)
+    measured = [line for line in metrics_of(run) if "parity/unchanged_frac" in line]
+    assert len(measured) >= 4
+    for line in measured:
+        assert line["parity/unchanged_frac"] < 0.1 and line["parity/abs_logprob"] < 1e-4
+        assert line["parity/server_change"] == pytest.approx(line["parity/learner_change"], rel=0.1)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_one_sync_that_did_not_arrive_ends_the_run_before_its_tokens_are_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    ask = SyncCheck.ask
+
+    def ask_late(*args: Any) -> None:
+        time.sleep(0.3 * overlap)  # groups of the new version are there before its check has been asked for
+        ask(*args)
+
+    monkeypatch.setattr(SyncCheck, "ask", ask_late)
+    with tiny_server(LosesOneSync(3)) as server:
+        run = a_run(tmp_path, server.endpoint, push={"overlap": overlap})
+        with pytest.raises(
+            ParityError, match=r"version 3 did not arrive .* 100% exactly the logprobs of before.*--resume"
+        ):
+            train(run, resume=False)
+    assert newest_trained_on(run) == 2
+
+
+def test_a_step_that_changes_no_weight_is_no_lost_sync(tmp_path: Path) -> None:
+    """Where every completion of a group has the same reward there is no gradient."""
+    with tiny_server(LosesOneSync(3)) as server:
+        run = a_run(tmp_path, server.endpoint, reward={"functions": [f"{__file__}:always_one"]})
+        train(run, resume=False)
+    assert len(metrics_of(run)) == 6
+
+
+def always_one(completions: list[str], **_: Any) -> list[float]:
+    return [1.0] * len(completions)
+
+
+def test_a_check_is_made_as_often_as_the_config_says(tmp_path: Path) -> None:
+    for every_steps, steps in ((3, [3, 6]), (0, [])):
+        with tiny_server(LosesOneSync(None)) as server:
+            run = a_run(tmp_path / str(every_steps), server.endpoint, steps=7, parity={"every_steps": every_steps})
+            train(run, resume=False)
+        lines = metrics_of(run)
+        found = [place for place, line in enumerate(lines, start=1) if "parity/unchanged_frac" in line]
+        # A version is checked before its first tokens are trained on: in the step after, or the one after that.
+        assert len(found) == len(steps)
+        assert all(step < one <= step + 2 for step, one in zip(steps, found, strict=True))
