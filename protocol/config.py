@@ -60,8 +60,16 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype: Dtype = msgspec.field(default_factory=dtype_here)
     """In which both sides compute, and in which weights travel; a server may compute in another (`server.dtype`). Unset: bfloat16
     with a GPU or a CPU that has AMX, which multiply it several times as fast as float32, which is taken elsewhere."""
+    head_dtype: Dtype | None = None
+    """In which both sides compute logits from the last hidden states. "float32" with dtype = "bfloat16" keeps logits from being rounded, so
+    the two sides differ less; a CPU's server generates more slowly with it. Unset: dtype."""
     seed: int = 0
     """Seeds the data order, the sampling and the learner."""
+
+    @property
+    def has_float32_head(self) -> bool:
+        """Whether logits are computed in float32 although everything before them is not."""
+        return self.dtype != "float32" and self.head_dtype == "float32"
 
     @property
     def servers(self) -> tuple[str, ...]:
@@ -84,6 +92,11 @@ def load_config(config_type: type[C], argv: Sequence[str], program: str, switche
     base = _from_file(config_type, path) if path else None
     config = _with_flags(config_type, base, flags, f"{program} run.toml {switches}".strip())
     config.check()
+    if config.dtype == "float32" and config.head_dtype == "bfloat16":
+        raise ConfigError(
+            'head_dtype = "bfloat16" with dtype = "float32": a head is never coarser than what is before it. Remove head_dtype, or set dtype '
+            'to "bfloat16"'
+        )
     for endpoint in (config.endpoint, *config.endpoints):
         check_endpoint(endpoint, has_keys=config.keys is not None, insecure=config.insecure)
     return config

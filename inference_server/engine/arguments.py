@@ -44,7 +44,7 @@ class Refusal(NamedTuple):
 
 REFUSED = (
     Refusal(
-        ("model_weights", "hf_config_path", "hf_overrides", "model_class_overrides", "config_format", "revision", "tokenizer",
+        ("model_weights", "hf_config_path", "model_class_overrides", "config_format", "revision", "tokenizer",
          "tokenizer_revision", "skip_tokenizer_init", "tokens_only", "load_format", "runner", "convert"),
         "the server would run another model than the learner, which goes by `model` alone",
         "set `model` to a directory that holds the config, weights and tokenizer you want",
@@ -126,12 +126,16 @@ def engine_arguments(run: ServerRun, model_path: Path) -> AsyncEngineArgs:
 
 def own_arguments(run: ServerRun, model_path: Path) -> dict[str, Own]:
     server = run.server
+    of_head = {"head_dtype": "float32"} if run.has_float32_head and run.computes_in != "float32" else {}
     kv_cache_bytes = None if server.kv_cache_memory_mib is None else server.kv_cache_memory_mib << 20
     return {
         "model": Own(str(model_path), "set `model`"),
         "served_model_name": Own([run.model], "set `model`"),
         "dtype": Own(run.computes_in, "set server.dtype, or `dtype` for all"),
         "seed": Own(run.seed, "set `seed`"),
+        "hf_overrides": Own(
+            of_head, "set `model` to a directory with the config that you want, and head_dtype for the head"
+        ),
         "max_model_len": Own(server.max_model_len, "set server.max_model_len"),
         "max_num_seqs": Own(server.max_concurrent_sequences, "set server.max_concurrent_sequences"),
         "kv_cache_memory_bytes": Own(kv_cache_bytes, "set server.kv_cache_memory_mib"),

@@ -26,12 +26,14 @@ TILE_COLUMNS = 8192
 
 
 class Reading(msgspec.Struct, frozen=True):
-    """How logits are read: their map, the temperature of the softmax, what is wanted of it beside logprobs; and by what."""
+    """How logits are read: their map, the temperature of the softmax, what is wanted of it beside logprobs; by what, and in what."""
 
     logit_map: LogitMap
     temperature: float
     entropy: EntropyUse
     tiles: Tiles = PLAIN
+    in_float32: bool = False
+    """Products of bfloat16 are not rounded to it."""
 
     @property
     def numbers(self) -> Numbers:
@@ -41,7 +43,8 @@ class Reading(msgspec.Struct, frozen=True):
 class HeadLogprobs(torch.autograd.Function):
     """(hidden_ME, weight_VE, bias_V or None, targets_M, reading) → (logprobs_M, entropy_M).
 
-    Of the softmax of map(hidden weightᵀ + bias) / temperature; in float32, the product in the weights' dtype as the server's.
+    Of the softmax of map(hidden weightᵀ + bias) / temperature; in float32, the product in the weights' dtype as the server's, unless
+    `reading.in_float32`.
     """
 
     @staticmethod
@@ -60,7 +63,7 @@ class HeadLogprobs(torch.autograd.Function):
         for rows in _rows(hidden_ME, num_columns):
             sums = no_sums(rows.stop - rows.start, hidden_ME.device, dtype)
             for columns in _columns(num_columns):
-                product_mv = _product(hidden_ME[rows], weight_VE, bias_V, columns)
+                product_mv = _product(hidden_ME[rows], weight_VE, bias_V, columns, reading)
                 targets_m1 = (targets_M[rows] - columns.start).unsqueeze(1)
                 sums = reading.tiles.sums(
                     product_mv, targets_m1, sums, reading.numbers, with_entropy=entropy_M is not None
@@ -92,7 +95,7 @@ class HeadLogprobs(torch.autograd.Function):
                 of_entropy = (x_M.detach()[rows].unsqueeze(1) for x_M in (entropy_M, entropy_grad_M))
                 of_rows = RowGradients(*of_rows[:2], *of_entropy)
             for columns in _columns(len(weight_VE)):
-                product_mv = _product(hidden_mE, weight_VE, bias_V, columns)
+                product_mv = _product(hidden_mE, weight_VE, bias_V, columns, ctx.reading)
                 targets_m1 = (targets_M[rows] - columns.start).unsqueeze(1)
                 d_product_mv = ctx.reading.tiles.gradient(product_mv, targets_m1, of_rows, ctx.reading.numbers)
                 if d_hidden_ME is not None:
@@ -108,17 +111,25 @@ class HeadLogprobs(torch.autograd.Function):
 
 
 def _product(
-    hidden_mE: torch.Tensor, weight_VE: torch.Tensor, bias_V: torch.Tensor | None, columns: slice
+    hidden_mE: torch.Tensor, weight_VE: torch.Tensor, bias_V: torch.Tensor | None, columns: slice, reading: Reading
 ) -> torch.Tensor:
-    return nn.functional.linear(hidden_mE, weight_VE[columns], None if bias_V is None else bias_V[columns])
+    weight_vE, bias_v = weight_VE[columns], None if bias_V is None else bias_V[columns]
+    if not reading.in_float32 or hidden_mE.dtype == torch.float32:
+        return nn.functional.linear(hidden_mE, weight_vE, bias_v)
+    if hidden_mE.device.type != "cuda":
+        return nn.functional.linear(hidden_mE.float(), weight_vE.float(), None if bias_v is None else bias_v.float())
+    product_mv = torch.mm(
+        hidden_mE, weight_vE.T, out_dtype=torch.float32
+    )  # the inputs stay bfloat16: as fast as before
+    return product_mv if bias_v is None else product_mv.add_(bias_v)
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     """Products of bfloat16 are added up in float32."""
-    if left.dtype == total.dtype:
+    if left.dtype == right.dtype == total.dtype:
         total.addmm_(left, right)
     else:
-        total.add_(left @ right)
+        total.add_(left.to(right.dtype) @ right)
 
 
 def _rows(hidden_ME: torch.Tensor, num_columns: int) -> Iterator[slice]:

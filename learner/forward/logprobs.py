@@ -12,7 +12,7 @@ E hidden size, V vocabulary.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 import torch
@@ -31,6 +31,8 @@ Answer = tuple[torch.Tensor, torch.Tensor | None]
 _logit_maps: WeakKeyDictionary[nn.Module, LogitMap] = WeakKeyDictionary()
 tiles_of: WeakKeyDictionary[nn.Module, Tiles] = WeakKeyDictionary()
 """Of models whose head is fused (fused.py)."""
+float32_heads: WeakSet[nn.Module] = WeakSet()
+"""Models that compute in bfloat16, but for their logits (`head_dtype`)."""
 
 
 def token_logprobs(model: nn.Module, batch: Pack, temperature: float, *, entropy: EntropyUse = "none") -> Answer:
@@ -41,7 +43,9 @@ def token_logprobs(model: nn.Module, batch: Pack, temperature: float, *, entropy
     inner: Any = model.module if isinstance(model, DistributedDataParallel) else model
     if inner not in _logit_maps:
         _logit_maps[inner] = logit_map_of(inner)
-    reading = Reading(_logit_maps[inner], temperature, entropy, tiles_of.get(inner, PLAIN))
+    reading = Reading(
+        _logit_maps[inner], temperature, entropy, tiles_of.get(inner, PLAIN), in_float32=inner in float32_heads
+    )
 
     def of_hidden(hidden_ME: torch.Tensor) -> Answer:
         weight_VE, bias_V = _weight_and_bias(inner.get_output_embeddings(), hidden_ME.dtype)

@@ -11,6 +11,7 @@ from torch import nn
 from learner.algorithm.schedules import next_coef
 from learner.config import LearnerConfig, LearnerRun
 from learner.forward.fused import fuse
+from learner.forward.logprobs import float32_heads
 from learner.forward.settle import PACKED, settle_attention
 from learner.material import Material
 from learner.policy.compute_dtype import compute_in
@@ -92,6 +93,8 @@ def make_trainee(material: Material, accelerator: Accelerator, *, is_new: bool) 
     if config.lora.rank:
         add_adapter(policy, config.lora, run.seed)
     compute_in(getattr(torch, run.dtype), policy, accelerator)
+    if run.has_float32_head:
+        float32_heads.add(policy)
     optimizer = make_optimizer(policy, config.optimizer, config.optimizer.learning_rate)
     policy, optimizer = accelerator.prepare(policy, optimizer)
     if config.compiles_on(accelerator.device.type, is_sharded=accelerator.is_fsdp2):

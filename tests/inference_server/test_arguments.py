@@ -28,7 +28,7 @@ README = Path(inference_server.__file__).parent / "README.md"
 FIELDS = AsyncEngineArgs.__dataclass_fields__
 
 REASONS = {
-    "another model than the learner": "model_weights hf_config_path hf_overrides model_class_overrides config_format revision "
+    "another model than the learner": "model_weights hf_config_path model_class_overrides config_format revision "
     "tokenizer tokenizer_revision skip_tokenizer_init tokens_only load_format runner convert",
     "code that comes with a model": "trust_remote_code code_revision",
     "coarser numbers": "quantization quantization_config kv_cache_dtype",
@@ -59,7 +59,7 @@ OURS = {
     "distributed_executor_backend": "server.tensor_parallel_size", "disable_log_stats": "server.http_port",
     "use_tqdm_on_load": "terminal", "enable_prefix_caching": "share their prompt",
     "scheduling_policy": "learner's groups", "logprobs_mode": "sampled from", "generation_config": "learner.sampling",
-    "worker_extension_cls": "pushes",
+    "worker_extension_cls": "pushes", "hf_overrides": "head_dtype for the head",
 }  # fmt: skip
 """What the server sets, and what it says of where that comes from."""
 
@@ -67,6 +67,15 @@ OURS = {
 def arguments(vllm: dict[str, Any], **server: Any) -> AsyncEngineArgs:
     run = ServerRun(model="tiny:digits", run_dir="r", dtype="float32", seed=3, server=ServerConfig(vllm=vllm, **server))
     return engine_arguments(run, Path("/model"))
+
+
+def test_a_head_in_float32_is_asked_of_vllm_where_the_server_computes_in_bfloat16() -> None:
+    def overrides(run_dtype: Any, **server: Any) -> Any:
+        run = ServerRun(model="m", run_dir="r", dtype=run_dtype, head_dtype="float32", server=ServerConfig(**server))
+        return engine_arguments(run, Path("/model")).hf_overrides
+
+    assert overrides("bfloat16") == {"head_dtype": "float32"}
+    assert overrides("float32") == overrides("bfloat16", dtype="float32") == {}
 
 
 def refusal(**vllm: Any) -> str:

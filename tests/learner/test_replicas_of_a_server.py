@@ -48,9 +48,7 @@ def test_every_replica_is_asked_at_the_start_and_after_every_push(
 
 
 @pytest.mark.parametrize(("wrong_from", "tokens"), [(0, "fixed sequences"), (3, "texts of the step")])
-def test_one_wrong_replica_is_named_at_the_start_and_after_a_push(
-    tmp_path: Path, wrong_from: int, tokens: str
-) -> None:
+def test_one_wrong_replica_is_named_at_the_start_and_after_a_push(tmp_path: Path, wrong_from: int, tokens: str) -> None:
     with (
         tiny_server(TwoReplicas(wrong_from)) as server,
         pytest.raises(ParityError, match=rf"of {tokens} at its replica 1 is 0\.0015, the bound is 0\.001"),

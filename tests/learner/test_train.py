@@ -359,7 +359,10 @@ def test_a_push_beside_the_next_step_sends_the_weights_as_they_were_and_keeps_st
             self.pushed[version] = self.weights["transformer.wte.weight"].clone()
 
     with tiny_server(Slow()) as server:
-        quick = {"push": {"overlap": True}, "parity": {"every_steps": 0}}  # this engine does not score before it generates
+        quick = {
+            "push": {"overlap": True},
+            "parity": {"every_steps": 0},
+        }  # this engine does not score before it generates
         run = make_run(tmp_path, server.endpoint, steps=6, max_staleness=2, **quick)
         train(run, resume=False)
     assert server.running.server.status()["policy_version"] == 6

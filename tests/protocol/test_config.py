@@ -53,6 +53,14 @@ def load(tmp_path: Path, toml: str, *flags: str) -> Run:
     return load_config(Run, [str(path), *flags], "learner train")
 
 
+def test_a_head_may_be_finer_than_what_is_before_it_and_not_coarser(tmp_path: Path) -> None:
+    assert load(tmp_path, 'dtype = "bfloat16"\nhead_dtype = "float32"\n' + TOML).has_float32_head
+    assert not load(tmp_path, 'dtype = "float32"\nhead_dtype = "float32"\n' + TOML).has_float32_head
+    assert not load(tmp_path, 'dtype = "bfloat16"\n' + TOML).has_float32_head
+    with pytest.raises(ConfigError, match=r'head_dtype = "bfloat16" with dtype = "float32".*Remove head_dtype'):
+        load(tmp_path, 'dtype = "float32"\nhead_dtype = "bfloat16"\n' + TOML)
+
+
 def test_a_flag_beats_the_file_and_the_file_beats_the_default(tmp_path: Path) -> None:
     toml = TOML + "[learner.loss]\nclip_low = 0.1\n"
     assert load(tmp_path, TOML).learner.loss.clip_low == 0.2

@@ -4,7 +4,7 @@ from learner.config import LearnerRun
 from protocol.config import keys_of, may_change
 
 FIXED = {
-    "": "model dtype seed",
+    "": "model dtype head_dtype seed",
     "learner": "groups_per_step updates_per_batch active_sampling signal_reward",
     "learner.data": "task dataset_config split num_digits prompt_column system_prompt chat_template_kwargs too_long shuffle",
     "learner.reward": "functions weights skip_special_tokens overlong_buffer_tokens overlong_penalty on_none",

@@ -31,6 +31,28 @@ def whole(hidden_ME, weight_VE, bias_V, targets_M, reading: Reading) -> tuple[to
     return logprobs_MV.gather(1, targets_M[:, None])[:, 0], -(logprobs_MV.exp() * logprobs_MV).sum(-1)
 
 
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_a_head_in_float32_does_not_round_the_logits_of_a_model_in_bfloat16(has_bias: bool) -> None:
+    hidden, weight, bias, targets = inputs(200, 9000, torch.bfloat16)
+    bias = bias if has_bias else None
+    exact, _ = whole(
+        *(x if x is None else x.double() for x in (hidden, weight, bias)), targets, Reading(LogitMap(), 1.0, "none")
+    )
+    errors, gradients = [], []
+    leaves = [x for x in (hidden, weight, bias) if x is not None]
+    for in_float32 in (True, False):
+        found, _ = HeadLogprobs.apply(
+            hidden, weight, bias, targets, Reading(LogitMap(), 1.0, "none", in_float32=in_float32)
+        )
+        errors.append(float((found - exact).detach().abs().mean()))
+        gradients.append(torch.autograd.grad(found.sum(), leaves))
+    assert errors[0] < 1e-5 < 1e-3 < errors[1]
+    for mine, exact_gradient in zip(gradients[0], torch.autograd.grad(exact.sum(), leaves), strict=True):
+        assert mine.dtype == torch.bfloat16
+        difference = (mine.double() - exact_gradient.double()).norm()
+        assert difference < 0.01 * exact_gradient.double().norm()
+
+
 @pytest.mark.parametrize("vocab_size", [7, 8192, 20_000])
 @pytest.mark.parametrize("logit_map", MAPS.values(), ids=MAPS)
 @pytest.mark.parametrize("entropy", ["none", "value", "gradient"])
