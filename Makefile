@@ -13,7 +13,7 @@ ifneq ($(shell $(PY) -c 'print("starts")' 2>/dev/null),starts)
 $(STAMP): FORCE
 endif
 
-.PHONY: help install demo test chaos lint lock keys clean FORCE
+.PHONY: help install demo real test chaos lint lock keys clean FORCE
 FORCE:
 
 help:  ## show this list
@@ -25,6 +25,10 @@ install: $(STAMP)  ## install the CPU stack into .venv (PYTHON=python3.12 picks 
 demo: $(STAMP)  ## train a tiny model on the CPU with the whole system, ends with a report
 	@if [ -e runs/demo ]; then mv runs/demo "runs/demo-$$(date -r runs/demo +%Y%m%d-%H%M%S)"; fi
 	@$(PY) -m deploy.colocate deploy/recipes/reverse.toml $(ARGS)
+
+real: $(STAMP)  ## train a pretrained model, SmolLM2-135M-Instruct, on sums: 15 minutes on two cores with AMX
+	@if [ -e runs/smollm2 ]; then mv runs/smollm2 "runs/smollm2-$$(date -r runs/smollm2 +%Y%m%d-%H%M%S)"; fi
+	@$(PY) -m deploy.colocate deploy/recipes/smollm2.toml $(ARGS)
 
 test: $(STAMP)  ## run the tests that need no GPU (ARGS="-k loss -x")
 	@$(PY) -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not gpu and not slow" $(ARGS)

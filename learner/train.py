@@ -30,6 +30,7 @@ from learner.training.metrics import StepTimer, group_metrics
 from learner.training.ranks import ranks_of, share_groups
 from learner.training.step import train_on
 from learner.training.trainee import make_trainee
+from protocol.checkup import of_dtype
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ def _train(run: LearnerRun, accelerator: Accelerator, *, resume: bool) -> Path |
 
 
 def tell_memory(material: Material, accelerator: Accelerator) -> None:
-    """One line about what this run will need, if it is much, before anything of it is loaded."""
+    """Log what this run will compute in and need, if it is much, before anything of it is loaded."""
     shape, run = material.shape, material.run
     if shape is None:
         return
@@ -114,6 +115,7 @@ def tell_memory(material: Material, accelerator: Accelerator) -> None:
     )
     if memory.device_gib + memory.host_gib < WORTH_A_LINE_GIB:
         return
+    log.info(of_dtype(run.dtype).text)
     log.info(
         "%s parameters; the learner needs about %s; a server of one worker %s, and %.0f KiB for each token in flight",
         f"{shape.num_parameters:,}", told(memory), told(server_memory(shape, run)), kv_bytes_per_token(shape, run) / 1024,

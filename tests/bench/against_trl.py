@@ -1,9 +1,10 @@
-"""Our system beside TRL on the same model, prompts, reward and loss: `python -m tests.bench.against_trl [--json] [--cells a b c]`.
+"""Our system beside TRL on the same model, prompts, reward and loss: `python -m tests.bench.against_trl [--json] [--cells a b c real]`.
 
     write_model, write_prompts ─▶ TRL in a virtual environment of its own (trl_job.py) ─┐
                                └▶ server and learner as a user starts them             ─┴▶ DIR/against_trl.json, a table or JSON
 
-Runs alternate; medians over repetitions. The machine should have nothing else to do: both sides use all of its cores.
+Runs alternate; medians over repetitions. The machine should have nothing else to do: both sides use all of its cores. `real` is a
+pretrained model that learns until it can do its task (real_cell.py): hours.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from protocol.errors import SlipstreamError
+from tests.bench import real_cell
 from tests.bench.comparison import Rates, compare
 from tests.bench.machine import machine, matrix_rate, versions
 from tests.bench.trl_side import TrlRun, run_trl, trl_job
@@ -23,6 +25,8 @@ from tests.bench.trl_venv import trl_python
 from tests.bench.workload import WORKLOADS, Workload, write_model, write_prompts
 from tests.bench.workload_run import OWN_CORE, Run, config_of, run_workload
 
+REAL = "real"
+REAL_HEADLINES = ("time_to_reward_ratio", "samples_per_s_ratio", "time_to_reward_s", "s_per_step")
 NUM_STEPS = {"a": 40, "b": 6, "c": 10}
 MAX_STALENESS = 2
 NOTES = [
@@ -37,6 +41,8 @@ NOTES = [
     "switch too (--trl-compile). What either takes for compiling at the start is in the steps that are left out.",
     "Lengths: the last norm's weights are small, so a completion ends at each token with probability 1/128 on either side, and the "
     "reward is the same on average at every length; expected_length is that distribution's mean, length_ratio what came of it.",
+    "real: TRL in bfloat16 by autocast where our default is bfloat16 (a CPU with AMX), its weights float32 as ours, one core more than our "
+    "learner has, in the batch setting that was fastest of 32, 64, 128 and 256 rows; ours is deploy/recipes/smollm2.toml.",
     "Rewards are compared at the same policy versions: a batch that is two versions old shows the policy of two steps ago.",
 ]
 
@@ -58,7 +64,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     parser.add_argument("--out", type=Path, default=Path("runs/bench-against-trl"), help="where runs and results go")
-    parser.add_argument("--cells", nargs="+", choices=sorted(WORKLOADS), default=sorted(WORKLOADS))
+    parser.add_argument("--cells", nargs="+", choices=[*sorted(WORKLOADS), REAL], default=sorted(WORKLOADS))
     parser.add_argument("--repetitions", type=int, default=3, help="of each side of each cell")
     parser.add_argument("--steps", type=int, help=f"of each run; by default {NUM_STEPS}")
     parser.add_argument("--warm-up", type=int, default=2, help="first steps of each run that are left out, at least 1")
@@ -71,6 +77,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--trl-cache", choices=["static"], help="of generation; by default that of transformers")
     parser.add_argument("--trl-compile", action="store_true", help="its torch_compile; compiles again at new shapes")
     parser.add_argument("--trl-rows", type=int, default=32, help="rows that TRL puts through the model at once")
+    parser.add_argument("--trl-rows-real", type=int, default=64, help="the same of the cell `real`")
     return parser.parse_args(arguments)
 
 
@@ -81,11 +88,17 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     files.mkdir(parents=True)
     files = files.resolve()
     num_parameters = write_model(files / "model")
-    cells = {name: run_cell(WORKLOADS[name], num_parameters, files, python, options) for name in options.cells}
+    cells = {
+        name: run_real_cell(files, python, options)
+        if name == REAL
+        else run_cell(WORKLOADS[name], num_parameters, files, python, options)
+        for name in options.cells
+    }
     headlines = {
         f"{key}_{name}": cell[key]
-        for key in ("samples_per_s_ratio", "limit_frac", "limit_frac_of_one_core")
+        for key in ("time_to_reward_ratio", "samples_per_s_ratio", "limit_frac", "limit_frac_of_one_core")
         for name, cell in cells.items()
+        if key in cell
     }
     return headlines | {
         "cells": cells,
@@ -131,11 +144,31 @@ def run_cell(
     return compare(workload, trl, ours, rates, num_parameters, options.warm_up)
 
 
+def run_real_cell(files: Path, python: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """The pretrained model, both sides in turn."""
+    trl: list[TrlRun] = []
+    ours: list[real_cell.OurRun] = []
+    config = real_cell.config_of(files / "ours-real", 0)
+    for seed in range(options.repetitions):
+        config = real_cell.config_of(files / f"ours-real-{seed}", seed)
+        for side in ("trl", "ours") if seed % 2 == 0 else ("ours", "trl"):
+            say(f"cell real, repetition {seed + 1} of {options.repetitions}: {side}")
+            if side == "trl":
+                trl.append(real_cell.run_theirs(config, files / f"trl-real-{seed}", python, options.trl_rows_real))
+            else:
+                ours.append(real_cell.run_ours(config))
+    samples_per_step = config.learner.groups_per_step * config.learner.sampling.num_completions
+    return real_cell.compare(trl, ours, samples_per_step) | {"dtype": config.dtype, "model": config.model}
+
+
 def as_text(result: dict[str, Any]) -> str:
     lines = [
         f"{'cell':6}{'TRL s/step':>12}{'ours':>9}{'ratio':>8}{'limit':>8}{'of one':>8}{'lengths':>16}{'learner idle':>14}"
     ]
     for name, cell in result["cells"].items():
+        if name == REAL:
+            lines.append(f"{name}: {json.dumps({key: cell[key] for key in REAL_HEADLINES})}")
+            continue
         seconds, lengths = cell["s_per_step"], cell["completion_length_mean"]
         lines.append(
             f"{name:6}{seconds['trl']:>12.2f}{seconds['ours']:>9.2f}{cell['samples_per_s_ratio']:>8.2f}{cell['limit_frac']:>8.2f}"

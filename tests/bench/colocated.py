@@ -7,6 +7,7 @@ A metric samples the server's idleness at the end of a step; /status counts its 
 
 import http.client
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -40,9 +41,17 @@ class ServerSeen(msgspec.Struct):
 
 
 def run_colocated(
-    run: LearnerRun, server: dict[str, Any], *, resume: bool = False, meanwhile: Callable[[], object] = lambda: None
+    run: LearnerRun,
+    server: dict[str, Any],
+    *,
+    resume: bool = False,
+    meanwhile: Callable[[], object] = lambda: None,
+    is_done: Callable[[], bool] = lambda: False,
 ) -> ServerSeen:
-    """Run to the end, at ports that are free, and call `meanwhile` now and then. Raises SlipstreamError if the command fails."""
+    """Run to the end, at ports that are free, or until `is_done`, as Ctrl-C ends it; call `meanwhile` now and then.
+
+    Raises SlipstreamError if the command fails.
+    """
     http_port = free_port()
     replace = msgspec.structs.replace
     evaluation = replace(run.learner.evaluation, url=f"http://127.0.0.1:{http_port}/v1")
@@ -58,8 +67,12 @@ def run_colocated(
     with console.open("w") as output:
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
         try:
+            is_told = False
             while process.poll() is None:
                 meanwhile()
+                if not is_told and is_done():
+                    process.send_signal(signal.SIGINT)
+                    is_told = True
                 _look(seen, f"http://127.0.0.1:{http_port}/status")
                 time.sleep(POLL_S)
         finally:

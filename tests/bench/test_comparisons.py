@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.bench import against_trl, pipeline
+from tests.bench import against_trl, pipeline, real_cell
 from tests.bench.comparison import Rates, compare, compare_rewards
 from tests.bench.good_share import BY_CHANCE, CHARACTERS, good_share
 from tests.bench.steps import (
@@ -22,7 +22,7 @@ from tests.bench.steps import (
     seconds_per_step,
     seconds_to_reward,
 )
-from tests.bench.trl_side import TrlRun, trl_job
+from tests.bench.trl_side import HeldOut, TrlRun, trl_job
 from tests.bench.workload import WORKLOADS, Workload, write_model, write_prompts
 from tests.bench.workload_run import Run, config_of
 
@@ -185,3 +185,30 @@ def test_both_sides_get_the_same_settings(tmp_path: Path) -> None:
 def test_the_commands_have_defaults() -> None:
     assert against_trl.parse_options([]).cells == ["a", "b", "c"]
     assert pipeline.parse_options(["--steps", "4"]).steps == 4
+
+
+def test_seconds_to_the_target_are_those_of_the_first_evaluation_that_reaches_it() -> None:
+    def curve(*rewards: float, s: float) -> list[HeldOut]:
+        return [HeldOut(step=5 * i, elapsed_s=s * i, reward=reward) for i, reward in enumerate(rewards, start=1)]
+
+    steps = steps_of([9.0, 9.0, 10.0, 10.0])
+    ours = [
+        real_cell.OurRun(steps=steps, evaluations=curve(0.3, 0.85, 0.7, s=s), learner_idle_frac=0.0, mismatch=0.07)
+        for s in (10.0, 12.0, 11.0)
+    ]
+    trl = [TrlRun(1, 2, steps_of([50.0] * 4), curve(0.3, 0.5, 0.8, s=s)) for s in (50.0, 40.0, 60.0)]
+    found = real_cell.compare(trl, ours, 256)
+    assert found["time_to_reward_s"] == {"trl": [150.0, 120.0, 180.0], "ours": [20.0, 24.0, 22.0]}
+    assert found["time_to_reward_ratio"] == 150 / 22 and found["samples_per_s_ratio"] == 5.0
+    never = TrlRun(1, 2, steps_of([50.0] * 4), curve(0.3, 0.5, s=50.0))
+    assert real_cell.compare([*trl[:2], never], ours, 256)["time_to_reward_ratio"] is None
+
+
+def test_both_sides_of_the_real_cell_have_the_settings_of_the_recipe(tmp_path: Path) -> None:
+    config = real_cell.config_of(tmp_path / "run", seed=3)
+    job = trl_job(config, rows=64)
+    assert (job["groups_per_step"], job["num_completions"], job["max_tokens"]) == (16, 16, 16)
+    assert (job["learning_rate"], job["reward"], job["seed"]) == (1e-5, "last_number", 3)
+    assert config.learner.optimizer.schedule == "constant" and config.learner.optimizer.warmup_steps == 0
+    assert config.learner.evaluation.task == "sums_held_out" and config.learner.evaluation.every_steps == 5
+    assert job["bf16"] == (config.dtype == "bfloat16")

@@ -2,7 +2,7 @@
 
     the job (model, prompts, the settings of both sides) ─▶ GRPOTrainer ─▶ job["steps_file"]: what each step took and gave
 
-The trainer generates with transformers; why not with vLLM says `NOTES` of against_trl.py. Imports nothing of ours but the reward.
+The trainer generates with transformers; why not with vLLM says `NOTES` of against_trl.py. Imports nothing of ours but the rewards.
 """
 
 import json
@@ -12,7 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from learner.rewards.builtin import last_number
 from tests.bench.good_share import good_share
+
+REWARDS = {"good_share": good_share, "last_number": last_number}
 
 
 def main() -> None:
@@ -23,14 +26,19 @@ def main() -> None:
     import torch
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     class Clock(TrainerCallback):
-        """Notes every step when its metrics are logged, which is the last thing that it does."""
+        """Notes every step when its metrics are logged, which is the last thing that it does; evaluations do not count as time."""
 
         def __init__(self) -> None:
             self.steps: list[dict[str, float]] = []
+            self.evaluations: list[dict[str, float]] = []
             self.started = 0.0
+
+        @property
+        def elapsed_s(self) -> float:
+            return time.monotonic() - self.started
 
         def on_train_begin(self, *arguments: Any, **more: Any) -> None:
             self.started = time.monotonic()
@@ -39,17 +47,42 @@ def main() -> None:
             if "reward" in logs:
                 self.steps.append(
                     {
-                        "ended_s": time.monotonic() - self.started,
+                        "ended_s": self.elapsed_s,
                         "version": state.global_step - 1,
                         "completion_length_mean": logs["completions/mean_length"],
                         "reward_mean": logs["reward"],
                     }
                 )
 
+        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            if job.get("held_out") and state.global_step % job["evaluate_every"] == 0:
+                began_s = self.elapsed_s
+                reward = held_out_reward(trainer.model, tokenizer, job)
+                self.evaluations.append({"step": state.global_step, "elapsed_s": began_s, "reward": reward})
+                self.started += self.elapsed_s - began_s
+                control.should_training_stop = reward >= job["target"]
+
+    rows = [json.loads(line) for line in Path(job["prompts"]).read_text().splitlines()]
+    tokenizer = AutoTokenizer.from_pretrained(job["model"])
+    clock = Clock()
+    trainer = GRPOTrainer(
+        model=job["model"], reward_funcs=REWARDS[job["reward"]], args=settings(job, num_ranks),
+        train_dataset=Dataset.from_list(rows), processing_class=tokenizer, callbacks=[clock],
+    )  # fmt: skip
+    trainer.train()
+    if rank == 0:
+        found = {"processes": num_ranks, "threads": torch.get_num_threads(), "steps": clock.steps}
+        Path(job["steps_file"]).write_text(json.dumps(found | {"evaluations": clock.evaluations}))
+
+
+def settings(job: dict[str, Any], num_ranks: int) -> Any:
+    """The job in TRL's words."""
+    from trl import GRPOConfig
+
     num_rows = job["groups_per_step"] * job["num_completions"] // num_ranks
-    config = GRPOConfig(
+    return GRPOConfig(
         output_dir=str(Path(job["steps_file"]).parent / "trl"), save_strategy="no", report_to="none", disable_tqdm=True,
-        logging_steps=1, seed=job["seed"], use_cpu=True, bf16=False, gradient_checkpointing=False,
+        logging_steps=1, seed=job["seed"], use_cpu=True, bf16=job["bf16"], gradient_checkpointing=False,
         model_init_kwargs={"dtype": "float32"}, max_steps=job["steps"],
         per_device_train_batch_size=job["micro_batch_rows"], gradient_accumulation_steps=num_rows // job["micro_batch_rows"],
         num_generations=job["num_completions"], max_completion_length=job["max_tokens"],
@@ -59,16 +92,22 @@ def main() -> None:
         learning_rate=job["learning_rate"], lr_scheduler_type="constant", warmup_steps=0, max_grad_norm=job["max_grad_norm"],
         adam_beta1=job["beta1"], adam_beta2=job["beta2"], weight_decay=job["weight_decay"],
     )  # fmt: skip
-    rows = [json.loads(line) for line in Path(job["prompts"]).read_text().splitlines()]
-    clock = Clock()
-    trainer = GRPOTrainer(
-        model=job["model"], reward_funcs=good_share, args=config, train_dataset=Dataset.from_list(rows),
-        processing_class=AutoTokenizer.from_pretrained(job["model"]), callbacks=[clock],
-    )  # fmt: skip
-    trainer.train()
-    if rank == 0:
-        said = {"processes": num_ranks, "threads": torch.get_num_threads(), "steps": clock.steps}
-        Path(job["steps_file"]).write_text(json.dumps(said))
+
+
+def held_out_reward(model: Any, tokenizer: Any, job: dict[str, Any]) -> float:
+    """Mean reward of greedy answers, in bfloat16 where training computes in it."""
+    import torch
+
+    rows = [json.loads(line) for line in Path(job["held_out"]).read_text().splitlines()]
+    prompts = [tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True) for row in rows]
+    inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
+    model.eval()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=job["bf16"]):
+        outputs = model.generate(**inputs, max_new_tokens=job["max_tokens"], do_sample=False)
+    model.train()
+    texts = tokenizer.batch_decode(outputs[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    rewards = REWARDS[job["reward"]](completions=texts, answer=[row["answer"] for row in rows])
+    return sum(rewards) / len(rewards)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,16 @@ from protocol.errors import SlipstreamError
 from tests.bench.steps import Step
 
 ROOT = Path(__file__).parent.parent.parent
-TIMEOUT_S = 3600.0
+TIMEOUT_S = 4 * 3600.0
+
+
+class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
+    """The mean reward of greedy answers to prompts that are not trained on."""
+
+    step: int
+    elapsed_s: float
+    """Of training alone, until the evaluated weights were there."""
+    reward: float
 
 
 class TrlRun(msgspec.Struct, frozen=True):
@@ -25,6 +34,7 @@ class TrlRun(msgspec.Struct, frozen=True):
     threads: int
     """Of each process."""
     steps: list[Step]
+    evaluations: list[HeldOut] = []
 
 
 def trl_job(config: LearnerRun, rows: int, cache: str | None = None, *, is_compiled: bool = False) -> dict[str, Any]:
@@ -37,7 +47,8 @@ def trl_job(config: LearnerRun, rows: int, cache: str | None = None, *, is_compi
         "max_tokens": learner.sampling.max_tokens, "micro_batch_rows": rows, "clip_low": learner.loss.value("clip_low"),
         "clip_high": learner.loss.value("clip_high"), "learning_rate": optimizer.learning_rate,
         "max_grad_norm": optimizer.max_grad_norm, "beta1": optimizer.beta1, "beta2": optimizer.beta2,
-        "weight_decay": optimizer.weight_decay, "cache": cache, "compile": is_compiled,
+        "weight_decay": optimizer.weight_decay, "cache": cache, "compile": is_compiled, "bf16": config.dtype == "bfloat16",
+        "reward": learner.reward.functions[0].rpartition(":")[2],
     }  # fmt: skip
 
 

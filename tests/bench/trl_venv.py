@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 from deploy.cpu_environment import LOCK, TORCH, install_torch, install_uv, pip_command, run_quietly
+from protocol.builtin_models import cache_dir
 from protocol.errors import SlipstreamError
-from protocol.model_files import cache_dir
 
 TRL = "trl==1.16.0"
 
