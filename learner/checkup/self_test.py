@@ -15,7 +15,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
-from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from learner.algorithm.kl import clamped, masked
@@ -40,7 +39,7 @@ from learner.servers.parity import coarser
 from learner.storage.run_dir import open_run_dir
 from learner.training.batch import Row, step_rows
 from learner.training.metrics import num_nonfinite
-from learner.training.ranks import my_batches
+from learner.training.ranks import make_accelerator, my_batches
 from learner.training.step import advantages
 from learner.training.trainee import Trainee, make_trainee
 from protocol.errors import ConfigError
@@ -57,7 +56,7 @@ def self_test(run: LearnerRun) -> Measured:
     with tempfile.TemporaryDirectory(prefix="slipstream-self-test-") as directory, ExitStack() as cleanup:
         run = without_learning(run, Path(directory) / "run")
         config = run.learner
-        accelerator = Accelerator(mixed_precision="no")  # policy/compute_dtype.py sees to it
+        accelerator = make_accelerator()
         if accelerator.num_processes > 1:
             raise ConfigError(f"{accelerator.num_processes} ranks came; the self-test runs on one: `learner self-test`")
         set_seed(run.seed)

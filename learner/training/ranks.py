@@ -5,6 +5,7 @@ If the policy is sharded, all ranks have a part in each of its passes, so each m
 """
 
 import logging
+import os
 import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs, broadcast
+from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs, broadcast
 from torch import nn
 
 from learner.config import LearnerConfig, LearnerRun
@@ -24,15 +25,59 @@ from learner.rollouts.scored_group import ScoredGroup
 from learner.training.batch import MicroBatch, Row, micro_batch
 from learner.training.packing import Layout, cut, share_out
 from protocol.codec import pack, unpack
+from protocol.errors import ConfigError
 from protocol.messages import Part
 
 log = logging.getLogger(__name__)
+
+
+PINNED = {
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("1", "every step makes one update of all its rows (learner.groups_per_step)"),
+    "ACCELERATE_MIXED_PRECISION": ("no", "passes compute in the run's dtype (dtype)"),
+    "ACCELERATE_DYNAMO_BACKEND": ("no", "learner.compile decides what is compiled"),
+}  # fmt: skip
+"""What accelerate would read from the environment: the value that `make_accelerator` sets instead, and why."""
+NO_NAMES = (
+    "its parameters cannot be gathered one at a time under their names; FSDP2 shares a policy here (fsdp_version: 2)"
+)
+REFUSED = {
+    "ACCELERATE_USE_DEEPSPEED": NO_NAMES,
+    "ACCELERATE_USE_MEGATRON_LM": NO_NAMES,
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "ranks share rows and, by FSDP2, the policy; in tensor, context or sequence parallel groups "
+    "they would train other rows, and reduce their gradients over other ranks",
+    "FSDP_IGNORED_MODULES": "the gradients of modules that FSDP2 ignores are reduced over no ranks",
+}
+"""What would train something else, by the variable that asks for it: the reason."""
+UNSET = {"", "false", "0"}
 
 
 class StepBatch(Part):
     """The groups of one optimizer step; None ends the run."""
 
     groups: list[ScoredGroup] | None
+
+
+def make_accelerator(**settings: Any) -> Accelerator:
+    """Return accelerate's Accelerator, whatever the environment says about gradients and dtypes.
+
+    Raises:
+        ConfigError: The environment asks for a way to share work that gives wrong gradients here.
+    """
+    is_first = os.environ.get("RANK", "0") == "0"
+    for name, reason in REFUSED.items():
+        if (value := os.environ.get(name, "")).lower() not in UNSET:
+            raise ConfigError(
+                f"{name} = {value!r} in the environment is not supported: {reason}. Unset it, or remove it from accelerate's config"
+            )
+    for name, (value, reason) in PINNED.items():
+        if is_first and (found := os.environ.get(name, value)).lower() != value:
+            log.warning("ignoring %s = %s: %s", name, found, reason)
+    return Accelerator(
+        mixed_precision="no",  # see policy/compute_dtype.py
+        dynamo_backend="no",
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        **settings,
+    )
 
 
 @contextmanager
@@ -44,7 +89,7 @@ def ranks_of(run: LearnerRun) -> Iterator[Accelerator]:
     Whatever it led to here that another rank has died (SystemExit) or hangs (RankFailed), it is told as that (rank_watch.py).
     """
     patience = InitProcessGroupKwargs(timeout=timedelta(seconds=run.learner.rank_timeout_s))
-    accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[patience])  # policy/compute_dtype.py sees to it
+    accelerator = make_accelerator(kwargs_handlers=[patience])
     if accelerator.num_processes > 1:
         log.info("rank %d of %d on %s", accelerator.process_index, accelerator.num_processes, accelerator.device)
     watch = RankWatch(accelerator)

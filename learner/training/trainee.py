@@ -115,11 +115,10 @@ def make_trainee(material: Material, accelerator: Accelerator, *, is_new: bool) 
 
 def _refuse_other_sharding(accelerator: Accelerator, run: LearnerRun) -> None:
     """Refuse what keeps parameters elsewhere than under their own names."""
-    kind = accelerator.distributed_type
     if not accelerator.is_fsdp2:
-        if kind in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        if accelerator.distributed_type == DistributedType.FSDP:
             raise ConfigError(
-                f"accelerate shards the policy by {kind.value}, whose parameters cannot be gathered one at a time under their "
+                "accelerate shards the policy by FSDP1, whose parameters cannot be gathered one at a time under their "
                 "names; expected FSDP2 (fsdp_version: 2 in accelerate's config, or FSDP_VERSION=2) or no sharding"
             )
         return

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from accelerate import Accelerator
 
+from learner.training.ranks import make_accelerator
 from tests.learner.training.sharding import FSDP2, launched_environment, shard_on_cpu
 from tests.peer import PROCESSES
 from tests.ports import free_port
@@ -66,7 +66,7 @@ def on_two_ranks(work: Work, *args: Any, is_sharded: bool = False, switches: tup
 
 def _be(place: Place, work: Work, args: tuple[Any, ...]) -> None:
     place.enter()
-    accelerator = Accelerator()
+    accelerator = make_accelerator()
     assert accelerator.is_fsdp2 == place.is_sharded and accelerator.num_processes == place.num_ranks
     work(accelerator, *args)
     accelerator.free_memory()  # the model first, see learner/training/ranks.py
