@@ -16,6 +16,7 @@ from learner.environments.answer import renderer_of
 from learner.environments.process import tools_of
 from learner.policy.memory import ModelShape, shape_of
 from learner.policy.model import load_tokenizer
+from learner.policy.model_digest import digest_model
 from learner.prompts.prompts import Prompts
 from protocol.model_files import resolve_model
 
@@ -31,6 +32,10 @@ class Material:
     @cached_property
     def model_path(self) -> Path:
         return resolve_model(self.run.model)
+
+    @cached_property
+    def model_digest(self) -> str:
+        return digest_model(self.model_path)
 
     @cached_property
     def shape(self) -> ModelShape | None:

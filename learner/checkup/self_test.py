@@ -137,7 +137,7 @@ def compare(trainee: Trainee, batches: list[list[ScoredGroup]], temperature: flo
     for groups in batches:
         num_not_finite += sum(num_nonfinite(branch) for group in groups for branch in group.completions)
         rows = rows_of(groups, config)
-        for batch in my_batches(accelerator, trainee.policy, rows, config):
+        for batch in my_batches(accelerator, trainee.policy, rows, config, "the self-test"):
             logprobs_BT = token_logprobs(trainee.policy, batch.pack, temperature)[0].float()
             finite_BT = torch.isfinite(logprobs_BT) & torch.isfinite(batch.behaviour_logprobs_BT)
             mask_BT = batch.mask_BT & finite_BT

@@ -4,22 +4,24 @@ Groups travel as the same msgpack and raw frames as on the wire: none is pickled
 If the policy is sharded, all ranks have a part in each of its passes, so each makes as many of them.
 """
 
+import hashlib
 import logging
 import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
-import torch
+import msgspec
 from accelerate import Accelerator
-from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs, broadcast
+from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 from torch import nn
 
 from learner.config import LearnerConfig, LearnerRun
+from learner.forward.fused import describe_fused
 from learner.forward.interface import is_packed
+from learner.rank_agreement import broadcast_bytes, require_agreement
 from learner.rank_watch import RankWatch
 from learner.rollouts.scored_group import ScoredGroup
 from learner.training.batch import MicroBatch, Row, micro_batch
@@ -49,12 +51,31 @@ REFUSED = {
 }
 """What would train something else, by the variable that asks for it: the reason."""
 UNSET = {"", "false", "0"}
+DISAGREEMENT = "No rank has begun the step. Give all ranks the same config, software and kind of device, then start them again with --resume"
 
 
 class StepBatch(Part):
     """The groups of one optimizer step; None ends the run."""
 
     groups: list[ScoredGroup] | None
+
+
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank is about to do in the passes of a step."""
+
+    step: str
+    attention: str
+    """Name of the attention implementation."""
+    layout: Layout
+    compiled: str
+    num_rows: int
+    num_tokens: int
+    rows: str
+    """Digest of the rows in their order: group, episode, prompt and completion tokens."""
+    num_micro_batches: list[int]
+    """Of each rank."""
+    micro_batches: str
+    """Digest of which rows lie in which micro-batch of which rank."""
 
 
 def make_accelerator(**settings: Any) -> Accelerator:
@@ -111,22 +132,49 @@ def share_groups(accelerator: Accelerator, groups: list[ScoredGroup] | None) -> 
     """Give every rank the groups that rank 0 took (the others pass None)."""
     if accelerator.num_processes == 1:
         return groups
-    packed = np.frombuffer(pack(StepBatch(groups=groups)) if accelerator.is_main_process else b"\0", np.uint8)
-    num_bytes = broadcast(torch.tensor([len(packed)], device=accelerator.device))
-    buffer = torch.zeros(int(num_bytes), dtype=torch.uint8, device=accelerator.device)
-    if accelerator.is_main_process:
-        buffer.copy_(torch.from_numpy(packed.copy()))
-    return unpack(broadcast(buffer).cpu().numpy().tobytes(), StepBatch).groups
+    packed = pack(StepBatch(groups=groups)) if accelerator.is_main_process else b""
+    return unpack(broadcast_bytes(accelerator, packed), StepBatch).groups
 
 
-def my_batches(accelerator: Accelerator, policy: nn.Module, rows: list[Row], config: LearnerConfig) -> list[MicroBatch]:
-    """This rank's micro-batches; of a sharded policy's, with masked ones up to the most that a rank has."""
+def my_batches(
+    accelerator: Accelerator, policy: nn.Module, rows: list[Row], config: LearnerConfig, step: str
+) -> list[MicroBatch]:
+    """Return this rank's micro-batches; of a sharded policy's, with masked ones up to the most that a rank has.
+
+    Raises:
+        RanksDisagree: The ranks would take other rows, or pass over them in another way. `step` says in which step.
+    """
     layout = layout_of(accelerator, policy, config)
-    shares = share_out(rows, accelerator.num_processes, layout)
-    batches = [micro_batch(cut_rows, accelerator.device) for cut_rows in cut(shares[accelerator.process_index], layout)]
+    shares = [cut(share, layout) for share in share_out(rows, accelerator.num_processes, layout)]
+    if accelerator.num_processes > 1:
+        model: Any = accelerator.unwrap_model(policy)
+        require_agreement(accelerator, plan_of(model, rows, shares, layout, step), DISAGREEMENT)
+    batches = [micro_batch(cut_rows, accelerator.device) for cut_rows in shares[accelerator.process_index]]
     # Every rank takes part in the backward pass, and in every pass of a sharded policy.
-    least = max(1, *(len(cut(share, layout)) for share in shares)) if accelerator.is_fsdp2 else 1
+    least = max(1, *map(len, shares)) if accelerator.is_fsdp2 else 1
     return batches + [micro_batch([], accelerator.device) for _ in range(least - len(batches))]
+
+
+def plan_of(model: Any, rows: list[Row], shares: Sequence[list[list[Row]]], layout: Layout, step: str) -> StepPlan:
+    """Return what every rank must be about to do alike."""
+    place_of = {id(row): place for place, row in enumerate(rows)}
+    content, places = hashlib.sha256(), hashlib.sha256()
+    for row in rows:
+        content.update(b"%d,%d,%d;" % (row.group, row.place, len(row.prompt_token_ids)))
+        content.update(row.prompt_token_ids)
+        content.update(row.branch.token_ids)
+    places.update(msgspec.json.encode([[[place_of[id(row)] for row in batch] for batch in share] for share in shares]))
+    return StepPlan(
+        step=step,
+        attention=model.config._attn_implementation,
+        layout=layout,
+        compiled=describe_fused(model),
+        num_rows=len(rows),
+        num_tokens=sum(row.num_tokens for row in rows),
+        rows=content.hexdigest()[:16],
+        num_micro_batches=[len(share) for share in shares],
+        micro_batches=places.hexdigest()[:16],
+    )
 
 
 def layout_of(accelerator: Accelerator, policy: nn.Module, config: LearnerConfig) -> Layout:
