@@ -5,8 +5,7 @@
     learner's loop     rollouts/rollouts.py: prompts out, scored groups in
     a thread           storage/writer.py: the checkpoint under way
 
-Step n trains the weights of version n - 1 and publishes version n. Everything before the loop builds the parts; everything
-that may wait has a deadline.
+Step n trains the weights of version n - 1 and publishes version n. Everything that may wait has a deadline.
 """
 
 import gc
@@ -23,7 +22,9 @@ from learner.interrupt import Interrupt
 from learner.leader import Lead, Leader
 from learner.material import Material
 from learner.policy.memory import kv_bytes_per_token, learner_memory, server_memory, told
-from learner.storage.checkpoint import find_checkpoint, load_checkpoint
+from learner.rank_agreement import decide_on_rank_0
+from learner.storage.checkpoint import load_checkpoint
+from learner.storage.resume import shared_checkpoint
 from learner.storage.retention import Books, Checkpoints
 from learner.storage.run_dir import RunDir, open_run_dir
 from learner.training.metrics import StepTimer, group_metrics
@@ -57,22 +58,21 @@ def _train(run: LearnerRun, accelerator: Accelerator, *, resume: bool) -> Path |
         run = run.in_effect()  # the directory keeps what was set
         config = run.learner
         directory = RunDir.checkpoints_of(run.run_dir)
-        checkpoint = find_checkpoint(directory) if resume else None
+        checkpoint = shared_checkpoint(accelerator, directory, config.rank_timeout_s) if resume else None
         material = Material(run)
         if run_dir is not None:
             tell_memory(material, accelerator)
         trainee = make_trainee(material, accelerator, is_new=checkpoint is None)
         version = load_checkpoint(trainee, checkpoint).version if checkpoint else 0
         trainee.set_kl_coef(version, None)
-        if version >= config.steps and not is_owed(run, version):
+        if version >= config.steps and not decide_on_rank_0(accelerator, lambda: is_owed(run, version), bool):
             log.warning("nothing to do: the run is at step %d, learner.steps = %d", version, config.steps)
             return run_dir.path if run_dir else None
         published = trainee.published
         leader = cleanup.enter_context(Leader.open(material, run_dir, published, checkpoint)) if run_dir else None
         lead = Lead(leader, published)
         books = Books(leader.ledger, leader.queue, leader.evaluations.scores) if leader else None
-        newest_step = version if checkpoint else None
-        checkpoints = cleanup.enter_context(Checkpoints(trainee, directory, books, newest_step))
+        checkpoints = cleanup.enter_context(Checkpoints(trainee, directory, books, version if checkpoint else None))
         lead(Leader.connect, version)
         if checkpoint is None and config.warm_start.steps > 0:
             checkpoints.save(version)
