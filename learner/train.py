@@ -58,7 +58,7 @@ def _train(run: LearnerRun, accelerator: Accelerator, *, resume: bool) -> Path |
         run = run.in_effect()  # the directory keeps what was set
         config = run.learner
         directory = RunDir.checkpoints_of(run.run_dir)
-        checkpoint = shared_checkpoint(accelerator, directory, config.rank_timeout_s) if resume else None
+        checkpoint = shared_checkpoint(accelerator, directory, config.rank_timeout_s, resume=resume)
         material = Material(run)
         if run_dir is not None:
             tell_memory(material, accelerator)

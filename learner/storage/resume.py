@@ -22,7 +22,6 @@ log = logging.getLogger(__name__)
 VISIBLE_WITHIN_S = 90.0
 """A client of NFS may believe for 60 s that a file does not exist."""
 LOOK_EVERY_S = 0.5
-NO_FILE = "no such file"
 
 
 class CheckpointView(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,18 +30,21 @@ class CheckpointView(msgspec.Struct, frozen=True, kw_only=True):
     name: str | None
     """Name of its directory; None: there is no checkpoint, so the run starts anew."""
     files: dict[str, str] = {}
-    """Digests of those that say what is in all others."""
+    """Digests of those that say what is in all others, or why they cannot be read."""
 
 
-def shared_checkpoint(accelerator: Accelerator, directory: Path, rank_timeout_s: float) -> Path | None:
-    """Return the newest complete checkpoint, on every rank the one that rank 0 finds. All ranks call this.
+def shared_checkpoint(accelerator: Accelerator, directory: Path, rank_timeout_s: float, *, resume: bool) -> Path | None:
+    """Return the newest complete checkpoint, on every rank the one that rank 0 finds; None without `resume` there.
 
     Raises:
         RanksDisagree: A rank does not see the files that rank 0 sees; says which.
     """
-    if accelerator.num_processes == 1:
-        return find_checkpoint(directory)
-    chosen = decide_on_rank_0(accelerator, lambda: _view_of(find_checkpoint(directory)), CheckpointView)
+
+    def choose() -> CheckpointView:
+        checkpoint = find_checkpoint(directory) if resume else None
+        return CheckpointView(name=None) if checkpoint is None else _view_of(checkpoint)
+
+    chosen = decide_on_rank_0(accelerator, choose, CheckpointView)
     if chosen.name is None:
         return None
     checkpoint = directory / chosen.name
@@ -64,9 +66,7 @@ def _await(checkpoint: Path, chosen: CheckpointView, timeout_s: float) -> Checkp
     return seen
 
 
-def _view_of(checkpoint: Path | None) -> CheckpointView:
-    if checkpoint is None:
-        return CheckpointView(name=None)
+def _view_of(checkpoint: Path) -> CheckpointView:
     files = (STATE_FILE, f"{TRAINED}/{INDEX_FILE}", f"{REFERENCE}/{INDEX_FILE}")
     return CheckpointView(name=checkpoint.name, files={file: _digest(checkpoint / file) for file in files})
 
@@ -74,5 +74,5 @@ def _view_of(checkpoint: Path | None) -> CheckpointView:
 def _digest(path: Path) -> str:
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-    except FileNotFoundError:
-        return NO_FILE
+    except OSError as error:
+        return error.strerror

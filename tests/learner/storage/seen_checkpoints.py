@@ -28,11 +28,11 @@ def write(directory: Path, step: int, content: str = "") -> Path:
 def choose(accelerator: Accelerator, directory: Path) -> None:
     """Rank 0 sees steps 6 and 7, rank 1 something else in each case."""
     rank, timeout_s = accelerator.process_index, 4 * LATE_S
-    assert shared_checkpoint(accelerator, directory / f"none-{rank}", timeout_s) is None
+    assert shared_checkpoint(accelerator, directory / f"none-{rank}", timeout_s, resume=True) is None
     for case, words in {
         "older": [
             'files.state.json is "',
-            '"no such file" on rank 1',
+            '"No such file or directory" on rank 1',
             "step-000007",
             "a file system that all ranks share",
         ],
@@ -53,10 +53,13 @@ def choose(accelerator: Accelerator, directory: Path) -> None:
             threading.Timer(LATE_S, path.with_suffix(".hidden").rename, [path]).start()
         if words:
             with pytest.raises(RanksDisagree) as caught:
-                shared_checkpoint(accelerator, mine, timeout_s)
+                shared_checkpoint(accelerator, mine, timeout_s, resume=True)
             assert all(word in str(caught.value) for word in words), caught.value
         else:
-            assert shared_checkpoint(accelerator, mine, 20 * timeout_s) == mine / "step-000007"
+            # Rank 0 alone says whether this is a resume.
+            found = shared_checkpoint(accelerator, mine, 20 * timeout_s, resume=rank == 0)
+            assert found == mine / "step-000007"
+            assert shared_checkpoint(accelerator, mine, timeout_s, resume=rank == 1) is None
         shutil.rmtree(mine)
 
 
