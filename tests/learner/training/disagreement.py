@@ -1,5 +1,6 @@
 """What each of two ranks does that might decide something else than the other, for `test_disagreement.py`."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ from learner.material import Material
 from learner.rank_agreement import first_problem
 from learner.rollouts.scored_group import ScoredGroup
 from learner.training import ranks
-from learner.training.batch import trained_rows
+from learner.training.batch import Row, trained_rows
 from learner.training.metrics import StepTimer
-from learner.training.packing import share_out
+from learner.training.packing import Layout, Piece, cut, share_out
 from learner.training.ranks import my_batches
 from learner.training.step import advantages, train_on
 from learner.training.trainee import Trainee, make_trainee
@@ -178,8 +179,20 @@ def differing(field: str, trainee: Trainee, groups: list[ScoredGroup]) -> tuple[
         case "compiled":
             model.transformer.h[0].mlp.compile()
         case "micro_batches":
-            ranks.share_out = lambda rows, num_ranks, layout: share_out(rows, num_ranks, layout)[::-1]
+            ranks.share_out = share_out_otherwise
     return trainee, groups, VERSION
+
+
+def share_out_otherwise(rows: list[Row], num_ranks: int, layout: Layout) -> list[list[Piece]]:
+    """As many micro-batches on each rank, of other rows."""
+    (mine, other) = shares = share_out(rows, num_ranks, layout)
+    sizes = [len(cut(share, layout)) for share in shares]
+    for i, j in itertools.product(range(len(mine)), range(len(other))):
+        mine[i], other[j] = other[j], mine[i]
+        if [len(cut(share, layout)) for share in shares] == sizes:
+            return shares
+        mine[i], other[j] = other[j], mine[i]
+    raise AssertionError("no two pieces can change places")
 
 
 def agree_in_a_step(accelerator: Accelerator) -> None:
