@@ -4,8 +4,8 @@
     first_problem      each rank's problem ─▶ gather ─▶ every rank has the first one
     require_agreement  each rank's view ─▶ 8 bytes of digest ─▶ gather ─▶ equal, or an error in words on every rank
 
-A decision that a rank takes from its own weights, files, device or environment may differ from its neighbor's. Nothing hangs then at
-once: rows are trained twice, or never. Invariant: all ranks call these functions in the same order; nothing is pickled.
+Ranks that decide from their own weights, files, devices or environments may differ, and the run goes on: some rows are trained twice,
+others never. Invariant: all ranks call these functions in the same order; nothing is pickled.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from protocol.errors import RankFailed, RanksDisagree
 T = TypeVar("T")
 
 MAX_DIFFERENCES = 5
-"""Named in an error; the others are counted."""
+"""Fields that an error names; further ones are counted."""
 ABSENT = "absent"
 """Stands for a field that only some ranks have."""
 

@@ -38,7 +38,7 @@ many is not compiled, and torch says so: fullgraph=True would end the run there.
 
 
 FirstProblem = Callable[[str | None], str | None]
-"""Gives every rank the problem of the first that has one: compiled on some ranks only, a policy would round in two ways."""
+"""Returns the problem of the first rank that has one, on every rank. A policy compiled on some ranks only would round in two ways."""
 
 
 def fuse(policy: nn.Module, dtype: torch.dtype, of_ranks: FirstProblem = lambda mine: mine) -> None:
@@ -61,7 +61,7 @@ def fuse(policy: nn.Module, dtype: torch.dtype, of_ranks: FirstProblem = lambda 
 
 def describe_fused(model: Any) -> str:
     """Return how much of a policy goes fused."""
-    num_layers = sum(layer in compiled_layers for layer in layers_of(model))
+    num_layers = sum(module in compiled_layers for module in model.modules())
     num_pieces = sum(module._compiled_call_impl is not None for module in model.modules())
     return f"{num_layers} layers, {num_pieces} pieces, {int(model in tiles_of)} heads"
 

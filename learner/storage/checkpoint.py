@@ -148,7 +148,7 @@ def load_checkpoint(trainee: Trainee, checkpoint: Path) -> CheckpointState:
 
 
 def require_same_model(trainee: Trainee, checkpoint: Path, state: CheckpointState) -> None:
-    """Refuse a checkpoint of which the policy's frozen weights (with LoRA its base) are not, if they are another model's now.
+    """Refuse a checkpoint without the policy's frozen weights (with LoRA: its base) if these are of another model now.
 
     Raises:
         ConfigError: The digests of both models differ.

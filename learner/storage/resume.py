@@ -75,4 +75,4 @@ def _digest(path: Path) -> str:
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     except OSError as error:
-        return error.strerror
+        return error.strerror or type(error).__name__

@@ -38,7 +38,7 @@ PINNED = {
     "ACCELERATE_MIXED_PRECISION": ("no", "passes compute in the run's dtype (dtype)"),
     "ACCELERATE_DYNAMO_BACKEND": ("no", "learner.compile decides what is compiled"),
 }  # fmt: skip
-"""What accelerate would read from the environment: the value that `make_accelerator` sets instead, and why."""
+"""Variables that accelerate would obey: the value that `make_accelerator` sets instead, and why."""
 NO_NAMES = (
     "its parameters cannot be gathered one at a time under their names; FSDP2 shares a policy here (fsdp_version: 2)"
 )
@@ -49,9 +49,9 @@ REFUSED = {
     "they would train other rows, and reduce their gradients over other ranks",
     "FSDP_IGNORED_MODULES": "the gradients of modules that FSDP2 ignores are reduced over no ranks",
 }
-"""What would train something else, by the variable that asks for it: the reason."""
+"""Variables that would change what is trained, each with the reason of its refusal."""
 UNSET = {"", "false", "0"}
-DISAGREEMENT = "No rank has begun the step. Give all ranks the same config, software and kind of device, then start them again with --resume"
+DISAGREEMENT = "No rank has started the step. Give all ranks the same config, software and kind of device, then start them again with --resume"
 
 
 class StepBatch(Part):
@@ -156,13 +156,13 @@ def my_batches(
 
 
 def plan_of(model: Any, rows: list[Row], shares: Sequence[list[list[Row]]], layout: Layout, step: str) -> StepPlan:
-    """Return what every rank must be about to do alike."""
+    """Return what this rank is about to do. `shares` are the micro-batches of every rank."""
     place_of = {id(row): place for place, row in enumerate(rows)}
     content, places = hashlib.sha256(), hashlib.sha256()
     for row in rows:
         content.update(b"%d,%d,%d;" % (row.group, row.place, len(row.prompt_token_ids)))
-        content.update(row.prompt_token_ids)
-        content.update(row.branch.token_ids)
+        content.update(row.prompt_token_ids.tobytes())
+        content.update(row.branch.token_ids.tobytes())
     places.update(msgspec.json.encode([[[place_of[id(row)] for row in batch] for batch in share] for share in shares]))
     return StepPlan(
         step=step,

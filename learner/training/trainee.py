@@ -58,7 +58,7 @@ class Trainee(msgspec.Struct, eq=False, kw_only=True):
         return self.run.learner
 
     def position(self, version: int) -> str:
-        """Where the step that trains `version` stands: what all ranks must have decided alike before it."""
+        """Return where the run stands before the step that trains `version`; the same on all ranks."""
         reference = "" if self.reference is None else f", reference {self.reference.state.versions}"
         return f"step {version + 1}{reference}, {self.num_skipped_in_a_row} updates skipped"
 
@@ -85,7 +85,7 @@ class Trainee(msgspec.Struct, eq=False, kw_only=True):
 
 
 class Passes(msgspec.Struct, frozen=True, kw_only=True):
-    """How the policy's passes go, as found out by passes of the loaded model."""
+    """How the policy's passes go, measured by passes of the loaded model."""
 
     attention: str
     """Name of its implementation."""
@@ -93,7 +93,7 @@ class Passes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunView(msgspec.Struct, frozen=True, kw_only=True):
-    """What decides about the numbers of a run and each rank reads for itself."""
+    """What each rank reads for itself and the numbers of a run depend on."""
 
     dtype: str
     seed: int
@@ -166,8 +166,10 @@ def _view_of(material: Material, accelerator: Accelerator) -> RunView:
 
 
 def _settle_alike(policy: Any, accelerator: Accelerator, dtype: torch.dtype) -> None:
-    """Give every rank the passes that rank 0 settles on, which alone is sure to have loaded weights: with accelerate's
-    fsdp_cpu_ram_efficient_loading, the default of `accelerate launch --use_fsdp`, the others hold zeros up to `prepare`.
+    """Give every rank the passes that rank 0 settles on.
+
+    Rank 0 alone is sure to have loaded weights. With fsdp_cpu_ram_efficient_loading, the default of `accelerate launch --use_fsdp`,
+    the others hold zeros until `prepare`, and zeros always agree.
     """
 
     def settle() -> Passes:
@@ -181,8 +183,10 @@ def _settle_alike(policy: Any, accelerator: Accelerator, dtype: torch.dtype) -> 
 
 
 def _prepare(policy: Any, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> tuple[Any, Any]:
-    """Let accelerate prepare both. With fsdp_cpu_ram_efficient_loading it stops at buffers that are in a model's checkpoint, such as
-    the biases of DeepSeek's routers, so these are broadcast here, and hidden from it.
+    """Let accelerate prepare both.
+
+    With fsdp_cpu_ram_efficient_loading it raises at buffers that are part of a checkpoint, such as the biases of DeepSeek's routers.
+    These are broadcast here, and hidden from accelerate.
     """
     if not (accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading):
         return accelerator.prepare(policy, optimizer)

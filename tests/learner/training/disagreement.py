@@ -159,7 +159,7 @@ def differ_in_a_step(accelerator: Accelerator) -> None:
         with pytest.raises(RanksDisagree) as caught:
             train_on(trainee, groups, version, StepTimer())
         said = str(caught.value)
-        assert all(word in said for word in [f"{field} is ", "rank 0", "rank 1", "No rank has begun", *words]), said
+        assert all(word in said for word in [f"{field} is ", "rank 0", "rank 1", "No rank has started", *words]), said
 
 
 def differing(field: str, trainee: Trainee, groups: list[ScoredGroup]) -> tuple[Trainee, list[ScoredGroup], int]:
