@@ -174,7 +174,8 @@ def _settle_alike(policy: Any, accelerator: Accelerator, dtype: torch.dtype) -> 
 
     def settle() -> Passes:
         settle_attention(policy, accelerator.device, dtype)
-        return Passes(attention=policy.config._attn_implementation, logits=logit_map_of(policy))
+        logits = logit_maps.get(policy) or logit_map_of(policy)
+        return Passes(attention=policy.config._attn_implementation, logits=logits)
 
     settled = decide_on_rank_0(accelerator, settle, Passes)
     if settled.attention != policy.config._attn_implementation:
