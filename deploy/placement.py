@@ -14,7 +14,7 @@ from learner.config import LearnerRun
 from protocol.errors import ConfigError
 
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
-"""What `accelerate launch --use_fsdp` tells its ranks."""
+"""What switches FSDP2 on in accelerate. Every rank loads the model; `accelerate launch` lets rank 0 alone do that."""
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):

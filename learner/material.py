@@ -9,17 +9,22 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from learner.config import DataConfig, LearnerRun
 from learner.environments.answer import renderer_of
 from learner.environments.process import tools_of
-from learner.policy.memory import ModelShape, shape_of
+from learner.policy.memory import ModelShape, kv_bytes_per_token, learner_memory, server_memory, shape_of, told
 from learner.policy.model import load_tokenizer
+from learner.policy.model_digest import digest_model
 from learner.prompts.prompts import Prompts
+from protocol.checkup import of_dtype
 from protocol.model_files import resolve_model
 
 log = logging.getLogger(__name__)
+
+WORTH_A_LINE_GIB = 4.0
 
 
 class Material:
@@ -31,6 +36,10 @@ class Material:
     @cached_property
     def model_path(self) -> Path:
         return resolve_model(self.run.model)
+
+    @cached_property
+    def model_digest(self) -> str:
+        return digest_model(self.model_path)
 
     @cached_property
     def shape(self) -> ModelShape | None:
@@ -61,3 +70,23 @@ class Material:
         environment = self.run.learner.environment
         has_tools = environment.is_used and not environment.has_agent  # an agent tells the policy of its own
         return tools_of(environment) if has_tools else []
+
+    def log_needs(self, accelerator: Accelerator) -> None:
+        """Log what this run will compute in and need, if it is much, before anything of it is loaded."""
+        shape, run = self.shape, self.run
+        if shape is None:
+            return
+        memory = learner_memory(
+            shape,
+            run,
+            num_ranks=accelerator.num_processes,
+            is_sharded=accelerator.is_fsdp2,
+            device_type=accelerator.device.type,
+        )
+        if memory.device_gib + memory.host_gib < WORTH_A_LINE_GIB:
+            return
+        log.info(of_dtype(run.dtype).text)
+        log.info(
+            "%s parameters; the learner needs about %s; a server of one worker %s, and %.0f KiB for each token in flight",
+            f"{shape.num_parameters:,}", told(memory), told(server_memory(shape, run)), kv_bytes_per_token(shape, run) / 1024,
+        )  # fmt: skip

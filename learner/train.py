@@ -5,8 +5,7 @@
     learner's loop     rollouts/rollouts.py: prompts out, scored groups in
     a thread           storage/writer.py: the checkpoint under way
 
-Step n trains the weights of version n - 1 and publishes version n. Everything before the loop builds the parts; everything
-that may wait has a deadline.
+Step n trains the weights of version n - 1 and publishes version n. Everything that may wait has a deadline.
 """
 
 import gc
@@ -22,19 +21,17 @@ from learner.evaluation.alongside import is_owed
 from learner.interrupt import Interrupt
 from learner.leader import Lead, Leader
 from learner.material import Material
-from learner.policy.memory import kv_bytes_per_token, learner_memory, server_memory, told
-from learner.storage.checkpoint import find_checkpoint, load_checkpoint
+from learner.rank_agreement import decide_on_rank_0
+from learner.storage.checkpoint import load_checkpoint
+from learner.storage.resume import shared_checkpoint
 from learner.storage.retention import Books, Checkpoints
 from learner.storage.run_dir import RunDir, open_run_dir
 from learner.training.metrics import StepTimer, group_metrics
 from learner.training.ranks import ranks_of, share_groups
 from learner.training.step import train_on
 from learner.training.trainee import make_trainee
-from protocol.checkup import of_dtype
 
 log = logging.getLogger(__name__)
-
-WORTH_A_LINE_GIB = 4.0
 
 
 def train(run: LearnerRun, *, resume: bool) -> Path | None:
@@ -58,22 +55,21 @@ def _train(run: LearnerRun, accelerator: Accelerator, *, resume: bool) -> Path |
         run = run.in_effect()  # the directory keeps what was set
         config = run.learner
         directory = RunDir.checkpoints_of(run.run_dir)
-        checkpoint = find_checkpoint(directory) if resume else None
+        checkpoint = shared_checkpoint(accelerator, directory, config.rank_timeout_s, resume=resume)
         material = Material(run)
         if run_dir is not None:
-            tell_memory(material, accelerator)
+            material.log_needs(accelerator)
         trainee = make_trainee(material, accelerator, is_new=checkpoint is None)
         version = load_checkpoint(trainee, checkpoint).version if checkpoint else 0
         trainee.set_kl_coef(version, None)
-        if version >= config.steps and not is_owed(run, version):
+        if version >= config.steps and not decide_on_rank_0(accelerator, lambda: is_owed(run, version), bool):
             log.warning("nothing to do: the run is at step %d, learner.steps = %d", version, config.steps)
             return run_dir.path if run_dir else None
         published = trainee.published
         leader = cleanup.enter_context(Leader.open(material, run_dir, published, checkpoint)) if run_dir else None
         lead = Lead(leader, published)
         books = Books(leader.ledger, leader.queue, leader.evaluations.scores) if leader else None
-        newest_step = version if checkpoint else None
-        checkpoints = cleanup.enter_context(Checkpoints(trainee, directory, books, newest_step))
+        checkpoints = cleanup.enter_context(Checkpoints(trainee, directory, books, version if checkpoint else None))
         lead(Leader.connect, version)
         if checkpoint is None and config.warm_start.steps > 0:
             checkpoints.save(version)
@@ -99,24 +95,3 @@ def _train(run: LearnerRun, accelerator: Accelerator, *, resume: bool) -> Path |
         lead(Leader.finish, version, interrupt)
         checkpoints.wait()
     return run_dir.path if run_dir and version else None
-
-
-def tell_memory(material: Material, accelerator: Accelerator) -> None:
-    """Log what this run will compute in and need, if it is much, before anything of it is loaded."""
-    shape, run = material.shape, material.run
-    if shape is None:
-        return
-    memory = learner_memory(
-        shape,
-        run,
-        num_ranks=accelerator.num_processes,
-        is_sharded=accelerator.is_fsdp2,
-        device_type=accelerator.device.type,
-    )
-    if memory.device_gib + memory.host_gib < WORTH_A_LINE_GIB:
-        return
-    log.info(of_dtype(run.dtype).text)
-    log.info(
-        "%s parameters; the learner needs about %s; a server of one worker %s, and %.0f KiB for each token in flight",
-        f"{shape.num_parameters:,}", told(memory), told(server_memory(shape, run)), kv_bytes_per_token(shape, run) / 1024,
-    )  # fmt: skip

@@ -13,7 +13,8 @@ Every message names what came, what was expected and what to do about it.
     ├── ParityError        server and learner disagree about the same tokens
     ├── DataError          prompts cannot be read or do not fit
     ├── RewardError        a reward function broke its contract
-    └── RankFailed         another rank of the learner has stopped
+    ├── RankFailed         another rank of the learner has stopped
+    └── RanksDisagree      the ranks of the learner are about to do different things
 """
 
 
@@ -72,3 +73,7 @@ class RewardError(SlipstreamError):
 
 class RankFailed(SlipstreamError):
     """Another rank of the learner has stopped with an error, so this one stops too."""
+
+
+class RanksDisagree(SlipstreamError):
+    """The ranks of the learner are about to do different things; the message says in what they differ."""

@@ -31,7 +31,16 @@ ORDER = (  # of the learner's rooms and top files: each may import those before 
 )  # fmt: skip
 INDEPENDENT = {"prompts", "servers", "algorithm", "forward"}
 """Of each other: what is asked, whom, how to learn, what is trained."""
-ANYWHERE = {"children", "interrupt", "memory_watch", "progress", "rank_watch", "together", "user_code"}
+ANYWHERE = {
+    "children",
+    "interrupt",
+    "memory_watch",
+    "progress",
+    "rank_agreement",
+    "rank_watch",
+    "together",
+    "user_code",
+}
 """Import nothing of the learner, so anyone of it may import them."""
 MAX_FILES_OF_A_FOLDER = 15
 MAX_PARAMETERS = 6

@@ -15,7 +15,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
-from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from learner.algorithm.kl import clamped, masked
@@ -40,7 +39,7 @@ from learner.servers.parity import coarser
 from learner.storage.run_dir import open_run_dir
 from learner.training.batch import Row, step_rows
 from learner.training.metrics import num_nonfinite
-from learner.training.ranks import my_batches
+from learner.training.ranks import make_accelerator, my_batches
 from learner.training.step import advantages
 from learner.training.trainee import Trainee, make_trainee
 from protocol.errors import ConfigError
@@ -57,7 +56,7 @@ def self_test(run: LearnerRun) -> Measured:
     with tempfile.TemporaryDirectory(prefix="slipstream-self-test-") as directory, ExitStack() as cleanup:
         run = without_learning(run, Path(directory) / "run")
         config = run.learner
-        accelerator = Accelerator(mixed_precision="no")  # policy/compute_dtype.py sees to it
+        accelerator = make_accelerator()
         if accelerator.num_processes > 1:
             raise ConfigError(f"{accelerator.num_processes} ranks came; the self-test runs on one: `learner self-test`")
         set_seed(run.seed)
@@ -138,7 +137,7 @@ def compare(trainee: Trainee, batches: list[list[ScoredGroup]], temperature: flo
     for groups in batches:
         num_not_finite += sum(num_nonfinite(branch) for group in groups for branch in group.completions)
         rows = rows_of(groups, config)
-        for batch in my_batches(accelerator, trainee.policy, rows, config):
+        for batch in my_batches(accelerator, trainee.policy, rows, config, "the self-test"):
             logprobs_BT = token_logprobs(trainee.policy, batch.pack, temperature)[0].float()
             finite_BT = torch.isfinite(logprobs_BT) & torch.isfinite(batch.behaviour_logprobs_BT)
             mask_BT = batch.mask_BT & finite_BT

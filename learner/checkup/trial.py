@@ -14,7 +14,6 @@ from pathlib import Path
 from statistics import fmean, median
 
 import msgspec
-from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from learner.config import CheckpointConfig, EvaluationConfig, LearnerRun, ReportConfig
@@ -24,6 +23,7 @@ from learner.material import Material
 from learner.report.summary import duration, read_metrics
 from learner.storage.run_dir import open_run_dir
 from learner.training.metrics import StepTimer, group_metrics
+from learner.training.ranks import make_accelerator
 from learner.training.step import train_on
 from learner.training.trainee import make_trainee
 from protocol.checkup import Finding, ok, problem_of
@@ -51,7 +51,7 @@ def trial(run: LearnerRun) -> Iterator[Finding]:
 def first_steps(run: LearnerRun) -> Metrics:
     """Raises SlipstreamError."""
     with ExitStack() as cleanup:
-        accelerator = Accelerator(mixed_precision="no")  # policy/compute_dtype.py sees to it
+        accelerator = make_accelerator()
         if accelerator.num_processes > 1:
             raise ConfigError(f"{accelerator.num_processes} ranks came; a trial is made by one: `learner check`")
         set_seed(run.seed)

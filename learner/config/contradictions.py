@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 def what_is_lacking(config: "LearnerConfig") -> dict[str, str]:
     """What keys need that do nothing beside another section's."""
-    correction, lacking = config.correction, {}
+    correction = config.correction
+    lacking: dict[str, str] = {}
     if not config.active_sampling:
         lacking |= dict.fromkeys(("max_replacements", "signal_reward"), "active_sampling = true")
     if config.max_staleness != "auto":

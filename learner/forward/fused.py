@@ -13,7 +13,7 @@ import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -37,25 +37,38 @@ NUM_KINDS = 32
 many is not compiled, and torch says so: fullgraph=True would end the run there."""
 
 
-def fuse(policy: nn.Module, dtype: torch.dtype) -> None:
-    """Let every later pass of a policy that computes in `dtype` go fused, as far as it can. All ranks call it together."""
+FirstProblem = Callable[[str | None], str | None]
+"""Returns the problem of the first rank that has one, on every rank. A policy compiled on some ranks only would round in two ways."""
+
+
+def fuse(policy: nn.Module, dtype: torch.dtype, of_ranks: FirstProblem = lambda mine: mine) -> None:
+    """Let every later pass of a policy that computes in `dtype` go fused, as far as it can on all ranks, which call it together."""
     model: Any = policy.module if isinstance(policy, DistributedDataParallel) else policy
     before_BT = _probed(model)
     log.info("compiling what lies between the policy's matrix products: a minute, or seconds from torch's cache")
     started = time.monotonic()
     torch._dynamo.config.recompile_limit = NUM_KINDS
     layers = _whole_layers(model)
-    problem = _tried(model, layers, before_BT, dtype)
+    problem = _tried(model, layers, before_BT, dtype, of_ranks)
     if problem is not None and layers:
         log.info("its layers cannot be compiled whole (%s)", problem)
-        problem = _tried(model, [], before_BT, dtype)
+        problem = _tried(model, [], before_BT, dtype, of_ranks)
     if problem is None:
         log.info("compiled in %.0f s", time.monotonic() - started)
         return
     log.warning("learner.compile: %s cannot (%s). It goes on without", type(model).__name__, problem)
 
 
-def _tried(model: Any, layers: list[nn.Module], before_BT: torch.Tensor, dtype: torch.dtype) -> str | None:
+def describe_fused(model: Any) -> str:
+    """Return how much of a policy goes fused."""
+    num_layers = sum(module in compiled_layers for module in model.modules())
+    num_pieces = sum(module._compiled_call_impl is not None for module in model.modules())
+    return f"{num_layers} layers, {num_pieces} pieces, {int(model in tiles_of)} heads"
+
+
+def _tried(
+    model: Any, layers: list[nn.Module], before_BT: torch.Tensor, dtype: torch.dtype, of_ranks: FirstProblem
+) -> str | None:
     """Fuse these layers whole and of the others the pieces; if that has a problem, undo it and return why."""
     inside = {module for layer in layers for module in layer.modules()}
     pieces, plain = [piece for piece in _pieces(model) if piece not in inside], _rotary_functions(model)
@@ -72,6 +85,7 @@ def _tried(model: Any, layers: list[nn.Module], before_BT: torch.Tensor, dtype: 
     problem = _problem(model, before_BT, dtype)
     if layers and problem is None and (new := Counter(counters["graph_break"]) - breaks):
         problem = f"torch breaks them in two: {_first_line(next(iter(new)))}"
+    problem = of_ranks(problem)
     if problem is None:
         return None
     for layer in layers:

@@ -28,7 +28,8 @@ from learner.forward.trunk import predicting_rows, run_model
 
 Answer = tuple[torch.Tensor, torch.Tensor | None]
 
-_logit_maps: WeakKeyDictionary[nn.Module, LogitMap] = WeakKeyDictionary()
+logit_maps: WeakKeyDictionary[nn.Module, LogitMap] = WeakKeyDictionary()
+"""Of models that have had a pass; found out by a pass of its own, which all ranks of a sharded model would have to make."""
 tiles_of: WeakKeyDictionary[nn.Module, Tiles] = WeakKeyDictionary()
 """Of models whose head is fused (fused.py)."""
 float32_heads: WeakSet[nn.Module] = WeakSet()
@@ -41,10 +42,10 @@ def token_logprobs(model: nn.Module, batch: Pack, temperature: float, *, entropy
     All ranks call it together if the policy is sharded. Raises ConfigError for a model whose logits it cannot compute.
     """
     inner: Any = model.module if isinstance(model, DistributedDataParallel) else model
-    if inner not in _logit_maps:
-        _logit_maps[inner] = logit_map_of(inner)
+    if inner not in logit_maps:
+        logit_maps[inner] = logit_map_of(inner)
     reading = Reading(
-        _logit_maps[inner], temperature, entropy, tiles_of.get(inner, PLAIN), in_float32=inner in float32_heads
+        logit_maps[inner], temperature, entropy, tiles_of.get(inner, PLAIN), in_float32=inner in float32_heads
     )
 
     def of_hidden(hidden_ME: torch.Tensor) -> Answer:

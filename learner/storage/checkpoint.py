@@ -20,6 +20,7 @@ import msgspec
 import torch
 from accelerate.checkpointing import load_accelerator_state
 
+from learner.policy.checkpoint_names import held
 from learner.policy.reference import ReferenceState
 from learner.policy.shards import read_trained
 from learner.prompts.curriculum import PassRates
@@ -47,6 +48,8 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     kl_coef: float
     reward_mean: float | None
     """Over the steps since the checkpoint before; None: nothing could be scored, or there were no steps."""
+    model_digest: str | None = None
+    """Digest of the model that the run started from (policy/model_digest.py); None: an earlier version did not keep it."""
 
 
 class Course(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,6 +125,7 @@ def load_checkpoint(trainee: Trainee, checkpoint: Path) -> CheckpointState:
             f'{checkpoint} has a reference of kind "{before}", learner.reference.kind is "{now}"; set it to "{before}" to '
             "resume, or choose another run_dir"
         )
+    require_same_model(trainee, checkpoint, state)
     if not (checkpoint / TRAINED).is_dir():
         raise ConfigError(
             f"{checkpoint} was written by an earlier version of Slipstream, in whole files; finish the run with that one, or begin a "
@@ -141,6 +145,28 @@ def load_checkpoint(trainee: Trainee, checkpoint: Path) -> CheckpointState:
     trainee.kl_coef = state.kl_coef
     log.info("resumed from %s", checkpoint)
     return state
+
+
+def require_same_model(trainee: Trainee, checkpoint: Path, state: CheckpointState) -> None:
+    """Refuse a checkpoint without the policy's frozen weights (with LoRA: its base) if these are of another model now.
+
+    Raises:
+        ConfigError: The digests of both models differ.
+    """
+    frozen = [name for name, tensor in held(trainee.published.model).items() if not tensor.requires_grad]
+    if not frozen or state.model_digest == trainee.model_digest:
+        return
+    if state.model_digest is None:
+        log.warning(
+            "%s does not say which model its run started from; check that it was %s, whose weights are frozen",
+            checkpoint, trainee.model_path,
+        )  # fmt: skip
+        return
+    raise ConfigError(
+        f"model: {trainee.model_path} has changed since the run started: its digest was {state.model_digest} and is "
+        f"{trainee.model_digest}. {checkpoint} does not hold the {len(frozen)} tensors that are not trained ({frozen[0]}, …). Restore "
+        "the files of that model, or start a new run in another run_dir"
+    )
 
 
 def read_state(checkpoint: Path) -> CheckpointState:

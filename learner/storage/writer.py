@@ -121,6 +121,7 @@ class CheckpointWriter:
             reference=None if trainee.reference is None else trainee.reference.state,
             kl_coef=trainee.kl_coef,
             reward_mean=course.reward_mean,
+            model_digest=trainee.model_digest,
         )
         draft = Draft(path=path, state=state, course=course, export=export, shards=shards)
         self._path, self._begun_s = path, begun_s

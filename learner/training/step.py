@@ -42,11 +42,11 @@ def train_on(trainee: Trainee, groups: list[ScoredGroup], version: int, timer: S
     accelerator, config = trainee.accelerator, trainee.config
     metrics: dict[str, float] = {}
     if config.kl.place == "reward":
-        groups, metrics["reference/kl"] = less_kl(trainee, groups, timer)
+        groups, metrics["reference/kl"] = less_kl(trainee, groups, version, timer)
     with timer("batch"):
         advantages_P_G = advantages(groups, config)
         rows = trained_rows(groups, advantages_P_G, config)
-        batches = my_batches(accelerator, trainee.policy, rows, config)
+        batches = my_batches(accelerator, trainee.policy, rows, config, trainee.position(version))
     batches = survey(trainee, batches, timer)
     total: Sums = {}
     num_skipped = 0
@@ -83,11 +83,13 @@ def advantages(groups: list[ScoredGroup], config: LearnerConfig) -> list[list[fl
     return combined_advantages(rewards_P_G, by_function_P, config.reward.weight_by_name, config.advantage)
 
 
-def less_kl(trainee: Trainee, groups: list[ScoredGroup], timer: StepTimer) -> tuple[list[ScoredGroup], float]:
+def less_kl(
+    trainee: Trainee, groups: list[ScoredGroup], version: int, timer: StepTimer
+) -> tuple[list[ScoredGroup], float]:
     """Take kl_coef times its KL to the reference off each episode's reward; also return the mean KL per token."""
     rows_P_G = step_rows(groups, [[0.0] * len(group.rewards_G) for group in groups], trainee.config)
     rows = [row for rows_G in rows_P_G for row in rows_G]
-    batches = my_batches(trainee.accelerator, trainee.policy, rows, trainee.config)
+    batches = my_batches(trainee.accelerator, trainee.policy, rows, trainee.config, trainee.position(version))
     num_episodes = sum(len(group.rewards_G) for group in groups)
     kls_N, kl_per_token = episode_kls(trainee, batches, num_episodes, timer)
     kls = iter(kls_N)

@@ -1,18 +1,23 @@
 """What every rank trains: the policy, its optimizer, its reference, and what changes with them from step to step."""
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
+import transformers
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, broadcast
 from torch import nn
 
 from learner.algorithm.schedules import next_coef
 from learner.config import LearnerConfig, LearnerRun
 from learner.forward.fused import fuse
-from learner.forward.logprobs import float32_heads
+from learner.forward.logit_map import logit_map_of
+from learner.forward.logprobs import float32_heads, logit_maps
 from learner.forward.settle import PACKED, settle_attention
+from learner.forward.tile import LogitMap
 from learner.material import Material
 from learner.policy.compute_dtype import compute_in
 from learner.policy.lora import add_adapter
@@ -20,6 +25,7 @@ from learner.policy.memory import ModelShape
 from learner.policy.model import load_policy
 from learner.policy.published import PublishedPolicy
 from learner.policy.reference import Reference, make_reference
+from learner.rank_agreement import decide_on_rank_0, first_problem, require_agreement
 from learner.training.extremes import Extremes
 from learner.training.finite import require_finite_weights
 from learner.training.mismatch import Mismatch
@@ -34,6 +40,7 @@ class Trainee(msgspec.Struct, eq=False, kw_only=True):
     run: LearnerRun
     model_path: Path
     """Of the model the run began with."""
+    model_digest: str
     accelerator: Accelerator
     policy: nn.Module
     published: PublishedPolicy
@@ -49,6 +56,11 @@ class Trainee(msgspec.Struct, eq=False, kw_only=True):
     @property
     def config(self) -> LearnerConfig:
         return self.run.learner
+
+    def position(self, version: int) -> str:
+        """Return where the run stands before the step that trains `version`; the same on all ranks."""
+        reference = "" if self.reference is None else f", reference {self.reference.state.versions}"
+        return f"step {version + 1}{reference}, {self.num_skipped_in_a_row} updates skipped"
 
     def after_step(self, version: int, metrics: dict[str, float]) -> dict[str, float]:
         """Move the weight of the KL and the reference. Metrics: the weight that was used, the reference there is now."""
@@ -72,6 +84,28 @@ class Trainee(msgspec.Struct, eq=False, kw_only=True):
         )
 
 
+class Passes(msgspec.Struct, frozen=True, kw_only=True):
+    """How the policy's passes go, measured by passes of the loaded model."""
+
+    attention: str
+    """Name of its implementation."""
+    logits: LogitMap
+
+
+class RunView(msgspec.Struct, frozen=True, kw_only=True):
+    """What each rank reads for itself and the numbers of a run depend on."""
+
+    dtype: str
+    seed: int
+    learner: LearnerConfig
+    model: str
+    """Digest of its files."""
+    device: str
+    """Its kind: cuda, cpu."""
+    torch: str
+    transformers: str
+
+
 def make_trainee(material: Material, accelerator: Accelerator, *, is_new: bool) -> Trainee:
     """Load the policy and build what trains it. That of a new run is warm-started, if so configured, before the reference is
     taken from it; everything of another run comes from its checkpoint.
@@ -79,6 +113,9 @@ def make_trainee(material: Material, accelerator: Accelerator, *, is_new: bool) 
     run = material.run
     config = run.learner
     _refuse_other_sharding(accelerator, run)
+    require_agreement(
+        accelerator, _view_of(material, accelerator), "Give every rank the same config, model files and software"
+    )
     # Frozen weights take no small steps, so they may lie in the dtype in which the server holds them: half the memory.
     dtype = getattr(torch, run.dtype) if config.lora.rank else torch.float32
     is_to_pack = config.attn_implementation == PACKED
@@ -89,16 +126,16 @@ def make_trainee(material: Material, accelerator: Accelerator, *, is_new: bool) 
         attn_implementation=None if is_to_pack else config.attn_implementation,
     )
     if is_to_pack:
-        settle_attention(policy, accelerator.device, getattr(torch, run.dtype))
+        _settle_alike(policy, accelerator, getattr(torch, run.dtype))
     if config.lora.rank:
         add_adapter(policy, config.lora, run.seed)
     compute_in(getattr(torch, run.dtype), policy, accelerator)
     if run.has_float32_head:
         float32_heads.add(policy)
     optimizer = make_optimizer(policy, config.optimizer, config.optimizer.learning_rate)
-    policy, optimizer = accelerator.prepare(policy, optimizer)
+    policy, optimizer = _prepare(policy, optimizer, accelerator)
     if config.compiles_on(accelerator.device.type, is_sharded=accelerator.is_fsdp2):
-        fuse(policy, getattr(torch, run.dtype))
+        fuse(policy, getattr(torch, run.dtype), partial(first_problem, accelerator))
     if is_new and config.warm_start.steps > 0:
         warm_start(material, accelerator, policy)
     require_finite_weights(accelerator, policy, f"the weights of {material.model_path}, or of its warm start,")
@@ -106,6 +143,7 @@ def make_trainee(material: Material, accelerator: Accelerator, *, is_new: bool) 
     return Trainee(
         run=run,
         model_path=material.model_path,
+        model_digest=material.model_digest,
         accelerator=accelerator,
         policy=policy,
         published=PublishedPolicy(accelerator, policy, getattr(torch, run.dtype)),
@@ -116,13 +154,66 @@ def make_trainee(material: Material, accelerator: Accelerator, *, is_new: bool) 
     )
 
 
+def _view_of(material: Material, accelerator: Accelerator) -> RunView:
+    run = material.run
+    return RunView(
+        dtype=run.dtype,
+        seed=run.seed,
+        learner=msgspec.structs.replace(run.learner, cpu_cores=None),  # each rank has its own
+        model=material.model_digest,
+        device=accelerator.device.type,
+        torch=str(torch.__version__),
+        transformers=transformers.__version__,
+    )
+
+
+def _settle_alike(policy: Any, accelerator: Accelerator, dtype: torch.dtype) -> None:
+    """Give every rank the passes that rank 0 settles on.
+
+    Rank 0 alone is sure to have loaded weights. With fsdp_cpu_ram_efficient_loading, the default of `accelerate launch --use_fsdp`,
+    the others hold zeros until `prepare`, and zeros always agree.
+    """
+
+    def settle() -> Passes:
+        settle_attention(policy, accelerator.device, dtype)
+        logits = logit_maps.get(policy) or logit_map_of(policy)
+        return Passes(attention=policy.config._attn_implementation, logits=logits)
+
+    settled = decide_on_rank_0(accelerator, settle, Passes)
+    if settled.attention != policy.config._attn_implementation:
+        policy.set_attn_implementation(settled.attention)
+    logit_maps[policy] = settled.logits
+
+
+def _prepare(policy: Any, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> tuple[Any, Any]:
+    """Let accelerate prepare both.
+
+    With fsdp_cpu_ram_efficient_loading it raises at buffers that are part of a checkpoint, such as the biases of DeepSeek's routers.
+    These are broadcast here, and hidden from accelerate.
+    """
+    if not (accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading):
+        return accelerator.prepare(policy, optimizer)
+    kept = [
+        (module, name)
+        for module in policy.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    ]
+    for module, name in kept:
+        module._buffers[name] = broadcast(module._buffers[name].to(accelerator.device))
+        module._non_persistent_buffers_set.add(name)
+    policy, optimizer = accelerator.prepare(policy, optimizer)
+    for module, name in kept:
+        module._non_persistent_buffers_set.discard(name)
+    return policy, optimizer
+
+
 def _refuse_other_sharding(accelerator: Accelerator, run: LearnerRun) -> None:
     """Refuse what keeps parameters elsewhere than under their own names."""
-    kind = accelerator.distributed_type
     if not accelerator.is_fsdp2:
-        if kind in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        if accelerator.distributed_type == DistributedType.FSDP:
             raise ConfigError(
-                f"accelerate shards the policy by {kind.value}, whose parameters cannot be gathered one at a time under their "
+                "accelerate shards the policy by FSDP1, whose parameters cannot be gathered one at a time under their "
                 "names; expected FSDP2 (fsdp_version: 2 in accelerate's config, or FSDP_VERSION=2) or no sharding"
             )
         return

@@ -53,7 +53,8 @@ def warm_start(material: Material, accelerator: Accelerator, policy: nn.Module) 
     for step in steps:
         slots = range(step * settings.rows_per_step, (step + 1) * settings.rows_per_step)
         rows = answer_rows([prompts.prompt_at(slot) for slot in slots], tokenizer, config)
-        loss = _train_on_answers(accelerator, policy, rows, config)
+        batches = my_batches(accelerator, policy, rows, config, f"step {step + 1} of the warm start")
+        loss = _train_on_answers(accelerator, policy, batches)
         grad_norm = float(accelerator.clip_grad_norm_(policy.parameters(), config.optimizer.max_grad_norm) or 0.0)
         if not math.isfinite(grad_norm):
             raise NotFiniteError(
@@ -112,9 +113,8 @@ def _answer_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: Lear
     return np.array([*token_ids, tokenizer.eos_token_id], np.int32)
 
 
-def _train_on_answers(accelerator: Accelerator, policy: nn.Module, rows: list[Row], config: LearnerConfig) -> float:
+def _train_on_answers(accelerator: Accelerator, policy: nn.Module, batches: list[MicroBatch]) -> float:
     """Accumulate the gradient of the rows' mean cross-entropy; return the mean over all ranks' tokens."""
-    batches = my_batches(accelerator, policy, rows, config)
     total = torch.zeros((), device=accelerator.device)
     for i, batch in enumerate(batches):
         with gradient_sync(accelerator, policy, is_last=i == len(batches) - 1):

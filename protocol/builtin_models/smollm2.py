@@ -144,16 +144,15 @@ def _convert(gguf: Path, path: Path) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    config = AutoConfig.from_pretrained(**source)
+    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
     config.tie_word_embeddings, config.dtype = True, torch.bfloat16
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config  # the weights are no longer quantized, and vLLM would take them for it
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.load_state_dict(loaded.state_dict())
     # The GGUF's tokenizer names <|im_start|> as the end of a sequence; turns of the chat template end with <|im_end|>.
-    tokenizer = AutoTokenizer.from_pretrained(**source)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     end = tokenizer.convert_ids_to_tokens(config.eos_token_id)
     tokenizer.eos_token, tokenizer.pad_token, tokenizer.model_max_length = end, end, config.max_position_embeddings
     model.generation_config.eos_token_id = model.generation_config.pad_token_id = config.eos_token_id

@@ -150,7 +150,7 @@ def against_unshared(
 
 def our_pass(trainee: Trainee, rows: list[Row]) -> float:
     """Batch, forward, loss, backward; returns the loss."""
-    batches = my_batches(trainee.accelerator, trainee.policy, rows, trainee.config)
+    batches = my_batches(trainee.accelerator, trainee.policy, rows, trainee.config, "the step")
     return float(forward_backward(trainee, batches, VERSION, is_first_update=True)["loss"])
 
 
@@ -190,7 +190,7 @@ def alternated(runs: dict[str, Callable[[], object]], num_rounds: int) -> dict[s
 
 
 def num_computed(trainee: Trainee, rows: list[Row]) -> int:
-    batches = my_batches(trainee.accelerator, trainee.policy, rows, trainee.config)
+    batches = my_batches(trainee.accelerator, trainee.policy, rows, trainee.config, "the step")
     return sum(batch.pack.num_tokens for batch in batches)
 
 
@@ -232,7 +232,7 @@ def half_b_step(directory: Path) -> dict[str, Any]:
     make_model(HALF_B, directory)
     trainee = load_trainee(directory, micro_batch_tokens=TOKENS, gradient_checkpointing=True)
     rows = make_rows(4, 8, 512, 448, HALF_B["vocab_size"])
-    batches = my_batches(trainee.accelerator, trainee.policy, rows, trainee.config)
+    batches = my_batches(trainee.accelerator, trainee.policy, rows, trainee.config, "the step")
     started = time.perf_counter()
     loss = float(forward_backward(trainee, batches, VERSION, is_first_update=True)["loss"])
     metrics = optimizer_step(trainee, VERSION)

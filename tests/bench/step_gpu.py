@@ -128,7 +128,7 @@ def our_step(trainee: Trainee, rows: list[Row]) -> None:
 
 
 def our_gradient(trainee: Trainee, rows: list[Row]) -> float:
-    batches = my_batches(trainee.accelerator, trainee.policy, rows, trainee.config)
+    batches = my_batches(trainee.accelerator, trainee.policy, rows, trainee.config, "the step")
     return float(forward_backward(trainee, batches, VERSION, is_first_update=True)["loss"])
 
 

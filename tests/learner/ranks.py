@@ -5,9 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from accelerate import Accelerator
 
-from tests.learner.training.sharding import FSDP2, shard_on_cpu
+from learner.training.ranks import make_accelerator
+from tests.learner.training.sharding import FSDP2, launched_environment, shard_on_cpu
 from tests.peer import PROCESSES
 from tests.ports import free_port
 
@@ -22,6 +22,8 @@ class Place(msgspec.Struct, frozen=True):
     num_ranks: int
     port: int
     is_sharded: bool = False
+    launched: dict[str, str] = msgspec.field(default_factory=dict)
+    """What `accelerate launch` sets besides."""
 
     def enter(self) -> None:
         if self.num_ranks == 1:
@@ -29,25 +31,30 @@ class Place(msgspec.Struct, frozen=True):
         os.environ |= {"RANK": str(self.rank), "LOCAL_RANK": str(self.rank)}
         os.environ |= {"WORLD_SIZE": str(self.num_ranks), "LOCAL_WORLD_SIZE": str(self.num_ranks)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port), "ACCELERATE_USE_CPU": "true"}
+        os.environ |= self.launched
         if self.is_sharded:
-            os.environ |= FSDP2
             shard_on_cpu()
 
 
 ALONE = Place(rank=0, num_ranks=1, port=0)
 
 
-def places_of(num_ranks: int, *, is_sharded: bool = False) -> list[Place]:
-    """Of ranks that will find each other."""
+def places_of(num_ranks: int, *, is_sharded: bool = False, switches: tuple[str, ...] = FSDP2) -> list[Place]:
+    """Of ranks that will find each other; sharded ones as `accelerate launch` with these switches would start them."""
     if num_ranks == 1:
         return [ALONE]
     port = free_port()
-    return [Place(rank=rank, num_ranks=num_ranks, port=port, is_sharded=is_sharded) for rank in range(num_ranks)]
+    launched = launched_environment(*switches) if is_sharded else {}
+    return [
+        Place(rank=rank, num_ranks=num_ranks, port=port, is_sharded=is_sharded, launched=launched)
+        for rank in range(num_ranks)
+    ]
 
 
-def on_two_ranks(work: Work, *args: Any, is_sharded: bool = False) -> None:
+def on_two_ranks(work: Work, *args: Any, is_sharded: bool = False, switches: tuple[str, ...] = FSDP2) -> None:
     """Call `work(accelerator, *args)` on both."""
-    ranks = [PROCESSES.Process(target=_be, args=(place, work, args)) for place in places_of(2, is_sharded=is_sharded)]
+    places = places_of(2, is_sharded=is_sharded, switches=switches)
+    ranks = [PROCESSES.Process(target=_be, args=(place, work, args)) for place in places]
     for rank in ranks:
         rank.start()
     for rank in ranks:
@@ -59,7 +66,7 @@ def on_two_ranks(work: Work, *args: Any, is_sharded: bool = False) -> None:
 
 def _be(place: Place, work: Work, args: tuple[Any, ...]) -> None:
     place.enter()
-    accelerator = Accelerator()
+    accelerator = make_accelerator()
     assert accelerator.is_fsdp2 == place.is_sharded and accelerator.num_processes == place.num_ranks
     work(accelerator, *args)
     accelerator.free_memory()  # the model first, see learner/training/ranks.py

@@ -125,6 +125,7 @@ def live_as_two(run: LearnerRun, death: Death | None, *, resume: bool, is_sharde
     assert code == (0 if death is None else -9) and (lives[1].end() == 0) == (death is None), lives[0].log
 
 
+@pytest.mark.timeout(900)  # eight learners start one after the other, on a busy machine
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["whole", "sharded"])
 def test_two_ranks_killed_after_a_step_and_in_a_checkpoint_end_as_two_that_were_not(
     tmp_path: Path, is_sharded: bool

@@ -51,9 +51,9 @@ def gradient_of(trainee: Trainee, groups: list[ScoredGroup]) -> torch.Tensor:
     """The gradient of the first update, as one vector."""
     config = trainee.config
     if config.kl.place == "reward":
-        groups, _ = less_kl(trainee, groups, StepTimer())
+        groups, _ = less_kl(trainee, groups, VERSION, StepTimer())
     rows = trained_rows(groups, advantages(groups, config), config)
-    batches = my_batches(trainee.accelerator, trainee.policy, rows, config)
+    batches = my_batches(trainee.accelerator, trainee.policy, rows, config, "the step")
     batches = survey(trainee, batches, StepTimer())
     forward_backward(trainee, batches, VERSION, is_first_update=True)
     gradient = torch.cat([whole(parameter.grad).flatten() for parameter in trainee.policy.parameters()])

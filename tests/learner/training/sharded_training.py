@@ -222,7 +222,7 @@ def compare_passes_in_bfloat16(accelerator: Accelerator) -> None:
     trainee = make_moved_trainee(run, accelerator)
     groups = make_groups(trainee.policy, num_completions=3)
     rows = trained_rows(groups, advantages(groups, run.learner), run.learner)
-    batches = survey(trainee, my_batches(accelerator, trainee.policy, rows, trainee.config), StepTimer())
+    batches = survey(trainee, my_batches(accelerator, trainee.policy, rows, trainee.config, "the step"), StepTimer())
     temperature = run.learner.sampling.temperature
     reference = Reference(ReferenceConfig(kind="fixed"), trainee.policy, accelerator, temperature)
     references = reference.logprobs(trainee.policy, [batch.pack for batch in batches])

@@ -1,0 +1,50 @@
+"""A digest of the model a run starts from, cheap enough for every start: which weights a LoRA checkpoint belongs to, and whether all
+ranks have loaded the same.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, BinaryIO
+
+NUM_WINDOWS = 3
+WINDOW_BYTES = 256
+"""Read of each tensor, evenly spread."""
+VOLATILE = ("_name_or_path", "dtype", "torch_dtype", "transformers_version")
+"""Keys of config.json that change nothing: the run has a dtype of its own."""
+
+
+def digest_model(path: Path) -> str:
+    """Return a digest of config.json and, tensor by tensor, of name, dtype, shape and a sample of the values.
+
+    Another training of the same architecture differs in all its matrices, so it has another digest. Few changed values between the
+    windows, such as a row of an embedding, go unnoticed. How the tensors are distributed over files does not count.
+    """
+    config = json.loads((path / "config.json").read_bytes())
+    digest = hashlib.sha256(json.dumps({key: config[key] for key in sorted(config.keys() - set(VOLATILE))}).encode())
+    samples: dict[str, bytes] = {}
+    for file_path in path.glob("*.safetensors"):
+        with file_path.open("rb", buffering=0) as file:
+            samples |= _samples(file)
+    for name in sorted(samples):
+        digest.update(name.encode() + samples[name])
+    return digest.hexdigest()[:16]
+
+
+def _samples(file: BinaryIO) -> dict[str, bytes]:
+    """Return what is looked at of each tensor in a safetensors file: 8 bytes of length, a JSON header, the data."""
+    start = 8 + int.from_bytes(file.read(8), "little")
+    header: dict[str, Any] = json.loads(file.read(start - 8))
+    header.pop("__metadata__", None)
+    return {name: _sample(file, start, tensor) for name, tensor in header.items()}
+
+
+def _sample(file: BinaryIO, start: int, tensor: dict[str, Any]) -> bytes:
+    begin, end = tensor["data_offsets"]
+    num_free = max(0, end - begin - NUM_WINDOWS * WINDOW_BYTES)
+    sample = f"{tensor['dtype']}{tensor['shape']}".encode()
+    for window in range(NUM_WINDOWS):
+        offset = begin + window * WINDOW_BYTES + (window + 1) * num_free // (NUM_WINDOWS + 1)
+        file.seek(start + offset)
+        sample += file.read(max(0, min(WINDOW_BYTES, end - offset)))
+    return sample

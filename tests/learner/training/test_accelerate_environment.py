@@ -1,0 +1,85 @@
+"""What accelerate reads from the environment changes no number of a run, or is refused by name."""
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+
+from learner.training.ranks import ranks_of
+from protocol.errors import ConfigError
+from tests.learner.training.fixed_groups import make_groups, make_moved_trainee, make_run
+from tests.learner.training.gradients import gradient_of
+
+
+@pytest.fixture(autouse=True)
+def _fresh_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    _reset()
+    yield
+    _reset()
+
+
+def _reset() -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def gradient() -> torch.Tensor:
+    run = make_run()
+    with ranks_of(run) as accelerator:
+        trainee = make_moved_trainee(run, accelerator)
+        return gradient_of(trainee, make_groups(accelerator.unwrap_model(trainee.policy)))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "instead"),
+    [
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", "learner.groups_per_step"),
+        ("ACCELERATE_MIXED_PRECISION", "bf16", "dtype"),
+        ("ACCELERATE_DYNAMO_BACKEND", "EAGER", "learner.compile"),
+    ],
+)
+def test_the_gradient_is_the_same_whatever_accelerate_finds_in_the_environment(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, value: str, instead: str
+) -> None:
+    expected = gradient()
+    _reset()
+    monkeypatch.setenv(name, value)
+    with caplog.at_level(logging.WARNING):
+        assert torch.equal(gradient(), expected)
+    assert [f"ignoring {name} = {value}" in line and instead in line for line in caplog.messages] == [True]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("ACCELERATE_USE_DEEPSPEED", "true", "FSDP2 shares a policy"),
+        ("ACCELERATE_USE_MEGATRON_LM", "true", "FSDP2 shares a policy"),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "tensor, context or sequence parallel"),
+        ("FSDP_IGNORED_MODULES", r".*\.mlp", "reduced over no ranks"),
+    ],
+)
+def test_what_would_train_something_else_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, reason: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with (
+        pytest.raises(ConfigError, match=rf"{name} = .* in the environment is not supported.*{reason}.*Unset it"),
+        ranks_of(make_run()),
+    ):
+        raise AssertionError("it was accepted")
+
+
+def test_the_defaults_of_accelerate_launch_are_taken_without_a_word(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, value in {
+        "ACCELERATE_MIXED_PRECISION": "no",
+        "ACCELERATE_DYNAMO_BACKEND": "NO",
+        "ACCELERATE_USE_PARALLELISM_CONFIG": "false",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with caplog.at_level(logging.WARNING), ranks_of(make_run()):
+        assert caplog.messages == []
