@@ -40,6 +40,7 @@ from protocol.messages import (
     Sampling,
     Welcome,
 )
+from tests.learner.ledgers import receive
 from tests.learner.test_train import make_run
 
 TIMEOUT_S = 60.0
@@ -546,7 +547,7 @@ def test_what_was_received_and_not_scored_before_a_resume_waits_for_the_server_b
             rollouts.take(0, 0.1)
     ledger = Ledger(tmp_path / "ledger.db")
     group = alike(server.requests[0], 0)
-    ledger.receive(group.group_id, pack(group), 0, 8)
+    receive(ledger, group.group_id, pack(group), 0, 8)
     ledger.close()
     answer_all = HandServer(lambda server, request: [group_of(request, server.version)])
     with answer_all as server, rollouts_on(server, tmp_path, **active) as rollouts:

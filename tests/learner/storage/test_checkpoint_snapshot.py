@@ -21,6 +21,7 @@ from learner.storage.retention import Books, Checkpoints
 from learner.training.metrics import StepTimer
 from learner.training.step import train_on
 from learner.training.trainee import make_trainee
+from tests.learner.ledgers import receive
 from tests.learner.ranks import on_two_ranks
 from tests.learner.training.fixed_groups import VERSION, make_groups, make_run
 
@@ -63,7 +64,7 @@ class RunWithoutServer:
         for slot in range(first, first + len(self.groups)):
             group = self.groups[slot - first]
             group_id = self._ledger.admit(slot=slot, attempt=0, position=slot, epoch=0, prompt_id=slot % 3, version=0)
-            assert self._ledger.receive(group_id, b"payload", 0, 10)
+            assert receive(self._ledger, group_id, b"payload", 0, 10)
             functions = [FunctionRewards(name="share_right", rewards=[slot % 5 / 4])]
             rewards = GroupRewards(rewards=[0.0], functions=functions)
             ready = msgspec.structs.replace(group, slot=slot, group_id=group_id)
