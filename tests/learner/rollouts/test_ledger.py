@@ -379,6 +379,8 @@ Ledger(Path({str(path)!r}))
 """
     done = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == -9, done.stderr
+    Ledger(path).close()
+    assert num_files(tmp_path) == 1, "what the killed one had copied takes no space"
     assert_goes_on(path)
 
 
