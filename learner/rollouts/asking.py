@@ -1,12 +1,14 @@
 """Who is asked for what: every request goes to one ready server, and to another when that one may never answer.
 
     requests ─▶ Fleet.choose ─▶ link        lost server ─▶ what it owes ─▶ another, or whoever is ready next
+                                            lost request ─▶ the same server, after learner.group_deadline_s
 
 Between what is outstanding and the links; used by rollouts.py in the loop. Invariant: a request keeps its id wherever it goes, so that an
 answer that comes after all, or twice, is recognised; it stays here until `settle`, or until nobody waits for it.
 """
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -17,6 +19,12 @@ from learner.rollouts.request import Owed
 from learner.servers.fleet import Fleet
 from learner.servers.member import Member
 
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 1.0
+UNDER_WAY_S = 5.0
+"""A request that was sent so shortly before a server counts its groups may be missing there."""
+
 
 class Asking:
     """Of one run: what servers owe, or are to."""
@@ -26,6 +34,11 @@ class Asking:
         self._owed: dict[str, Owed] = {}
         self.num_owed: Counter[str] = Counter()
         """By endpoint."""
+        self._num_resent = 0
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {"rollout/resent_requests": float(self._num_resent)}
 
     @property
     def group_ids(self) -> list[str]:
@@ -71,6 +84,35 @@ class Asking:
         for owed in self._owed_by(member):
             if not await self._send(member, owed):
                 return
+
+    async def resend_lost(self) -> None:
+        """Ask a server again for what it has owed for too long, once it counts fewer groups than it owes; until cancelled.
+
+        By its count a pause or a long completion is no loss, however long it takes; and an id that it still knows costs it nothing.
+        """
+        deadline_s = self.run.learner.group_deadline_s
+        while True:
+            await asyncio.sleep(min(LOOK_EVERY_S, deadline_s / 4))
+            for member in self.fleet.connected():
+                await self._resend_lost(member, deadline_s)
+
+    async def _resend_lost(self, member: Member, deadline_s: float) -> None:
+        num_held, counted_at = member.link.last_count
+        counted = [(owed.sent_at, owed) for owed in self._owed_by(member) if owed.sent_at is not None]
+        known_since = counted_at - min(UNDER_WAY_S, deadline_s / 4)
+        overdue = [owed for sent_at, owed in counted if time.monotonic() - sent_at > deadline_s]
+        if not overdue or num_held >= sum(sent_at < known_since for sent_at, _ in counted):
+            return
+        log.warning(
+            "asking the server at %s again for %d groups or turns that it has not answered for %g s (learner.group_deadline_s), "
+            "such as %s: it has %d of the %d that it owes",
+            member.endpoint, len(overdue), deadline_s, overdue[0].group_id, num_held, len(counted),
+        )  # fmt: skip
+        for owed in overdue:
+            if self._owed.get(owed.group_id) is owed and owed.owed_by == member.endpoint:
+                self._num_resent += 1
+                if not await self._send(member, owed):
+                    return
 
     async def acknowledge(self, arrived: Iterable[tuple[Member, AnyGroup]]) -> None:
         """Let each server forget the groups that came from it."""

@@ -91,6 +91,8 @@ class HandServer:
         self.requests: list[Generate] = []
         self.acked: list[str] = []
         self.cancelled: list[str] = []
+        self.num_running = 0
+        """As it counts."""
         self._answer = answer
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
@@ -112,7 +114,8 @@ class HandServer:
             while True:
                 await asyncio.sleep(0.5)
                 if peer:
-                    await channel.send(peer, Pulse(server_id=self.server_id, policy_version=self.version, groups_running=0,
+                    await channel.send(peer, Pulse(server_id=self.server_id, policy_version=self.version,
+                                                   groups_running=self.num_running,
                                                    groups_unacked=0, tokens_generated=0, idle_s=0.0,
                                                    is_draining=self.is_draining))  # fmt: skip
 
