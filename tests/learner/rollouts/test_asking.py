@@ -337,21 +337,24 @@ def test_what_a_live_server_has_lost_is_asked_of_it_again_after_the_deadline_and
 def test_a_server_that_has_all_it_owes_is_not_asked_again_however_long_it_pauses(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def finds_the_lost(server: HandServer, request: Generate) -> list[Message]:
-        server.num_running += server.generated.count(request.group_id) == 2 and server.num_running < 6
+    def counts_and_is_silent(server: HandServer, request: Generate) -> list[Message]:
+        server.num_running = len(set(server.generated))
         return []
 
-    server = HandServer(finds_the_lost)
-    server.num_running = 6
+    server = HandServer(counts_and_is_silent)
     with hand_servers(server), rollouts_on(tmp_path, server.endpoint, group_deadline_s=DEADLINE_S) as (_, rollouts):
         rollouts.publish(0, "server-0")
         assert rollouts.take(0, 5 * DEADLINE_S) is None
-        assert sorted(server.generated) == [f"{slot}.0" for slot in range(6)]
+        server.version = 1
+        rollouts.publish(1, "server-0")
+        until(lambda: len(server.generated) >= 9, "more is asked of it, which its last count lacks")
+        assert rollouts.take(0, 5 * DEADLINE_S) is None
+        assert sorted(server.generated) == [f"{slot}.0" for slot in range(9)]
         assert "again" not in caplog.text
-        server.num_running = 5  # it has lost one, and nobody knows which
-        until(lambda: len(server.generated) >= 12, "all six are asked for again")
-        assert rollouts.take(0, 5 * DEADLINE_S) is None and len(server.generated) == 12
-    assert sorted(server.generated) == sorted(2 * [f"{slot}.0" for slot in range(6)])
+        server.num_running = 8  # it has lost one, and nobody knows which
+        until(lambda: len(server.generated) >= 18, "all are asked for again")
+        assert rollouts.take(0, 5 * DEADLINE_S) is None and len(server.generated) == 18
+    assert sorted(server.generated) == sorted(2 * [f"{slot}.0" for slot in range(9)])
 
 
 def test_what_a_server_loses_again_and_again_is_asked_for_once_in_a_deadline(tmp_path: Path) -> None:
