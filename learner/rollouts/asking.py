@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
 UNDER_WAY_S = 5.0
-"""A request that was sent so shortly before a server counts its groups may be missing there."""
+"""A request that was sent less than this before the server counted its groups may have missed the count."""
 
 
 class Asking:
@@ -86,9 +86,10 @@ class Asking:
                 return
 
     async def resend_lost(self) -> None:
-        """Ask a server again for what it has owed for too long, once it counts fewer groups than it owes; until cancelled.
+        """Send overdue requests again to a server that counts fewer groups than are pending there. Run until cancelled.
 
-        By its count a pause or a long completion is no loss, however long it takes; and an id that it still knows costs it nothing.
+        The count tells a lost request from a paused server and from a long completion. An id that the server still has
+        costs it nothing.
         """
         deadline_s = self.run.learner.group_deadline_s
         while True:
@@ -98,15 +99,15 @@ class Asking:
 
     async def _resend_lost(self, member: Member, deadline_s: float) -> None:
         num_held, counted_at = member.link.last_count
-        counted = [(owed.sent_at, owed) for owed in self._owed_by(member) if owed.sent_at is not None]
-        known_since = counted_at - min(UNDER_WAY_S, deadline_s / 4)
-        overdue = [owed for sent_at, owed in counted if time.monotonic() - sent_at > deadline_s]
-        if not overdue or num_held >= sum(sent_at < known_since for sent_at, _ in counted):
+        pending = [(owed.sent_at, owed) for owed in self._owed_by(member) if owed.sent_at is not None]
+        overdue = [owed for sent_at, owed in pending if time.monotonic() - sent_at > deadline_s]
+        has_had_since = counted_at - min(UNDER_WAY_S, deadline_s / 4)
+        if not overdue or num_held >= sum(sent_at < has_had_since for sent_at, _ in pending):
             return
         log.warning(
-            "asking the server at %s again for %d groups or turns that it has not answered for %g s (learner.group_deadline_s), "
-            "such as %s: it has %d of the %d that it owes",
-            member.endpoint, len(overdue), deadline_s, overdue[0].group_id, num_held, len(counted),
+            "resending %d requests to the server at %s, such as %s (no answer for %g s, learner.group_deadline_s; "
+            "it has %d of %d)",
+            len(overdue), member.endpoint, overdue[0].group_id, deadline_s, num_held, len(pending),
         )  # fmt: skip
         for owed in overdue:
             if self._owed.get(owed.group_id) is owed and owed.owed_by == member.endpoint:

@@ -40,7 +40,10 @@ RECEIVE = (
     "UPDATE groups SET state = 'received', payload_file = ?, payload_offset = ?, payload_bytes = ?, oldest_version = ?,"
     " num_tokens = ?, received_at = ? WHERE group_id = ? AND state = 'admitted'"
 )
-FILES_NEEDED = "SELECT DISTINCT payload_file FROM groups WHERE state IN ('received', 'scored') OR (state = 'consumed' AND step > ?)"
+FILES_NEEDED = (
+    "SELECT DISTINCT payload_file FROM groups"
+    " WHERE state IN ('received', 'scored') OR (state = 'consumed' AND step > ?)"
+)
 
 
 class LedgerError(SlipstreamError):
@@ -67,7 +70,7 @@ class Ledger:
         self.path = Path(path)
         self._lock = threading.RLock()
         self._receiving = threading.Lock()
-        """Held from the first byte of a payload to the commit of its row, so that no file without rows is taken for superfluous."""
+        """Held from the first byte of a payload to the commit of its row: until then its file looks superfluous."""
         self._payloads = PayloadFiles(self.path.with_name(f"{self.path.name}-payloads"))
         if read_only and not self.path.is_file():
             raise LedgerError(f"{self.path}: no ledger there; expected the ledger.db of a run directory")
@@ -166,9 +169,9 @@ class Ledger:
             ):
                 if file not in kept:
                     raise LedgerError(
-                        f"{self.path}: cannot go back to step {step}: group {group_id}, consumed at step {its_step}, is no longer kept, "
-                        "because later checkpoints made it superfluous; resume from the newest checkpoint, or begin a new run with "
-                        "that checkpoint's model/ as its model"
+                        f"{self.path}: cannot go back to step {step}: group {group_id}, consumed at step {its_step}, "
+                        "is no longer kept, because later checkpoints made it superfluous; resume from the newest "
+                        "checkpoint, or begin a new run with that checkpoint's model/ as its model"
                     )
             self._db.execute(
                 f"UPDATE groups SET state = 'scored', step = NULL, staleness = NULL, consumed_at = NULL WHERE {later}",
@@ -176,7 +179,7 @@ class Ledger:
             )
 
     def forget_payloads(self, step: int) -> None:
-        """After the checkpoint of `step`: remove the files of which a resume needs no payload. The rows stay as they are."""
+        """Remove the files that no resume needs after the checkpoint of `step`. The rows stay as they are."""
         with self._explained(OSError):
             with self._receiving:
                 self._payloads.seal()

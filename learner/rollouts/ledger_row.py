@@ -1,7 +1,8 @@
 """A group as a row of the ledger: the table in SQL and the same as a struct, and how an older table becomes this one.
 
-Between ledger.py and those who read it. A slot's prompt is decided once, when it is admitted, and from then on read from here:
-`position` is the prompt's place in the endless sequence of prompts, which a curriculum lets run ahead of the slots.
+Between ledger.py and those who read it. A slot's prompt is decided once, when it is admitted, and from then on read
+from here: `position` is the prompt's place in the endless sequence of prompts, which a curriculum lets run ahead of the
+slots.
 """
 
 import sqlite3
@@ -58,7 +59,9 @@ TO_SCHEMA_3 = (
 
 
 def migrate(db: sqlite3.Connection, payloads: PayloadFiles) -> None:
-    """Turn a file of schema 2 into one of schema 3, in one commit: a kill before it changes nothing, and the next open begins again.
+    """Turn a file of schema 2 into one of schema 3.
+
+    One commit does it: a kill before leaves the file as it was, and the next open starts again.
 
     Raises sqlite3.Error, OSError.
     """

@@ -1,9 +1,9 @@
 """What groups hold, in files beside the ledger that are appended to and removed whole. Used by ledger.py alone.
 
-    ledger.db-payloads/12    payload after payload; the row of a group has the number of its file, its offset and its size
+    ledger.db-payloads/12    payload after payload; a row has the number of the file, the offset and the size
 
-A payload is megabytes and never changes, its row is small and changes four times: SQLite would write the payload twice or more often
-and walk its pages to free them. Invariant: after `sync` every payload that was appended survives a power failure.
+A payload is megabytes and never changes; its row is small and changes four times. SQLite would write the payload at
+least twice and walk its pages to free them. Invariant: after `sync` every appended payload survives a power failure.
 Not thread-safe, except `read`: ledger.py holds its lock.
 """
 

@@ -102,8 +102,8 @@ class TurnRequest(Owed, kw_only=True, eq=False):
 def seed_of(run: LearnerRun, slot: int, attempt: int, turn: Asked | None = None) -> int | None:
     """Return the seed of the first completion of a slot's group, or of a turn of it; None: the server draws one.
 
-    A retry has another: the same tokens would fail in the same way. Retries lie in the upper half of 32 bits, which no first attempt
-    uses; higher bits would not count, for torch's generator on CPUs ignores them.
+    A retry has another: the same tokens would fail in the same way. Seeds of retries lie in the upper half of 32 bits,
+    which no first attempt uses. Higher bits would not help: torch's generator on CPUs ignores them.
     """
     config = run.learner.sampling
     if not config.seeded:

@@ -2,7 +2,7 @@
 
 A slot is a place to be filled by one group, and its number is the order of consumption. Invariant: every slot below
 `next_to_take` was taken or passed over, and what is taken depends on the order of the slots alone, not on when a group came.
-Of the slots below it only their number is kept, and those above are looked up by bisection: a long run costs no more than a short one.
+Of the slots below it only the number is kept, and those above are looked up by bisection: a long run costs no more.
 Not thread-safe: queue.py holds its lock.
 """
 

@@ -110,7 +110,7 @@ class ServerLink:
 
     @property
     def last_count(self) -> tuple[int, float]:
-        """How many groups the server had by its newest pulse, running or not acknowledged, and when that pulse arrived."""
+        """The groups that the server has, running or not acknowledged, by its newest pulse, and when that arrived."""
         if self._last_pulse is None:
             return 0, 0.0
         pulse, arrived_at = self._last_pulse

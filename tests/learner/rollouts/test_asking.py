@@ -327,9 +327,10 @@ def test_what_a_live_server_has_lost_is_asked_of_it_again_after_the_deadline_and
         assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 1, 2] and slots(rollouts.take(0, TIMEOUT_S)) == [3, 4, 5]
         assert rollouts.batch_metrics["rollout/resent_requests"] == 2
     assert sorted(server.generated) == ["0.0", "1.0", "1.0", "2.0", "2.0", "3.0", "4.0", "5.0"]
-    (line,) = [record.getMessage() for record in caplog.records if "again" in record.getMessage()]
-    assert (
-        "again for 2 groups or turns" in line and "(learner.group_deadline_s), such as 1.0: it has 0 of the 2" in line
+    (line,) = [record.getMessage() for record in caplog.records if "resending" in record.getMessage()]
+    assert line == (
+        f"resending 2 requests to the server at {server.endpoint}, such as 1.0 (no answer for 0.6 s, "
+        "learner.group_deadline_s; it has 0 of 2)"
     )
     assert counts(tmp_path).dropped == 0
 
@@ -350,7 +351,7 @@ def test_a_server_that_has_all_it_owes_is_not_asked_again_however_long_it_pauses
         until(lambda: len(server.generated) >= 9, "more is asked of it, which its last count lacks")
         assert rollouts.take(0, 5 * DEADLINE_S) is None
         assert sorted(server.generated) == [f"{slot}.0" for slot in range(9)]
-        assert "again" not in caplog.text
+        assert "resending" not in caplog.text
         server.num_running = 8  # it has lost one, and nobody knows which
         until(lambda: len(server.generated) >= 18, "all are asked for again")
         assert rollouts.take(0, 5 * DEADLINE_S) is None and len(server.generated) == 18

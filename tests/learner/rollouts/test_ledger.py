@@ -296,7 +296,7 @@ def test_a_payload_that_somebody_cut_short_is_an_error_that_names_the_file(ledge
 
 
 def make_schema_2(path, num_kept: int = 3) -> None:
-    """A run of 6892280 up to step 4, whose payloads are kept from step 2 on; then come one scored group and one received, and one is asked for."""
+    """A run up to step 4 with the payloads from step 2 on; then a scored group, a received one and one that was sent."""
     with closing(sqlite3.connect(path)) as db:
         db.executescript(SCHEMA_2.read_text())
         for slot in range(7):
