@@ -75,7 +75,7 @@ class PayloadFiles:
 
     def remove(self, number: int) -> None:
         """Give the space of a file back."""
-        self._path(number).unlink()
+        self._path(number).unlink(missing_ok=True)
 
     def _begin_file(self) -> int:
         if not self._directory.is_dir():
