@@ -87,7 +87,8 @@ class LearnerConfig(Section):
     it owes; then they are asked for elsewhere."""
     group_deadline_s: MayChange[float] = 600.0
     """How long a group that the server has begun may go without a token, pushes aside, before it is asked for again; if two or
-    more of its completions had ended by then, it goes on with those."""
+    more of its completions had ended by then, it goes on with those. A request that the server has lost is sent again
+    after as long."""
     rank_timeout_s: MayChange[float] = 600.0
     """With several ranks: how long each waits for the others wherever they meet, so how soon one that died or hangs is noticed.
     It must be longer than rank 0 needs to read the data, for one push or for a checkpoint; waits for the server do not count."""

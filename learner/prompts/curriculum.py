@@ -48,8 +48,10 @@ class Curriculum:
         return self._config.kind != "none"
 
     def pass_rates(self, next_slot: int) -> PassRates | None:
-        """What to keep after `count(next_slot)`; None without a curriculum."""
-        return PassRates(reward=self._reward, next_slot=next_slot, by_prompt=self._pass_rates) if self.is_on else None
+        """Return a copy of what to keep after `count(next_slot)`; None without a curriculum."""
+        if not self.is_on:
+            return None
+        return PassRates(reward=self._reward, next_slot=next_slot, by_prompt=dict(self._pass_rates))
 
     def restore(self, kept: PassRates | None) -> int:
         """Take up what was kept; return the first slot whose group has still to be noted. 0: of another function, or nothing."""

@@ -1,12 +1,14 @@
 """Who is asked for what: every request goes to one ready server, and to another when that one may never answer.
 
     requests ─▶ Fleet.choose ─▶ link        lost server ─▶ what it owes ─▶ another, or whoever is ready next
+                                            lost request ─▶ the same server, after learner.group_deadline_s
 
 Between what is outstanding and the links; used by rollouts.py in the loop. Invariant: a request keeps its id wherever it goes, so that an
 answer that comes after all, or twice, is recognised; it stays here until `settle`, or until nobody waits for it.
 """
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -17,6 +19,12 @@ from learner.rollouts.request import Owed
 from learner.servers.fleet import Fleet
 from learner.servers.member import Member
 
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 1.0
+UNDER_WAY_S = 5.0
+"""A request that was sent less than this before the server counted its groups may have missed the count."""
+
 
 class Asking:
     """Of one run: what servers owe, or are to."""
@@ -26,6 +34,11 @@ class Asking:
         self._owed: dict[str, Owed] = {}
         self.num_owed: Counter[str] = Counter()
         """By endpoint."""
+        self._num_resent = 0
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {"rollout/resent_requests": float(self._num_resent)}
 
     @property
     def group_ids(self) -> list[str]:
@@ -71,6 +84,36 @@ class Asking:
         for owed in self._owed_by(member):
             if not await self._send(member, owed):
                 return
+
+    async def resend_lost(self) -> None:
+        """Send overdue requests again to a server that counts fewer groups than are pending there. Run until cancelled.
+
+        The count tells a lost request from a paused server and from a long completion. An id that the server still has
+        costs it nothing.
+        """
+        deadline_s = self.run.learner.group_deadline_s
+        while True:
+            await asyncio.sleep(min(LOOK_EVERY_S, deadline_s / 4))
+            for member in self.fleet.connected():
+                await self._resend_lost(member, deadline_s)
+
+    async def _resend_lost(self, member: Member, deadline_s: float) -> None:
+        num_held, counted_at = member.link.last_count
+        pending = [(owed.sent_at, owed) for owed in self._owed_by(member) if owed.sent_at is not None]
+        overdue = [owed for sent_at, owed in pending if time.monotonic() - sent_at > deadline_s]
+        has_had_since = counted_at - min(UNDER_WAY_S, deadline_s / 4)
+        if not overdue or num_held >= sum(sent_at < has_had_since for sent_at, _ in pending):
+            return
+        log.warning(
+            "resending %d requests to the server at %s, such as %s (no answer for %g s, learner.group_deadline_s; "
+            "it has %d of %d)",
+            len(overdue), member.endpoint, overdue[0].group_id, deadline_s, num_held, len(pending),
+        )  # fmt: skip
+        for owed in overdue:
+            if self._owed.get(owed.group_id) is owed and owed.owed_by == member.endpoint:
+                self._num_resent += 1
+                if not await self._send(member, owed):
+                    return
 
     async def acknowledge(self, arrived: Iterable[tuple[Member, AnyGroup]]) -> None:
         """Let each server forget the groups that came from it."""

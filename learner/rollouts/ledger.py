@@ -3,7 +3,8 @@
 It stands between the channel and the optimizer: a group is acknowledged to the server only after `receive` has
 committed it, and consumed in the same transaction that names its step. The invariant: every slot is consumed
 exactly once or passed over for good, in slot order, whatever crashes. `counts()` audits that from the rows
-alone. People may read the file at any time: `sqlite3 ledger.db 'select state, count(*) from groups group by state'`.
+alone. What a group holds is in a file (payloads.py), so no other commit waits for its bytes. People may read the
+ledger at any time: `sqlite3 ledger.db 'select state, count(*) from groups group by state'`.
 
     admit ─▶ admitted ─▶ received ─▶ scored ─▶ consumed        rewind (a resume): consumed ─▶ scored
                  └───────────┴──────────┴────▶ dropped         retried under the next attempt, unless the reason is final:
@@ -13,7 +14,7 @@ alone. People may read the file at any time: `sqlite3 ledger.db 'select state, c
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,19 +24,26 @@ import msgspec
 from learner.rollouts.ledger_row import (
     COLUMNS,
     FINAL_REASONS,
-    LATER_INDEXES,
+    OLDEST_SCHEMA_VERSION,
     OUTSTANDING,
     SCHEMA,
     SCHEMA_VERSION,
+    GroupPayload,
     Row,
     group_id_of,
+    migrate,
 )
+from learner.rollouts.payloads import PayloadFiles, Place
 from protocol.errors import SlipstreamError
 
-FORGOTTEN_AT_ONCE = 16
-"""Payloads: megabytes each, whose pages SQLite walks one by one."""
-PAUSE_BETWEEN_S = 1e-3
-"""In which a thread that waits for the lock gets it."""
+RECEIVE = (
+    "UPDATE groups SET state = 'received', payload_file = ?, payload_offset = ?, payload_bytes = ?, oldest_version = ?,"
+    " num_tokens = ?, received_at = ? WHERE group_id = ? AND state = 'admitted'"
+)
+FILES_NEEDED = (
+    "SELECT DISTINCT payload_file FROM groups"
+    " WHERE state IN ('received', 'scored') OR (state = 'consumed' AND step > ?)"
+)
 
 
 class LedgerError(SlipstreamError):
@@ -61,6 +69,9 @@ class Ledger:
     def __init__(self, path: Path, *, read_only: bool = False, timeout_s: float = 10.0) -> None:
         self.path = Path(path)
         self._lock = threading.RLock()
+        self._receiving = threading.Lock()
+        """Held from the first byte of a payload to the commit of its row: until then its file looks superfluous."""
+        self._payloads = PayloadFiles(self.path.with_name(f"{self.path.name}-payloads"))
         if read_only and not self.path.is_file():
             raise LedgerError(f"{self.path}: no ledger there; expected the ledger.db of a run directory")
         # Without a -wal file nobody is writing: read it as it is, also from a directory that cannot be written to.
@@ -81,6 +92,8 @@ class Ledger:
             raise
 
     def close(self) -> None:
+        with self._receiving, self._explained(OSError):
+            self._payloads.seal()
         with self._lock:
             self._db.close()
 
@@ -109,15 +122,19 @@ class Ledger:
             )
         return group_id
 
-    def receive(self, group_id: str, payload: bytes, oldest_version: int, num_tokens: int) -> bool:
-        """True once the group is durable; False, and nothing changed, for a duplicate, a dropped or an unknown id."""
-        with self._transaction():
-            changed = self._db.execute(
-                "UPDATE groups SET state = 'received', payload = ?, oldest_version = ?, num_tokens = ?, received_at = ?"
-                " WHERE group_id = ? AND state = 'admitted'",
-                (payload, oldest_version, num_tokens, time.time(), group_id),
-            ).rowcount
-        return changed == 1
+    def receive(self, groups: Iterable[GroupPayload]) -> list[str]:
+        """Return the ids of the groups that are durable now; a duplicate, a dropped or an unknown one changes nothing.
+
+        Not within a batch: others commit while payloads are written.
+        """
+        with self._receiving, self._explained(OSError):
+            placed = [
+                (*self._payloads.append(one.payload), one.oldest_version, one.num_tokens, time.time(), one.group_id)
+                for one in groups
+            ]
+            self._payloads.sync()
+            with self._transaction():
+                return [values[-1] for values in placed if self._db.execute(RECEIVE, values).rowcount == 1]
 
     def score(self, group_id: str, rewards_json: str, reward_mean: float | None) -> None:
         with self._transaction():
@@ -140,41 +157,35 @@ class Ledger:
     def drop(self, group_id: str, reason: str) -> None:
         """FINAL_REASONS end the slot; any other reason owes it a next attempt (`retries_due` until it is admitted)."""
         with self._transaction():
-            self._move(group_id, OUTSTANDING, "dropped", "reason = ?, payload = NULL", (reason,))
+            self._move(group_id, OUTSTANDING, "dropped", "reason = ?, payload_file = NULL", (reason,))
 
     def rewind(self, step: int) -> None:
         """A resume from the checkpoint of `step`: what was consumed after it is scored, and waits, again."""
+        kept = self._payloads.numbers()
         with self._transaction():
-            forgotten = self._one(
-                "SELECT group_id, step FROM groups WHERE state = 'consumed' AND step > ? AND payload IS NULL LIMIT 1",
-                (step,),
-            )
-            if forgotten is not None:
-                raise LedgerError(
-                    f"{self.path}: cannot go back to step {step}: group {forgotten[0]}, consumed at step {forgotten[1]}, is no "
-                    "longer kept, because later checkpoints made it superfluous; resume from the newest checkpoint, or begin a new run with "
-                    "that checkpoint's model/ as its model"
-                )
+            later = "state = 'consumed' AND step > ?"
+            for group_id, its_step, file in self._all(
+                f"SELECT group_id, step, payload_file FROM groups WHERE {later}", (step,)
+            ):
+                if file not in kept:
+                    raise LedgerError(
+                        f"{self.path}: cannot go back to step {step}: group {group_id}, consumed at step {its_step}, "
+                        "is no longer kept, because later checkpoints made it superfluous; resume from the newest "
+                        "checkpoint, or begin a new run with that checkpoint's model/ as its model"
+                    )
             self._db.execute(
-                "UPDATE groups SET state = 'scored', step = NULL, staleness = NULL, consumed_at = NULL"
-                " WHERE state = 'consumed' AND step > ?",
+                f"UPDATE groups SET state = 'scored', step = NULL, staleness = NULL, consumed_at = NULL WHERE {later}",
                 (step,),
             )
 
     def forget_payloads(self, step: int) -> None:
-        """After the checkpoint of `step`: what was consumed up to it is never needed again; its row stays.
-
-        A few at a time, so that groups can be received meanwhile; a kill in between leaves the rest to the next call.
-        """
-        num_forgotten = FORGOTTEN_AT_ONCE
-        while num_forgotten == FORGOTTEN_AT_ONCE:
-            with self._transaction():
-                num_forgotten = self._db.execute(
-                    "UPDATE groups SET payload = NULL WHERE rowid IN (SELECT rowid FROM groups INDEXED BY payloads_kept"
-                    " WHERE state = 'consumed' AND payload IS NOT NULL AND step <= ? LIMIT ?)",
-                    (step, FORGOTTEN_AT_ONCE),
-                ).rowcount
-            time.sleep(PAUSE_BETWEEN_S)
+        """Remove the files that no resume needs after the checkpoint of `step`. The rows stay as they are."""
+        with self._explained(OSError):
+            with self._receiving:
+                self._payloads.seal()
+                superfluous = self._payloads.numbers() - {file for (file,) in self._all(FILES_NEEDED, (step,))}
+            for number in superfluous:
+                self._payloads.remove(number)
 
     # ---- questions
 
@@ -194,11 +205,14 @@ class Ledger:
         return dict(self._all(f"SELECT slot, count(*) FROM groups WHERE {where} GROUP BY slot", other))
 
     def payload(self, group_id: str) -> bytes:
-        row = self._one("SELECT state, payload FROM groups WHERE group_id = ?", (group_id,))
-        if row is None or row[1] is None:
+        row = self._one(
+            "SELECT state, payload_file, payload_offset, payload_bytes FROM groups WHERE group_id = ?", (group_id,)
+        )
+        if row is None or row[1] not in self._payloads.numbers():
             state = "unknown to the ledger" if row is None else f"{row[0]} and holds no payload"
             raise LedgerError(f"group {group_id} is {state}; wanted one that was received and is still kept")
-        return row[1]
+        with self._explained(OSError):
+            return self._payloads.read(Place(*row[1:]))
 
     def next_slot(self) -> int:
         return self._number("SELECT coalesce(max(slot) + 1, 0) FROM groups")
@@ -265,18 +279,20 @@ class Ledger:
         with self._explained():
             found = self._number("PRAGMA user_version")
             is_new = not read_only and found == 0 and not self._number("SELECT count(*) FROM sqlite_master")
-            if not is_new and found != SCHEMA_VERSION:
+            if not is_new and not OLDEST_SCHEMA_VERSION <= found <= SCHEMA_VERSION:
                 raise LedgerError(
                     f"{self.path}: this file has ledger schema {found}, expected {SCHEMA_VERSION}; continue this run with the "
                     "Slipstream version that wrote it, or start a new run directory"
                 )
-            if not read_only:
-                self._db.execute("PRAGMA journal_mode = WAL")
-                self._db.execute("PRAGMA synchronous = FULL")
+            if read_only:
+                return
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = FULL")
             if is_new:
                 self._db.executescript(f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
-            if not read_only:
-                self._db.executescript(LATER_INDEXES)
+            elif found < SCHEMA_VERSION:
+                with self._explained(OSError):
+                    migrate(self._db, self._payloads)
 
     def _move(self, group_id: str, allowed: tuple[str, ...], to: str, changes: str, values: tuple) -> None:
         """One legal step forward, inside the caller's transaction."""
@@ -311,11 +327,11 @@ class Ledger:
                     self._db.execute("ROLLBACK")
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _explained(self, kind: type[Exception] = sqlite3.Error) -> Iterator[None]:
         """A full disk, a lock held by others or a broken file stops the run with a sentence, never silently."""
         try:
             yield
-        except sqlite3.Error as error:
+        except kind as error:
             raise LedgerError(
                 f"{self.path}: the ledger could not be read or written ({error}); the run stops rather than lose groups: check "
                 "free space, permissions and that no other process holds the file, then start it again with --resume"

@@ -1,13 +1,21 @@
-"""A group as a row of the ledger: the table in SQL and the same as a struct. Between ledger.py and those who read it.
+"""A group as a row of the ledger: the table in SQL and the same as a struct, and how an older table becomes this one.
 
-A slot's prompt is decided once, when it is admitted, and from then on read from here: `position` is the prompt's place in
-the endless sequence of prompts, which a curriculum lets run ahead of the slots.
+Between ledger.py and those who read it. A slot's prompt is decided once, when it is admitted, and from then on read
+from here: `position` is the prompt's place in the endless sequence of prompts, which a curriculum lets run ahead of the
+slots.
 """
+
+import sqlite3
+from typing import NamedTuple
 
 import msgspec
 
-SCHEMA_VERSION = 2
-"""2 added `position` and the reason `no_signal`; a file with another version is refused, see ledger.py."""
+from learner.rollouts.payloads import PayloadFiles
+
+SCHEMA_VERSION = 3
+"""2 added `position` and the reason `no_signal`, 3 took the payloads out of the rows."""
+OLDEST_SCHEMA_VERSION = 2
+"""Read as it is, and migrated when the run is resumed. A file of any other version is refused, see ledger.py."""
 FINAL_REASONS = ("failed", "no_signal")
 """Of dropped groups whose slot is passed over; any other reason owes the slot a next attempt at the same prompt."""
 OUTSTANDING = ("admitted", "received", "scored")
@@ -32,18 +40,45 @@ CREATE TABLE groups (
     received_at REAL,
     scored_at REAL,
     consumed_at REAL,
-    payload BLOB
+    payload_file INTEGER,
+    payload_offset INTEGER,
+    payload_bytes INTEGER
 ) STRICT;
 CREATE INDEX groups_by_state ON groups (state, step);
 CREATE INDEX groups_by_slot ON groups (slot);
 -- The file itself refuses a second live group of a slot, so none can be consumed twice.
 CREATE UNIQUE INDEX one_live_group_per_slot ON groups (slot) WHERE state != 'dropped';
 """
+TO_SCHEMA_3 = (
+    "ALTER TABLE groups ADD COLUMN payload_file INTEGER",
+    "ALTER TABLE groups ADD COLUMN payload_offset INTEGER",
+    "ALTER TABLE groups ADD COLUMN payload_bytes INTEGER",
+    "DROP INDEX IF EXISTS payloads_kept",
+    "PRAGMA user_version = 3",
+)
 
-LATER_INDEXES = """
-CREATE INDEX IF NOT EXISTS payloads_kept ON groups (step) WHERE state = 'consumed' AND payload IS NOT NULL;
-"""
-"""What newer versions look up by; made in older files too, whose rows stay as they are."""
+
+def migrate(db: sqlite3.Connection, payloads: PayloadFiles) -> None:
+    """Turn a file of schema 2 into one of schema 3.
+
+    One commit does it: a kill before leaves the file as it was, and the next open starts again.
+
+    Raises sqlite3.Error, OSError.
+    """
+    for left_over in payloads.numbers():
+        payloads.remove(left_over)
+    places = []
+    for (rowid,) in db.execute("SELECT rowid FROM groups WHERE payload IS NOT NULL").fetchall():
+        (payload,) = db.execute("SELECT payload FROM groups WHERE rowid = ?", (rowid,)).fetchone()
+        places.append((*payloads.append(payload), rowid))
+    payloads.seal()
+    db.execute("BEGIN IMMEDIATE")
+    for statement in TO_SCHEMA_3:
+        db.execute(statement)
+    db.executemany("UPDATE groups SET payload_file = ?, payload_offset = ?, payload_bytes = ? WHERE rowid = ?", places)
+    db.execute("ALTER TABLE groups DROP COLUMN payload")
+    db.execute("COMMIT")
+    db.execute("VACUUM")  # gives the space of the payloads back
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +112,15 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 COLUMNS = ", ".join(Row.__struct_fields__)
+
+
+class GroupPayload(NamedTuple):
+    """A group as it arrived: its completions, packed, and what the ledger tells of them without unpacking them."""
+
+    group_id: str
+    payload: bytes
+    oldest_version: int
+    num_tokens: int
 
 
 def group_id_of(slot: int, attempt: int) -> str:

@@ -4,6 +4,7 @@ Invariant: a prompt is in the ledger before it is sent, and stays here until its
 Only the loop thread uses it.
 """
 
+import heapq
 import logging
 from collections import Counter
 from collections.abc import Callable
@@ -21,8 +22,8 @@ class Outstanding:
     def __init__(self, ledger: Ledger, prompts: Prompts, max_attempts: int) -> None:
         self._ledger, self._prompts, self._max_attempts = ledger, prompts, max_attempts
         self._requests: dict[str, Request] = {}
-        self._held: list[Request] = []
-        """Of these, the ones that a resume found beyond the admission rule; they wait for it like new ones."""
+        self._held: list[tuple[int, str]] = []
+        """Slots and ids, as a heap, of those that a resume found; they wait for the admission rule like new ones."""
         self._num_failures = Counter(ledger.num_failures())
         """By slot."""
 
@@ -34,9 +35,7 @@ class Outstanding:
 
     def pop(self, group_id: str) -> Request | None:
         """Take the request that a group answers, or None: nothing, or a duplicate of what has come."""
-        request = self._requests.pop(group_id, None)
-        self._held = [other for other in self._held if other is not request]
-        return request
+        return self._requests.pop(group_id, None)
 
     def ask(self, slot: int, attempt: int, position: int, version: int) -> Request:
         """Admit the prompt at a position; the caller sends it."""
@@ -72,12 +71,18 @@ class Outstanding:
     def hold(self, request: Request) -> None:
         """Keep a request until `due`: sent or not, the server may have forgotten it with the run before this one."""
         self._requests[request.group_id] = request
-        self._held.append(request)
+        heapq.heappush(self._held, (request.slot, request.group_id))
 
     def due(self, num_places: int, place: Callable[[int], int]) -> list[Request]:
-        """Return those held back whose slot's place is below `num_places`; they are held no more."""
-        due = [request for request in self._held if place(request.slot) < num_places]
-        self._held = [request for request in self._held if request not in due]
+        """Return those held back whose slot's place is below `num_places`, in slot order; they are held no more.
+
+        A group may have arrived meanwhile: its request is left out.
+        """
+        due = []
+        while self._held and place(self._held[0][0]) < num_places:
+            _, group_id = heapq.heappop(self._held)
+            if (request := self.get(group_id)) is not None:
+                due.append(request)
         return due
 
     def request(self, slot: int, attempt: int, position: int) -> Request:

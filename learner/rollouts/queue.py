@@ -126,7 +126,7 @@ class GroupQueue:
     def fail(self, slot: int) -> None:
         """Pass a slot over whose prompt was given up."""
         with self._changed:
-            self._slots.passed_over[slot] = "failed"
+            self._slots.pass_over(slot, "failed")
             self._changed.notify_all()
 
     # --- the main thread's side ----------------------------------------------------------------------------------
@@ -179,8 +179,7 @@ class GroupQueue:
 
     def _num_running(self) -> int:
         """Groups that the server owes."""
-        open_slots = set(range(self._slots.next_to_take, self._slots.next_to_admit))
-        return len(open_slots - self._slots.ready.keys() - self._slots.passed_over.keys() - self._scoring)
+        return self._slots.num_missing - len(self._scoring)
 
     def _lacks(self, is_connected: bool) -> Part:
         if not is_connected:

@@ -18,6 +18,8 @@ from protocol.errors import ProtocolError
 from protocol.messages import Generate, Group, GroupFailed, Sampling
 
 MIN_SURVIVORS = 2
+RETRY_STRIDE = 1_327_217_885
+"""2**31 divided by the golden ratio: few attempts of slots less than a million apart never share a seed."""
 
 
 class Owed(msgspec.Struct, kw_only=True, eq=False):
@@ -60,7 +62,9 @@ class Request(Owed, kw_only=True, eq=False):
         return Generate(
             group_id=self.group_id,
             prompt_token_ids=np.array(self.prompt.token_ids, np.int32),
-            sampling=_sampling(sampling, sampling.num_completions, sampling.max_tokens, seed_of(run, self.slot)),
+            sampling=_sampling(
+                sampling, sampling.num_completions, sampling.max_tokens, seed_of(run, self.slot, self.attempt)
+            ),
             deadline_s=run.learner.group_deadline_s,
         )
 
@@ -71,6 +75,8 @@ class TurnRequest(Owed, kw_only=True, eq=False):
     name: str
     """Of no other turn of any life of this run: a server may still have what it was asked for before a restart."""
     slot: int
+    attempt: int
+    """Of its group and of this turn together: 0 only for the first of both."""
     turn: Asked
     answer: "asyncio.Future[Group | GroupFailed]"
 
@@ -83,9 +89,7 @@ class TurnRequest(Owed, kw_only=True, eq=False):
         return self.turn.stays_at
 
     def message(self, run: LearnerRun) -> Generate:
-        seed = seed_of(run, self.slot)
-        if seed is not None:
-            seed = ((seed + self.turn.episode) * run.learner.environment.max_turns + self.turn.number) % 2**31
+        seed = seed_of(run, self.slot, self.attempt, self.turn)
         return Generate(
             group_id=self.group_id,
             prompt_token_ids=self.turn.token_ids,
@@ -95,10 +99,19 @@ class TurnRequest(Owed, kw_only=True, eq=False):
         )
 
 
-def seed_of(run: LearnerRun, slot: int) -> int | None:
-    """Of the first completion of a slot's group; None: the server draws one."""
+def seed_of(run: LearnerRun, slot: int, attempt: int, turn: Asked | None = None) -> int | None:
+    """Return the seed of the first completion of a slot's group, or of a turn of it; None: the server draws one.
+
+    A retry has another: the same tokens would fail in the same way. Seeds of retries lie in the upper half of 32 bits,
+    which no first attempt uses. Higher bits would not help: torch's generator on CPUs ignores them.
+    """
     config = run.learner.sampling
-    return (run.seed * 1_000_003 + slot * config.num_completions) % 2**31 if config.seeded else None
+    if not config.seeded:
+        return None
+    seed = run.seed * 1_000_003 + slot * config.num_completions
+    if turn is not None:
+        seed = (seed + turn.episode) * run.learner.environment.max_turns + turn.number
+    return seed % 2**31 if attempt == 0 else (seed + attempt * RETRY_STRIDE) % 2**31 + 2**31
 
 
 def _sampling(

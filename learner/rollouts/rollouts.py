@@ -70,7 +70,7 @@ class Rollouts:
             self._turns = Turns(self._asking, player, lambda group: self._arrived.put((None, group)))
         self._take_up()
         self._fleet.start(self._on_group, self._on_welcome, self._on_lost, self._asking.num_owed)
-        for work in (self._admit(), self._arrived.run(), self._scored.run()):
+        for work in (self._admit(), self._arrived.run(), self._scored.run(), self._asking.resend_lost()):
             self._loop.spawn(work)
 
     def publish(self, version: int, *server_ids: str) -> None:
@@ -99,7 +99,8 @@ class Rollouts:
     @property
     def batch_metrics(self) -> dict[str, float]:
         """What happened on the way to the batch that was taken last, and what it waited for."""
-        return self._queue.batch_metrics | (self._turns.metrics if self._turns is not None else {})
+        of_turns = self._turns.metrics if self._turns is not None else {}
+        return self._queue.batch_metrics | self._asking.metrics | of_turns
 
     @property
     def waits_for(self) -> str:

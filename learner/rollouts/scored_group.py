@@ -15,7 +15,7 @@ from learner.environments.episode import AnyGroup, Course, PlayedGroup, episodes
 from learner.prompts.prompts import Prompt
 from learner.rewards.workers import GroupRewards
 from learner.rollouts.ledger import Ledger
-from learner.rollouts.ledger_row import Row
+from learner.rollouts.ledger_row import GroupPayload, Row
 from protocol.codec import pack, unpack
 from protocol.messages import Part
 
@@ -79,9 +79,9 @@ def texts_of(groups: Sequence[ScoredGroup], *, min_tokens: int, max_tokens: int)
 
 def keep(ledger: Ledger, groups: list[AnyGroup]) -> None:
     """Make groups durable that have come, in one commit."""
-    with ledger.batch():
-        for group in groups:
-            ledger.receive(group.group_id, pack(group), group.oldest_version, num_sampled(group))
+    ledger.receive(
+        GroupPayload(group.group_id, pack(group), group.oldest_version, num_sampled(group)) for group in groups
+    )
 
 
 def received(ledger: Ledger, row: Row) -> AnyGroup:

@@ -40,7 +40,7 @@ class Selection:
     def admits(self, group: ScoredGroup) -> bool:
         """Make a scored group ready and return True, or pass its slot over, for another to replace it."""
         if self._is_to_replace(group):
-            self._slots.passed_over[group.slot] = "no_signal"
+            self._slots.pass_over(group.slot, "no_signal")
             return False
         self._slots.ready[group.slot] = group
         return True

@@ -2,10 +2,12 @@
 
 A slot is a place to be filled by one group, and its number is the order of consumption. Invariant: every slot below
 `next_to_take` was taken or passed over, and what is taken depends on the order of the slots alone, not on when a group came.
+Of the slots below it only the number is kept, and those above are looked up by bisection: a long run costs no more.
 Not thread-safe: queue.py holds its lock.
 """
 
-from itertools import count, islice
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Mapping
 from typing import Literal
 
 from learner.rollouts.scored_group import ScoredGroup
@@ -16,24 +18,46 @@ PassedOver = Literal["failed", "no_signal"]
 class Slots:
     """The slots of a run, from the first that is not consumed to the last that was admitted."""
 
-    def __init__(self, next_to_admit: int, next_to_take: int, passed_over: dict[int, PassedOver]) -> None:
+    def __init__(self, next_to_admit: int, next_to_take: int, passed_over: Mapping[int, PassedOver]) -> None:
+        """`passed_over`: of all slots so far."""
         self.next_to_admit = next_to_admit
         self.next_to_take = next_to_take
-        self.passed_over = passed_over
         self.ready: dict[int, ScoredGroup] = {}
+        self.num_passed_over = len(passed_over)
+        """Since the run began."""
+        self._passed_over = sorted(slot for slot in passed_over if slot >= next_to_take)
+        self._no_signal = [slot for slot in self._passed_over if passed_over[slot] == "no_signal"]
+
+    def pass_over(self, slot: int, reason: PassedOver) -> None:
+        """Leave a slot out for good."""
+        self.num_passed_over += 1
+        insort(self._passed_over, slot)
+        if reason == "no_signal":
+            insort(self._no_signal, slot)
 
     def place(self, slot: int) -> int:
         """Return how many slots before this one are, or will be, consumed."""
-        return slot - sum(other < slot for other in self.passed_over)
+        num_before = self.num_passed_over - len(self._passed_over)
+        return slot - num_before - bisect_left(self._passed_over, slot)
 
     def num_new(self, num_places_allowed: int) -> int:
         """Return how many new slots fit into so many places."""
-        return max(0, num_places_allowed - (self.next_to_admit - len(self.passed_over)))
+        return max(0, num_places_allowed - (self.next_to_admit - self.num_passed_over))
+
+    @property
+    def num_missing(self) -> int:
+        """How many slots were admitted, are not passed over and not ready."""
+        return self.next_to_admit - self.next_to_take - len(self._passed_over) - len(self.ready)
 
     def next(self, num_groups: int) -> list[int]:
         """Return the next slots that are not passed over, ready or not, admitted or not."""
-        open_slots = (slot for slot in count(self.next_to_take) if slot not in self.passed_over)
-        return list(islice(open_slots, num_groups))
+        slots: list[int] = []
+        while len(slots) < num_groups:
+            first = self._open_slot(len(slots))
+            i = bisect_left(self._passed_over, first)
+            num_in_a_row = self._passed_over[i] - first if i < len(self._passed_over) else num_groups
+            slots += range(first, first + min(num_in_a_row, num_groups - len(slots)))
+        return slots
 
     def head(self, num_groups: int) -> list[int] | None:
         """Return the next slots, if all of them are ready."""
@@ -43,21 +67,23 @@ class Slots:
     def take(self, slots: list[int]) -> list[ScoredGroup]:
         """Hand out the groups of `head`."""
         self.next_to_take = slots[-1] + 1
+        for passed in (self._passed_over, self._no_signal):
+            del passed[: bisect_left(passed, self.next_to_take)]
         return [self.ready.pop(slot) for slot in slots]
 
     def num_replaced_with(self, slot: int, groups_per_step: int) -> int:
         """Return how many groups are replaced in the step of this slot, if every slot still open keeps its place."""
-        num_kept = num_replaced = 0
-        for other in range(self.next_to_take, self.next_to_admit):
-            if other not in self.passed_over:
-                num_kept += 1
-            elif self.passed_over[other] == "no_signal":
-                num_replaced += 1
-            if num_kept == groups_per_step:
-                if other >= slot:
-                    break
-                num_kept = num_replaced = 0
-        return num_replaced
+        num_open_before = slot - self.next_to_take - bisect_left(self._passed_over, slot)
+        first = num_open_before - num_open_before % groups_per_step
+        begin = self._open_slot(first - 1) + 1 if first else self.next_to_take
+        last = self._open_slot(first + groups_per_step - 1)
+        return bisect_right(self._no_signal, last) - bisect_left(self._no_signal, begin)
+
+    def _open_slot(self, index: int) -> int:
+        """Return the slot at this index among those from `next_to_take` on that are not passed over."""
+        passed, first = self._passed_over, self.next_to_take
+        num_passed = bisect_right(range(len(passed)), index, key=lambda i: passed[i] - first - i)
+        return first + index + num_passed
 
 
 def num_places_allowed(*, version: int, max_staleness: int, groups_per_step: int, total_groups: int) -> int:

@@ -90,7 +90,8 @@ class Turns:
 
     async def _ask(self, request: Request, asked: Asked, attempt: int) -> Sampled | None:
         turn = TurnRequest(
-            name=f"{request.group_id}/{self._life}/{asked.episode}.{asked.number}.{attempt}", slot=request.slot, turn=asked,
+            name=f"{request.group_id}/{self._life}/{asked.episode}.{asked.number}.{attempt}", slot=request.slot,
+            attempt=request.attempt * self._run.learner.max_group_attempts + attempt, turn=asked,
             answer=asyncio.get_running_loop().create_future(),
         )  # fmt: skip
         try:

@@ -108,6 +108,14 @@ class ServerLink:
         """True while the server that welcomed this run still pulses."""
         return self._connected
 
+    @property
+    def last_count(self) -> tuple[int, float]:
+        """The groups that the server has, running or not acknowledged, by its newest pulse, and when that arrived."""
+        if self._last_pulse is None:
+            return 0, 0.0
+        pulse, arrived_at = self._last_pulse
+        return pulse.groups_running + pulse.groups_unacked - len(self._unsent_acks), arrived_at
+
     async def run(self, on_group: OnGroup = _ignore, on_welcome: OnWelcome = _ignore) -> None:
         """Keep the link up until cancelled; call these with every group and every welcome. Raises HandshakeRefused."""
         async with asyncio.TaskGroup() as tasks:

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from learner.gateway.agent_process import AgentProcess
 from learner.gateway.session import Session
 from learner.leader import Leader
 from learner.rollouts.ledger import Ledger
+from learner.rollouts.ledger_row import GroupPayload
 from learner.servers.epoch import Epoch, Epochs
 from learner.servers.fleet import Fleet
 from learner.servers.link import ServerLink
@@ -143,11 +144,13 @@ def _keep_books(traps: Traps) -> None:
         _write_whole(directory / WEIGHTS / f"{version}-{digest}.safetensors", content)
         return push(pusher, version, tensors, *members)
 
-    def keep_received(ledger: Ledger, group_id: str, payload: bytes, *args: Any) -> bool:
-        _write_whole(directory / RECEIVED / f"{group_id}-{time.monotonic_ns()}", payload)
-        is_new = receive(ledger, group_id, payload, *args)
+    def keep_received(ledger: Ledger, groups: Iterable[GroupPayload]) -> list[str]:
+        groups = list(groups)
+        for group in groups:
+            _write_whole(directory / RECEIVED / f"{group.group_id}-{time.monotonic_ns()}", group.payload)
+        are_new = receive(ledger, groups)
         traps.tell("received")
-        return is_new
+        return are_new
 
     def tell_consumed(ledger: Ledger, groups: Any, step: int) -> None:
         consume(ledger, groups, step)

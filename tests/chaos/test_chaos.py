@@ -19,6 +19,7 @@ from tests.chaos.schedule import OF_EPISODES, STATES, Fault, Kind, Target, sched
 from tests.chaos.stops import Stop
 from tests.chaos.struck import Struck, notice_s
 from tests.chaos.traps import Event, Traps, set_trap
+from tests.learner.ledgers import receive
 
 NUM_STEPS, GROUPS_PER_STEP, NUM_PROMPTS, SEED = 5, 2, 4, 3
 
@@ -101,7 +102,7 @@ def make_ledger(path: Path) -> Path:
         epoch, place = divmod(slot, NUM_PROMPTS)
         group_id = f"{slot}.0"
         ledger.admit(slot=slot, attempt=0, position=slot, epoch=epoch, prompt_id=orders[epoch][place], version=0)
-        ledger.receive(group_id, b"group", 0, 5)
+        receive(ledger, group_id, b"group", 0, 5)
         ledger.score(group_id, "[]", 0.5)
     for step in range(1, NUM_STEPS + 1):
         first = (step - 1) * GROUPS_PER_STEP
@@ -139,7 +140,8 @@ def test_the_audit_finds_a_prompt_that_was_consumed_twice(tmp_path: Path) -> Non
         tmp_path,
         "DROP INDEX one_live_group_per_slot",
         "INSERT INTO groups SELECT '2.1', slot, 1, position, epoch, prompt_id, state, reason, admitted_version, oldest_version,"
-        " 5, staleness, num_tokens, reward_mean, rewards, admitted_at, received_at, scored_at, consumed_at, payload"
+        " 5, staleness, num_tokens, reward_mean, rewards, admitted_at, received_at, scored_at, consumed_at, payload_file,"
+        " payload_offset, payload_bytes"
         " FROM groups WHERE slot = 2",
     )
     assert len(audit.duplicated) == 1 and audit.consumed_once == 9

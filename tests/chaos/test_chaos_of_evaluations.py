@@ -24,6 +24,7 @@ from tests.chaos.fake_http import greedy
 from tests.chaos.learner_process import WEIGHTS
 from tests.chaos.run import make_config
 from tests.chaos.schedule import OF_EVALUATIONS, schedule
+from tests.learner.ledgers import receive
 
 NUM_STEPS = 5
 DUE = (0, 2, 4, 5)
@@ -54,7 +55,7 @@ def make_run(directory: Path) -> tuple[Lines, dict[int, Lines]]:
     ledger = Ledger(run_dir / "ledger.db")
     for slot in range(NUM_STEPS):
         ledger.admit(slot=slot, attempt=0, position=slot, epoch=0, prompt_id=slot, version=0)
-        ledger.receive(f"{slot}.0", b"group", 0, 5)
+        receive(ledger, f"{slot}.0", b"group", 0, 5)
         ledger.score(f"{slot}.0", "[]", 0.5)
         ledger.consume([(f"{slot}.0", 0)], slot + 1)
     ledger.close()

@@ -27,7 +27,7 @@ from learner.policy.model import load_policy
 from learner.rollouts.ledger import Ledger
 from learner.servers.pusher import Pusher
 from protocol.codec import unpack
-from tests.learner.test_train import rows_of
+from tests.learner.ledgers import consumed_groups
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-5
@@ -79,8 +79,8 @@ def recorded_turns(run: LearnerRun, weights: Weights) -> list[RecordedTurn]:
     material = Material(run)
     learners, exact = policy_of_learner(material.model_path), policy_in_float64(material.model_path)
     turns: list[RecordedTurn] = []
-    for payload, position in rows_of(run, "payload, position", "state = 'consumed'"):
-        group, prompt = unpack(payload, PlayedGroup), material.prompts.prompt_at(position).token_ids
+    for row, payload in consumed_groups(run):
+        group, prompt = unpack(payload, PlayedGroup), material.prompts.prompt_at(row.position).token_ids
         for branch in (branch for episode in group.episodes for branch in episode.branches):
             before = prompt if branch.prompt_token_ids is None else branch.prompt_token_ids.tolist()
             turns += turns_of(branch, before, group.entered_version, weights, learners, exact)

@@ -26,7 +26,8 @@ from tests.learner.environments.recomputed import (
     keep_all,
     recorded_turns,
 )
-from tests.learner.test_train import make_run, metrics_of, rows_of
+from tests.learner.ledgers import consumed_groups
+from tests.learner.test_train import make_run, metrics_of
 
 pytestmark = pytest.mark.vllm
 
@@ -73,8 +74,7 @@ def test_every_recorded_token_has_the_servers_logprob_whatever_the_template_does
     metrics = metrics_of(run)
     mismatches = [line["policy/mismatch_abs_logprob"] for line in metrics if "policy/mismatch_abs_logprob" in line]
     assert mismatches and max(mismatches) < TOLERANCE
-    rows = rows_of(run, "payload", "state = 'consumed'")
-    episodes = [episode for (payload,) in rows for episode in unpack(payload, PlayedGroup).episodes]
+    episodes = [one for _, payload in consumed_groups(run) for one in unpack(payload, PlayedGroup).episodes]
     whole = [episode for episode in episodes if episode.course.num_turns == NUM_TURNS]
     assert whole
     template = ChatTemplate(chat_tokenizer(TEMPLATES[kind]), {}, tools_of(run.learner.environment))

@@ -16,6 +16,7 @@ from learner.rollouts.ledger import Ledger
 from learner.train import train
 from protocol.codec import unpack
 from protocol.model_files import resolve_model
+from tests.learner.ledgers import consumed_groups
 from tests.learner.model_engine import tiny_server
 from tests.learner.test_several_servers import Engine, servers
 from tests.learner.test_train import make_run, metrics_of, rows_of
@@ -44,9 +45,11 @@ def playing_run(tmp_path: Path, *endpoints: str, steps: int = 4, factory: str = 
 def groups_of(run: LearnerRun) -> list[tuple[PlayedGroup, int]]:
     """What the ledger has of the consumed groups, each with its secret."""
     prompts = Prompts(run.learner.data, load_tokenizer(resolve_model("tiny:digits")), run.seed)
-    rows = rows_of(run, "payload, position", "state = 'consumed' AND payload IS NOT NULL")
-    assert rows
-    return [(unpack(payload, PlayedGroup), prompts.prompt_at(position).columns["secret"]) for payload, position in rows]
+    groups = consumed_groups(run)
+    assert groups
+    return [
+        (unpack(payload, PlayedGroup), prompts.prompt_at(row.position).columns["secret"]) for row, payload in groups
+    ]
 
 
 def said_by(secret: int, text: str) -> str:

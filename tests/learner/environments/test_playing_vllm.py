@@ -20,7 +20,8 @@ from tests.learner.environments.recomputed import (
     recorded_turns,
 )
 from tests.learner.environments.test_playing_runs import playing_run
-from tests.learner.test_train import metrics_of, rows_of
+from tests.learner.ledgers import consumed_groups
+from tests.learner.test_train import metrics_of
 
 pytestmark = pytest.mark.vllm
 
@@ -49,8 +50,7 @@ def test_episodes_go_on_over_pushes_with_exact_tokens_and_their_own_cache(
     mismatches = [line["policy/mismatch_abs_logprob"] for line in metrics if "policy/mismatch_abs_logprob" in line]
     assert mismatches and max(mismatches) < TOLERANCE
     tokenizer = load_tokenizer(path)
-    payloads = [unpack(payload, PlayedGroup) for (payload,) in rows_of(run, "payload", "state = 'consumed'")]
-    episodes = [episode for group in payloads for episode in group.episodes]
+    episodes = [one for _, payload in consumed_groups(run) for one in unpack(payload, PlayedGroup).episodes]
     spans = [set(branch.sampled_versions) for episode in episodes for branch in episode.branches]
     assert any(len(versions) > 1 for versions in spans), "no push fell into an episode"
     for episode in episodes:

@@ -16,6 +16,7 @@ from protocol.model_files import fingerprint
 from tests.fakes import ServerThread
 from tests.learner.environments.chat_model import takes_for_calls, write_model
 from tests.learner.environments.chat_tokenizer import CHARACTERS, KEEPING
+from tests.learner.ledgers import consumed_groups
 from tests.learner.model_engine import TINY_LIMITS, ModelEngine
 from tests.learner.test_train import make_run, metrics_of, rows_of
 
@@ -58,11 +59,11 @@ def test_the_environment_and_its_reward_function_run_unchanged(tmp_path: Path) -
         reward={"functions": [f"{EXAMPLES}:reward_func"]},
     )
     counters = []
-    for payload, rewards in rows_of(run, "payload, rewards", "state = 'consumed'"):
+    for row, payload in consumed_groups(run):
         episodes = unpack(payload, PlayedGroup).episodes
         held = [episode.attributes for episode in episodes]
         assert held == [{"counter": 2 * episode.course.num_calls} for episode in episodes]
-        assert json.loads(rewards)["rewards"] == [2.0 * episode.course.num_calls for episode in episodes]
+        assert json.loads(row.rewards or "")["rewards"] == [2.0 * episode.course.num_calls for episode in episodes]
         counters += [one["counter"] for one in held if one]
     assert {0, 2} < set(counters) <= {0, 2, 4, 6}
     assert sum(line["episode/tool_calls"] for line in metrics_of(run)) == sum(counters) / 2
@@ -78,9 +79,7 @@ def test_tools_run_unchanged(tmp_path: Path, name: str, arguments: dict[str, int
         environment={"tools": [f"{EXAMPLES}:multiply", f"{EXAMPLES}:async_add"], "max_turns": MAX_TURNS, "max_concurrent": 4},
         reward={"functions": [f"{EXAMPLES}:used_a_tool"]},
     )  # fmt: skip
-    episodes = [
-        one for (payload,) in rows_of(run, "payload", "1") if payload for one in unpack(payload, PlayedGroup).episodes
-    ]
+    episodes = [one for _, payload in consumed_groups(run) for one in unpack(payload, PlayedGroup).episodes]
     said = [message for episode in episodes for message in episode.messages if message["role"] == "tool"]
     assert said and {(message["name"], message["content"]) for message in said} == {(name, answer)}
     assert all(episode.attributes is None for episode in episodes), "nobody has asked"

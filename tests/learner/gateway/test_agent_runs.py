@@ -15,6 +15,7 @@ from learner.rollouts.ledger import Ledger
 from learner.train import train
 from protocol.codec import unpack
 from tests.learner.environments.test_playing_runs import playing_run
+from tests.learner.ledgers import consumed_groups
 from tests.learner.model_engine import tiny_server
 from tests.learner.test_several_servers import Engine, servers
 from tests.learner.test_train import metrics_of, rows_of
@@ -30,8 +31,7 @@ def payloads_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def groups_of(run: LearnerRun) -> list[PlayedGroup]:
-    rows = rows_of(run, "payload", "state = 'consumed' AND payload IS NOT NULL")
-    return [unpack(payload, PlayedGroup) for (payload,) in rows]
+    return [unpack(payload, PlayedGroup) for _, payload in consumed_groups(run)]
 
 
 def up_to_the_last_turn(branch: Branch) -> tuple[list[int], list[float], list[bool]]:

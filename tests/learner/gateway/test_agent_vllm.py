@@ -27,7 +27,8 @@ from tests.learner.environments.test_conversing_vllm import (
     TEMPLATES,
     versions_of,
 )
-from tests.learner.test_train import make_run, metrics_of, rows_of
+from tests.learner.ledgers import consumed_groups
+from tests.learner.test_train import make_run, metrics_of
 
 pytestmark = pytest.mark.vllm
 
@@ -62,10 +63,10 @@ def test_every_token_of_an_agents_turns_has_the_servers_logprob(
     metrics = metrics_of(run)
     mismatches = [line["policy/mismatch_abs_logprob"] for line in metrics if "policy/mismatch_abs_logprob" in line]
     assert mismatches and max(mismatches) < TOLERANCE
-    rows = rows_of(run, "payload", "state = 'consumed'")
-    episodes = [episode for (payload,) in rows for episode in unpack(payload, PlayedGroup).episodes]
+    groups = consumed_groups(run)
+    episodes = [episode for _, payload in groups for episode in unpack(payload, PlayedGroup).episodes]
     whole = [episode for episode in episodes if episode.course.num_turns == NUM_TURNS]
-    assert whole and len(rows) == 24
+    assert whole and len(groups) == 24
     assert any(len(versions_of(episode)) > 1 for episode in whole), "no push fell into an episode"
     for episode in whole:
         assert len(episode.branches) == (1 if kind == "keeps" else NUM_TURNS)

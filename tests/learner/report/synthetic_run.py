@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from learner.rollouts.ledger import Ledger
+from tests.learner.ledgers import receive
 
 GROUPS_PER_STEP = 4
 
@@ -123,7 +124,7 @@ def write_ledger(path: Path, steps: int, rng: random.Random) -> None:
                 ledger.drop(group_id, "stale")
                 group_id = f"{slot}.1"
                 admit(ledger, slot, 1, step)
-            ledger.receive(group_id, b"payload", max(0, step - 2), 500)
+            receive(ledger, group_id, b"payload", max(0, step - 2), 500)
             ledger.score(group_id, "[0.5]", 0.5)
             ready.append((group_id, rng.choice([0, 1, 1, 2, 2, 2])))
             slot += 1

@@ -184,9 +184,9 @@ def test_what_is_no_run_directory_is_refused_with_a_remedy(tmp_path):
 
 def test_reading_changes_nothing_in_the_run_directory(tmp_path):
     write_run(tmp_path, steps=5)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     summarize(tmp_path)
-    after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert after == before
 
 

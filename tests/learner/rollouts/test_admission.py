@@ -9,7 +9,7 @@ from learner.environments.branch import Branch
 from learner.prompts.curriculum import Curriculum
 from learner.rollouts.scored_group import ScoredGroup
 from learner.rollouts.selection import Selection
-from learner.rollouts.slots import Slots, num_places_allowed
+from learner.rollouts.slots import PassedOver, Slots, num_places_allowed
 
 
 def group(slot: int, version: int, *, signal: bool) -> ScoredGroup:
@@ -31,6 +31,7 @@ class Play:
         self.running: list[int] = []
         self.unsent: list[int] = []
         self.sent_at: dict[int, int] = {}
+        self.passed_over: dict[int, PassedOver] = {}
         self.consumed: list[list[ScoredGroup]] = []
         self.staleness: list[int] = []
         self.replaced: list[float] = []
@@ -62,9 +63,10 @@ class Play:
     def finish(self, slot: int, outcome: str) -> None:
         self.running.remove(slot)
         if outcome == "failed":
-            self.slots.passed_over[slot] = "failed"
-        else:
-            self.selection.admits(group(slot, self.sent_at[slot], signal=outcome == "signal"))
+            self.slots.pass_over(slot, "failed")
+            self.passed_over[slot] = "failed"
+        elif not self.selection.admits(group(slot, self.sent_at[slot], signal=outcome == "signal")):
+            self.passed_over[slot] = "no_signal"
 
     def step(self) -> bool:
         head = self.slots.head(self.config.groups_per_step)
@@ -82,7 +84,7 @@ class Play:
         del self.consumed[self.checkpoint :]
         self.version = self.checkpoint
         next_to_take = self.consumed[-1][-1].slot + 1 if self.consumed else 0
-        slots = Slots(self.slots.next_to_admit, next_to_take, dict(self.slots.passed_over))
+        slots = Slots(self.slots.next_to_admit, next_to_take, self.passed_over)
         slots.ready = self.slots.ready | {one.slot: one for one in back}
         self.unsent = sorted(self.unsent + self.running)
         self.running = []
@@ -92,7 +94,8 @@ class Play:
         config = self.config
         num_accepted = len(self.slots.ready) + sum(len(batch) for batch in self.consumed)
         num_places = num_accepted + len(self.running) + len(self.unsent)
-        assert num_places + len(self.slots.passed_over) == self.slots.next_to_admit
+        assert num_places + len(self.passed_over) == self.slots.next_to_admit
+        assert self.slots.num_missing == len(self.running) + len(self.unsent)
         assert max(self.staleness, default=0) <= config.max_staleness
         places = [self.slots.place(slot) for slot in self.running]
         assert all(place < self.num_allowed for place in places)

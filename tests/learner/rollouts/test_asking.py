@@ -41,8 +41,8 @@ def until(condition: Callable[[], bool], what: str) -> None:
 
 
 @contextmanager
-def rollouts_on(tmp_path: Path, *endpoints: str) -> Iterator[tuple[Fleet, Rollouts]]:
-    run = make_run(tmp_path, *endpoints, steps=10, max_staleness=1)
+def rollouts_on(tmp_path: Path, *endpoints: str, **learner: object) -> Iterator[tuple[Fleet, Rollouts]]:
+    run = make_run(tmp_path, *endpoints, steps=10, max_staleness=1, **learner)
     with rollouts_of(run) as (fleet, rollouts):
         rollouts.start(0)
         until(lambda: len(fleet.connected()) == len(endpoints), "all are connected")
@@ -304,3 +304,64 @@ def test_when_the_only_server_ends_one_line_says_that_another_is_waited_for(
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith(f"the server at {one.endpoint} is draining and ends; no other is there")
     assert "(learner.connect_timeout_s)" in line
+
+
+DEADLINE_S = 0.6
+
+
+def loses_first(*lost: str) -> Callable[[HandServer, Generate], list[Message]]:
+    """A server that drops the first Generate of some groups, without a word, and answers all others."""
+
+    def answer(server: HandServer, request: Generate) -> list[Message]:
+        return answers(server, request) if server.generated.count(request.group_id) > (request.group_id in lost) else []
+
+    return answer
+
+
+def test_what_a_live_server_has_lost_is_asked_of_it_again_after_the_deadline_and_costs_no_attempt(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = HandServer(loses_first("1.0", "2.0"))
+    with hand_servers(server), rollouts_on(tmp_path, server.endpoint, group_deadline_s=DEADLINE_S) as (_, rollouts):
+        rollouts.publish(0, "server-0")
+        assert slots(rollouts.take(0, TIMEOUT_S)) == [0, 1, 2] and slots(rollouts.take(0, TIMEOUT_S)) == [3, 4, 5]
+        assert rollouts.batch_metrics["rollout/resent_requests"] == 2
+    assert sorted(server.generated) == ["0.0", "1.0", "1.0", "2.0", "2.0", "3.0", "4.0", "5.0"]
+    (line,) = [record.getMessage() for record in caplog.records if "resending" in record.getMessage()]
+    assert line == (
+        f"resending 2 requests to the server at {server.endpoint}, such as 1.0 (no answer for 0.6 s, "
+        "learner.group_deadline_s; it has 0 of 2)"
+    )
+    assert counts(tmp_path).dropped == 0
+
+
+def test_a_server_that_has_all_it_owes_is_not_asked_again_however_long_it_pauses(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def counts_and_is_silent(server: HandServer, request: Generate) -> list[Message]:
+        server.num_running = len(set(server.generated))
+        return []
+
+    server = HandServer(counts_and_is_silent)
+    with hand_servers(server), rollouts_on(tmp_path, server.endpoint, group_deadline_s=DEADLINE_S) as (_, rollouts):
+        rollouts.publish(0, "server-0")
+        assert rollouts.take(0, 5 * DEADLINE_S) is None
+        server.version = 1
+        rollouts.publish(1, "server-0")
+        until(lambda: len(server.generated) >= 9, "more is asked of it, which its last count lacks")
+        assert rollouts.take(0, 5 * DEADLINE_S) is None
+        assert sorted(server.generated) == [f"{slot}.0" for slot in range(9)]
+        assert "resending" not in caplog.text
+        server.num_running = 8  # it has lost one, and nobody knows which
+        until(lambda: len(server.generated) >= 18, "all are asked for again")
+        assert rollouts.take(0, 5 * DEADLINE_S) is None and len(server.generated) == 18
+    assert sorted(server.generated) == sorted(2 * [f"{slot}.0" for slot in range(9)])
+
+
+def test_what_a_server_loses_again_and_again_is_asked_for_once_in_a_deadline(tmp_path: Path) -> None:
+    server = HandServer(is_silent)
+    with hand_servers(server), rollouts_on(tmp_path, server.endpoint, group_deadline_s=DEADLINE_S) as (_, rollouts):
+        rollouts.publish(0, "server-0")
+        started = time.monotonic()
+        until(lambda: len(server.generated) >= 18, "asked for, and again, and again")
+        assert time.monotonic() - started > 2 * DEADLINE_S

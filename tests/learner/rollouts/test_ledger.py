@@ -1,16 +1,24 @@
 """The ledger against real SQLite files: legal and illegal moves, the audit, and what the disk may do to it."""
 
+import os
 import sqlite3
 import subprocess
 import sys
 import threading
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from learner.rollouts.ledger import FORGOTTEN_AT_ONCE, SCHEMA_VERSION, Ledger, LedgerError
+from learner.rollouts.ledger import SCHEMA_VERSION, Ledger, LedgerError
+from learner.rollouts.payloads import PayloadFiles
 from protocol.errors import SlipstreamError
+from tests.learner.ledgers import receive
+
+TIMEOUT_S = 60.0
+SCHEMA_2 = Path(__file__).with_name("ledger_schema_2.sql")
 
 
 @pytest.fixture
@@ -28,7 +36,7 @@ def admit(ledger: Ledger, slot: int, attempt: int = 0, position: int | None = No
 
 def scored(ledger: Ledger, slot: int, attempt: int = 0) -> str:
     group_id = admit(ledger, slot, attempt)
-    assert ledger.receive(group_id, f"bytes of {group_id}".encode(), 2, 100)
+    assert receive(ledger, group_id, f"bytes of {group_id}".encode(), 2, 100)
     ledger.score(group_id, "[1.0, null]", 1.0)
     return group_id
 
@@ -36,7 +44,7 @@ def scored(ledger: Ledger, slot: int, attempt: int = 0) -> str:
 def test_a_group_goes_its_whole_way_and_every_fact_is_kept(ledger):
     group_id = admit(ledger, 0)
     assert [row.state for row in ledger.outstanding()] == ["admitted"]
-    assert ledger.receive(group_id, b"\x00\xffbytes", 2, 640)
+    assert receive(ledger, group_id, b"\x00\xffbytes", 2, 640)
     assert ledger.payload(group_id) == b"\x00\xffbytes"
     ledger.score(group_id, "[0.5, 1.0]", 0.75)
     (row,) = ledger.outstanding()
@@ -58,12 +66,12 @@ def test_a_new_ledger_is_empty_and_starts_at_slot_zero(ledger):
 
 def test_a_duplicate_an_unknown_and_a_dropped_group_change_nothing(ledger):
     group_id = admit(ledger, 0)
-    assert ledger.receive(group_id, b"first", 1, 10)
-    assert not ledger.receive(group_id, b"second", 1, 10)
+    assert receive(ledger, group_id, b"first", 1, 10)
+    assert not receive(ledger, group_id, b"second", 1, 10)
     assert ledger.payload(group_id) == b"first"
-    assert not ledger.receive("77.0", b"never asked for", 1, 10)
+    assert not receive(ledger, "77.0", b"never asked for", 1, 10)
     ledger.drop(group_id, "stale")
-    assert not ledger.receive(group_id, b"too late", 1, 10)
+    assert not receive(ledger, group_id, b"too late", 1, 10)
     assert ledger.counts().admitted == 1
 
 
@@ -145,47 +153,245 @@ def test_a_resume_takes_back_what_was_consumed_after_the_checkpoint(ledger):
     assert ledger.counts().consumed == 4
 
 
-def test_forgotten_payloads_are_gone_and_a_rewind_that_needs_them_is_refused(ledger):
+@pytest.fixture
+def one_payload_a_file(monkeypatch):
+    monkeypatch.setattr("learner.rollouts.payloads.MAX_FILE_BYTES", 1)
+
+
+def num_files(directory) -> int:
+    return len(list((directory / "ledger.db-payloads").iterdir()))
+
+
+def test_forgotten_payloads_are_gone_and_a_rewind_that_needs_them_is_refused(ledger, tmp_path, one_payload_a_file):
     for slot in range(3):
         ledger.consume([(scored(ledger, slot), 1)], step=slot + 1)
     ledger.forget_payloads(2)
     with pytest.raises(LedgerError, match=r"group 0\.0 is consumed and holds no payload"):
         ledger.payload("0.0")
+    assert num_files(tmp_path) == 1
     ledger.rewind(2)
     with pytest.raises(LedgerError, match="resume from the newest checkpoint"):
         ledger.rewind(1)
+    assert ledger.payload("2.0") == b"bytes of 2.0"
 
 
-def test_while_payloads_are_forgotten_others_get_at_the_ledger(ledger):
-    num_groups = 60 * FORGOTTEN_AT_ONCE
-    with ledger.batch():
-        for slot in range(num_groups):
-            ledger.consume([(scored(ledger, slot), 1)], step=1)
-        admit(ledger, num_groups)
-    has_begun, num_kept = threading.Event(), []
-    ledger._db.set_trace_callback(lambda statement: has_begun.set() if statement == "COMMIT" else None)
-
-    def receive() -> None:
-        assert has_begun.wait(30)
-        assert ledger.receive(f"{num_groups}.0", b"bytes", 2, 100)
-        num_kept.append(ledger._number("SELECT count(*) FROM groups WHERE state = 'consumed' AND payload IS NOT NULL"))
-
-    other = threading.Thread(target=receive)
-    other.start()
-    ledger.forget_payloads(1)
-    other.join(30)
-    assert num_kept and num_kept[0] > 0, "it had to wait until all were forgotten"
-    assert ledger._number("SELECT count(*) FROM groups WHERE payload IS NOT NULL") == 1
-
-
-def test_a_ledger_of_before_gets_the_index_that_forgetting_goes_by(ledger, tmp_path):
+def test_no_payload_is_forgotten_that_a_resume_may_need(ledger, tmp_path, one_payload_a_file):
     ledger.consume([(scored(ledger, 0), 1)], step=1)
-    ledger._db.execute("DROP INDEX payloads_kept")
+    ledger.consume([(scored(ledger, 1), 1)], step=2)
+    scored(ledger, 2)
+    assert receive(ledger, admit(ledger, 3), b"bytes of 3.0")
+    scored(ledger, 4)
+    ledger.drop("4.0", "no_signal")
+    ledger.forget_payloads(1)
+    assert [ledger.payload(f"{slot}.0") for slot in (1, 2, 3)] == [b"bytes of 1.0", b"bytes of 2.0", b"bytes of 3.0"]
+    assert num_files(tmp_path) == 3, "one each: those of the first step and of the dropped group are gone"
+
+
+def test_a_file_stays_while_one_of_its_payloads_is_needed_and_gets_no_more_after_a_checkpoint(ledger, tmp_path):
+    ledger.consume([(scored(ledger, 0), 1)], step=1)
+    scored(ledger, 1)
+    ledger.forget_payloads(1)
+    assert ledger.payload("1.0") == b"bytes of 1.0" and num_files(tmp_path) == 1
+    scored(ledger, 2)
+    assert num_files(tmp_path) == 2
+    ledger.consume([("1.0", 0)], step=2)
+    ledger.forget_payloads(2)
+    assert ledger.payload("2.0") == b"bytes of 2.0" and num_files(tmp_path) == 1
+
+
+def held(monkeypatch, name: str) -> tuple[threading.Event, threading.Event]:
+    """Hold a method of PayloadFiles up after its work. Events: it has got there, it may go on."""
+    act, is_there, may_go_on = getattr(PayloadFiles, name), threading.Event(), threading.Event()
+
+    def act_and_wait(files, *args):
+        result = act(files, *args)
+        is_there.set()
+        assert may_go_on.wait(TIMEOUT_S)
+        return result
+
+    monkeypatch.setattr(PayloadFiles, name, act_and_wait)
+    return is_there, may_go_on
+
+
+def test_while_payloads_are_written_others_commit(ledger, monkeypatch):
+    scored(ledger, 0)
+    admit(ledger, 1)
+    is_there, may_go_on = held(monkeypatch, "append")
+    receiving = threading.Thread(target=receive, args=(ledger, "1.0"))
+    receiving.start()
+    assert is_there.wait(TIMEOUT_S)
+    committing = threading.Thread(target=ledger.consume, args=([("0.0", 1)], 1))
+    committing.start()
+    committing.join(TIMEOUT_S)
+    assert not committing.is_alive() and ledger.counts().consumed == 1
+    may_go_on.set()
+    receiving.join(TIMEOUT_S)
+    assert [row.state for row in ledger.outstanding()] == ["received"]
+
+
+def test_a_payload_whose_row_is_not_committed_yet_is_not_taken_for_forgotten(ledger, monkeypatch):
+    ledger.consume([(scored(ledger, 0), 1)], step=1)
+    admit(ledger, 1)
+    is_there, may_go_on = held(monkeypatch, "sync")
+    receiving = threading.Thread(target=receive, args=(ledger, "1.0", b"bytes of 1.0"))
+    receiving.start()
+    assert is_there.wait(TIMEOUT_S)
+    forgetting = threading.Thread(target=ledger.forget_payloads, args=(1,))
+    forgetting.start()
+    forgetting.join(0.2)
+    may_go_on.set()
+    for thread in (receiving, forgetting):
+        thread.join(TIMEOUT_S)
+    assert ledger.payload("1.0") == b"bytes of 1.0"
+
+
+def test_a_payload_is_durable_before_its_row_is(ledger, monkeypatch):
+    events = []
+    sync = os.fsync
+    monkeypatch.setattr(
+        "os.fsync", lambda descriptor: events.append(os.readlink(f"/proc/self/fd/{descriptor}")) or sync(descriptor)
+    )
+    ledger._db.set_trace_callback(lambda statement: events.append("COMMIT") if statement == "COMMIT" else None)
+    admit(ledger, 0)
+    receive(ledger, "0.0")
+    files = f"{ledger.path}-payloads"
+    assert events == ["COMMIT", str(ledger.path.parent), files, f"{files}/1", "COMMIT"]
+
+
+def test_what_a_kill_left_behind_a_payload_harms_none_and_goes_with_the_next_checkpoint(ledger, tmp_path):
+    scored(ledger, 0)
     ledger.close()
-    again = Ledger(tmp_path / "ledger.db")
-    again.forget_payloads(1)
-    assert again._number("SELECT count(*) FROM groups WHERE payload IS NOT NULL") == 0
-    again.close()
+    files = tmp_path / "ledger.db-payloads"
+    with (files / "1").open("ab") as file:
+        file.write(b"torn")
+    (files / "2").write_bytes(b"not one row of it was committed")
+    with closing(Ledger(tmp_path / "ledger.db")) as again:
+        scored(again, 1)
+        assert [again.payload(f"{slot}.0") for slot in range(2)] == [b"bytes of 0.0", b"bytes of 1.0"]
+        again.forget_payloads(0)
+        assert {path.name for path in files.iterdir()} == {"1", "3"}
+
+
+def test_what_a_group_holds_is_written_once_and_not_by_sqlite(ledger, tmp_path):
+    num_bytes, num_groups = 1 << 20, 8
+    for slot in range(num_groups):
+        assert receive(ledger, admit(ledger, slot), bytes(num_bytes))
+        ledger.score(f"{slot}.0", "[]", None)
+    ledger.consume([(f"{slot}.0", 0) for slot in range(num_groups)], step=1)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files if path.parent == tmp_path) < num_bytes / 2
+    assert sum(path.stat().st_size for path in files if path.parent != tmp_path) == num_groups * num_bytes
+    ledger.forget_payloads(1)
+    assert num_files(tmp_path) == 0
+
+
+def test_a_payload_that_somebody_cut_short_is_an_error_that_names_the_file(ledger, tmp_path):
+    scored(ledger, 0)
+    os.truncate(tmp_path / "ledger.db-payloads" / "1", 3)
+    with pytest.raises(LedgerError, match=r"ledger\.db-payloads/1 ends within the payload at 0"):
+        ledger.payload("0.0")
+
+
+# ---- files of before
+
+
+def make_schema_2(path, num_kept: int = 3) -> None:
+    """A run up to step 4 with the payloads from step 2 on; then a scored group, a received one and one that was sent."""
+    with closing(sqlite3.connect(path)) as db:
+        db.executescript(SCHEMA_2.read_text())
+        for slot in range(7):
+            state = "consumed" if slot < 4 else ("scored", "received", "admitted")[slot - 4]
+            payload = f"bytes of {slot}.0".encode() if 4 - num_kept <= slot < 6 else None
+            db.execute(
+                "INSERT INTO groups (group_id, slot, attempt, position, epoch, prompt_id, state, admitted_version, admitted_at,"
+                " step, staleness, rewards, payload) VALUES (?, ?, 0, ?, 0, ?, ?, 3, 0.5, ?, ?, ?, ?)",
+                (f"{slot}.0", slot, slot, slot, state, slot + 1 if slot < 4 else None, 1 if slot < 4 else None,
+                 "[1.0]" if slot < 5 else None, payload),
+            )  # fmt: skip
+        db.commit()
+
+
+def assert_goes_on(path) -> None:
+    """The books are those of `make_schema_2`, and a resume from step 2 finds all that it needs."""
+    with closing(Ledger(path)) as ledger:
+        assert ledger.counts().consumed == 4 and ledger.counts().lost == 0
+        with pytest.raises(LedgerError, match="cannot go back to step 0"):
+            ledger.rewind(0)
+        ledger.rewind(2)
+        assert [(row.group_id, row.state) for row in ledger.outstanding()] == [
+            ("2.0", "scored"), ("3.0", "scored"), ("4.0", "scored"), ("5.0", "received"), ("6.0", "admitted"),
+        ]  # fmt: skip
+        assert [ledger.payload(f"{slot}.0") for slot in range(2, 6)] == [
+            b"bytes of %d.0" % slot for slot in range(2, 6)
+        ]
+        assert receive(ledger, "6.0", b"new")
+        ledger.consume([("2.0", 1)], step=3)
+        ledger.forget_payloads(2)
+        assert ledger.payload("2.0") == b"bytes of 2.0" and ledger.payload("6.0") == b"new"
+
+
+def test_a_run_of_before_goes_on_and_its_file_gives_the_space_back(tmp_path):
+    path = tmp_path / "ledger.db"
+    make_schema_2(path)
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("UPDATE groups SET payload = zeroblob(5000000) WHERE slot = 1")
+        db.commit()
+    Ledger(path).close()
+    assert path.stat().st_size < 100_000
+    assert_goes_on(path)
+
+
+@pytest.mark.parametrize("point", ["a payload copied", "the table changed", "committed"])
+def test_a_kill_in_the_middle_of_the_migration_loses_nothing(tmp_path, point):
+    path = tmp_path / "ledger.db"
+    make_schema_2(path)
+    child = f"""
+import os, signal, sqlite3
+from pathlib import Path
+import learner.rollouts.ledger_row
+from learner.rollouts.ledger import Ledger
+from learner.rollouts.payloads import PayloadFiles
+
+def die(*_): os.kill(os.getpid(), signal.SIGKILL)
+
+append, num = PayloadFiles.append, 0
+def append_and_die(files, payload):
+    global num
+    num += 1
+    place = append(files, payload)
+    return place if num < 2 else die()
+
+if {point!r} == "a payload copied":
+    PayloadFiles.append = append_and_die
+elif {point!r} == "the table changed":
+    learner.rollouts.ledger_row.TO_SCHEMA_3 += ("SELECT die()",)
+class Deadly(sqlite3.Connection):
+    def execute(self, sql, *args):
+        if sql == "VACUUM": die()
+        return super().execute(sql, *args)
+connect = sqlite3.connect
+def connect_deadly(*args, **options):
+    db = connect(*args, factory=Deadly, **options)
+    db.create_function("die", 0, die)
+    return db
+sqlite3.connect = connect_deadly
+Ledger(Path({str(path)!r}))
+"""
+    done = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == -9, done.stderr
+    Ledger(path).close()
+    assert num_files(tmp_path) == 1, "what the killed one had copied takes no space"
+    assert_goes_on(path)
+
+
+def test_a_file_of_before_is_read_as_it_is(tmp_path):
+    path = tmp_path / "ledger.db"
+    make_schema_2(path)
+    before = path.read_bytes()
+    with closing(Ledger(path, read_only=True)) as ledger:
+        assert (ledger.counts().consumed, ledger.counts().outstanding, ledger.staleness_histogram()) == (4, 3, {1: 4})
+        assert [row.slot for row in ledger.scored_rows(3)] == [3, 4]
+    assert path.read_bytes() == before and [file.name for file in tmp_path.iterdir()] == ["ledger.db"]
 
 
 def test_the_audit_counts_gaps_overtaken_and_duplicated_slots(ledger, tmp_path):
@@ -211,6 +417,13 @@ def test_the_audit_counts_gaps_overtaken_and_duplicated_slots(ledger, tmp_path):
 def test_any_legal_history_consumes_every_slot_exactly_once(data, tmp_path_factory):
     """Deliveries in any order and any number, drops, retries, crashes and resumes; consumption in slot order."""
     path = tmp_path_factory.mktemp("history") / "ledger.db"
+    max_file_bytes = data.draw(st.sampled_from([1, 30, 1000]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("learner.rollouts.payloads.MAX_FILE_BYTES", max_file_bytes)
+        play_history(data, path)
+
+
+def play_history(data, path) -> None:
     ledger, step, checkpoint, consumed_at = Ledger(path), 0, 0, {}
     ledger._db.execute("PRAGMA synchronous = OFF")
     for _ in range(data.draw(st.integers(1, 40))):
@@ -222,7 +435,8 @@ def test_any_legal_history_consumes_every_slot_exactly_once(data, tmp_path_facto
             admit(ledger, ledger.next_slot())
         elif move == "receive" and waiting:
             row = data.draw(st.sampled_from(waiting))
-            assert ledger.receive(row.group_id, b"x", 0, 1) == (row.state == "admitted")
+            payload = f"bytes of {row.group_id}".encode()
+            assert receive(ledger, row.group_id, payload, 0, 1) == (row.state == "admitted")
         elif move == "score" and (ready := [row for row in waiting if row.state == "received"]):
             ledger.score(data.draw(st.sampled_from(ready)).group_id, "[]", None)
         elif (
@@ -247,6 +461,8 @@ def test_any_legal_history_consumes_every_slot_exactly_once(data, tmp_path_facto
             ledger._db.execute("PRAGMA synchronous = OFF")
             ledger.rewind(step)
             consumed_at = {slot: at for slot, at in consumed_at.items() if at <= step}
+        for row in ledger.outstanding():
+            assert row.state == "admitted" or ledger.payload(row.group_id) == f"bytes of {row.group_id}".encode()
     counts = ledger.counts()
     rows = ledger._all("SELECT slot, step FROM groups WHERE state = 'consumed'")
     assert dict(rows) == consumed_at and len(rows) == len(consumed_at)
@@ -275,10 +491,11 @@ def test_what_was_acknowledged_survives_a_kill(tmp_path):
 import os, signal
 from pathlib import Path
 from learner.rollouts.ledger import Ledger
+from tests.learner.ledgers import receive
 ledger = Ledger(Path({str(tmp_path / "ledger.db")!r}))
 for slot in range(20):
     ledger.admit(slot=slot, attempt=0, position=slot, epoch=0, prompt_id=slot, version=0)
-    ledger.receive(f"{{slot}}.0", b"x" * 1000, 0, 1)
+    receive(ledger, f"{{slot}}.0", b"x" * 1000, 0, 1)
     print(slot, flush=True)
 ledger.admit(slot=20, attempt=0, position=20, epoch=0, prompt_id=20, version=0)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -299,7 +516,7 @@ def test_threads_share_one_ledger(ledger):
 
     def deliver() -> None:
         for slot in range(40):
-            if ledger.receive(f"{slot}.0", b"x", 0, 1):
+            if receive(ledger, f"{slot}.0", b"x", 0, 1):
                 accepted.append(f"{slot}.0")
 
     threads = [threading.Thread(target=deliver) for _ in range(4)]
@@ -315,11 +532,11 @@ def test_threads_share_one_ledger(ledger):
 def test_another_schema_and_foreign_files_are_refused_with_a_remedy(tmp_path):
     path = tmp_path / "ledger.db"
     Ledger(path).close()
-    with sqlite3.connect(path) as db:
-        db.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
-    db.close()
-    with pytest.raises(LedgerError, match=f"schema {SCHEMA_VERSION + 1}, expected {SCHEMA_VERSION}.*new run directory"):
-        Ledger(path)
+    for version in (SCHEMA_VERSION + 1, 1):
+        with closing(sqlite3.connect(path)) as db:
+            db.execute(f"PRAGMA user_version = {version}")
+        with pytest.raises(LedgerError, match=f"schema {version}, expected {SCHEMA_VERSION}.*new run directory"):
+            Ledger(path)
     (tmp_path / "text.db").write_text("this is no database at all, only a long enough line of text" * 20)
     with pytest.raises(LedgerError, match="not a database"):
         Ledger(tmp_path / "text.db")
@@ -328,14 +545,32 @@ def test_another_schema_and_foreign_files_are_refused_with_a_remedy(tmp_path):
     assert not (tmp_path / "absent.db").exists()
 
 
-def test_a_full_disk_stops_the_run_and_keeps_what_was_committed(ledger):
-    group_id, big = admit(ledger, 0), admit(ledger, 1)
-    pages = ledger._number("PRAGMA page_count")
-    ledger._db.execute(f"PRAGMA max_page_count = {pages + 4}")
-    assert ledger.receive(group_id, b"small", 0, 1)
-    with pytest.raises(LedgerError, match=r"full.*--resume"):
-        ledger.receive(big, b"x" * 1_000_000, 0, 1)
-    assert [row.state for row in ledger.outstanding()] == ["received", "admitted"]
+def test_a_full_disk_stops_the_run_and_keeps_what_was_committed(ledger, monkeypatch):
+    for slot in range(3):
+        admit(ledger, slot)
+    assert receive(ledger, "0.0", b"small")
+    write = os.write
+
+    def write_half(descriptor, payload):
+        if len(payload) < 4:
+            raise OSError(28, "No space left on device")
+        return write(descriptor, payload[: len(payload) // 2])
+
+    monkeypatch.setattr("os.write", write_half)
+    with pytest.raises(LedgerError, match=r"ledger\.db: .*No space left on device.*free space.*--resume"):
+        receive(ledger, "1.0", b"x" * 1_000)
+    assert [row.state for row in ledger.outstanding()] == ["received", "admitted", "admitted"]
+    monkeypatch.setattr("os.write", write)
+    assert receive(ledger, "2.0", b"behind what is left of it")
+    assert ledger.payload("0.0") == b"small" and ledger.payload("2.0") == b"behind what is left of it"
+
+
+def test_a_full_database_stops_the_run(ledger):
+    ledger._db.execute(f"PRAGMA max_page_count = {ledger._number('PRAGMA page_count')}")
+    with pytest.raises(LedgerError, match=r"full.*--resume"), ledger.batch():
+        for slot in range(1000):
+            admit(ledger, slot)
+    assert ledger.next_slot() == 0
 
 
 def test_a_lock_held_by_another_process_is_an_error_not_a_silence(tmp_path):

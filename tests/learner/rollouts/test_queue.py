@@ -9,6 +9,7 @@ from learner.prompts.curriculum import PassRates
 from learner.rewards.workers import FunctionRewards, GroupRewards
 from learner.rollouts.ledger import Ledger, Row
 from learner.rollouts.queue import GroupQueue
+from tests.learner.ledgers import receive
 from tests.learner.test_train import make_run
 
 NUM_CONSUMED, NUM_KEPT = 12, 8
@@ -51,7 +52,7 @@ def test_a_resume_counts_each_row_once_and_reads_only_those_behind_the_checkpoin
     ledger.first_slots = []
     for slot in range(NUM_CONSUMED):
         group_id = ledger.admit(slot=slot, attempt=0, position=slot, epoch=0, prompt_id=slot % 3, version=0)
-        assert ledger.receive(group_id, b"payload", 0, 10)
+        assert receive(ledger, group_id, b"payload", 0, 10)
         functions = [FunctionRewards(name="share_right", rewards=[pass_rate_of(slot)])]
         ledger.score(group_id, GroupRewards(rewards=[0.0], functions=functions).to_json(), 0.0)
         ledger.consume([(group_id, 0)], step=1 + slot)

@@ -40,6 +40,7 @@ from protocol.messages import (
     Sampling,
     Welcome,
 )
+from tests.learner.ledgers import receive
 from tests.learner.test_train import make_run
 
 TIMEOUT_S = 60.0
@@ -90,6 +91,8 @@ class HandServer:
         self.requests: list[Generate] = []
         self.acked: list[str] = []
         self.cancelled: list[str] = []
+        self.num_running = 0
+        """As it counts."""
         self._answer = answer
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
@@ -111,7 +114,8 @@ class HandServer:
             while True:
                 await asyncio.sleep(0.5)
                 if peer:
-                    await channel.send(peer, Pulse(server_id=self.server_id, policy_version=self.version, groups_running=0,
+                    await channel.send(peer, Pulse(server_id=self.server_id, policy_version=self.version,
+                                                   groups_running=self.num_running,
                                                    groups_unacked=0, tokens_generated=0, idle_s=0.0,
                                                    is_draining=self.is_draining))  # fmt: skip
 
@@ -546,7 +550,7 @@ def test_what_was_received_and_not_scored_before_a_resume_waits_for_the_server_b
             rollouts.take(0, 0.1)
     ledger = Ledger(tmp_path / "ledger.db")
     group = alike(server.requests[0], 0)
-    ledger.receive(group.group_id, pack(group), 0, 8)
+    receive(ledger, group.group_id, pack(group), 0, 8)
     ledger.close()
     answer_all = HandServer(lambda server, request: [group_of(request, server.version)])
     with answer_all as server, rollouts_on(server, tmp_path, **active) as rollouts:

@@ -38,8 +38,8 @@ def asked(number: int) -> Asked:
     return Asked(episode=0, number=number, token_ids=np.array([3], np.int32), max_tokens=2, salt="", stays_at="")
 
 
-def played(tmp_path: Path, server: HandServer, then: Callable[[Rollouts, Impatient], None]) -> None:
-    run = make_run(tmp_path, server.endpoint, steps=10, max_staleness=1)
+def played(tmp_path: Path, server: HandServer, then: Callable[[Rollouts, Impatient], None], **learner: object) -> None:
+    run = make_run(tmp_path, server.endpoint, steps=10, max_staleness=1, **learner)
     with rollouts_of(run) as (fleet, rollouts):
         player = Impatient(server)
         rollouts.start(0, player)
@@ -76,3 +76,13 @@ def test_an_answer_that_crosses_its_cancellation_is_only_acknowledged(tmp_path: 
     with HandServer(answers_cancelled) as server:
         played(tmp_path, server, lambda rollouts, player: until(lambda: len(server.acked) > 0, "it is acknowledged"))
     assert set(turns(server.acked)) == {"0.0.0"}
+
+
+def test_a_turn_that_a_live_server_has_lost_is_asked_for_again_under_its_name(tmp_path: Path) -> None:
+    with HandServer(is_silent) as server:
+
+        def check(rollouts: Rollouts, player: Impatient) -> None:
+            until(lambda: len(server.generated) >= 18, "the first turns are given up, the second are asked for twice")
+            assert sorted(server.generated[12:18]) == sorted(rollouts._asking.group_ids)
+
+        played(tmp_path, server, check, group_deadline_s=0.6)

@@ -4,13 +4,23 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+import numpy as np
 import pytest
 
 from inference_server.engine.interface import EngineFailed
 from learner.servers import link as link_module
 from learner.servers.link import ServerLink
 from protocol.errors import DeadlineExceeded, HandshakeRefused, PushError, ServerLost, SlipstreamError
-from protocol.messages import PROTOCOL_VERSION, Hello, Manifest, PushBegin, PushReady, Rendezvous
+from protocol.messages import (
+    PROTOCOL_VERSION,
+    Generate,
+    Hello,
+    Manifest,
+    PushBegin,
+    PushReady,
+    Rendezvous,
+    Sampling,
+)
 from tests.fakes import ScriptedEngine, Serving, report, serving
 from tests.fingerprint import MODEL
 from tests.link import Link
@@ -110,6 +120,30 @@ def test_who_waits_for_a_push_that_is_ended_is_told_why_and_the_next_push_is_ano
         engine.scripted_reports = [[report()], [report()]]
         await link.begin_push(PushBegin(epoch="f", version=1, rendezvous=NOWHERE, manifest=NOTHING), TIMEOUT_S)
         assert (await link.finish_push("f")).version == 1
+
+    with_link(test)
+
+
+def test_a_group_whose_ack_could_not_be_sent_is_not_counted_as_one_that_the_server_owes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test(link: ServerLink, engine: ScriptedEngine, server: Serving) -> None:
+        engine.release.clear()
+        for slot in range(2):
+            sampling = Sampling(num_completions=1, max_tokens=4)
+            ids = np.array([1], np.int32)
+            await link.generate(
+                Generate(group_id=f"{slot}.0", prompt_token_ids=ids, sampling=sampling, deadline_s=60.0)
+            )
+        await until(lambda: link.last_count[0] == 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(link, "_try_send", lambda *_: asyncio.sleep(0, False))
+            engine.release.set()
+            await until(lambda: server.server.status()["groups_unacked"] == 2)
+            await link.acknowledge(["0.0"])
+            await until(lambda: link.last_count[0] == 1)
+        await link.acknowledge(["1.0"])
+        await until(lambda: link.last_count[0] == 0)
 
     with_link(test)
 

@@ -90,7 +90,7 @@ CASES = {
          "data": {"task": "reverse", "num_digits": 2, "num_prompts": 8},
          "sampling": {"num_completions": 4, "max_tokens": 3, "seeded": True}, "active_sampling": True,
          "curriculum": {"kind": "pass_rate", "easy_above": 0.3, "hard_below": 0.15, "easy_weight": 0.1}},
-        [Death("received", 8), Death("scored", 5), Death("logged", 3)],
+        [Death("received", 4), Death("scored", 5), Death("logged", 3)],
     ),
     "mixture, adapter": (
         {"reference": {"kind": "mixture", "every_steps": 2, "num_snapshots": 2}, "kl": {"coef": 0.1},

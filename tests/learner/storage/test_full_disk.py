@@ -16,6 +16,7 @@ from learner.rollouts.ledger import Ledger, LedgerError
 from learner.storage.checkpoint import complete_checkpoints
 from learner.storage.disk import DiskError, replace_file, writing
 from learner.storage.lines import Lines
+from tests.learner.ledgers import receive
 from tests.learner.model_engine import tiny_server
 from tests.learner.mortal_learner import BALLAST, FullDisk, Life, live
 from tests.learner.storage.test_exact_resume import a_run, assert_ends_alike
@@ -71,21 +72,21 @@ def test_a_ledger_that_finds_no_room_keeps_what_it_committed(tmp_path: Path, mou
     mount(disk, 512)
     ledger = Ledger(disk / "ledger.db")
 
-    def receive(slot: int) -> None:
+    def receive_slot(slot: int) -> None:
         ledger.admit(slot=slot, attempt=0, position=slot, epoch=0, prompt_id=slot, version=0)
-        assert ledger.receive(f"{slot}.0", b"x" * 5000, 0, 1)
+        assert receive(ledger, f"{slot}.0", b"x" * 5000, 0, 1)
 
-    receive(0)
+    receive_slot(0)
     fill(disk)
-    with pytest.raises(LedgerError, match=r"ledger\.db: .*(full|disk I/O error).*free space.*--resume"):
+    with pytest.raises(LedgerError, match=r"ledger\.db: .*(full|disk I/O error|No space left).*free space.*--resume"):
         for slot in range(1, 1000):
-            receive(slot)
+            receive_slot(slot)
     ledger.close()
     (disk / BALLAST).unlink()
     ledger = Ledger(disk / "ledger.db")
     rows = ledger.outstanding()
     assert [row.slot for row in rows] == list(range(len(rows))) and rows[0].state == "received"
-    receive(len(rows))
+    receive_slot(len(rows))
     ledger.close()
 
 
@@ -159,7 +160,7 @@ def test_a_run_without_room_for_a_checkpoint_ends_and_goes_on_as_if_nothing_had_
         mount(run_dir, num_mib << 10)
         life = Life(run, resume=False)
         assert life.end() == 2, life.log
-        assert re.search(r"/run/.*(?:could not be written|full).*free.*space.*--resume", error_of(life))
+        assert re.search(r"/run/.*(?:could not be (?:read or )?written|full).*free.*space.*--resume", error_of(life))
         assert len(complete_checkpoints(run_dir / "checkpoints")) == num_left
         assert set(complete_checkpoints(run_dir / "checkpoints")) == set((run_dir / "checkpoints").iterdir()) != set()
         mount(run_dir, 64 << 10)
@@ -178,7 +179,9 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_step_ends_the_run_and_nothing_i
             life = Life(run, blow, resume=bool(resume))
             assert life.end() == 2, life.log
             (run_dir / BALLAST).unlink()
-        errors = re.findall(r"^error: .*/run/.*(?:could not be written|full).*--resume", life.log, flags=re.MULTILINE)
+        errors = re.findall(
+            r"^error: .*/run/.*(?:could not be (?:read or )?written|full).*--resume", life.log, flags=re.MULTILINE
+        )
         assert len(errors) == 2, life.log
         assert Life(run, resume=True).end() == 0
     assert_ends_alike(run, whole)
