@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from learner.policy.rope import pin_rope
 from protocol.errors import ConfigError
 
 
@@ -23,12 +24,13 @@ def load_policy(
     gradient_checkpointing: bool,
     dtype: torch.dtype = torch.float32,
     attn_implementation: str | None = None,
+    max_model_len: int | None = None,
 ) -> PreTrainedModel:
-    """Load the model, dropout off: it would make the learner disagree with the server about every token.
+    """Load the model, dropout off and its RoPE that of the server: either would make both sides disagree about every token.
 
     What is trained must be float32: optimizer steps at RL learning rates vanish in bfloat16. Of a multimodal checkpoint it is the
-    text tower. `attn_implementation`: of those of transformers; None: its choice. Raises ConfigError if the model cannot be
-    trained, or not so.
+    text tower. `attn_implementation`: of those of transformers; None: its choice. `max_model_len`: the server's; None: what vLLM
+    derives. Raises ConfigError if the model cannot be trained, or not so.
     """
     transformers.utils.logging.disable_progress_bar()
     config = AutoConfig.from_pretrained(path)
@@ -47,6 +49,7 @@ def load_policy(
             f'learner.attn_implementation = "{attn_implementation}" and model: {path}: {error}. Set it to "packed", "sdpa" or '
             '"eager"'
         ) from error
+    pin_rope(model, max_model_len)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable()
     return model.train()  # from_pretrained gives evaluation mode, in which nothing is checkpointed

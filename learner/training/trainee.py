@@ -86,6 +86,7 @@ def make_trainee(material: Material, accelerator: Accelerator, *, is_new: bool) 
         dtype=dtype,
         gradient_checkpointing=config.gradient_checkpointing,
         attn_implementation=None if is_to_pack else config.attn_implementation,
+        max_model_len=run.server.get("max_model_len"),
     )
     if is_to_pack:
         settle_attention(policy, accelerator.device, getattr(torch, run.dtype))
