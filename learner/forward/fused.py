@@ -23,7 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from learner.forward.interface import compiled_layers, is_packed, layers_of
 from learner.forward.logprobs import tiles_of, token_logprobs
-from learner.forward.settle import TOLERANCE, probe
+from learner.forward.probe import probe_of
+from learner.forward.settle import TOLERANCE
 from learner.forward.tile import fused_tiles, tiles_problem
 
 log = logging.getLogger(__name__)
@@ -119,6 +120,5 @@ def _first_line(text: str) -> str:
 
 def _probed(model: Any) -> torch.Tensor:
     """With a graph, since that is what training compiles; and of two lengths, so that it is compiled for any before the first step."""
-    vocab_size = model.get_input_embeddings().num_embeddings
-    packs = [probe(vocab_size, model.device, longer=longer) for longer in (0, 3)]
+    packs = [probe_of(model, longer=longer) for longer in (0, 3)]
     return torch.stack([token_logprobs(model, pack, 1.0)[0].detach() for pack in packs])

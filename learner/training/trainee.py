@@ -80,16 +80,14 @@ def make_trainee(material: Material, accelerator: Accelerator, *, is_new: bool) 
     _refuse_other_sharding(accelerator, run)
     # Frozen weights take no small steps, so they may lie in the dtype in which the server holds them: half the memory.
     dtype = getattr(torch, run.dtype) if config.lora.rank else torch.float32
-    is_to_pack = config.attn_implementation == PACKED
     policy = load_policy(
         material.model_path,
         dtype=dtype,
         gradient_checkpointing=config.gradient_checkpointing,
-        attn_implementation=None if is_to_pack else config.attn_implementation,
+        attn_implementation=None if config.attn_implementation == PACKED else config.attn_implementation,
         max_model_len=run.server.get("max_model_len"),
     )
-    if is_to_pack:
-        settle_attention(policy, accelerator.device, getattr(torch, run.dtype))
+    settle_attention(policy, accelerator.device, getattr(torch, run.dtype), config.attn_implementation)
     if config.lora.rank:
         add_adapter(policy, config.lora, run.seed)
     compute_in(getattr(torch, run.dtype), policy, accelerator)
