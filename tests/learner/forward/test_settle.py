@@ -18,7 +18,7 @@ from learner.forward.pack import pack
 from learner.forward.parts import plan_of
 from learner.forward.probe import eager_logprobs, probe_of
 from learner.forward.probed_model import PROBE_WINDOW, few_layers, listening, loud
-from learner.forward.settle import settle_attention
+from learner.forward.settle import TOLERANCE, settle_attention
 from learner.policy.model import load_policy
 from protocol.errors import ConfigError
 from tests.learner.forward.test_families import CPU, LM, make_groups, plain, tiny
@@ -172,6 +172,35 @@ def test_a_sink_that_packing_would_forget_is_found(
     model = tiny("GptOssConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64})
     settle_attention(model, CPU, torch.float32)
     assert not is_packed(model) and "its logprobs differ by" in caplog.text
+
+
+def test_an_attention_that_is_wrong_in_the_dtype_of_the_run_alone_is_found(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Narrow:
+        @staticmethod
+        def apply(q_NHD: torch.Tensor, *rest: Any) -> torch.Tensor:
+            return attention.apply(q_NHD * 4 if q_NHD.dtype == torch.bfloat16 else q_NHD, *rest)
+
+    attention = interface.TreeAttention
+    monkeypatch.setattr(interface, "TreeAttention", Narrow)
+    model = tiny("Qwen2Config", {})
+    settle_attention(model, CPU, torch.bfloat16)
+    assert not is_packed(model) and "in torch.bfloat16 its logprobs are off by" in caplog.text
+
+
+def test_a_model_whose_own_rounding_is_large_is_held_to_that(caplog: pytest.LogCaptureFixture) -> None:
+    """As one with many experts, of which rounding picks others: here what a layer adds turns with the last bits of its input."""
+    model, groups = tiny("Qwen2Config", {}), make_groups()
+    model.model.layers[0].register_forward_hook(lambda _layer, _inputs, out: out + 0.1 * (1e6 * out).sin())
+    with torch.no_grad():
+        right_M = torch.cat(plain(model, groups)[0])
+    settle_attention(model, CPU, torch.float32)
+    batch = pack(groups, CPU)
+    with torch.no_grad():
+        found_M = token_logprobs(model, batch, 0.7)[0][batch.is_token_BT]
+    assert is_packed(model) and not caplog.records
+    assert float((found_M - right_M).abs().mean()) > TOLERANCE[torch.float32]
 
 
 # Probing.
