@@ -56,14 +56,16 @@ STATES = ("conv", "linear", "mamba", "recurrent", "ssm")
 """In the names of layer types that hand something from token to token by other means than attention."""
 
 
-class Expected(msgspec.Struct, frozen=True, eq=False):
+class Expected(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """What eager attention gives one row at a time, in float32: quiet with the model's own scores, loud with larger ones."""
 
     quiet_M: torch.Tensor
     loud_M: torch.Tensor
     largest: Largest
+    as_it_trains: float
+    """Mean difference of the quiet ones in the mode in which the model was loaded."""
     bound: float
-    """Of the mean difference from either."""
+    """Of the mean difference of a pass from either."""
 
 
 def settle_attention(model: Any, device: torch.device, dtype: torch.dtype, wanted: str = PACKED) -> None:
@@ -72,44 +74,59 @@ def settle_attention(model: Any, device: torch.device, dtype: torch.dtype, wante
     Raises ConfigError if its passes are random or not causal, or if the attention that is `wanted` instead of packing is wrong for it.
     """
     loaded_with = model.config._attn_implementation
-    candidates = (NAME, loaded_with, EAGER) if wanted == PACKED else (loaded_with,)
-    place = model.device if set(candidates) <= ON_ANY_DEVICE else device
-    batch = probe_of(model, place)
-    problems: dict[str, str] = {}
-    with (
-        torch.random.fork_rng(devices=[] if place.type == "cpu" else [place]),
-        few_layers(model),
-        short_windows(model),
-    ):
-        with computing_in(model, torch.float32, place):
-            expected = _try_to_expect(model, batch)
-        for name in dict.fromkeys(candidates):
-            problem = _problem(model, batch, expected, name, device, dtype)
-            if problem is None:
-                break
-            problems[name] = problem
-    if name in problems:
-        model.set_attn_implementation(loaded_with)
-        raise _wrong(model, wanted, problems)
-    model.set_attn_implementation(name)
-    if problems:
+    candidates = [NAME, loaded_with, EAGER] if wanted == PACKED else [loaded_with]
+    tried = _try(model, list(dict.fromkeys(candidates)), device, dtype)
+    *failed, (name, problem) = tried
+    model.set_attn_implementation(loaded_with if problem else name)
+    if problem is not None and wanted != PACKED:
+        raise ConfigError(
+            f'learner.attn_implementation = "{wanted}" is wrong for {type(model).__name__}: {problem}. Set it to "{PACKED}" or "{EAGER}"'
+        )
+    if problem is not None:
+        raise _refusal(model, problem)
+    if failed:
+        (_, reason), *others = failed
         log.warning(
             'learner.attn_implementation = "%s": %s cannot (%s). Its sequences are padded instead, each completion with its prompt, '
-            "with %s attention", PACKED, type(model).__name__, _reasons(problems), name,
+            "with %s attention", PACKED, type(model).__name__, "; ".join([str(reason), *(f"with {n} attention {p}" for n, p in others)]), name,
         )  # fmt: skip
 
 
-def _try_to_expect(model: Any, batch: Pack) -> Expected:
+def _try(model: Any, candidates: list[str], device: torch.device, dtype: torch.dtype) -> list[tuple[str, str | None]]:
+    """Return those that were tried, each with its problem, up to the first that has none."""
+    place = model.device if set(candidates) <= ON_ANY_DEVICE else device
+    batch = probe_of(model, place)
+    tried: list[tuple[str, str | None]] = []
+    generators = [] if place.type == "cpu" else [place]
+    with torch.random.fork_rng(devices=generators), few_layers(model), short_windows(model):
+        with computing_in(model, torch.float32, place):
+            expected = _expect_or_refuse(model, batch)
+        if expected is None:  # nothing can be told of weights that are no numbers; training/finite.py refuses them
+            return [(candidates[-1], None)]
+        for name in candidates:
+            tried.append((name, _problem(model, batch, expected, name, device, dtype)))
+            if tried[-1][1] is None:
+                break
+    return tried
+
+
+def _expect_or_refuse(model: Any, batch: Pack) -> Expected | None:
     try:
-        return _expect(model, batch)
-    except ConfigError:
-        raise
+        expected = _expect(model, batch)
     except Exception as error:  # of a family whose plain pass wants more than tokens, or other tokens
-        raise _refused(model, f"its plain pass fails ({type(error).__name__}: {error})") from error
+        raise _refusal(model, f"its plain pass fails ({type(error).__name__}: {error})") from error
+    if expected.as_it_trains <= TOLERANCE[torch.float32]:
+        return expected
+    if not all(parameter.isfinite().all() for parameter in model.parameters()):
+        return None
+    raise ConfigError(
+        f"model: as it trains {type(model).__name__} gives logprobs that differ by {expected.as_it_trains:.2g} nats from those that it "
+        "samples by; expected the same. It has dropout, jitter or a routing of its own for training, or something else in it is random: "
+        "take another model"
+    )
 
 
 def _expect(model: Any, batch: Pack) -> Expected:
-    """Raises ConfigError if the model computes otherwise as it trains, or at random."""
     model.set_attn_implementation(EAGER)
     with sampling(model):
         with listening() as largest:
@@ -118,14 +135,13 @@ def _expect(model: Any, batch: Pack) -> Expected:
             loud_M = eager_logprobs(model, batch)
         with rounded(model):
             rounding = _mean(eager_logprobs(model, batch) - quiet_M)
-    as_it_trains = _mean(eager_logprobs(model, batch) - quiet_M)
-    if not as_it_trains <= TOLERANCE[torch.float32]:
-        raise ConfigError(
-            f"model: as it trains {type(model).__name__} gives logprobs that differ by {as_it_trains:.2g} nats from those that it samples "
-            "by; expected the same. It has dropout, jitter or a routing of its own for training, or something else in it is random: take "
-            "another model"
-        )
-    return Expected(quiet_M, loud_M, largest, max(TOLERANCE[torch.float32], TIMES_ROUNDING * rounding))
+    return Expected(
+        quiet_M=quiet_M,
+        loud_M=loud_M,
+        largest=largest,
+        as_it_trains=_mean(eager_logprobs(model, batch) - quiet_M),
+        bound=max(TOLERANCE[torch.float32], TIMES_ROUNDING * rounding),
+    )
 
 
 def _problem(
@@ -203,21 +219,7 @@ def _mean(difference_M: torch.Tensor) -> float:
     return float(difference_M.abs().mean())
 
 
-def _reasons(problems: dict[str, str]) -> str:
-    packed, *others = problems.items()
-    return "; ".join([packed[1], *(f"with {name} attention {problem}" for name, problem in others)])
-
-
-def _wrong(model: Any, wanted: str, problems: dict[str, str]) -> ConfigError:
-    if wanted != PACKED:
-        (problem,) = problems.values()
-        return ConfigError(
-            f'learner.attn_implementation = "{wanted}" is wrong for {type(model).__name__}: {problem}. Set it to "{PACKED}" or "{EAGER}"'
-        )
-    return _refused(model, problems[EAGER])
-
-
-def _refused(model: Any, problem: str) -> ConfigError:
+def _refusal(model: Any, problem: str) -> ConfigError:
     return ConfigError(
         f"model: {type(model).__name__} cannot be trained: {problem}. Take another model; those that can are listed in "
         "learner/README.md#which-models-run"

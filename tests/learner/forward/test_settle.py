@@ -53,13 +53,14 @@ def test_a_state_that_no_name_tells_of_is_found_by_its_gradient(
     assert not is_packed(model) and "depend on other sequences of the pass" in caplog.text
 
 
-def leaking(model: Any, from_where: Callable[[torch.Tensor], torch.Tensor], amount: float = 1e-6) -> Any:
-    """Let the first layer add a little of other tokens to each."""
+def leaking(from_where: Callable[[torch.Tensor], torch.Tensor], *, layer: int = 0, amount: float = 1e-6) -> Any:
+    """A model with a layer that adds a little of other tokens to each."""
+    model = tiny("Qwen2Config", {})
 
     def leak(_layer: nn.Module, _inputs: Any, hidden_BSE: torch.Tensor) -> torch.Tensor:
         return hidden_BSE + amount * from_where(hidden_BSE)
 
-    model.model.layers[0].register_forward_hook(leak)
+    model.model.layers[layer].register_forward_hook(leak)
     return model
 
 
@@ -67,15 +68,16 @@ def three_before(hidden_BSE: torch.Tensor) -> torch.Tensor:
     return nn.functional.pad(hidden_BSE, (0, 0, 3, 0))[:, :-3]
 
 
-def test_a_leak_far_below_rounding_is_found(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("layer", [0, -1], ids=["first layer", "last layer"])
+def test_a_leak_far_below_rounding_is_found(layer: int, caplog: pytest.LogCaptureFixture) -> None:
     """From three tokens before, as a convolution has it: padded rows have nothing there that is not their own."""
-    model = leaking(tiny("Qwen2Config", {}), three_before)
+    model = leaking(three_before, layer=layer)
     settle_attention(model, CPU, torch.float32)
     assert not is_packed(model) and "depend on other sequences of the pass" in caplog.text
 
 
 def test_a_model_that_reads_later_tokens_is_refused() -> None:
-    model = leaking(tiny("Qwen2Config", {}), lambda hidden_BSE: hidden_BSE.roll(-1, dims=1))
+    model = leaking(lambda hidden_BSE: hidden_BSE.roll(-1, dims=1))
     with pytest.raises(ConfigError, match="Qwen2ForCausalLM cannot be trained: its logprobs depend on later tokens"):
         settle_attention(model, CPU, torch.float32)
 
