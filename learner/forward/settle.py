@@ -148,9 +148,9 @@ def _problem(
     model: Any, batch: Pack, expected: Expected, name: str, device: torch.device, dtype: torch.dtype
 ) -> str | None:
     """Why a model must not train with this attention; None: it may."""
-    if name == NAME and (problem := _state_problem(model) or _kernel_problem(model, device, dtype)):
-        return problem
     try:
+        if name == NAME and (problem := _state_problem(model) or _kernel_problem(model, device, dtype)):
+            return problem
         model.set_attn_implementation(name)
         if model.config._attn_implementation != name:
             return "transformers lets it have no attention but its own"

@@ -21,8 +21,6 @@ from protocol.errors import ConfigError
 DEPENDS_ON_LENGTH = ("longrope", "dynamic")
 Rope = dict[str, Any]
 """Entries of `rope_parameters`: of the whole model, or of one type of its layers."""
-OF_LENGTH = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length")
-DEFAULT_MAX_MODEL_LEN = 2048
 
 
 def pin_rope(model: Any, max_model_len: int | None) -> None:
@@ -48,8 +46,8 @@ def pin_rope(model: Any, max_model_len: int | None) -> None:
 
 def check_rope(config: PreTrainedConfig, max_model_len: int | None) -> None:
     """Raise ConfigError for a RoPE that transformers and vLLM compute differently."""
-    for _, rope in _ropes(config.get_text_config()):
-        problem = _disagreement(config.get_text_config(), rope, max_model_len)
+    for layer_type, rope in _ropes(config.get_text_config()):
+        problem = _disagreement(config.get_text_config(), layer_type, rope, max_model_len)
         if problem is not None:
             raise ConfigError(f"model: its RoPE is of type {rope['rope_type']}, and {problem}")
 
@@ -69,14 +67,14 @@ def check_server_rope(config: PreTrainedConfig, max_model_len: int | None, actua
 
 
 def default_max_model_len(config: PreTrainedConfig) -> int:
-    """Return what vLLM derives from the model's config alone."""
-    derived = min((value for key in OF_LENGTH if isinstance(value := getattr(config, key, None), int)), default=None)
+    """Return what vLLM derives from a config with a RoPE that depends on it."""
+    longest = config.max_position_embeddings
     for _, rope in _ropes(config):
         if rope["rope_type"] == "longrope":
-            return int(getattr(config, "original_max_position_embeddings", derived or DEFAULT_MAX_MODEL_LEN))
+            return int(getattr(config, "original_max_position_embeddings", longest))
         if rope["rope_type"] == "dynamic":
-            return int((derived or DEFAULT_MAX_MODEL_LEN) * rope.get("factor", 1.0))
-    return derived or DEFAULT_MAX_MODEL_LEN
+            return int(longest * rope.get("factor", 1.0))
+    return int(longest)
 
 
 def _ropes(config: PreTrainedConfig) -> Iterator[tuple[str | None, Rope]]:
@@ -93,25 +91,24 @@ def _is_long(config: PreTrainedConfig, rope: Rope, max_model_len: int | None) ->
     return is_longrope and (max_model_len or default_max_model_len(config)) > rope["original_max_position_embeddings"]
 
 
-def _disagreement(config: PreTrainedConfig, rope: Rope, max_model_len: int | None) -> str | None:
-    """What vLLM's rotary embeddings do otherwise; for the others see tests/learner/policy/test_rope.py."""
-    longest = getattr(config, "max_position_embeddings", None)
+def _disagreement(
+    config: PreTrainedConfig, layer_type: str | None, rope: Rope, max_model_len: int | None
+) -> str | None:
+    """What vLLM's rotary embeddings do otherwise; that the others are the same shows tests/learner/policy/test_rope_vllm.py."""
     match rope["rope_type"]:
         case "proportional" if rope.get("factor", 1.0) != 1.0:
             return f"vLLM ignores its factor = {rope['factor']}, transformers does not. Take a model without one"
-        case "dynamic" if rope.get("max_trained_positions", longest) != longest:
-            return f"transformers ignores its max_trained_positions = {rope['max_trained_positions']}, vLLM does not. Take a model without"
-        case "dynamic" if (length := max_model_len or default_max_model_len(config)) > longest:
-            return (
-                f"vLLM has no rotary embedding beyond max_position_embeddings = {longest}, but server.max_model_len is {length}"
-                f"{'' if max_model_len else ' unless it is set'}. Set server.max_model_len = {longest}"
-            )
-        case "longrope":
-            _, scaling = ROPE_INIT_FUNCTIONS["longrope"](
-                config, torch.device("cpu"), layer_type=_layer_type_of(config, rope)
-            )
-            by_vllm = _longrope_scaling(longest / rope["original_max_position_embeddings"], rope)
-            if "long_mscale" not in rope and not math.isclose(scaling, by_vllm, rel_tol=1e-6):
+        case "dynamic":
+            longest, length = config.max_position_embeddings, max_model_len or default_max_model_len(config)
+            if length > longest:
+                return (
+                    f"vLLM has no rotary embedding beyond max_position_embeddings = {longest}, but server.max_model_len is {length}"
+                    f"{'' if max_model_len else ' unless it is set'}. Set server.max_model_len = {longest}"
+                )
+        case "longrope" if "long_mscale" not in rope:
+            _, scaling = ROPE_INIT_FUNCTIONS["longrope"](config, torch.device("cpu"), layer_type=layer_type)
+            by_vllm = _longrope_scaling(config.max_position_embeddings / rope["original_max_position_embeddings"], rope)
+            if not math.isclose(scaling, by_vllm, rel_tol=1e-6):
                 return (
                     f"vLLM ignores attention_factor and factor, and scales by {by_vllm:.6g} instead of {scaling:.6g}. Take a model "
                     "without them"
@@ -119,14 +116,18 @@ def _disagreement(config: PreTrainedConfig, rope: Rope, max_model_len: int | Non
     return None
 
 
+def _dynamic_inv_freq(config: PreTrainedConfig, rope: Rope, dim: int) -> torch.Tensor:
+    """As vLLM has it: transformers knows neither of the optional keys."""
+    factor, longest = rope.get("factor", 1.0), config.max_position_embeddings
+    stretch = rope.get("alpha") or factor * longest / rope.get("max_trained_positions", longest) - (factor - 1)
+    base = rope["rope_theta"] * stretch ** (dim / (dim - 2))
+    return 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float) / dim)
+
+
 def _longrope_scaling(scale: float, rope: Rope) -> float:
     if scale <= 1.0:
         return 1.0
     return math.sqrt(1 + math.log(scale) / math.log(rope["original_max_position_embeddings"]))
-
-
-def _layer_type_of(config: PreTrainedConfig, rope: Rope) -> str | None:
-    return next(layer_type for layer_type, one in _ropes(config) if one is rope)
 
 
 def _type_in(module: nn.Module, layer_type: str | None) -> str | None:
@@ -137,6 +138,8 @@ def _type_in(module: nn.Module, layer_type: str | None) -> str | None:
 def _pin(module: Any, config: PreTrainedConfig, layer_type: str | None, rope: Rope, *, is_long: bool) -> None:
     prefix = "" if layer_type is None else f"{layer_type}_"
     inv_freq, scaling = getattr(module, f"{prefix}inv_freq"), getattr(module, f"{prefix}attention_scaling", 1.0)
+    if rope["rope_type"] == "dynamic":
+        inv_freq = _dynamic_inv_freq(config, rope, 2 * len(inv_freq)).to(inv_freq.device)
     if rope["rope_type"] == "longrope":
         length = rope["original_max_position_embeddings"] + 1 if is_long else None
         inv_freq, scaling = ROPE_INIT_FUNCTIONS["longrope"](

@@ -37,6 +37,8 @@ ROPES: dict[str, dict[str, Any]] = {
     "default": THETA | {"rope_type": "default"},
     "linear": THETA | {"rope_type": "linear", "factor": 4.0},
     "dynamic": THETA | {"rope_type": "dynamic", "factor": 4.0},
+    "dynamic, by alpha": THETA | {"rope_type": "dynamic", "factor": 1.0, "alpha": 100.0},
+    "dynamic, of fewer positions": THETA | {"rope_type": "dynamic", "factor": 4.0, "max_trained_positions": 128},
     "yarn": OF_ORIGINAL | {"rope_type": "yarn", "factor": 4.0},
     "yarn, scaled by its own factors": OF_ORIGINAL
     | {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.7, "truncate": False},
@@ -159,10 +161,6 @@ def test_types_of_layers_are_pinned_each_by_its_own() -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "proportional with a factor": (ROPES["proportional"] | {"factor": 2.0}, "proportional, and vLLM ignores its factor = 2.0"),
     "dynamic beyond its positions": (ROPES["dynamic"], r"beyond max_position_embeddings = 256, but server.max_model_len is 1024 unless"),
-    "dynamic from other positions": (
-        ROPES["dynamic"] | {"max_trained_positions": 64},
-        "transformers ignores its max_trained_positions = 64",
-    ),
     "longrope scaled otherwise": (LONGROPE | {"attention_factor": 1.5}, r"scales by 1\.15\d+ instead of 1\.5"),
 }  # fmt: skip
 
