@@ -20,7 +20,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from learner.forward.interface import layers_of
 
 PROBE_WINDOW = 32
-WINDOW_KEYS = ("sliding_window", "attention_chunk_size")
+WINDOW_WORDS = ("window", "attention_chunk", "index_topk", "budget")
+"""In the names of what limits how many keys a query sees."""
 ROUNDING = 2.0**-21
 """A few roundings of float32, relative."""
 LOUDEST = 100.0
@@ -75,14 +76,14 @@ def computing_in(model: nn.Module, dtype: torch.dtype, device: torch.device) -> 
 
 
 @contextmanager
-def short_windows(model: nn.Module) -> Iterator[None]:
-    """Shorten windows and chunks to PROBE_WINDOW, in the config, which masks are made from, and in the layers alike."""
+def short_windows(model: Any) -> Iterator[None]:
+    """Shorten windows, chunks and selections of keys to PROBE_WINDOW, in the config, which masks are made from, and in its layers alike."""
     holders = [vars(config) for config in configs_of(model.config)] + [vars(module) for module in model.modules()]
     kept = [
         (holder, key, value)
         for holder in holders
-        for key in WINDOW_KEYS
-        if isinstance(value := holder.get(key), int) and value > PROBE_WINDOW
+        for key, value in holder.items()
+        if any(word in key for word in WINDOW_WORDS) and isinstance(value, int) and value > PROBE_WINDOW
     ]
     try:
         for holder, key, _ in kept:

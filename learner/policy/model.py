@@ -52,10 +52,8 @@ def load_policy(
     pin_rope(model, max_model_len)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable()
-        for module in model.modules():
-            module.training = isinstance(
-                module, GradientCheckpointingLayer
-            )  # in evaluation mode nothing is checkpointed
+        for module in model.modules():  # in evaluation mode nothing is checkpointed
+            module.training = isinstance(module, GradientCheckpointingLayer)
     return model
 
 

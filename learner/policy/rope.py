@@ -151,9 +151,8 @@ def _pin(module: Any, config: PreTrainedConfig, layer_type: str | None, rope: Ro
     setattr(module, f"{prefix}attention_scaling", scaling)
     # The update in transformers looks at the type in each pass; of the default one it changes nothing.
     module.rope_type = "default" if layer_type is None else module.rope_type | {layer_type: "default"}
-    if hasattr(
-        module, "rope_init_fn"
-    ):  # PhiMoE's computes its factors anew in each pass, and asks its config for the scaling
+    # PhiMoE's computes its factors anew in each pass, and asks its config for the scaling.
+    if hasattr(module, "rope_init_fn"):
         module.rope_init_fn = lambda *_, **__: (inv_freq, scaling)
         module.config = copy.copy(module.config)
         module.config.rope_parameters = rope | {"rope_type": "default"}

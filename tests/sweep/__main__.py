@@ -6,6 +6,8 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import msgspec
+import torch
+import transformers
 
 from tests.sweep.families import FAMILIES
 from tests.sweep.report import problem_of, table
@@ -27,7 +29,8 @@ def main() -> None:
     problems = [f"{visit.family}: {problem}" for visit in visits if (problem := problem_of(visit))]
     print("\n".join(["", "as expected" if not problems else "NOT as expected:", *problems]))
     if given.json:
-        given.json.write_bytes(msgspec.json.format(msgspec.json.encode(visits)))
+        found = {"transformers": transformers.__version__, "torch": str(torch.__version__), "visits": visits}
+        given.json.write_bytes(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ _KEYS_BY_SIZE: tuple[tuple[int, tuple[str, ...]], ...] = (
     (2, (
         "num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "num_experts_per_tok", "num_experts_per_token",
         "moe_topk", "moe_k", "top_k_experts", "sliding_window_pattern", "attn_layer_period", "no_rope_layer_interval",
-        "global_attn_every_n_layers", "linear_num_key_heads", "num_kv_shared_layers", "zero_expert_num", "n_groups", "o_groups",
+        "global_attn_every_n_layers", "max_window_layers", "index_topk_blocks", "linear_num_key_heads", "num_kv_shared_layers", "zero_expert_num", "n_groups", "o_groups",
     )),
     (1, (
         "n_group", "topk_group", "num_expert_group", "first_k_dense_replace", "num_dense_layers", "n_shared_experts",
@@ -66,7 +66,7 @@ _KEYS_BY_SIZE: tuple[tuple[int, tuple[str, ...]], ...] = (
     (8, ("mamba_d_state", "state_size", "ssm_state_size", "rotary_dim")),
     (WINDOW, (
         "sliding_window", "attention_window_size", "attention_chunk_size", "window_size", "local_attention",
-        "sliding_window_size", "floor_scale", "log_scaling_n_floor",
+        "sliding_window_size", "floor_scale", "log_scaling_n_floor", "keep_window_size",
     )),
     (1024, ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions", "n_ctx", "context_length")),
     (NUM_LAYERS, LAYERS),
@@ -97,6 +97,7 @@ MORE_KEYS: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": MLA | {"head_dim": 16},
     "mamba2": {"head_dim": 32, "n_groups": 1},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2, "index_n_heads": 2},
     "phimoe": {"input_jitter_noise": 0.1, "router_jitter_noise": 0.1},
     "qwen4_exp_text": {
         "layer_types": ["linear_attention", "indexed_attention"] * 2, "indexer_n_heads": 2, "indexer_kv_heads": 1,
@@ -163,7 +164,9 @@ def _tiny_keys(kind: type[PreTrainedConfig]) -> dict[str, Any]:
         value = vars(default).get(kind.attribute_map.get(name, name))
         if name in SIZES and (_is_int(value) or name in ("head_dim", "num_key_value_heads")):
             keys[name] = SIZES[name]
-        elif isinstance(value, list) and len(value) == num_layers and num_layers > 1:
+        elif name == "use_sliding_window":
+            keys |= {name: True, "sliding_window": WINDOW}
+        elif isinstance(value, list) and len(value) == num_layers > 1 and not hasattr(default, "use_sliding_window"):
             keys[name] = _one_of_each(value)
         elif name == "text_config" and type(default.get_text_config()) is not kind:
             text = type(default.get_text_config())

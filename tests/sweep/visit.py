@@ -50,10 +50,6 @@ class Visit(msgspec.Struct, frozen=True, kw_only=True):
     rounding: float | None = None
     """Mean, of the plain pass in bfloat16 from itself in float32."""
 
-    @property
-    def is_measured(self) -> bool:
-        return self.float32 is not None
-
 
 def make_groups() -> tuple[list[Group], list[Group]]:
     """A few short rows, and others that outgrow every window, chunk, selection and state of the sweep."""

@@ -17,11 +17,12 @@ from learner.forward.logprobs import token_logprobs
 from learner.forward.pack import pack
 from learner.forward.parts import plan_of
 from learner.forward.probe import eager_logprobs, probe_of
-from learner.forward.probed_model import PROBE_WINDOW, few_layers, listening, loud
+from learner.forward.probed_model import PROBE_WINDOW, few_layers, listening, loud, short_windows
 from learner.forward.settle import TOLERANCE, settle_attention
 from learner.policy.model import load_policy
 from protocol.errors import ConfigError
 from tests.learner.forward.test_families import CPU, LM, make_groups, plain, tiny
+from tests.sweep.families import tiny_config, tiny_model
 from tests.zoo.families import save_model
 
 BOTH_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -252,6 +253,32 @@ def test_loud_scores_are_as_large_as_they_say_and_short_windows_shorter_than_the
         loud_M = eager_logprobs(model, probe_of(model))
     assert min(louder.values()) > probed_model.LOUDEST / 2 and float((loud_M - quiet_M).abs().mean()) > 0.01
     assert max(sum(segment.length for segment in path) for path in probe_of(model).paths_B) / 2 > PROBE_WINDOW
+
+
+LIMITS = {
+    "mistral": ("sliding_window", "sliding_window"),
+    "llama4_text": ("attention_chunk_size", None),
+    "deepseek_v32": ("index_topk", "index_topk"),
+    "qwen4_exp_text": ("indexer_budget", "token_budget"),
+}
+"""What limits the keys that a query sees, in the config and in its layers."""
+
+
+@pytest.mark.parametrize(("family", "keys"), LIMITS.items(), ids=LIMITS)
+def test_what_limits_the_keys_of_a_query_is_shortened_for_the_probe_alone(
+    family: str, keys: tuple[str, str | None]
+) -> None:
+    in_config, in_layers = keys
+    model = tiny_model(tiny_config(family, **{in_config: 2048}))
+
+    def limits() -> set[int]:
+        of_layers = (vars(module).get(in_layers) for module in model.modules() if in_layers)
+        return {getattr(model.config, in_config), *(limit for limit in of_layers if limit)}
+
+    assert limits() == {2048}
+    with short_windows(model):
+        assert limits() == {PROBE_WINDOW}
+    assert limits() == {2048}
 
 
 def test_the_log_of_a_model_without_a_problem_is_empty(caplog: pytest.LogCaptureFixture) -> None:
