@@ -87,7 +87,7 @@ def _tried(model: Any, layers: list[nn.Module], before_BT: torch.Tensor, dtype: 
 
 
 def _whole_layers(model: Any) -> list[nn.Module]:
-    """All but the last, which the pass may cut (last_layer.py); none that the backward pass computes again."""
+    """All but the last, which the pass may cut (trunk.py); none that the backward pass computes again."""
     can = model.device.type == "cuda" and is_packed(model) and not model.is_gradient_checkpointing
     return layers_of(model)[:-1] if can else []
 
