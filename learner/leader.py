@@ -15,13 +15,12 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import msgspec
 
-from learner.config import LearnerRun
 from learner.evaluation.alongside import Evaluations
 from learner.interrupt import Interrupt
 from learner.material import Material
 from learner.players import open_agents, open_player
 from learner.policy.published import PublishedPolicy
-from learner.prompts.prompts import Prompts
+from learner.policy.rope import check_server_rope
 from learner.report.dashboard import start_dashboard
 from learner.report.run_log import RunLog
 from learner.report.timeline import Timeline
@@ -267,7 +266,7 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         untouched: dict[Member, Untouched | None] = {}
         for member in members:
             with self._at_the_cost_of(member):
-                check_fits(run, self.material.prompts, member)
+                check_fits(self.material, member)
                 untouched[member] = score_untouched(run, self.parity, member, version)
         if untouched:
             self.pusher.push(version, list(untouched))
@@ -307,19 +306,22 @@ class Lead:
             return act(self._leader, *args, **kwargs) if self._leader is not None else None
 
 
-def check_fits(run: LearnerRun, prompts: Prompts, member: Member) -> None:
+def check_fits(material: Material, member: Member) -> None:
     """Raise ConfigError or DataError when the run asks for what the server does not have, ServerLost if it is not there."""
-    welcome = member.welcome
+    run, welcome = material.run, member.welcome
     if welcome is None:
         raise ServerLost(f"the server at {member.endpoint} went away before it was looked at")
     check_dtype(run, member, welcome)
+    check_server_rope(
+        material.model_config, run.server.get("max_model_len"), welcome.max_model_len, endpoint=member.endpoint
+    )
     max_episode_tokens = run.learner.environment.max_episode_tokens or 0
     if max_episode_tokens > welcome.max_model_len:
         raise ConfigError(
             f"learner.environment.max_episode_tokens = {max_episode_tokens} is more than the {welcome.max_model_len} of the server at "
             f"{member.endpoint}; lower it, or raise server.max_model_len"
         )
-    row, num_tokens = prompts.longest()
+    row, num_tokens = material.prompts.longest()
     max_tokens = run.learner.sampling.max_tokens
     if num_tokens + max_tokens > welcome.max_model_len:
         raise DataError(

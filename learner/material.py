@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from learner.config import DataConfig, LearnerRun
 from learner.environments.answer import renderer_of
@@ -42,10 +42,14 @@ class Material:
         return digest_model(self.model_path)
 
     @cached_property
+    def model_config(self) -> PreTrainedConfig:
+        return AutoConfig.from_pretrained(self.model_path)
+
+    @cached_property
     def shape(self) -> ModelShape | None:
         """What memory and speed are reckoned with; None, and a line, for a model that cannot be built from its config alone."""
         try:
-            return shape_of(AutoConfig.from_pretrained(self.model_path))
+            return shape_of(self.model_config)
         except (AttributeError, KeyError, ValueError) as error:
             log.warning("the memory that %s needs is not known: %s", self.run.model, error)
             return None

@@ -48,7 +48,8 @@ class LearnerConfig(Section):
     on a CPU, where larger passes only leave the caches."""
     attn_implementation: MayChange[str] = "packed"
     """packed: sequences without padding, the prompt of a group computed once (a model that cannot is padded, and the log says
-    why); or an attention of transformers ("sdpa", "eager", "flash_attention_2"): sequences are padded, each with its prompt."""
+    why); or an attention of transformers ("sdpa", "eager", "flash_attention_2"): sequences are padded, each with its prompt. Refused
+    where its logprobs are not those of eager attention."""
     gradient_checkpointing: MayChange[bool] = False
     """Trade a second forward pass for memory."""
     compile: MayChange[bool | Literal["auto"]] = "auto"

@@ -23,7 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from learner.forward.interface import compiled_layers, is_packed, layers_of
 from learner.forward.logprobs import tiles_of, token_logprobs
-from learner.forward.settle import TOLERANCE, probe
+from learner.forward.probe import probe_of
+from learner.forward.settle import TOLERANCE
 from learner.forward.tile import fused_tiles, tiles_problem
 
 log = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ def _tried(
 
 
 def _whole_layers(model: Any) -> list[nn.Module]:
-    """All but the last, which the pass may cut (last_layer.py); none that the backward pass computes again."""
+    """All but the last, which the pass may cut (trunk.py); none that the backward pass computes again."""
     can = model.device.type == "cuda" and is_packed(model) and not model.is_gradient_checkpointing
     return layers_of(model)[:-1] if can else []
 
@@ -133,6 +134,5 @@ def _first_line(text: str) -> str:
 
 def _probed(model: Any) -> torch.Tensor:
     """With a graph, since that is what training compiles; and of two lengths, so that it is compiled for any before the first step."""
-    vocab_size = model.get_input_embeddings().num_embeddings
-    packs = [probe(vocab_size, model.device, longer=longer) for longer in (0, 3)]
+    packs = [probe_of(model, longer=longer) for longer in (0, 3)]
     return torch.stack([token_logprobs(model, pack, 1.0)[0].detach() for pack in packs])

@@ -1,9 +1,10 @@
 """The tokens of several groups in one row: each prompt once, its completions after it, no padding; what prompts have in common once too.
 
-    prompts, completions ─▶ trie.py ─▶ Pack ─▶ parts.py: who sees whom    logprobs.py: the pass, and back to one row a completion
+    prompts ─▶ Run: what they all begin with ─▶ those that end there, and those that go on in different ways: runs again
+    runs, completions ─▶ Pack ─▶ parts.py: who sees whom    logprobs.py: the pass, and back to one row a completion
 
-Invariant: token n of the row has the position that it has in its sequence, and sees what it sees there. The last token of a
-completion predicts nothing, so it is not in the row.
+Invariant: the tokens on the way to where a prompt ends are that prompt's. Token n of the row has the position that it has in its
+sequence, and sees what it sees there. The last token of a completion predicts nothing, so it is not in the row.
 
 Suffixes: N packed tokens, M predicted tokens, B completions, T tokens of the longest completion, S tokens of the longest
 sequence, R rows that predict.
@@ -16,7 +17,20 @@ import msgspec
 import numpy as np
 import torch
 
-from learner.forward.trie import Run, runs_of
+MIN_SHARED = 32
+"""Fewer tokens are computed again by whoever has them: another block of keys costs more."""
+
+
+class Run(msgspec.Struct, frozen=True, eq=False):
+    """A node of the tree of prompts: tokens from `start` to `end` of each prompt below it."""
+
+    start: int
+    end: int
+    of: int
+    """One of these prompts."""
+    ends: list[int]
+    """The prompts that end with it."""
+    goes_on: list["Run"]
 
 
 class Segment(NamedTuple):
@@ -118,6 +132,39 @@ def pack_trees(trees: Sequence[Sequence[Group]], device: torch.device) -> Pack:
         segments=tuple(laying.segments),
         paths_B=tuple(laying.paths_B),
     )
+
+
+def runs_of(prompts: Sequence[np.ndarray]) -> list[Run]:
+    """The roots. Prompts are named by their place."""
+    return _runs(prompts, range(len(prompts)), 0, 0)
+
+
+def common_length(one: np.ndarray, other: np.ndarray) -> int:
+    """Tokens that both begin with."""
+    if one is other:
+        return len(one)
+    length = min(len(one), len(other))
+    differs = np.flatnonzero(one[:length] != other[:length])
+    return int(differs[0]) if len(differs) else length
+
+
+def _runs(prompts: Sequence[np.ndarray], members: Sequence[int], start: int, alike_until: int) -> list[Run]:
+    """Of prompts that are alike up to there, from `start` on."""
+    by_next: dict[int, list[int]] = {}
+    for member in members:
+        by_next.setdefault(int(prompts[member][alike_until]), []).append(member)
+    return [run for alike in by_next.values() for run in _begun_alike(prompts, alike, start)]
+
+
+def _begun_alike(prompts: Sequence[np.ndarray], members: list[int], start: int) -> list[Run]:
+    first = members[0]
+    end = min(common_length(prompts[first], prompts[member]) for member in members)
+    ends = [member for member in members if len(prompts[member]) == end]
+    longer = [member for member in members if len(prompts[member]) > end]
+    if end - start >= MIN_SHARED or not longer:
+        return [Run(start, end, first, ends, _runs(prompts, longer, end, end))]
+    alone = [Run(start, end, ends[0], ends, [])] if ends else []
+    return alone + _runs(prompts, longer, start, end)
 
 
 class _Laying:

@@ -72,11 +72,13 @@ class _Part:
     def needs_cast(self) -> bool:
         return any(cast(nn.Parameter, owner._parameters[name]).dtype != self._dtype for owner, name in self._places)
 
-    def enter(self, module: nn.Module, args: Any) -> None:
+    def enter(self, module: nn.Module, args: Any) -> Any:
         self._parameters = [owner._parameters[name] for owner, name in self._places]
         # No Parameters but tensors that were computed from them: so they are a part of the graph, as FSDP2's are.
         for (owner, name), low in zip(self._places, _all_in(self._dtype, self._parameters), strict=True):
             owner._parameters[name] = cast(nn.Parameter, low)
+        # Mamba casts what comes to its head to the dtype that its weight has outside of it.
+        return (args[0].to(self._dtype), *args[1:]) if isinstance(module, nn.Linear) and args else None
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         for (owner, name), parameter in zip(self._places, self._parameters, strict=False):

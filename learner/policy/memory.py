@@ -29,6 +29,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     num_parameters: int
     """Tied weights once."""
+    num_active: int
+    """Of those, the ones that a token goes through: not the experts that its router leaves out."""
     num_embedding: int
     """Of those, the ones that are only looked up: of tied weights none."""
     num_layers: int
@@ -69,6 +71,7 @@ def shape_of(config: PretrainedConfig) -> ModelShape:
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
     return ModelShape(
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        num_active=sum(parameter.numel() for parameter in model.parameters()) - _num_idle(model),
         num_embedding=0 if embedding is getattr(head, "weight", None) else embedding.numel(),
         num_layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,
@@ -77,6 +80,21 @@ def shape_of(config: PretrainedConfig) -> ModelShape:
         kv_size=(getattr(text, "num_key_value_heads", None) or num_heads) * head_dim,
         linear_layers={name: sum(module.weight.shape) for name, module in linear.items() if module is not head},
     )
+
+
+def _num_idle(model: nn.Module) -> int:
+    """Parameters of experts that a token does not go through, by the names that transformers gives them and their routers."""
+    num_idle = 0.0
+    for block in model.modules():
+        experts = block._modules.get("experts")
+        chosen = (vars(module).get(key) for module in block.modules() for key in ("top_k", "num_experts_per_tok"))
+        num_chosen = next((count for count in chosen if isinstance(count, int)), None)
+        if experts is None or num_chosen is None:
+            continue
+        sizes = [parameter.numel() for parameter in experts.parameters()]
+        num_experts = vars(experts).get("num_experts") or len(next(experts.parameters()))
+        num_idle += sum(sizes) * (1 - num_chosen / num_experts)
+    return round(num_idle)
 
 
 def num_trained(shape: ModelShape, config: LearnerConfig) -> int:

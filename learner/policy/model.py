@@ -13,7 +13,9 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from learner.policy.rope import pin_rope
 from protocol.errors import ConfigError
 
 
@@ -23,19 +25,19 @@ def load_policy(
     gradient_checkpointing: bool,
     dtype: torch.dtype = torch.float32,
     attn_implementation: str | None = None,
+    max_model_len: int | None = None,
 ) -> PreTrainedModel:
-    """Load the model, dropout off: it would make the learner disagree with the server about every token.
+    """Load the model in evaluation mode, as it samples: without the dropout, jitter and other routing of training, and with the
+    RoPE of the server. Any of those would make both sides disagree about every token.
 
     What is trained must be float32: optimizer steps at RL learning rates vanish in bfloat16. Of a multimodal checkpoint it is the
-    text tower. `attn_implementation`: of those of transformers; None: its choice. Raises ConfigError if the model cannot be
-    trained, or not so.
+    text tower. `attn_implementation`: of those of transformers; None: its choice. `max_model_len`: the server's; None: what vLLM
+    derives. Raises ConfigError if the model cannot be trained, or not so.
     """
     transformers.utils.logging.disable_progress_bar()
     config = AutoConfig.from_pretrained(path)
     _check_trainable(config, path)
-    for key in vars(config):
-        if key.endswith(("dropout", "pdrop")):
-            setattr(config, key, 0.0)
+    _switch_off_dropout(config)
     try:
         model = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=dtype, attn_implementation=attn_implementation
@@ -47,9 +49,21 @@ def load_policy(
             f'learner.attn_implementation = "{attn_implementation}" and model: {path}: {error}. Set it to "packed", "sdpa" or '
             '"eager"'
         ) from error
+    pin_rope(model, max_model_len)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable()
-    return model.train()  # from_pretrained gives evaluation mode, in which nothing is checkpointed
+        for module in model.modules():  # in evaluation mode nothing is checkpointed
+            module.training = isinstance(module, GradientCheckpointingLayer)
+    return model
+
+
+def _switch_off_dropout(config: PreTrainedConfig) -> None:
+    """Under all its names, in the config and in those that it holds: layers that are checkpointed are in training mode themselves."""
+    for key, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            _switch_off_dropout(value)
+        elif "drop" in key and isinstance(value, float | int) and not isinstance(value, bool):
+            setattr(config, key, type(value)(0))  # some configs check it
 
 
 def _check_trainable(config: PreTrainedConfig, path: Path) -> None:

@@ -13,7 +13,7 @@ from itertools import groupby
 
 import msgspec
 
-from learner.forward.trie import MIN_SHARED, common_length
+from learner.forward.pack import MIN_SHARED, common_length
 from learner.training.batch import Row
 
 Piece = list[Row]

@@ -2,9 +2,10 @@
 
     arithmetic of N tokens and their (query, key) pairs = 6 · P · N + 12 · L · H · pairs
 
-forward and backward; P: all parameters but the embedding. Counted, as everywhere, is what training the whole model needs: no
-second forward pass of gradient checkpointing, no pass of a reference, nothing that LoRA or a cut last layer saves. A packed
-group needs its prompt once (packing.py), padded rows need it once each; padding is needed nowhere.
+forward and backward; P: the parameters that a token goes through: all but the embedding and the experts that it is not sent to.
+Counted, as everywhere, is what training the whole model needs: no second forward pass of gradient checkpointing, no pass of a
+reference, nothing that LoRA or a cut last layer saves. A packed group needs its prompt once (packing.py), padded rows need it
+once each; padding is needed nowhere.
 """
 
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ class Devices(NamedTuple):
 
 def train_flops(shape: ModelShape, pieces: Sequence[Piece]) -> float:
     """Of one forward and backward pass over these pieces."""
-    linear = 6 * (shape.num_parameters - shape.num_embedding) * sum(map(num_tokens, pieces))
+    linear = 6 * (shape.num_active - shape.num_embedding) * sum(map(num_tokens, pieces))
     attention = 12 * shape.num_layers * shape.hidden_size * sum(map(num_pairs, pieces))
     return float(linear + attention)
 

@@ -118,15 +118,14 @@ def make_trainee(material: Material, accelerator: Accelerator, *, is_new: bool) 
     )
     # Frozen weights take no small steps, so they may lie in the dtype in which the server holds them: half the memory.
     dtype = getattr(torch, run.dtype) if config.lora.rank else torch.float32
-    is_to_pack = config.attn_implementation == PACKED
     policy = load_policy(
         material.model_path,
         dtype=dtype,
         gradient_checkpointing=config.gradient_checkpointing,
-        attn_implementation=None if is_to_pack else config.attn_implementation,
+        attn_implementation=None if config.attn_implementation == PACKED else config.attn_implementation,
+        max_model_len=run.server.get("max_model_len"),
     )
-    if is_to_pack:
-        _settle_alike(policy, accelerator, getattr(torch, run.dtype))
+    _settle_alike(policy, accelerator, run)
     if config.lora.rank:
         add_adapter(policy, config.lora, run.seed)
     compute_in(getattr(torch, run.dtype), policy, accelerator)
@@ -167,7 +166,7 @@ def _view_of(material: Material, accelerator: Accelerator) -> RunView:
     )
 
 
-def _settle_alike(policy: Any, accelerator: Accelerator, dtype: torch.dtype) -> None:
+def _settle_alike(policy: Any, accelerator: Accelerator, run: LearnerRun) -> None:
     """Give every rank the passes that rank 0 settles on.
 
     Rank 0 alone is sure to have loaded weights. With fsdp_cpu_ram_efficient_loading, the default of `accelerate launch --use_fsdp`,
@@ -175,7 +174,7 @@ def _settle_alike(policy: Any, accelerator: Accelerator, dtype: torch.dtype) -> 
     """
 
     def settle() -> Passes:
-        settle_attention(policy, accelerator.device, dtype)
+        settle_attention(policy, accelerator.device, getattr(torch, run.dtype), run.learner.attn_implementation)
         logits = logit_maps.get(policy) or logit_map_of(policy)
         return Passes(attention=policy.config._attn_implementation, logits=logits)
 

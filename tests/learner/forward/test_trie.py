@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from learner.forward.interface import is_packed
 from learner.forward.logprobs import token_logprobs
-from learner.forward.pack import Group, pack, pack_trees
+from learner.forward.pack import MIN_SHARED, Group, Run, common_length, pack, pack_trees, runs_of
 from learner.forward.settle import settle_attention
-from learner.forward.trie import MIN_SHARED, Run, common_length, runs_of
 from tests.learner.forward.test_families import MIXED, gradients, loss_of, tiny
 
 CPU = torch.device("cpu")

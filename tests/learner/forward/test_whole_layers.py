@@ -16,7 +16,8 @@ from learner.forward import fused, interface
 from learner.forward.fused import ROTARY, fuse
 from learner.forward.interface import compiled_layers, is_packed, layers_of
 from learner.forward.logprobs import token_logprobs
-from learner.forward.settle import probe, settle_attention
+from learner.forward.probe import probe_of
+from learner.forward.settle import settle_attention
 from learner.forward.varlen_attention import KeyLayout, key_layout
 from learner.policy.model import load_policy
 from tests.learner.forward.test_families import CPU, TEMPERATURE, tiny
@@ -147,7 +148,7 @@ def test_whole_layers_have_the_loss_and_the_gradients_of_the_pass_without_and_ar
     found_loss, found = loss_and_gradients(model)
     assert_same(found_loss, found, loss, right)
     for longer in (1, 7, 20):
-        token_logprobs(model, probe(model.config.vocab_size, CPU, longer=longer), TEMPERATURE)[0].sum().backward()
+        token_logprobs(model, probe_of(model, longer=longer), TEMPERATURE)[0].sum().backward()
     assert counters["stats"]["unique_graphs"] == num_graphs
 
 

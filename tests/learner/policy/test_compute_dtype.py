@@ -12,6 +12,7 @@ from learner.config import LoraConfig
 from learner.policy.compute_dtype import compute_dtype, compute_in
 from learner.policy.lora import add_adapter
 from learner.policy.snapshot import trainable
+from tests.sweep.families import tiny_config, tiny_model
 from tests.zoo.families import FAMILIES, make_model
 
 TRAINABLE = [family for family in FAMILIES if family != "qwen3_5"]
@@ -62,6 +63,13 @@ def test_logits_and_gradients_are_those_of_a_model_in_bfloat16(family: str, grad
     model = make_model(family).train()
     policy = computing_in_bfloat16(model, gradient_checkpointing=gradient_checkpointing)
     assert_alike(policy, loaded_in_bfloat16(model))
+
+
+@pytest.mark.parametrize("family", ["mamba", "hy_v4"])
+def test_a_model_that_casts_what_comes_to_its_head_computes_too(family: str) -> None:
+    model = tiny_model(tiny_config(family))
+    policy_BSV, expected_BSV = logits_of(computing_in_bfloat16(model)), logits_of(loaded_in_bfloat16(model))
+    torch.testing.assert_close(policy_BSV.float(), expected_BSV.float(), atol=0.05, rtol=0.05)
 
 
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])

@@ -9,7 +9,17 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
 
 from learner.config import LearnerRun
 from learner.forward.head import TILE_LOGITS, HeadLogprobs, Reading
@@ -64,6 +74,31 @@ TINY: dict[str, PretrainedConfig] = {
 )
 def test_the_number_of_parameters_is_the_published_one(config: PretrainedConfig, num_parameters: int) -> None:
     assert shape_of(config).num_parameters == num_parameters
+
+
+MIXTRAL_8X7B = MixtralConfig()
+QWEN_30B_A3B = Qwen3MoeConfig(
+    hidden_size=2048, moe_intermediate_size=768, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
+    vocab_size=151936, num_experts=128, num_experts_per_tok=8,
+)  # fmt: skip
+DEEPSEEK_V2_LITE = DeepseekV2Config(
+    hidden_size=2048, intermediate_size=10944, moe_intermediate_size=1408, num_hidden_layers=27, num_attention_heads=16,
+    num_key_value_heads=16, n_routed_experts=64, n_shared_experts=2, num_experts_per_tok=6, first_k_dense_replace=1, kv_lora_rank=512,
+    q_lora_rank=None,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "billions", "active_billions"),
+    [(MIXTRAL_8X7B, 46.7, 12.9), (QWEN_30B_A3B, 30.5, 3.3), (DEEPSEEK_V2_LITE, 15.7, 2.7), (LLAMA_8B, 8.03, 8.03)],
+    ids=["Mixtral-8x7B", "Qwen3-30B-A3B", "DeepSeek-V2-Lite", "Llama-3.1-8B"],
+)
+def test_active_parameters_are_the_published_ones(
+    config: PretrainedConfig, billions: float, active_billions: float
+) -> None:
+    shape = shape_of(config)
+    assert shape.num_parameters / 1e9 == pytest.approx(billions, rel=0.02)
+    assert shape.num_active / 1e9 == pytest.approx(active_billions, rel=0.02)
 
 
 def test_keys_and_values_of_a_token_are_those_that_vllm_reports() -> None:

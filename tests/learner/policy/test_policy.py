@@ -1,18 +1,20 @@
-"""The policy as the learner trains it: no dropout anywhere, checkpointing that really checkpoints."""
+"""The policy as the learner trains it: without noise, checkpointing that really checkpoints."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3_5Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3_5Config
 
 from learner.forward.logprobs import token_logprobs
 from learner.policy.model import load_policy
 from protocol.errors import ConfigError
 from protocol.model_files import resolve_model
 from tests.learner.policy.test_reference import a_batch
+from tests.sweep.families import tiny_config, tiny_model
 from tests.zoo.families import save_model
 
 
@@ -30,21 +32,31 @@ def test_gradient_checkpointing_runs_each_block_twice_and_changes_no_number() ->
     torch.testing.assert_close(gradients[0], gradients[1])
 
 
-@pytest.mark.parametrize("model", ["gpt2", "llama"])
-def test_dropout_of_the_checkpoint_is_off_so_that_two_passes_agree(tmp_path: Path, model: str) -> None:
-    if model == "gpt2":
-        GPT2LMHeadModel(
-            GPT2Config(vocab_size=16, n_positions=32, n_embd=16, n_layer=1, n_head=2, attn_pdrop=0.5)
-        ).save_pretrained(tmp_path)
-    else:
-        LlamaForCausalLM(
-            LlamaConfig(vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-                        attention_dropout=0.5)
-        ).save_pretrained(tmp_path)  # fmt: skip
-    policy = load_policy(tmp_path, gradient_checkpointing=False)
-    first_BT, _ = token_logprobs(policy, a_batch(), 1.0)
-    second_BT, _ = token_logprobs(policy, a_batch(), 1.0)
-    assert policy.training and torch.equal(first_BT, second_BT)
+NOISE: dict[str, dict[str, Any]] = {
+    "llama": {"attention_dropout": 0.5},
+    "gpt2": {"attn_pdrop": 0.5, "resid_pdrop": 0.5, "embd_pdrop": 0.5},
+    "bert": {"hidden_dropout_prob": 0.5, "attention_probs_dropout_prob": 0.5},
+    "opt": {"dropout": 0.5, "layerdrop": 0.5},
+    "mpt": {"attn_config": {"attn_pdrop": 1}},
+    "phimoe": {"router_jitter_noise": 0.1, "input_jitter_noise": 0.5},
+    "dbrx": {"ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2, "moe_jitter_eps": 0.5}},
+}
+"""Dropout and jitter by the names that families have for it."""
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@pytest.mark.parametrize(("family", "noise"), NOISE.items(), ids=NOISE)
+def test_a_policy_computes_as_the_model_samples_whatever_noise_training_would_have(
+    tmp_path: Path, family: str, noise: dict[str, Any], checkpointing: bool
+) -> None:
+    tiny_model(tiny_config(family, **noise)).save_pretrained(tmp_path)
+    policy = load_policy(tmp_path, gradient_checkpointing=checkpointing)
+    found_BT, _ = token_logprobs(policy, a_batch(), 1.0)
+    sampler = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        right_TV = sampler(a_batch().token_ids_N[None]).logits[0, 1:].log_softmax(-1)
+    right_T = right_TV[torch.arange(3), a_batch().targets_M]
+    torch.testing.assert_close(found_BT[0].detach(), right_T, atol=1e-5, rtol=0)
 
 
 def test_logprobs_and_entropy_are_those_of_the_tempered_softmax() -> None:

@@ -3,7 +3,7 @@
 import math
 import re
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,14 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
 
 from learner.forward.logprobs import sequence_logprobs
 from learner.policy.memory import shape_of
@@ -41,15 +48,43 @@ def accelerator() -> Iterator[Accelerator]:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def test_the_arithmetic_of_a_step_is_what_torch_counts() -> None:
-    config = LlamaConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4,
-                         num_key_value_heads=4, vocab_size=1000, attn_implementation="eager")  # fmt: skip
+DENSE: dict[str, Any] = {
+    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "vocab_size": 1000, "attn_implementation": "eager",
+}  # fmt: skip
+
+
+def counted_flops(config: PreTrainedConfig) -> float:
+    """By torch, of two rows of 64 tokens."""
     model, ids = AutoModelForCausalLM.from_config(config), torch.randint(0, 1000, (2, 64))
     with FlopCounterMode(display=False) as counter:
         model(ids).logits.sum().backward()
+    return counter.get_total_flops()
+
+
+def test_the_arithmetic_of_a_step_is_what_torch_counts() -> None:
+    config = LlamaConfig(**DENSE)
     # Eager attention computes the half above the diagonal too, which a causal kernel, as the formula has it, leaves out.
     rows = rows_of([(40, [24]), (63, [1])])
-    assert train_flops(shape_of(config), [[row] for row in rows]) == pytest.approx(counter.get_total_flops(), rel=0.05)
+    assert train_flops(shape_of(config), [[row] for row in rows]) == pytest.approx(counted_flops(config), rel=0.05)
+
+
+EXPERTS = {"moe_intermediate_size": 192, "num_experts": 16, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+MIXTURES = {
+    "qwen3_moe": lambda: Qwen3MoeConfig(**DENSE, **EXPERTS, head_dim=64),
+    "qwen2_moe, with a shared expert": lambda: Qwen2MoeConfig(**DENSE, **EXPERTS, shared_expert_intermediate_size=384),
+    "mixtral": lambda: MixtralConfig(
+        **DENSE, num_local_experts=8, num_experts_per_tok=2, experts_implementation="eager"
+    ),
+}
+
+
+@pytest.mark.parametrize("make_config", MIXTURES.values(), ids=MIXTURES)
+def test_of_experts_those_count_that_a_token_goes_through(make_config: Callable[[], PreTrainedConfig]) -> None:
+    shape = shape_of(make_config())
+    rows = [[row] for row in rows_of([(40, [24]), (63, [1])])]
+    assert train_flops(shape, rows) == pytest.approx(counted_flops(make_config()), rel=0.05)
+    assert shape.num_active < 0.6 * shape.num_parameters
 
 
 def test_a_shared_prompt_counts_once_where_it_is_computed_once() -> None:

@@ -1,0 +1,136 @@
+"""Rows that show what a pass gets wrong, and what transformers itself makes of them.
+
+    probe ─▶ eager_logprobs: each row alone, transformers' eager attention, whole logits          what is right
+          ─▶ find_leak: what a token's logprob has of tokens that it must not see                 exactly nothing, in any dtype
+
+Between settle.py and fused.py, which try out a pass, and the model. Nothing here knows packs from padded rows.
+
+Suffixes: N packed tokens, M predicted tokens, B completions, S tokens of the longest sequence, E hidden size, V vocabulary.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from learner.forward.interface import is_packed
+from learner.forward.logprobs import token_logprobs
+from learner.forward.pack import Pack, pack
+
+SHAPES = [(150, (80,)), (2, (1, 30, 25)), (9, (2, 2)), (60, (40,))]
+"""Prompts and completions: a short group among long ones, and rows that outgrow convolutions, states, windows and what else has a length."""
+LONGEST = max(prompt + max(lengths) for prompt, lengths in SHAPES)
+WATCHED = 3
+"""The completion whose first half must not depend on anything else: other groups stand on both sides of it, other completions before it,
+its own second half behind it; and its prompt is so short that a convolution reaches over it."""
+LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions", "n_ctx")
+
+
+def probe_of(model: Any, device: torch.device | None = None, *, longer: int = 0) -> Pack:
+    """Return the probe in tokens of a model, but for the one that pads, whose embedding may be zeros; by default where it lies.
+
+    Rows are shorter if it has no positions for them.
+    """
+    embedding, config = model.get_input_embeddings(), model.config.get_text_config()
+    limits = [limit for key in LIMITS if isinstance(limit := vars(config).get(key), int)]
+    return probe(
+        min(embedding.num_embeddings, len(model.get_output_embeddings().weight)),
+        device or model.device,
+        longer=longer,
+        padding_id=getattr(embedding, "padding_idx", None),
+        share=min(1.0, 0.9 * min(limits, default=LONGEST) / LONGEST),
+    )
+
+
+def probe(
+    vocab_size: int, device: torch.device, *, longer: int = 0, padding_id: int | None = None, share: float = 1.0
+) -> Pack:
+    """Return groups of several shapes, all tokens different as far as the vocabulary goes. `longer`: by so much longer prompts."""
+    order = [
+        token_id for token_id in np.random.default_rng(0).permutation(vocab_size).tolist() if token_id != padding_id
+    ]
+    ids = itertools.cycle(order)
+
+    def cut(length: int) -> int:
+        return max(min(length, 2), int(length * share))
+
+    return pack(
+        [
+            (_take(ids, cut(prompt) + longer), [_take(ids, cut(length)) for length in lengths])
+            for prompt, lengths in SHAPES
+        ],
+        device,
+    )
+
+
+def _take(ids: Iterator[int], count: int) -> np.ndarray:
+    return np.array(list(itertools.islice(ids, count)))
+
+
+@torch.no_grad()
+def eager_logprobs(model: Any, batch: Pack) -> torch.Tensor:
+    """Return logprobs_M of a model that is set to eager attention, one row at a time: nothing is packed, padded, cut or fused."""
+    num_predicted_B = batch.is_token_BT.sum(dim=1).tolist()
+    found = []
+    for path, targets in zip(batch.paths_B, batch.targets_M.split(num_predicted_B), strict=True):
+        ids_1S = batch.token_ids_N[np.concatenate([segment.rows for segment in path])][None]
+        logits_1SV = model(input_ids=ids_1S, attention_mask=torch.ones_like(ids_1S), use_cache=False).logits
+        logprobs_TV = logits_1SV[0, -len(targets) :].float().log_softmax(-1)
+        found.append(logprobs_TV.gather(1, targets[:, None])[:, 0])
+    return torch.cat(found)
+
+
+def find_leak(model: Any, batch: Pack) -> str | None:
+    """Return what logprobs depend on beside what stands before their tokens, None if on nothing.
+
+    Their gradient by the embedding of any other token must be exactly zero: rounding cannot hide a leak, nor look like one.
+    """
+    taken: list[torch.Tensor] = []
+
+    def take(_module: object, _inputs: object, embedded: torch.Tensor) -> torch.Tensor:
+        taken.append(embedded.detach().requires_grad_())
+        return taken[-1].clone()  # some models add to it in place
+
+    hook = model.get_input_embeddings().register_forward_hook(take)
+    try:
+        with torch.enable_grad():
+            logprobs_BT, _ = token_logprobs(model, batch, 1.0)
+            (grad,) = torch.autograd.grad(logprobs_BT[WATCHED, : _num_watched(batch)].sum(), taken[-1])
+    finally:
+        hook.remove()
+    others, later, num_tokens = _forbidden(batch, model)
+    if len(grad.flatten(0, -2)) != num_tokens:
+        return "it embeds other tokens than those of its rows"
+    if not grad.isfinite().all():
+        return "the gradient of its logprobs is NaN or inf"
+    moved = grad.flatten(0, -2).ne(0).any(dim=-1)
+    if moved[others].any():
+        return "its logprobs depend on other sequences of the pass"
+    if moved[later].any():
+        return "its logprobs depend on later tokens: its attention is not causal"
+    return None
+
+
+def _forbidden(batch: Pack, model: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Which embedded tokens belong to other sequences than the watched one, which of its own are not before what is watched, and how
+    many there are of all.
+    """
+    path = batch.paths_B[WATCHED]
+    num_before = sum(segment.length for segment in path[:-1]) + _num_watched(batch) - 1
+    if is_packed(model):
+        own_S = torch.from_numpy(np.concatenate([segment.rows for segment in path]))
+        num_tokens = batch.num_tokens
+    else:
+        rows_BS, _ = batch.sequences()
+        own_S = WATCHED * rows_BS.shape[1] + torch.arange(rows_BS.shape[1])
+        num_tokens = rows_BS.numel()
+    is_other = torch.ones(num_tokens, dtype=torch.bool)
+    is_other[own_S] = False
+    return is_other.nonzero()[:, 0], own_S[num_before:], num_tokens
+
+
+def _num_watched(batch: Pack) -> int:
+    """Tokens of the watched completion."""
+    return int(batch.is_token_BT[WATCHED].sum()) // 2

@@ -1,0 +1,184 @@
+"""A model made fit for probing, and afterwards what it was: cheap, exact, and with windows and scores that its probe rows reach.
+
+    few_layers          two, and one of each kind: what a kind of layer gets wrong, its first one gets wrong
+    computing_in        another dtype: in float32 rounding is small enough to be told from anything else; or on another device
+    short_windows       windows and chunks that are shorter than the rows
+    loud                scores as large as trained models have them, and larger: soft caps bend, sinks and scales count
+
+Invariant: no second copy of the model; of what is cast, only the layers that are probed.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from learner.forward.interface import layers_of
+
+PROBE_WINDOW = 32
+WINDOW_WORDS = ("window", "attention_chunk", "index_topk", "budget")
+"""In the names of what limits how many keys a query sees."""
+ROUNDING = 2.0**-21
+"""A few roundings of float32, relative."""
+LOUDEST = 100.0
+"""What the largest score of a layer is raised to: the caps in use are 30 and 50."""
+
+
+@contextmanager
+def few_layers(model: Any) -> Iterator[None]:
+    """Let the model have its first layers only, as many as show one of each kind."""
+    decoder, config, layers = model.get_decoder(), model.config.get_text_config(), layers_of(model)
+    if not layers or vars(config).get("num_hidden_layers") != len(layers):
+        yield
+        return
+    kinds = [_kind(layer) for layer in layers]
+    num_layers = min(len(layers), max(2, *(kinds.index(kind) + 1 for kind in kinds)))
+    whole = decoder.layers
+    decoder.layers, vars(config)["num_hidden_layers"] = whole[:num_layers], num_layers
+    try:
+        yield
+    finally:
+        decoder.layers, vars(config)["num_hidden_layers"] = whole, len(whole)
+
+
+def _kind(layer: nn.Module) -> tuple[object, ...]:
+    """Whatever makes a layer another: its modules, their shapes, what they switch on. Numbers vary with depth, kinds do not."""
+    switches = [
+        (name, key, value if isinstance(value, bool | str) else type(value))
+        for name, module in layer.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, bool | str | int | float | None)
+    ]
+    modules = [(name, type(module)) for name, module in layer.named_modules()]
+    shapes = [(name, parameter.shape) for name, parameter in layer.named_parameters()]
+    return (*modules, *shapes, *switches)
+
+
+@contextmanager
+def computing_in(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+    """Let its parameters have another dtype, and lie elsewhere; afterwards they are the same tensors as before."""
+    parameters = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
+    kept = [(tensor, tensor.data) for tensor in (*parameters, *model.buffers())]
+    try:
+        for parameter in parameters:
+            parameter.data = parameter.data.to(device, dtype)
+        for buffer in model.buffers():  # a wider one stays, as in passes of the policy (compute_dtype.py)
+            is_narrower = buffer.is_floating_point() and buffer.itemsize < dtype.itemsize
+            buffer.data = buffer.data.to(device, dtype if is_narrower else buffer.dtype)
+        yield
+    finally:
+        for tensor, data in kept:
+            tensor.data = data
+
+
+@contextmanager
+def short_windows(model: Any) -> Iterator[None]:
+    """Shorten windows, chunks and selections of keys to PROBE_WINDOW, in the config, which masks are made from, and in its layers alike."""
+    holders = [vars(config) for config in configs_of(model.config)] + [vars(module) for module in model.modules()]
+    kept = [
+        (holder, key, value)
+        for holder in holders
+        for key, value in holder.items()
+        if any(word in key for word in WINDOW_WORDS) and isinstance(value, int) and value > PROBE_WINDOW
+    ]
+    try:
+        for holder, key, _ in kept:
+            holder[key] = PROBE_WINDOW
+        yield
+    finally:
+        for holder, key, value in kept:
+            holder[key] = value
+
+
+def configs_of(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """Return a config and all that it holds, such as that of its text tower or of its experts."""
+    inner = [value for value in vars(config).values() if isinstance(value, PreTrainedConfig)]
+    return [config, *(found for one in inner for found in configs_of(one))]
+
+
+Largest = dict[nn.Module, float]
+"""The largest score that a layer's queries and keys can have with each other."""
+
+
+@contextmanager
+def listening() -> Iterator[Largest]:
+    """Find out how large scores are in the passes that follow."""
+    largest: Largest = {}
+
+    def note(module: nn.Module, query: torch.Tensor, key: torch.Tensor, scale: float | None) -> torch.Tensor:
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        bound = float(query.norm(dim=-1).max() * key.norm(dim=-1).max()) * scale
+        largest[module] = max(bound, largest.get(module, 0.0))
+        return query
+
+    with _queries_by(note):
+        yield largest
+
+
+@contextmanager
+def loud(largest: Largest) -> Iterator[None]:
+    """Scale the queries of each layer so that its scores reach LOUDEST, whatever attention it has."""
+
+    def scale_up(module: nn.Module, query: torch.Tensor, _key: torch.Tensor, _scale: float | None) -> torch.Tensor:
+        return query * max(1.0, LOUDEST / largest[module]) if largest.get(module) else query
+
+    with _queries_by(scale_up):
+        yield
+
+
+@contextmanager
+def sampling(model: nn.Module) -> Iterator[None]:
+    """Let it be in evaluation mode, as the server's is."""
+    trained = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in trained:
+            module.training = True
+
+
+@contextmanager
+def rounded(model: Any) -> Iterator[None]:
+    """Change the embeddings by about what float32 loses in a pass, and so whatever comes of them."""
+    generator = torch.Generator().manual_seed(0)
+
+    def change(_module: object, _inputs: object, embedded: torch.Tensor) -> torch.Tensor:
+        noise = torch.rand(embedded.shape, generator=generator) * 2 - 1
+        return embedded * (1 + ROUNDING * noise.to(embedded.device))
+
+    hook = model.get_input_embeddings().register_forward_hook(change)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def _queries_by(
+    change: Callable[[nn.Module, torch.Tensor, torch.Tensor, float | None], torch.Tensor],
+) -> Iterator[None]:
+    """Let every attention that transformers looks up by name take changed queries."""
+    look_up = ALL_ATTENTION_FUNCTIONS.get_interface
+
+    def changed(name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        attention = look_up(name, default)
+
+        def attend(module: nn.Module, query: torch.Tensor, key: torch.Tensor, *rest: Any, **wanted: Any) -> Any:
+            return attention(module, change(module, query, key, wanted.get("scaling")), key, *rest, **wanted)
+
+        return attend
+
+    changes = vars(ALL_ATTENTION_FUNCTIONS)
+    before = changes.get("get_interface")
+    changes["get_interface"] = changed
+    try:
+        yield
+    finally:
+        del changes["get_interface"]
+        if before is not None:
+            changes["get_interface"] = before

@@ -1,0 +1,158 @@
+"""RoPE whose factors depend on length, pinned to what the server picks once; transformers picks anew in every pass, by its longest position.
+
+    config, max_model_len ─▶ check_rope: vLLM computes the same, or an error ─▶ pin_rope: fixed in the rotary modules of the policy
+
+Invariant: the logprobs of a sequence do not depend on what is computed beside it, and its rotary embedding is the one that vLLM has for
+every token of every request. The config of the model, and so an export, keeps what it says.
+"""
+
+import copy
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from protocol.errors import ConfigError
+
+DEPENDS_ON_LENGTH = ("longrope", "dynamic")
+Rope = dict[str, Any]
+"""Entries of `rope_parameters`: of the whole model, or of one type of its layers."""
+
+
+def pin_rope(model: Any, max_model_len: int | None) -> None:
+    """Give the rotary modules of a loaded model the factors of a server with `max_model_len`; None: what vLLM derives from the config.
+
+    Raises ConfigError for a RoPE that vLLM computes otherwise, or that this cannot pin.
+    """
+    config = model.config.get_text_config()
+    check_rope(config, max_model_len)
+    for layer_type, rope in _ropes(config):
+        if rope["rope_type"] not in DEPENDS_ON_LENGTH:
+            continue
+        is_long = _is_long(config, rope, max_model_len)
+        modules = [module for module in model.modules() if _type_in(module, layer_type) == rope["rope_type"]]
+        for module in modules:
+            _pin(module, config, layer_type, rope, is_long=is_long)
+        if not modules:
+            raise ConfigError(
+                f"model: {type(model).__name__} has a RoPE of type {rope['rope_type']} of its own making, whose factors depend on the "
+                "length of a pass; expected one of transformers.modeling_rope_utils. Take another model"
+            )
+
+
+def check_rope(config: PreTrainedConfig, max_model_len: int | None) -> None:
+    """Raise ConfigError for a RoPE that transformers and vLLM compute differently."""
+    for layer_type, rope in _ropes(config.get_text_config()):
+        problem = _disagreement(config.get_text_config(), layer_type, rope, max_model_len)
+        if problem is not None:
+            raise ConfigError(f"model: its RoPE is of type {rope['rope_type']}, and {problem}")
+
+
+def check_server_rope(config: PreTrainedConfig, max_model_len: int | None, actual: int, *, endpoint: str) -> None:
+    """Raise ConfigError if a server with the `actual` max_model_len has picked other factors than the learner for its own."""
+    check_rope(config, actual)
+    text = config.get_text_config()
+    for _, rope in _ropes(text):
+        if rope["rope_type"] == "longrope" and _is_long(text, rope, actual) != _is_long(text, rope, max_model_len):
+            assumed = max_model_len or default_max_model_len(text)
+            raise ConfigError(
+                f"server.max_model_len: the server at {endpoint} has {actual}, the learner took {assumed}; one is above "
+                f"original_max_position_embeddings = {rope['original_max_position_embeddings']}, where vLLM takes the long factors of "
+                f"longrope for every token, the other is not. Set server.max_model_len = {actual} in the learner's config too"
+            )
+
+
+def default_max_model_len(config: PreTrainedConfig) -> int:
+    """Return what vLLM derives from a config with a RoPE that depends on it."""
+    longest = config.max_position_embeddings
+    for _, rope in _ropes(config):
+        if rope["rope_type"] == "longrope":
+            return int(getattr(config, "original_max_position_embeddings", longest))
+        if rope["rope_type"] == "dynamic":
+            return int(longest * rope.get("factor", 1.0))
+    return int(longest)
+
+
+def _ropes(config: PreTrainedConfig) -> Iterator[tuple[str | None, Rope]]:
+    """Of each type of layers, or, under None, of all."""
+    ropes = getattr(config, "rope_parameters", None) or {}
+    of_types = {key: value for key, value in ropes.items() if isinstance(value, dict)}
+    for layer_type, rope in of_types.items() if of_types else [(None, ropes)]:
+        if rope.get("rope_type"):
+            yield layer_type, rope
+
+
+def _is_long(config: PreTrainedConfig, rope: Rope, max_model_len: int | None) -> bool:
+    is_longrope = rope["rope_type"] == "longrope"
+    return is_longrope and (max_model_len or default_max_model_len(config)) > rope["original_max_position_embeddings"]
+
+
+def _disagreement(
+    config: PreTrainedConfig, layer_type: str | None, rope: Rope, max_model_len: int | None
+) -> str | None:
+    """What vLLM's rotary embeddings do otherwise; that the others are the same shows tests/learner/policy/test_rope_vllm.py."""
+    match rope["rope_type"]:
+        case "proportional" if rope.get("factor", 1.0) != 1.0:
+            return f"vLLM ignores its factor = {rope['factor']}, transformers does not. Take a model without one"
+        case "dynamic":
+            longest, length = config.max_position_embeddings, max_model_len or default_max_model_len(config)
+            if length > longest:
+                return (
+                    f"vLLM has no rotary embedding beyond max_position_embeddings = {longest}, but server.max_model_len is {length}"
+                    f"{'' if max_model_len else ' unless it is set'}. Set server.max_model_len = {longest}"
+                )
+        case "longrope" if "long_mscale" not in rope:
+            _, scaling = ROPE_INIT_FUNCTIONS["longrope"](config, torch.device("cpu"), layer_type=layer_type)
+            by_vllm = _longrope_scaling(config.max_position_embeddings / rope["original_max_position_embeddings"], rope)
+            if not math.isclose(scaling, by_vllm, rel_tol=1e-6):
+                return (
+                    f"vLLM ignores attention_factor and factor, and scales by {by_vllm:.6g} instead of {scaling:.6g}. Take a model "
+                    "without them"
+                )
+    return None
+
+
+def _dynamic_inv_freq(config: PreTrainedConfig, rope: Rope, dim: int) -> torch.Tensor:
+    """As vLLM has it: transformers knows neither of the optional keys."""
+    factor, longest = rope.get("factor", 1.0), config.max_position_embeddings
+    stretch = rope.get("alpha") or factor * longest / rope.get("max_trained_positions", longest) - (factor - 1)
+    base = rope["rope_theta"] * stretch ** (dim / (dim - 2))
+    return 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float) / dim)
+
+
+def _longrope_scaling(scale: float, rope: Rope) -> float:
+    if scale <= 1.0:
+        return 1.0
+    return math.sqrt(1 + math.log(scale) / math.log(rope["original_max_position_embeddings"]))
+
+
+def _type_in(module: nn.Module, layer_type: str | None) -> str | None:
+    rope_type = getattr(module, "rope_type", None)
+    return rope_type if layer_type is None or not isinstance(rope_type, dict) else rope_type.get(layer_type)
+
+
+def _pin(module: Any, config: PreTrainedConfig, layer_type: str | None, rope: Rope, *, is_long: bool) -> None:
+    prefix = "" if layer_type is None else f"{layer_type}_"
+    inv_freq, scaling = getattr(module, f"{prefix}inv_freq"), getattr(module, f"{prefix}attention_scaling", 1.0)
+    if rope["rope_type"] == "dynamic":
+        inv_freq = _dynamic_inv_freq(config, rope, 2 * len(inv_freq)).to(inv_freq.device)
+    if rope["rope_type"] == "longrope":
+        length = rope["original_max_position_embeddings"] + 1 if is_long else None
+        inv_freq, scaling = ROPE_INIT_FUNCTIONS["longrope"](
+            config, inv_freq.device, seq_len=length, layer_type=layer_type
+        )
+        scaling = rope.get("long_mscale" if is_long else "short_mscale", scaling)
+    module.register_buffer(f"{prefix}inv_freq", inv_freq, persistent=False)
+    module.register_buffer(f"{prefix}original_inv_freq", inv_freq.clone(), persistent=False)
+    setattr(module, f"{prefix}attention_scaling", scaling)
+    # The update in transformers looks at the type in each pass; of the default one it changes nothing.
+    module.rope_type = "default" if layer_type is None else module.rope_type | {layer_type: "default"}
+    # PhiMoE's computes its factors anew in each pass, and asks its config for the scaling.
+    if hasattr(module, "rope_init_fn"):
+        module.rope_init_fn = lambda *_, **__: (inv_freq, scaling)
+        module.config = copy.copy(module.config)
+        module.config.rope_parameters = rope | {"rope_type": "default"}

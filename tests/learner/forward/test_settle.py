@@ -1,0 +1,287 @@
+"""Which attention a policy settles on: what each candidate may get wrong, made wrong here, and that probing changes nothing."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from learner.forward import interface, probed_model
+from learner.forward.interface import is_packed
+from learner.forward.logprobs import token_logprobs
+from learner.forward.pack import pack
+from learner.forward.parts import plan_of
+from learner.forward.probe import eager_logprobs, probe_of
+from learner.forward.probed_model import PROBE_WINDOW, few_layers, listening, loud, short_windows
+from learner.forward.settle import TOLERANCE, settle_attention
+from learner.policy.model import load_policy
+from protocol.errors import ConfigError
+from tests.learner.forward.test_families import CPU, LM, make_groups, plain, tiny
+from tests.sweep.families import tiny_config, tiny_model
+from tests.zoo.families import save_model
+
+BOTH_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+MAMBA: dict[str, Any] = {
+    "mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 8, "mamba_chunk_size": 16, "mamba_n_groups": 1,
+}  # fmt: skip
+
+
+def falcon_h1(dtype: torch.dtype) -> Any:
+    return tiny("FalconH1Config", MAMBA).to(dtype)
+
+
+@BOTH_DTYPES
+def test_a_hybrid_whose_state_would_go_on_into_the_next_sequence_is_padded(
+    dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = falcon_h1(dtype)
+    settle_attention(model, CPU, dtype)
+    assert not is_packed(model) and "layers of the kind Conv1d, whose state goes on" in caplog.text
+
+
+@BOTH_DTYPES
+def test_a_state_that_no_name_tells_of_is_found_by_its_gradient(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("learner.forward.settle._state_problem", lambda model: None)
+    model = falcon_h1(dtype)
+    settle_attention(model, CPU, dtype)
+    assert not is_packed(model) and "depend on other sequences of the pass" in caplog.text
+
+
+def leaking(from_where: Callable[[torch.Tensor], torch.Tensor], *, layer: int = 0, amount: float = 1e-6) -> Any:
+    """A model with a layer that adds a little of other tokens to each."""
+    model = tiny("Qwen2Config", {})
+
+    def leak(_layer: nn.Module, _inputs: Any, hidden_BSE: torch.Tensor) -> torch.Tensor:
+        return hidden_BSE + amount * from_where(hidden_BSE)
+
+    model.model.layers[layer].register_forward_hook(leak)
+    return model
+
+
+def three_before(hidden_BSE: torch.Tensor) -> torch.Tensor:
+    return nn.functional.pad(hidden_BSE, (0, 0, 3, 0))[:, :-3]
+
+
+@pytest.mark.parametrize("layer", [0, -1], ids=["first layer", "last layer"])
+def test_a_leak_far_below_rounding_is_found(layer: int, caplog: pytest.LogCaptureFixture) -> None:
+    """From three tokens before, as a convolution has it: padded rows have nothing there that is not their own."""
+    model = leaking(three_before, layer=layer)
+    settle_attention(model, CPU, torch.float32)
+    assert not is_packed(model) and "depend on other sequences of the pass" in caplog.text
+
+
+def test_a_model_that_reads_later_tokens_is_refused() -> None:
+    model = leaking(lambda hidden_BSE: hidden_BSE.roll(-1, dims=1))
+    with pytest.raises(ConfigError, match="Qwen2ForCausalLM cannot be trained: its logprobs depend on later tokens"):
+        settle_attention(model, CPU, torch.float32)
+
+
+def test_an_encoder_that_was_never_told_to_decode_is_refused() -> None:
+    config = transformers.BertConfig(**LM, is_decoder=False)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(ConfigError, match="BertLMHeadModel cannot be trained: its logprobs depend on later tokens"):
+        settle_attention(model, CPU, torch.float32)
+
+
+def test_a_model_that_computes_at_random_is_refused() -> None:
+    model = tiny("Qwen2Config", {})
+    model.model.layers[0].register_forward_hook(lambda _layer, _inputs, out: out + 0.1 * torch.randn_like(out))
+    with pytest.raises(ConfigError, match=r"as it trains Qwen2ForCausalLM gives logprobs that differ by 0\.\d+ nats"):
+        settle_attention(model, CPU, torch.float32)
+
+
+def test_a_model_that_is_dropped_from_only_in_training_is_refused() -> None:
+    model = tiny("Qwen2Config", {})
+    model.model.layers[0].mlp = nn.Sequential(model.model.layers[0].mlp, nn.Dropout(0.1))
+    with pytest.raises(ConfigError, match="It has dropout, jitter or a routing of its own for training"):
+        settle_attention(model.train(), CPU, torch.float32)
+
+
+# What the family's attention asks of every implementation.
+
+
+@pytest.mark.parametrize("family", ["Gemma2Config", "VaultGemmaConfig"])
+@BOTH_DTYPES
+def test_a_soft_cap_that_neither_packing_nor_sdpa_knows_is_left_to_eager_attention(
+    family: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny(family, {"query_pre_attn_scalar": 32})
+    settle_attention(model, CPU, dtype)
+    assert model.config._attn_implementation == "eager"
+    assert "with sdpa attention where its attention scores are large its logprobs differ by" in caplog.text
+    assert len(caplog.records) == 1
+
+
+def test_a_policy_with_a_soft_cap_has_the_logprobs_of_eager_attention_where_the_cap_bends() -> None:
+    model, groups = tiny("Gemma2Config", {"query_pre_attn_scalar": 32}), make_groups()
+    model.set_attn_implementation("eager")
+    with torch.no_grad(), listening() as largest:
+        plain(model, groups)
+    with torch.no_grad(), loud(largest):
+        right_M = torch.cat(plain(model, groups)[0])
+    settle_attention(model, CPU, torch.float32)
+    batch = pack(groups, CPU)
+    with torch.no_grad(), loud(largest):
+        found_M = token_logprobs(model, batch, 0.7)[0][batch.is_token_BT]
+    torch.testing.assert_close(found_M, right_M, atol=1e-5, rtol=1e-5)
+
+
+def test_an_attention_that_the_config_names_is_refused_where_it_is_wrong(tmp_path: Path) -> None:
+    save_model("gemma2", tmp_path)
+    policy = load_policy(tmp_path, gradient_checkpointing=False, attn_implementation="sdpa")
+    expected = r'attn_implementation = "sdpa" is wrong for Gemma2ForCausalLM: where .* Set it to "packed" or "eager"'
+    with pytest.raises(ConfigError, match=expected):
+        settle_attention(policy, CPU, torch.float32, "sdpa")
+
+
+@pytest.mark.parametrize(("family", "wanted"), [("gemma2", "eager"), ("qwen2", "sdpa")])
+def test_an_attention_that_the_config_names_is_taken_where_it_is_right(
+    tmp_path: Path, family: str, wanted: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_model(family, tmp_path)
+    policy = load_policy(tmp_path, gradient_checkpointing=False, attn_implementation=wanted)
+    settle_attention(policy, CPU, torch.float32, wanted)
+    assert policy.config._attn_implementation == wanted and not caplog.records
+
+
+def test_a_window_that_packing_would_forget_is_found_though_it_is_longer_than_the_probe(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(interface, "plan_of", lambda batch, window, **how: plan_of(batch, None, **how))
+    model = tiny("MistralConfig", {"sliding_window": 4096})
+    settle_attention(model, CPU, torch.float32)
+    assert not is_packed(model) and "its logprobs differ by" in caplog.text
+
+
+def test_a_sink_that_packing_would_forget_is_found(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class WithoutSinks:
+        @staticmethod
+        def apply(
+            q_NHD: torch.Tensor, k_NKD: torch.Tensor, v_NKD: torch.Tensor, _sinks: Any, tree: Any
+        ) -> torch.Tensor:
+            return attention.apply(q_NHD, k_NKD, v_NKD, None, tree)
+
+    attention = interface.TreeAttention
+    monkeypatch.setattr(interface, "TreeAttention", WithoutSinks)
+    model = tiny("GptOssConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64})
+    settle_attention(model, CPU, torch.float32)
+    assert not is_packed(model) and "its logprobs differ by" in caplog.text
+
+
+def test_an_attention_that_is_wrong_in_the_dtype_of_the_run_alone_is_found(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Narrow:
+        @staticmethod
+        def apply(q_NHD: torch.Tensor, *rest: Any) -> torch.Tensor:
+            return attention.apply(q_NHD * 4 if q_NHD.dtype == torch.bfloat16 else q_NHD, *rest)
+
+    attention = interface.TreeAttention
+    monkeypatch.setattr(interface, "TreeAttention", Narrow)
+    model = tiny("Qwen2Config", {})
+    settle_attention(model, CPU, torch.bfloat16)
+    assert not is_packed(model) and "in torch.bfloat16 its logprobs are off by" in caplog.text
+
+
+def test_a_model_whose_own_rounding_is_large_is_held_to_that(caplog: pytest.LogCaptureFixture) -> None:
+    """As one with many experts, of which rounding picks others: here what a layer adds turns with the last bits of its input."""
+    model, groups = tiny("Qwen2Config", {}), make_groups()
+    model.model.layers[0].register_forward_hook(lambda _layer, _inputs, out: out + 0.1 * (1e6 * out).sin())
+    with torch.no_grad():
+        right_M = torch.cat(plain(model, groups)[0])
+    settle_attention(model, CPU, torch.float32)
+    batch = pack(groups, CPU)
+    with torch.no_grad():
+        found_M = token_logprobs(model, batch, 0.7)[0][batch.is_token_BT]
+    assert is_packed(model) and not caplog.records
+    assert float((found_M - right_M).abs().mean()) > TOLERANCE[torch.float32]
+
+
+# Probing.
+
+
+def a_gemma() -> Any:
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 3
+    return tiny("Gemma3TextConfig", {"num_hidden_layers": 9, "layer_types": kinds, "sliding_window": 512})
+
+
+@BOTH_DTYPES
+def test_probing_leaves_a_model_and_the_random_numbers_as_they_were(dtype: torch.dtype) -> None:
+    model = a_gemma().to(dtype)
+    model.model.layers[1].eval()
+    tensors = [(tensor, tensor.dtype, tensor.clone()) for tensor in (*model.parameters(), *model.buffers())]
+    config, is_training = model.config.to_dict(), [module.training for module in model.modules()]
+    windows, random = [layer.self_attn.sliding_window for layer in model.model.layers], torch.get_rng_state()
+    settle_attention(model, CPU, torch.bfloat16)
+    assert all(
+        now is before for now, (before, _, _) in zip((*model.parameters(), *model.buffers()), tensors, strict=True)
+    )
+    assert all(tensor.dtype == dtype and torch.equal(tensor, value) for tensor, dtype, value in tensors)
+    assert all(parameter.grad is None and not parameter._backward_hooks for parameter in model.parameters())
+    assert model.config.to_dict() == config and [module.training for module in model.modules()] == is_training
+    assert [layer.self_attn.sliding_window for layer in model.model.layers] == windows and len(model.model.layers) == 9
+    assert torch.equal(torch.get_rng_state(), random) and "get_interface" not in vars(ALL_ATTENTION_FUNCTIONS)
+
+
+def test_a_deep_model_is_probed_by_as_many_layers_as_show_each_kind() -> None:
+    model = a_gemma()
+    with few_layers(model):
+        assert len(model.model.layers) == model.config.num_hidden_layers == 3
+    calls: list[int] = []
+    for i, layer in enumerate(model.model.layers):
+        layer.register_forward_hook(lambda *_, i=i: calls.append(i))
+    settle_attention(model, CPU, torch.float32)
+    assert set(calls) == {0, 1, 2}
+
+
+def test_loud_scores_are_as_large_as_they_say_and_short_windows_shorter_than_the_probe() -> None:
+    model = tiny("Gemma2Config", {"query_pre_attn_scalar": 32})
+    model.set_attn_implementation("eager")
+    with listening() as largest:
+        quiet_M = eager_logprobs(model, probe_of(model))
+    assert len(largest) == 2 and max(largest.values()) < 10
+    with listening() as louder, loud(largest):
+        loud_M = eager_logprobs(model, probe_of(model))
+    assert min(louder.values()) > probed_model.LOUDEST / 2 and float((loud_M - quiet_M).abs().mean()) > 0.01
+    assert max(sum(segment.length for segment in path) for path in probe_of(model).paths_B) / 2 > PROBE_WINDOW
+
+
+LIMITS = {
+    "mistral": ("sliding_window", "sliding_window"),
+    "llama4_text": ("attention_chunk_size", None),
+    "deepseek_v32": ("index_topk", "index_topk"),
+    "qwen4_exp_text": ("indexer_budget", "token_budget"),
+}
+"""What limits the keys that a query sees, in the config and in its layers."""
+
+
+@pytest.mark.parametrize(("family", "keys"), LIMITS.items(), ids=LIMITS)
+def test_what_limits_the_keys_of_a_query_is_shortened_for_the_probe_alone(
+    family: str, keys: tuple[str, str | None]
+) -> None:
+    in_config, in_layers = keys
+    model = tiny_model(tiny_config(family, **{in_config: 2048}))
+
+    def limits() -> set[int]:
+        of_layers = (vars(module).get(in_layers) for module in model.modules() if in_layers)
+        return {getattr(model.config, in_config), *(limit for limit in of_layers if limit)}
+
+    assert limits() == {2048}
+    with short_windows(model):
+        assert limits() == {PROBE_WINDOW}
+    assert limits() == {2048}
+
+
+def test_the_log_of_a_model_without_a_problem_is_empty(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        settle_attention(tiny("Qwen2Config", {}), CPU, torch.bfloat16)
+    assert not caplog.records

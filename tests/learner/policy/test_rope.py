@@ -1,0 +1,206 @@
+"""RoPE of every type of transformers: the same for a row whatever stands beside it, by the choice of the server."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import AutoTokenizer, LlamaConfig, Phi3Config, PhimoeConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from learner.forward.logprobs import token_logprobs
+from learner.forward.pack import pack
+from learner.forward.settle import settle_attention
+from learner.policy.model import load_policy
+from learner.policy.rope import check_server_rope, default_max_model_len, pin_rope
+from learner.train import train
+from protocol.errors import ConfigError
+from protocol.model_files import fingerprint, resolve_model
+from tests.fakes import ServerThread
+from tests.learner.model_engine import TINY_LIMITS, ModelEngine
+from tests.learner.test_train import make_run
+from tests.zoo.families import LM
+
+CPU = torch.device("cpu")
+HEAD_DIM, ORIGINAL, LONGEST = 32, 64, 256
+THETA = {"rope_theta": 1e4}
+OF_ORIGINAL = THETA | {"original_max_position_embeddings": ORIGINAL}
+LONGROPE = OF_ORIGINAL | {
+    "rope_type": "longrope",
+    "short_factor": [1 + 0.01 * i for i in range(HEAD_DIM // 2)],
+    "long_factor": [1.0 + i for i in range(HEAD_DIM // 2)],
+}
+ROPES: dict[str, dict[str, Any]] = {
+    "default": THETA | {"rope_type": "default"},
+    "linear": THETA | {"rope_type": "linear", "factor": 4.0},
+    "dynamic": THETA | {"rope_type": "dynamic", "factor": 4.0},
+    "dynamic, by alpha": THETA | {"rope_type": "dynamic", "factor": 1.0, "alpha": 100.0},
+    "dynamic, of fewer positions": THETA | {"rope_type": "dynamic", "factor": 4.0, "max_trained_positions": 128},
+    "yarn": OF_ORIGINAL | {"rope_type": "yarn", "factor": 4.0},
+    "yarn, scaled by its own factors": OF_ORIGINAL
+    | {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.7, "truncate": False},
+    "yarn, scaled by attention_factor": OF_ORIGINAL
+    | {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.3, "beta_fast": 16, "beta_slow": 2},
+    "llama3": OF_ORIGINAL | {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "longrope": LONGROPE,
+    "proportional": THETA | {"rope_type": "proportional", "partial_rotary_factor": 0.5},
+}
+
+
+def config_of(rope: dict[str, Any], kind: type = LlamaConfig, **keys: Any) -> Any:
+    sizes = LM | {"head_dim": HEAD_DIM, "max_position_embeddings": LONGEST}
+    return kind(**sizes | {"rope_parameters": dict(rope)} | keys)
+
+
+def phi3() -> Any:
+    return config_of(LONGROPE, Phi3Config, original_max_position_embeddings=ORIGINAL)
+
+
+def model_of(config: Any) -> Any:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(5)
+    return model.eval()
+
+
+def rotary(model: Any, length: int) -> torch.Tensor:
+    """(length, 2, D): cos and sin, of the pass of one sequence."""
+    (embedding,) = (module for module in model.modules() if hasattr(module, "rope_type"))
+    return torch.stack([x[0] for x in embedding(torch.zeros(1), torch.arange(length)[None])], dim=1)
+
+
+@pytest.mark.parametrize("max_model_len", [ORIGINAL, LONGEST], ids=["short", "long"])
+@pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
+def test_the_embedding_of_a_token_does_not_depend_on_the_length_of_the_pass(
+    rope: dict[str, Any], max_model_len: int
+) -> None:
+    model = model_of(config_of(rope))
+    pin_rope(model, max_model_len)
+    short = rotary(model, 40)
+    assert torch.equal(rotary(model, 2 * LONGEST)[:40], short) and torch.equal(rotary(model, 40), short)
+
+
+def test_every_type_of_transformers_is_among_them() -> None:
+    assert {rope["rope_type"] for rope in ROPES.values()} == {"default", *ROPE_INIT_FUNCTIONS}
+
+
+@pytest.mark.parametrize("max_model_len", [ORIGINAL, LONGEST], ids=["short", "long"])
+def test_logprobs_of_a_short_row_are_the_same_beside_a_long_one_and_alone(tmp_path: Path, max_model_len: int) -> None:
+    model_of(phi3()).save_pretrained(tmp_path)
+    policy = load_policy(tmp_path, gradient_checkpointing=False, max_model_len=max_model_len)
+    settle_attention(policy, CPU, torch.float32)
+    rng = np.random.default_rng(0)
+    short, long = (
+        (rng.integers(1, 16, prompt), [rng.integers(1, 16, length)]) for prompt, length in ((10, 30), (40, 60))
+    )
+    with torch.no_grad():
+        alone_BT, _ = token_logprobs(policy, pack([short], CPU), 1.0)
+        packed_BT, _ = token_logprobs(policy, pack([short, long], CPU), 1.0)
+        policy.set_attn_implementation("sdpa")
+        padded_BT, _ = token_logprobs(policy, pack([short, long], CPU), 1.0)
+    torch.testing.assert_close(packed_BT[0, :30], alone_BT[0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(padded_BT[0, :30], alone_BT[0], atol=1e-5, rtol=0)
+
+
+def test_short_and_long_factors_give_other_logprobs(tmp_path: Path) -> None:
+    """Or the test above would show nothing."""
+    model_of(phi3()).save_pretrained(tmp_path)
+    batch = pack([(np.arange(1, 11), [np.arange(1, 15)])], CPU)
+    short_BT, long_BT = (
+        token_logprobs(load_policy(tmp_path, gradient_checkpointing=False, max_model_len=longest), batch, 1.0)[0]
+        for longest in (ORIGINAL, LONGEST)
+    )
+    assert float((short_BT - long_BT).detach().abs().max()) > 0.01
+
+
+def test_phimoe_gets_its_long_factors_and_its_long_scaling_which_transformers_picks_by_length_or_never() -> None:
+    scales = {"short_mscale": 1.1, "long_mscale": 1.3}
+    config = config_of(LONGROPE | scales, PhimoeConfig, num_local_experts=2, num_experts_per_tok=2)
+    short, long = (rotary_of(config, longest) for longest in (ORIGINAL, LONGEST))
+    factors = torch.tensor(LONGROPE["long_factor"]).repeat(2)
+    angles_D = 7 / (factors * 1e4 ** (torch.arange(0, HEAD_DIM, 2).repeat(2) / HEAD_DIM))
+    torch.testing.assert_close(long[7, 0], 1.3 * angles_D.cos())
+    assert short[0, 0, 0] == pytest.approx(1.1) and config.rope_parameters["rope_type"] == "longrope"
+
+
+def rotary_of(config: Any, max_model_len: int) -> torch.Tensor:
+    model = model_of(config)
+    pin_rope(model, max_model_len)
+    short = rotary(model, 40)
+    assert torch.equal(rotary(model, LONGEST)[:40], short)
+    return short
+
+
+def test_types_of_layers_are_pinned_each_by_its_own() -> None:
+    ropes = {"full_attention": LONGROPE, "sliding_attention": ROPES["default"]}
+    config = config_of(
+        ropes,
+        transformers.Gemma3TextConfig,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=8,
+    )
+    model = model_of(config)
+    pin_rope(model, LONGEST)
+    positions = torch.arange(4)[None]
+    embedding = model.model.rotary_emb
+    before = [embedding(torch.zeros(1), positions, kind)[0] for kind in ropes]
+    long_factors = embedding.sliding_attention_inv_freq / embedding.full_attention_inv_freq
+    torch.testing.assert_close(long_factors, torch.tensor(LONGROPE["long_factor"]))
+    embedding(torch.zeros(1), torch.arange(LONGEST)[None], "full_attention")
+    assert all(
+        torch.equal(embedding(torch.zeros(1), positions, kind)[0], cos) for kind, cos in zip(ropes, before, strict=True)
+    )
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "proportional with a factor": (ROPES["proportional"] | {"factor": 2.0}, "proportional, and vLLM ignores its factor = 2.0"),
+    "dynamic beyond its positions": (ROPES["dynamic"], r"beyond max_position_embeddings = 256, but server.max_model_len is 1024 unless"),
+    "longrope scaled otherwise": (LONGROPE | {"attention_factor": 1.5}, r"scales by 1\.15\d+ instead of 1\.5"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("rope", "reason"), REFUSED.values(), ids=REFUSED)
+def test_what_vllm_computes_otherwise_is_refused_by_name(tmp_path: Path, rope: dict[str, Any], reason: str) -> None:
+    model_of(config_of(rope)).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=reason):
+        load_policy(tmp_path, gradient_checkpointing=False)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [({}, LONGEST), ({"original_max_position_embeddings": ORIGINAL}, ORIGINAL)],
+    ids=["in rope_parameters alone", "in the config"],
+)
+def test_without_a_max_model_len_the_learner_takes_what_vllm_derives(keys: dict[str, int], expected: int) -> None:
+    assert default_max_model_len(config_of(LONGROPE, **keys)) == expected
+    assert default_max_model_len(config_of(ROPES["yarn"])) == LONGEST
+
+
+def test_a_server_that_takes_the_other_factors_is_refused_with_both_lengths_and_the_key() -> None:
+    config = phi3()
+    for same in (40, ORIGINAL):
+        check_server_rope(config, None, same, endpoint="tcp://a:1")
+    expected = (
+        r"server.max_model_len: the server at tcp://a:1 has 200, the learner took 64; .* Set server.max_model_len = 200"
+    )
+    with pytest.raises(ConfigError, match=expected):
+        check_server_rope(config, None, 200, endpoint="tcp://a:1")
+    check_server_rope(config, 128, 200, endpoint="tcp://a:1")
+    check_server_rope(config_of(ROPES["yarn"]), 40, 200, endpoint="tcp://a:1")
+
+
+def test_a_run_ends_at_the_welcome_of_a_server_that_takes_the_other_factors(tmp_path: Path) -> None:
+    config = config_of(LONGROPE, Phi3Config, original_max_position_embeddings=TINY_LIMITS.max_model_len - 1)
+    model_of(config).save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(resolve_model("tiny:digits")).save_pretrained(tmp_path / "model")
+    engine = ModelEngine(tmp_path / "model")
+    with ServerThread(engine, model=fingerprint(tmp_path / "model"), endpoint="tcp://127.0.0.1:*") as server:
+        run = msgspec.structs.replace(make_run(tmp_path, server.endpoint), model=str(tmp_path / "model"))
+        with pytest.raises(ConfigError, match=r"has 64, the learner took 63; .* Set server.max_model_len = 64"):
+            train(run, resume=False)

@@ -1,0 +1,193 @@
+"""One family: loaded, settled and passed as the learner does, against eager attention one row at a time.
+
+tiny model ─▶ checkpoint ─▶ load_policy ─▶ settle_attention ─▶ token_logprobs     ─▶ how far from the plain pass, in both dtypes
+"""
+
+import logging
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import transformers
+from accelerate import Accelerator
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from learner.forward.interface import is_packed
+from learner.forward.logprobs import token_logprobs
+from learner.forward.pack import Group, pack
+from learner.forward.probed_model import listening, loud
+from learner.forward.settle import settle_attention
+from learner.policy.compute_dtype import compute_in
+from learner.policy.model import load_policy
+from protocol.errors import ConfigError
+from tests.sweep.families import VOCAB_SIZE, CannotBuild, tiny_config, tiny_model
+
+CPU, FLOAT, BFLOAT = torch.device("cpu"), torch.float32, torch.bfloat16
+
+
+class Visit(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a family. Differences of logprobs are in nats, the largest of any token unless they are called a mean."""
+
+    family: str
+    way: str
+    """packed, padded (sdpa), padded (eager), refused, not built or failed; in float32, in bfloat16 and with a base in bfloat16 if
+    they are not the same."""
+    reason: str = ""
+    """Why not packed."""
+    float32: float | None = None
+    """From the plain pass, with the model's own attention scores."""
+    float32_loud: float | None = None
+    """With scores scaled up to 100."""
+    with_mates: float | None = None
+    """Of the same rows, computed without any other and beside a long group."""
+    bfloat16: float | None = None
+    """Mean, from the plain pass of the same rounded weights in float32."""
+    rounding: float | None = None
+    """Mean, of the plain pass in bfloat16 from itself in float32."""
+
+
+def make_groups() -> tuple[list[Group], list[Group]]:
+    """A few short rows, and others that outgrow every window, chunk, selection and state of the sweep."""
+    rng = np.random.default_rng(7)
+
+    def rows(prompt: int, *lengths: int) -> Group:
+        return rng.integers(3, VOCAB_SIZE, prompt), [rng.integers(3, VOCAB_SIZE, length) for length in lengths]
+
+    return [rows(11, 7, 20), rows(30, 12)], [rows(90, 70, 5), rows(1, 40)]
+
+
+def visit_in_process(family: str) -> Visit:
+    """For a pool, whose processes share the cores."""
+    torch.set_num_threads(1)
+    transformers.utils.logging.set_verbosity_error()
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            return visit(family, Path(directory))
+        except Exception as error:  # of the learner, after it settled: the others are still to be seen
+            return Visit(family=family, way="failed", reason=f"{type(error).__name__}: {error}")
+
+
+def visit(family: str, directory: Path) -> Visit:
+    try:
+        tiny_model(tiny_config(family)).save_pretrained(directory)
+    except CannotBuild as error:
+        refusal = refusal_of(family, directory)
+        return Visit(family=family, way="refused" if refusal else "not built", reason=refusal or str(error))
+    policies: list[Any] = []
+    ways: list[str] = []
+    with _warnings() as reasons:
+        # In float32, in bfloat16 over float32 masters, and as with an adapter over a base in bfloat16.
+        for loaded, computed in ((FLOAT, FLOAT), (FLOAT, BFLOAT), (BFLOAT, BFLOAT)):
+            try:
+                policies.append(load(directory, loaded, computed))
+                ways.append(way_of(policies[-1]))
+            except ConfigError as error:
+                ways.append("refused")
+                reasons.append(str(error).replace(str(directory), family))
+    found: dict[str, float] = {}
+    if ways[0] != "refused":
+        found |= _measure(directory, policies[0])
+    if ways[1] != "refused":
+        found |= _measure_rounding(directory, policies[1])
+    way = ways[0] if len(set(ways)) == 1 else ", ".join(ways)
+    return Visit(family=family, way=way, reason="; ".join(dict.fromkeys(reasons)), **found)
+
+
+def refusal_of(family: str, directory: Path) -> str | None:
+    """What loading says to a family by its config alone, before there are any weights."""
+    try:
+        CONFIG_MAPPING[family]().save_pretrained(directory)
+        load_policy(directory, gradient_checkpointing=False)
+    except ConfigError as error:
+        return str(error).replace(str(directory), family)
+    except Exception:  # there are no weights, or no such config without more
+        return None
+    return None
+
+
+def load(directory: Path, loaded: torch.dtype, computed: torch.dtype) -> Any:
+    policy = load_policy(directory, gradient_checkpointing=False, dtype=loaded)
+    settle_attention(policy, CPU, computed)
+    compute_in(computed, policy, Accelerator(cpu=True))
+    return policy
+
+
+def way_of(policy: Any) -> str:
+    return "packed" if is_packed(policy) else f"padded ({policy.config._attn_implementation})"
+
+
+def plain_model(directory: Path, dtype: torch.dtype, *, rounded_to: torch.dtype | None = None) -> Any:
+    """Transformers alone."""
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
+    if rounded_to is not None:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(rounded_to).to(dtype)
+    return model
+
+
+@torch.no_grad()
+def _measure(directory: Path, policy: Any) -> dict[str, float]:
+    short, long = make_groups()
+    plain = plain_model(directory, FLOAT)
+    with listening() as largest:
+        right_M = plain_logprobs(plain, [*short, *long])
+    found_M = policy_logprobs(policy, [*short, *long])
+    alone_M = torch.cat([policy_logprobs(policy, [group]) for group in short])
+    names = {module: name for name, module in plain.named_modules()}
+    with loud(largest | {policy.get_submodule(names[module]): score for module, score in largest.items()}):
+        loud_M = policy_logprobs(policy, [*short, *long]) - plain_logprobs(plain, [*short, *long])
+    return {
+        "float32": float((found_M - right_M).abs().max()),
+        "float32_loud": float(loud_M.abs().max()),
+        "with_mates": float((found_M[: len(alone_M)] - alone_M).abs().max()),
+    }
+
+
+@torch.no_grad()
+def _measure_rounding(directory: Path, policy: Any) -> dict[str, float]:
+    groups = [group for groups in make_groups() for group in groups]
+    exact_M = plain_logprobs(plain_model(directory, FLOAT, rounded_to=BFLOAT), groups)
+    rounded_M = plain_logprobs(plain_model(directory, BFLOAT, rounded_to=BFLOAT), groups)
+    return {
+        "bfloat16": float((policy_logprobs(policy, groups) - exact_M).abs().mean()),
+        "rounding": float((rounded_M - exact_M).abs().mean()),
+    }
+
+
+def policy_logprobs(policy: Any, groups: Sequence[Group]) -> torch.Tensor:
+    batch = pack(groups, CPU)
+    return token_logprobs(policy, batch, 1.0)[0][batch.is_token_BT]
+
+
+def plain_logprobs(model: Any, groups: Sequence[Group]) -> torch.Tensor:
+    """Each row without any other, no padding, whole logits."""
+    found = []
+    for prompt, completion in ((prompt, completion) for prompt, completions in groups for completion in completions):
+        ids_1S = torch.from_numpy(np.concatenate([prompt, completion]))[None]
+        logits_SV = model(input_ids=ids_1S, use_cache=False).logits[0]
+        logprobs_TV = logits_SV[len(prompt) - 1 : -1].float().log_softmax(-1)
+        found.append(logprobs_TV.gather(1, torch.from_numpy(completion)[:, None])[:, 0])
+    return torch.cat(found)
+
+
+@contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """What settling says of a family that does not go packed."""
+    said: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if (text := record.getMessage()) not in said:
+                said.append(text)
+
+    log, listener = logging.getLogger("learner.forward.settle"), Listener(logging.WARNING)
+    log.addHandler(listener)
+    try:
+        yield said
+    finally:
+        log.removeHandler(listener)
