@@ -58,12 +58,6 @@ def token_logprobs(model: nn.Module, batch: Pack, temperature: float, *, entropy
 
 
 @torch.no_grad()
-def sequence_logprobs(model: nn.Module, token_ids: list[int], device: torch.device) -> torch.Tensor:
-    """Return the logprobs of token_ids[1:], each given what stands before it, on the CPU."""
-    return sequences_logprobs(model, [token_ids], device)
-
-
-@torch.no_grad()
 def sequences_logprobs(model: nn.Module, sequences: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
     """Return the logprobs of each sequence's tokens after its first, one sequence after the other, on the CPU; by one pass."""
     ids = [np.array(sequence) for sequence in sequences]

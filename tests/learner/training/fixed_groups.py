@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from learner.config import LearnerRun
 from learner.environments.branch import Branch
-from learner.forward.logprobs import sequence_logprobs
+from learner.forward.logprobs import sequences_logprobs
 from learner.material import Material
 from learner.rollouts.scored_group import ScoredGroup
 from learner.training.trainee import Trainee, make_trainee
@@ -59,7 +59,7 @@ def make_groups(policy: torch.nn.Module, num_groups: int = 3, num_completions: i
         for _ in range(num_completions):
             length = generator.choice([1, 3, 5, MAX_TOKENS])
             tokens = [generator.randrange(1, 16) for _ in range(length)]
-            logprobs = sequence_logprobs(policy, prompt + tokens, torch.device("cpu")).numpy()[len(prompt) - 1 :]
+            logprobs = sequences_logprobs(policy, [prompt + tokens], torch.device("cpu")).numpy()[len(prompt) - 1 :]
             noise = np.array([generator.gauss(0, 0.3) for _ in tokens], np.float32)
             first = generator.randrange(0, length)
             old = generator.randrange(1, VERSION)

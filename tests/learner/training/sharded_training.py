@@ -146,7 +146,7 @@ def lead_and_follow(accelerator: Accelerator) -> None:
         if accelerator.is_main_process:
             broken_off = iter(published.tensors())
             next(broken_off), next(broken_off)
-            assert published.logprobs([1, 2, 3]).shape == (2,)
+            assert published.logprobs([[1, 2, 3]]).shape == (2,)
             pushed = dict(published.tensors())
             assert list(pushed) == list(expected)
             assert all(torch.equal(pushed[name], tensor.bfloat16()) for name, tensor in expected.items())

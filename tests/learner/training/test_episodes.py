@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from learner.environments.branch import Branch
-from learner.forward import trie
+from learner.forward import pack as forward_pack
 from learner.rollouts.scored_group import ScoredGroup
 from learner.training import packing
 from learner.training.metrics import StepTimer, group_metrics
@@ -140,7 +140,7 @@ def test_what_the_prompts_of_an_episode_begin_with_together_is_computed_once_wit
     def plain(model, reference, groups):
         plain_update(model, groups, own_advantages(groups), ppo)
 
-    for module in (trie, packing):
+    for module in (forward_pack, packing):
         monkeypatch.setattr(module, "MIN_SHARED", 1)
     compare(accelerator, plain, change=partial(with_episodes, first_token=None), attn_implementation="packed")
 

@@ -22,7 +22,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from learner.forward.logprobs import sequence_logprobs
+from learner.forward.logprobs import sequences_logprobs
 from learner.policy.memory import shape_of
 from learner.rewards.latency import Latencies
 from learner.train import train
@@ -145,7 +145,7 @@ def ratios_and_pulls(trainee: Any, groups: list) -> tuple[list[float], list[floa
         prompt = group.prompt_token_ids.tolist()
         mean, std = statistics.mean(group.rewards_G), statistics.stdev(group.rewards_G)
         for completion, reward in zip(group.completions, group.rewards_G, strict=True):
-            logprobs = sequence_logprobs(policy, prompt + completion.token_ids.tolist(), torch.device("cpu"))
+            logprobs = sequences_logprobs(policy, [prompt + completion.token_ids.tolist()], torch.device("cpu"))
             here = (logprobs[len(prompt) - 1 :] - torch.from_numpy(completion.behaviour_logprobs)).exp().tolist()
             advantage = (reward - mean) / (std + 1e-4)
             ratios += here
