@@ -165,7 +165,7 @@ class _AtOnce:
         rewards = [float(index) for index in range(len(texts_G))]
         future: Future[GroupRewards] = Future()
         future.set_result(
-            GroupRewards(rewards=rewards, functions=[FunctionRewards(name="index", rewards=list(rewards))])
+            GroupRewards(rewards=rewards, functions=[FunctionRewards(name="exact_match", rewards=list(rewards))])
         )
         return future
 

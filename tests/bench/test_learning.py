@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from learner.config import LearnerRun
-from learner.forward.logprobs import sequence_logprobs
+from learner.forward.logprobs import sequences_logprobs
 from learner.policy.model import load_policy, load_tokenizer
 from learner.prompts.prompts import Prompts
 from learner.prompts.tasks import make_rows
@@ -81,7 +81,7 @@ def test_samples_come_from_the_weights_of_so_many_versions_ago_with_their_logpro
     for group in groups[:3]:
         for completion in group.completions:
             ids = [*group.prompt_token_ids.tolist(), *completion.token_ids.tolist()]
-            expected = sequence_logprobs(old, ids, torch.device("cpu"))[len(group.prompt_token_ids) - 1 :].numpy()
+            expected = sequences_logprobs(old, [ids], torch.device("cpu"))[len(group.prompt_token_ids) - 1 :].numpy()
             np.testing.assert_allclose(completion.behaviour_logprobs, expected, atol=1e-5)
             assert completion.versions == [(2, len(completion.token_ids))]
 
