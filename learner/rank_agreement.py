@@ -9,6 +9,7 @@ others never. Invariant: all ranks call these functions in the same order; nothi
 """
 
 import hashlib
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -39,11 +40,11 @@ def decide_on_rank_0(accelerator: Accelerator, decide: Callable[[], T], kind: An
     if not accelerator.is_main_process:
         if not (sent := broadcast_bytes(accelerator, b"")):
             raise RankFailed("rank 0 of this learner has stopped with an error; its log says which")
-        return msgspec.json.decode(sent, type=kind)
+        return msgspec.msgpack.decode(sent, type=kind)
     encoded = b""
     try:
         decision = decide()
-        encoded = msgspec.json.encode(decision)
+        encoded = msgspec.msgpack.encode(decision)
     finally:
         broadcast_bytes(accelerator, encoded)
     return decision
@@ -65,12 +66,12 @@ def require_agreement(accelerator: Accelerator, view: msgspec.Struct, remedy: st
     """
     if accelerator.num_processes == 1:
         return
-    mine = msgspec.json.encode(view, order="deterministic")
+    mine = msgspec.msgpack.encode(view, order="deterministic")  # JSON has no inf: it would equal None
     digest = int.from_bytes(hashlib.blake2b(mine, digest_size=8).digest(), "little", signed=True)
     digests = accelerator.gather(torch.tensor([digest], device=accelerator.device)).tolist()
     if len(set(digests)) == 1:
         return
-    views = [msgspec.json.decode(each) for each in _gather_bytes(accelerator, mine)]
+    views = [msgspec.msgpack.decode(each) for each in _gather_bytes(accelerator, mine)]
     raise RanksDisagree(f"the ranks of this learner disagree: {describe_differences(views)}. {remedy}")
 
 
@@ -117,8 +118,13 @@ def _differs(key: str, flat: Sequence[dict[str, Any]]) -> bool:
 def _describe(key: str, flat: Sequence[dict[str, Any]]) -> str:
     ranks_of: dict[str, list[str]] = defaultdict(list)
     for rank, view in enumerate(flat):
-        value = msgspec.json.encode(view[key]).decode() if key in view else ABSENT
+        value = _told(view[key]) if key in view else ABSENT
         ranks_of[value].append(str(rank))
     return f"{key} is " + " and ".join(
         f"{value} on rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}" for value, ranks in ranks_of.items()
     )
+
+
+def _told(value: Any) -> str:
+    is_infinite = isinstance(value, float) and not math.isfinite(value)
+    return str(value) if is_infinite else msgspec.json.encode(value).decode()

@@ -40,7 +40,7 @@ class LossConfig(Section):
     clip_high: float | None = None
     """grpo (0.28, DAPO's clip-higher), gspo (4e-4): a ratio above 1 + clip_high has no gradient when the advantage is
     positive; cispo (4.0): the ratio counts at most 1 + clip_high."""
-    dual_clip: float | None = None
+    dual_clip: MayChange[float | None] = None
     """grpo, gspo, dppo (3.0, or 1 + clip_high if that is more): a ratio above it has no gradient when the advantage is negative, or else
     one token whose probability has risen a thousandfold would be most of a step. inf: no bound."""
     tau_positive: float | None = None
@@ -100,6 +100,11 @@ class LossConfig(Section):
     def mean_over(self) -> Normalization:
         """The normalisation as set, or the objective's default."""
         return self.normalization or NORMALIZATIONS.get(self.objective, "token")
+
+    @property
+    def has_dual_clip(self) -> bool:
+        """Whether the objective bounds ratios of negative advantages by `dual_clip`."""
+        return "dual_clip" in OBJECTIVE_DEFAULTS[self.objective]
 
     def value(self, bound: str) -> float:
         """Return a bound as set, or the objective's default."""

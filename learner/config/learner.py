@@ -158,7 +158,7 @@ class LearnerRun(SharedConfig):
     learner: LearnerConfig
     """What the learner does."""
     server: MayChange[Annotated[dict[str, Any], tyro.conf.Suppress]] = msgspec.field(default_factory=dict)
-    """The server's section: not read here."""
+    """The server's section; of it max_model_len alone is read here, to which RoPE is pinned."""
     deploy: MayChange[Annotated[dict[str, Any], tyro.conf.Suppress]] = msgspec.field(default_factory=dict)
     """Which part of a node each process gets: not read here."""
 

@@ -11,6 +11,7 @@ ledger at any time: `sqlite3 ledger.db 'select state, count(*) from groups group
                                                                `failed`, or replaced for having `no_signal`
 """
 
+import logging
 import sqlite3
 import threading
 import time
@@ -35,6 +36,8 @@ from learner.rollouts.ledger_row import (
 )
 from learner.rollouts.payloads import PayloadFiles, Place
 from protocol.errors import SlipstreamError
+
+log = logging.getLogger(__name__)
 
 RECEIVE = (
     "UPDATE groups SET state = 'received', payload_file = ?, payload_offset = ?, payload_bytes = ?, oldest_version = ?,"
@@ -291,8 +294,19 @@ class Ledger:
             if is_new:
                 self._db.executescript(f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
             elif found < SCHEMA_VERSION:
+                log.info("%s: moving what its groups hold into files beside it, once", self.path)
                 with self._explained(OSError):
                     migrate(self._db, self._payloads)
+            self._payloads.begin_after(self._number("SELECT coalesce(max(payload_file), 0) FROM groups"))
+            self._give_space_back()
+
+    def _give_space_back(self) -> None:
+        """After a migration, whatever it was interrupted by: most of the file is free then."""
+        if 2 * self._number("PRAGMA freelist_count") > self._number("PRAGMA page_count"):
+            try:
+                self._db.execute("VACUUM")
+            except sqlite3.Error as error:  # it needs the space of the ledger once more
+                log.warning("%s: its free space could not be given back (%s)", self.path, error)
 
     def _move(self, group_id: str, allowed: tuple[str, ...], to: str, changes: str, values: tuple) -> None:
         """One legal step forward, inside the caller's transaction."""

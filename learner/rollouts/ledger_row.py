@@ -78,7 +78,6 @@ def migrate(db: sqlite3.Connection, payloads: PayloadFiles) -> None:
     db.executemany("UPDATE groups SET payload_file = ?, payload_offset = ?, payload_bytes = ? WHERE rowid = ?", places)
     db.execute("ALTER TABLE groups DROP COLUMN payload")
     db.execute("COMMIT")
-    db.execute("VACUUM")  # gives the space of the payloads back
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):

@@ -32,6 +32,10 @@ class PayloadFiles:
         """Of the newest file while it may grow. One that an earlier process began never does: its end may be torn."""
         self._newest = max(self.numbers(), default=0)
 
+    def begin_after(self, number: int) -> None:
+        """Give no file a number up to this one: rows name removed files, too, and would take another's payload for theirs."""
+        self._newest = max(self._newest, number)
+
     def numbers(self) -> set[int]:
         """Return the numbers of the files that are there."""
         if not self._directory.is_dir():

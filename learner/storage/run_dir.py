@@ -6,13 +6,14 @@ change (protocol/config.py), or refused.
 
 import fcntl
 import logging
+import math
 import tomllib
 import uuid
 from pathlib import Path
 from typing import Any
 
 from msgspec import NODEFAULT, to_builtins
-from msgspec.structs import FieldInfo
+from msgspec.structs import FieldInfo, replace
 
 from learner.config import KlConfig, LearnerRun, LossConfig
 from learner.storage.disk import network_file_system, replace_file
@@ -31,6 +32,9 @@ MOVED = {
     "learner.parity.max_abs_logprob": "learner.parity.max_mean_abs_logprob",
 }
 """Where keys of earlier versions went: a run that one of these began has the old name in its config.toml."""
+
+DUAL_CLIP = "learner.loss.dual_clip"
+"""Written out in every config.toml; one without it is of a version that set no bound by default."""
 
 LEFT_BY_A_FAILED_START = {".lock", "logs", "run_id", "run_id.tmp", "config.toml.tmp", "ledger.db", "ledger.db-shm",
                           "ledger.db-wal", "metrics.jsonl", "samples.jsonl", "timeline.jsonl", "data.digests", "evaluations.jsonl",
@@ -71,8 +75,8 @@ class RunDir:
             ) from error
 
     def begin(self) -> None:
-        """Store the config as it was set: from now on the directory holds a run, which only a resume may touch."""
-        replace_file(self.config, to_toml(self._run).encode())
+        """Store the config: from now on the directory holds a run, which only a resume may touch."""
+        replace_file(self.config, to_toml(_with_dual_clip(self._run)).encode())
 
     @property
     def has_begun(self) -> bool:
@@ -119,9 +123,11 @@ def open_run_dir(run: LearnerRun, *, resume: bool) -> RunDir:
 def _compare(path: Path, run: LearnerRun) -> None:
     """Say what differs from the config of the run so far. Raises ConfigError for a key that a resume may not change."""
     before = {MOVED.get(key, key): value for key, value in _flat(tomllib.loads(path.read_text())).items()}
-    now, keys = _flat(tomllib.loads(to_toml(run))), keys_of(LearnerRun)
+    now, keys = _flat(tomllib.loads(to_toml(_with_dual_clip(run)))), keys_of(LearnerRun)
     for config in (before, now):
         _settle_defaults(config)
+    if DUAL_CLIP in now:
+        before.setdefault(DUAL_CLIP, math.inf)
     refused = []
     for key in sorted(before.keys() | now.keys()):
         known = _field(keys, key)
@@ -137,6 +143,15 @@ def _compare(path: Path, run: LearnerRun) -> None:
             f"{path.parent} belongs to another config: {'; '.join(refused)}. Restore these values to resume it, or choose "
             "another run_dir"
         )
+
+
+def _with_dual_clip(run: LearnerRun) -> LearnerRun:
+    """Return the run with its bound on ratios of negative advantages written out, if its objective has one."""
+    loss = run.learner.loss
+    if not loss.has_dual_clip:
+        return run
+    loss = replace(loss, dual_clip=loss.value("dual_clip"))
+    return replace(run, learner=replace(run.learner, loss=loss))
 
 
 def _settle_defaults(config: dict[str, Any]) -> None:

@@ -51,7 +51,10 @@ REFUSED = {
 }
 """Variables that would change what is trained, each with the reason of its refusal."""
 UNSET = {"", "false", "0"}
-DISAGREEMENT = "No rank has started the step. Give all ranks the same config, software and kind of device, then start them again with --resume"
+DISAGREEMENT = (
+    "No rank has changed its weights in this step. Give all ranks the same config, software and kind of device, then start them again, with "
+    "--resume if the run has a checkpoint"
+)
 
 
 class StepBatch(Part):

@@ -96,12 +96,16 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     """What each rank reads for itself and the numbers of a run depend on."""
 
     dtype: str
+    head_dtype: str | None
+    max_model_len: int | None
     seed: int
     learner: LearnerConfig
     model: str
     """Digest of its files."""
     device: str
     """Its kind: cuda, cpu."""
+    sharding: str
+    """By accelerate, which each rank's environment decides."""
     torch: str
     transformers: str
 
@@ -157,13 +161,23 @@ def _view_of(material: Material, accelerator: Accelerator) -> RunView:
     run = material.run
     return RunView(
         dtype=run.dtype,
+        head_dtype=run.head_dtype,
+        max_model_len=run.server.get("max_model_len"),
         seed=run.seed,
         learner=msgspec.structs.replace(run.learner, cpu_cores=None),  # each rank has its own
         model=material.model_digest,
         device=accelerator.device.type,
+        sharding=_sharding_of(accelerator),
         torch=str(torch.__version__),
         transformers=transformers.__version__,
     )
+
+
+def _sharding_of(accelerator: Accelerator) -> str:
+    if not accelerator.is_fsdp2:
+        return accelerator.distributed_type.value
+    is_efficient = accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
+    return f"FSDP2, cpu_ram_efficient_loading {is_efficient}"
 
 
 def _settle_alike(policy: Any, accelerator: Accelerator, run: LearnerRun) -> None:

@@ -1,6 +1,7 @@
 """Whose directory it is: a resume goes on with the same config, whatever version of this code began the run."""
 
 import logging
+import math
 import shutil
 import tomllib
 from pathlib import Path
@@ -44,9 +45,11 @@ def test_a_run_that_was_begun_before_keys_moved_is_resumed(tmp_path: Path, caplo
         run_dir = open_run_dir(now(tmp_path), resume=True)
         run_dir.begin()
         run_dir.close()
-        assert (tmp_path / "config.toml").read_text() == to_toml(now(tmp_path))
+        assert (tmp_path / "config.toml").read_text() == to_toml(now(tmp_path, loss=old_config()["learner"]["loss"] | {"dual_clip": 3.0}))
         open_run_dir(now(tmp_path), resume=True).close()
-    assert caplog.messages == [f"resumed with run_dir = {tmp_path}, was runs/old"]
+    assert caplog.messages == [
+        "resumed with learner.loss.dual_clip = 3.0, was inf", f"resumed with run_dir = {tmp_path}, was runs/old"
+    ]  # fmt: skip
 
 
 def test_it_is_still_refused_with_another_value_of_a_key_that_changes_what_is_learned(tmp_path: Path) -> None:
@@ -157,6 +160,18 @@ def test_a_run_of_gspo_that_was_begun_weighing_tokens_goes_on_with_that_said_and
     open_run_dir(now(tmp_path, loss={"objective": "gspo", "normalization": "token"}), resume=True).close()
     with pytest.raises(ConfigError, match=r"learner\.loss\.normalization was 'token', is 'sequence'"):
         open_run_dir(now(tmp_path, loss={"objective": "gspo"}), resume=True)
+
+
+@pytest.mark.parametrize("objective", ["grpo", "gspo", "dppo"])
+def test_a_run_of_a_version_that_set_no_dual_clip_may_go_on_without_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, objective: str
+) -> None:
+    (tmp_path / "config.toml").write_text(to_toml(now(tmp_path, loss={"objective": objective})))
+    with caplog.at_level(logging.INFO):
+        open_run_dir(now(tmp_path, loss={"objective": objective, "dual_clip": math.inf}), resume=True).close()
+        assert caplog.messages == []
+        open_run_dir(now(tmp_path, loss={"objective": objective}), resume=True).close()
+    assert caplog.messages == ["resumed with learner.loss.dual_clip = 3.0, was inf"]
 
 
 def test_a_run_that_goes_off_policy_goes_on_with_what_its_warning_advises(tmp_path: Path) -> None:
