@@ -59,7 +59,7 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     yours alone."""
     dtype: Dtype = msgspec.field(default_factory=dtype_here)
     """In which both sides compute, and in which weights travel; a server may compute in another (`server.dtype`). Unset: bfloat16
-    with a GPU or a CPU that has AMX, which multiply it several times as fast as float32, which is taken elsewhere."""
+    with a GPU or a CPU that has AMX or AVX-512 BF16, which multiply it faster than float32; float32 elsewhere."""
     head_dtype: Dtype | None = None
     """In which both sides compute logits from the last hidden states. "float32" with dtype = "bfloat16" keeps logits from being rounded, so
     the two sides differ less; a CPU's server generates more slowly with it. Unset: dtype."""

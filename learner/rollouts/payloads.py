@@ -11,6 +11,8 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+from learner.storage.disk import sync
+
 MAX_FILE_BYTES = 64 << 20
 """A file that is larger gets no more payloads: it stays as long as one of them is needed."""
 
@@ -84,19 +86,11 @@ class PayloadFiles:
     def _begin_file(self) -> int:
         if not self._directory.is_dir():
             self._directory.mkdir()
-            _sync_directory(self._directory.parent)
+            sync(self._directory.parent)
         self._newest += 1
         descriptor = os.open(self._path(self._newest), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
-        _sync_directory(self._directory)
+        sync(self._directory)
         return descriptor
 
     def _path(self, number: int) -> Path:
         return self._directory / str(number)
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,5 +1,6 @@
 """Writing the files of a run. A disk that is full or broken ends the run with a sentence, and what was committed stays."""
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,15 +37,26 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all. Raises DiskError."""
+    """Write a file whole or not at all, a power failure included. Raises DiskError."""
     aside = path.with_name(f"{path.name}.tmp")
     try:
         with writing(path):
             aside.write_bytes(content)
+            sync(aside)  # else the name may survive the content
             aside.replace(path)
+            sync(path.parent)
     except DiskError:
         aside.unlink(missing_ok=True)
         raise
+
+
+def sync(path: Path) -> None:
+    """Make a file or the names in a directory durable. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def network_file_system(path: Path) -> str | None:

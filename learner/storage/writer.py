@@ -37,7 +37,7 @@ from learner.storage.checkpoint import (
     checkpoint_of,
     remove_checkpoint,
 )
-from learner.storage.disk import DiskError, writing
+from learner.storage.disk import DiskError, sync, writing
 from learner.training.trainee import Trainee
 from protocol.errors import DeadlineExceeded, SlipstreamError
 
@@ -71,7 +71,7 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True):
                 num_bytes = make_durable(aside)
                 remove_checkpoint(self.path)
                 aside.rename(self.path)
-                _sync(self.path.parent)
+                sync(self.path.parent)
         except DiskError:
             wait(self.shards)
             shutil.rmtree(aside, ignore_errors=True)  # its space is needed for what else has to be written
@@ -237,11 +237,11 @@ def make_durable(directory: Path) -> float:
     """Return the bytes of the files that are not another checkpoint's too."""
     num_bytes = 0.0
     for path in directory.rglob("*"):
-        _sync(path)
+        sync(path)
         status = path.stat()
         if path.is_file() and status.st_nlink == 1:
             num_bytes += status.st_size
-    _sync(directory)
+    sync(directory)
     return num_bytes
 
 
@@ -249,11 +249,3 @@ def _link_all(directory: Path, into: Path) -> None:
     into.mkdir()
     for path in directory.iterdir():
         os.link(path, into / path.name)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

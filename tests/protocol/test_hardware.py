@@ -10,7 +10,8 @@ from protocol.config import SharedConfig
 from protocol.hardware import dtype_choice
 
 AMX = "processor\t: 0\nflags\t\t: fpu avx512f amx_bf16 amx_tile amx_int8\nbugs\t\t:\n"
-PLAIN = "processor\t: 0\nflags\t\t: fpu avx2 avx512f avx512_bf16\n"
+AVX512 = "processor\t: 0\nflags\t\t: fpu avx2 avx512f avx512_bf16\n"
+PLAIN = "processor\t: 0\nflags\t\t: fpu avx2 avx512f\n"
 
 
 @pytest.fixture
@@ -35,8 +36,9 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     [
         (PLAIN, True, "bfloat16", "there is a GPU"),
         (AMX, False, "bfloat16", "this CPU has AMX"),
-        (PLAIN, False, "float32", "this CPU has no AMX"),
-        (None, False, "float32", "this CPU has no AMX"),
+        (AVX512, False, "bfloat16", "this CPU has AVX-512 BF16"),
+        (PLAIN, False, "float32", "this CPU has neither AMX nor AVX-512 BF16"),
+        (None, False, "float32", "this CPU has neither AMX nor AVX-512 BF16"),
     ],
 )
 def test_the_default_is_what_the_machine_multiplies_fastest(
@@ -49,12 +51,22 @@ def test_the_default_is_what_the_machine_multiplies_fastest(
 
 
 @pytest.mark.parametrize(
-    ("limit", "dtype"), [("AVX512_CORE", "float32"), ("avx512_core_amx", "bfloat16"), ("ALL", "bfloat16")]
+    ("cpu_info", "limit", "dtype"),
+    [
+        (AMX, "AVX512_CORE_VNNI", "float32"),
+        (AMX, "AVX512_CORE_BF16", "float32"),
+        (AMX, "avx512_core_amx", "bfloat16"),
+        (AMX, "ALL", "bfloat16"),
+        (AVX512, "AVX512_CORE_VNNI", "float32"),
+        (AVX512, "AVX512_CORE_BF16", "bfloat16"),
+        (AVX512, "AVX10_1_512", "bfloat16"),
+        (AVX512, "DEFAULT", "bfloat16"),
+    ],
 )
-def test_amx_that_onednn_must_not_use_makes_nothing_faster(
-    machine, monkeypatch: pytest.MonkeyPatch, limit: str, dtype: str
+def test_what_onednn_must_not_use_makes_nothing_faster(
+    machine, monkeypatch: pytest.MonkeyPatch, cpu_info: str, limit: str, dtype: str
 ) -> None:
-    machine(AMX)
+    machine(cpu_info)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
     assert dtype_choice().dtype == dtype
 

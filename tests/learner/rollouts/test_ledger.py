@@ -272,6 +272,19 @@ def test_what_a_kill_left_behind_a_payload_harms_none_and_goes_with_the_next_che
         assert {path.name for path in files.iterdir()} == {"1", "3"}
 
 
+def test_no_row_of_a_forgotten_group_takes_what_another_holds_for_its_own(ledger, tmp_path):
+    for slot in (0, 1):
+        ledger.consume([(scored(ledger, slot), 0)], step=slot + 1)
+    ledger.forget_payloads(2)
+    assert num_files(tmp_path) == 0
+    ledger.close()
+    with closing(Ledger(tmp_path / "ledger.db")) as again:
+        for slot in (2, 3):
+            scored(again, slot)
+        with pytest.raises(LedgerError, match="cannot go back to step 0"):
+            again.rewind(0)
+
+
 def test_what_a_group_holds_is_written_once_and_not_by_sqlite(ledger, tmp_path):
     num_bytes, num_groups = 1 << 20, 8
     for slot in range(num_groups):
@@ -345,6 +358,9 @@ def test_a_run_of_before_goes_on_and_its_file_gives_the_space_back(tmp_path):
 def test_a_kill_in_the_middle_of_the_migration_loses_nothing(tmp_path, point):
     path = tmp_path / "ledger.db"
     make_schema_2(path)
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("UPDATE groups SET payload = zeroblob(5000000) WHERE slot = 1")
+        db.commit()
     child = f"""
 import os, signal, sqlite3
 from pathlib import Path
@@ -381,6 +397,7 @@ Ledger(Path({str(path)!r}))
     assert done.returncode == -9, done.stderr
     Ledger(path).close()
     assert num_files(tmp_path) == 1, "what the killed one had copied takes no space"
+    assert path.stat().st_size < 100_000, "nor what the table had held"
     assert_goes_on(path)
 
 

@@ -45,7 +45,9 @@ def test_a_run_that_was_begun_before_keys_moved_is_resumed(tmp_path: Path, caplo
         run_dir = open_run_dir(now(tmp_path), resume=True)
         run_dir.begin()
         run_dir.close()
-        assert (tmp_path / "config.toml").read_text() == to_toml(now(tmp_path, loss=old_config()["learner"]["loss"] | {"dual_clip": 3.0}))
+        assert (tmp_path / "config.toml").read_text() == to_toml(
+            now(tmp_path, loss=old_config()["learner"]["loss"] | {"dual_clip": 3.0})
+        )
         open_run_dir(now(tmp_path), resume=True).close()
     assert caplog.messages == [
         "resumed with learner.loss.dual_clip = 3.0, was inf", f"resumed with run_dir = {tmp_path}, was runs/old"
