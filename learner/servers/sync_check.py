@@ -12,7 +12,7 @@ Invariant: an answer is compared only with logprobs of the version that it is fo
 
 import logging
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, wait
 
 import msgspec
@@ -25,13 +25,15 @@ from protocol.messages import Scores
 
 log = logging.getLogger(__name__)
 
+MIN_CHANGED_WEIGHTS = 1e-4
+"""Share of the weights that a step must change, as the server holds them. Where a few change, rounding in bfloat16 can swallow all of
+it on one side and move every token on the other: measured at 4e-6 of 135M parameters, not any more at 4e-5."""
+MAX_LOGPROB = -1e-3
+"""A token that is nearly certain is left out: float32 has hardly a digit for its change."""
 LEAST_CHANGE = 1e-5
-"""Nats by which a logprob must change at the learner to count: below it float32 has hardly a digit for tokens that are nearly certain."""
-MIN_CHANGED = 12
-"""So many tokens must change at the learner before their change is looked for at the server."""
-MAX_UNCHANGED_FRAC = 0.5
-"""Of these the share that may be the same at the server, bit for bit. A sync that arrives leaves 0 to 2 %, a lost one all of them where
-a server's numbers repeat, as they do on CPUs and, with the same batch, on GPUs."""
+"""Nats by which a logprob must change at the learner to count."""
+MIN_CHANGED, MIN_CHANGED_FRAC = 12, 0.9
+"""So many tokens, and this share of them, must change at the learner before their change is looked for at the server."""
 ASK_TIMEOUT_S = 5.0
 """The server scores before it generates; one too busy to do so within this is asked again after the next sync."""
 WAIT_SLACK_S = 10.0
@@ -57,15 +59,14 @@ class Expected(msgspec.Struct, frozen=True, eq=False):
     version: int
     logprobs_T: torch.Tensor
     before: Before
-    is_changed: bool
-    """Training has changed the weights since the version before."""
 
 
 class SyncCheck:
     """Of all servers that have the weights. Used by the main thread, but for `ask`."""
 
-    def __init__(self, probe: ParityProbe, every_steps: int) -> None:
-        self._probe, self._every_steps = probe, every_steps
+    def __init__(self, probe: ParityProbe, every_steps: int, changed_frac: Callable[[int, torch.dtype], float]) -> None:
+        """`changed_frac`: the share of the weights that a version changed in a dtype."""
+        self._probe, self._every_steps, self._changed_frac = probe, every_steps, changed_frac
         self._before: Before | None = None
         self._lock = threading.Lock()
         """Held while the servers are asked for what is before a sync."""
@@ -87,17 +88,16 @@ class SyncCheck:
             if before is not None and not before.answers:
                 before.answers.update(self._ask(before.sequences, members))
 
-    def expect(self, version: int, *, is_changed: bool) -> Expected | None:
+    def expect(self, version: int) -> Expected | None:
         """Return what to `ask` for when the servers have `version`, which the learner has now; None if it is not its turn.
 
-        Waits for the servers' answers to `ask_before`, which they must give before they get other weights. `is_changed`: training has
-        changed the weights since `begin`.
+        Waits for the servers' answers to `ask_before`, which they must give before they get other weights.
         """
         before, self._before = self._before, None
         if before is None or before.version != version - 1:
             return None
         _wait(before.answers, self._probe.patience_s)
-        return Expected(version, self._probe.logprobs(before.sequences), before, is_changed)
+        return Expected(version, self._probe.logprobs(before.sequences), before)
 
     def ask(self, members: Collection[Member], expected: Expected | None) -> None:
         """Have servers score what is expected, without waiting for it. May be called from another thread."""
@@ -119,10 +119,16 @@ class SyncCheck:
                 self._check_change(place, expected, theirs_T)
 
     def _check_change(self, place: Place, expected: Expected, theirs_T: torch.Tensor) -> None:
+        member, replica = place
         before_T = _answer_before(expected.before, place)
         ours_T = expected.logprobs_T - expected.before.logprobs_T
-        is_changed_T = ours_T.abs() > LEAST_CHANGE
-        if not expected.is_changed or before_T is None or int(is_changed_T.sum()) < MIN_CHANGED:
+        is_telling_T = expected.before.logprobs_T < MAX_LOGPROB
+        is_changed_T = is_telling_T & (ours_T.abs() > LEAST_CHANGE)
+        num_changed = int(is_changed_T.sum())
+        if before_T is None or num_changed < max(MIN_CHANGED, MIN_CHANGED_FRAC * int(is_telling_T.sum())):
+            return
+        assert member.link.welcome is not None
+        if self._changed_frac(expected.version, getattr(torch, member.link.welcome.dtype)) < MIN_CHANGED_WEIGHTS:
             return
         change_T = theirs_T - before_T
         unchanged_frac = float((change_T[is_changed_T] == 0).float().mean())
@@ -133,14 +139,13 @@ class SyncCheck:
                 "parity/unchanged_frac": unchanged_frac,
             }
         )
-        if unchanged_frac > MAX_UNCHANGED_FRAC:
-            member, replica = place
+        if unchanged_frac == 1:
             where = f"replica {replica} of the server" if len(replicas(member)) > 1 else "the server"
             raise ParityError(
                 f"the weights of version {expected.version} did not arrive in the engine of {where} at {member.endpoint}: of "
-                f"{int(is_changed_T.sum())} tokens whose logprobs they changed at the learner (by {float(ours_T.abs().mean()):.1e} on "
-                f"average), it gives {unchanged_frac:.0%} exactly the logprobs of before, although it reports the new version. Restart "
-                "that server, and continue with --resume. If it happens again, vLLM does not load this model's weights as it must"
+                f"{num_changed} tokens whose logprobs they changed at the learner (by {float(ours_T.abs().mean()):.1e} on average), it "
+                "gives 100% exactly the logprobs of before, although it reports the new version. Restart that server, and continue "
+                "with --resume. If it happens again, vLLM does not load this model's weights as it must"
             )
 
     def _ask(self, sequences: list[list[int]], members: Collection[Member]) -> Answers:

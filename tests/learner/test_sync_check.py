@@ -6,15 +6,20 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
+import torch
 
+from inference_server.engine.interface import EngineLimits
 from learner.config import LearnerRun
+from learner.servers.push import WeightSample
 from learner.servers.sync_check import SyncCheck
 from learner.train import train
 from protocol.errors import ParityError
 from protocol.model_files import resolve_model
 from tests.fakes import ScriptedEngine
-from tests.learner.model_engine import ModelEngine, tiny_server
+from tests.learner.model_engine import TINY_LIMITS, ModelEngine, tiny_server
 from tests.learner.test_train import make_run, metrics_of
 
 TINY_STEPS = {"learning_rate": 1e-6}
@@ -24,8 +29,8 @@ TINY_STEPS = {"learning_rate": 1e-6}
 class LosesOneSync(ModelEngine):
     """Takes every byte of one version, says that it has it, and goes on with the weights of before."""
 
-    def __init__(self, lost: int | None) -> None:
-        super().__init__(resolve_model("tiny:digits"))
+    def __init__(self, lost: int | None, limits: EngineLimits = TINY_LIMITS) -> None:
+        super().__init__(resolve_model("tiny:digits"), limits)
         self._lost = lost
 
     async def set_version(self, version: int) -> None:
@@ -76,6 +81,51 @@ def test_one_sync_that_did_not_arrive_ends_the_run_before_its_tokens_are_trained
         ):
             train(run, resume=False)
     assert newest_trained_on(run) == 2
+
+
+class RoundsOtherwise(LosesOneSync):
+    """In bfloat16, by another attention kernel and with a longer row than the learner's."""
+
+    def __init__(self, lost: int | None = None) -> None:
+        super().__init__(lost, msgspec.structs.replace(TINY_LIMITS, dtype="bfloat16"))
+        self.model.to(torch.bfloat16).set_attn_implementation("eager")
+
+    async def score(self, token_ids: np.ndarray, replica: int) -> tuple[np.ndarray, int | None]:
+        ids = torch.from_numpy(token_ids.astype(np.int64))[None]
+        with torch.no_grad():
+            logprobs_TV = (
+                self.model(torch.cat([ids, ids[:, :5]], 1)).logits[0, : ids.shape[1] - 1].float().log_softmax(-1)
+            )
+        return logprobs_TV.gather(1, ids[0, 1:, None])[:, 0].numpy(), self.version
+
+
+def test_ever_smaller_steps_raise_no_alarm_in_bfloat16(tmp_path: Path) -> None:
+    """At the end few weights change in bfloat16, which one side may round away and the other not."""
+    with tiny_server(RoundsOtherwise()) as server:
+        decaying = {"learning_rate": 3e-7, "schedule": "cosine"}
+        run = a_run(tmp_path, server.endpoint, steps=25, optimizer=decaying)
+        train(msgspec.structs.replace(run, dtype="bfloat16"), resume=False)
+    assert len(metrics_of(run)) == 25
+
+
+def test_a_lost_sync_is_seen_in_bfloat16_through_the_rounding_of_both_sides(tmp_path: Path) -> None:
+    with tiny_server(RoundsOtherwise(lost=2)) as server:
+        run = msgspec.structs.replace(a_run(tmp_path, server.endpoint), dtype="bfloat16")
+        with pytest.raises(ParityError, match="version 2 did not arrive"):
+            train(run, resume=False)
+
+
+def test_a_sample_tells_how_much_of_the_policy_a_version_changed_for_a_dtype() -> None:
+    sample = WeightSample(torch.float32)
+    large, small = torch.ones(400, 300), torch.ones(10)
+    for version, change in enumerate((0.0, 1.0, 1e-6, 0.0)):
+        large[:100] += change  # a quarter of it
+        list(sample.watch(version, {"large": large, "small": small}.items()))
+        if version:
+            in_float32, in_bfloat16 = (sample.changed_frac(version, dtype) for dtype in (torch.float32, torch.bfloat16))
+            assert in_float32 == pytest.approx(0.25 if change else 0.0, abs=0.01)
+            assert in_bfloat16 == pytest.approx(0.25 if change == 1 else 0.0, abs=0.01)
+    assert sample.changed_frac(1, torch.float32) == 0.0  # forgotten
 
 
 def test_a_step_that_changes_no_weight_is_no_lost_sync(tmp_path: Path) -> None:
