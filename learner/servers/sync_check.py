@@ -12,6 +12,7 @@ Invariant: an answer is compared only with logprobs of the version that it is fo
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, wait
 
@@ -34,9 +35,9 @@ LEAST_CHANGE = 1e-5
 """Nats by which a logprob must change at the learner to count."""
 MIN_CHANGED, MIN_CHANGED_FRAC = 12, 0.9
 """So many tokens, and this share of them, must change at the learner before their change is looked for at the server."""
-ASK_TIMEOUT_S = 5.0
-"""The server scores before it generates; one too busy to do so within this is asked again after the next sync."""
-WAIT_SLACK_S = 10.0
+WAIT_SLACK_S, WAIT_SLICE_S = 10.0, 0.5
+MAX_UNANSWERED = 5
+"""Checks in a row that a server's silence prevents, until the log says so."""
 
 Place = tuple[Member, int]
 """A server and one of its replicas."""
@@ -72,6 +73,8 @@ class SyncCheck:
         """Held while the servers are asked for what is before a sync."""
         self._asked: Answers = {}
         self._expected: Expected | None = None
+        self._num_unanswered = 0
+        """Checks in a row."""
 
     def begin(self, version: int, sequences: list[list[int]]) -> None:
         """Score texts of the step at the learner, before it trains the weights of `version`."""
@@ -96,11 +99,14 @@ class SyncCheck:
         before, self._before = self._before, None
         if before is None or before.version != version - 1:
             return None
-        _wait(before.answers, self._probe.patience_s)
+        self._wait(before.answers)
         return Expected(version, self._probe.logprobs(before.sequences), before)
 
     def ask(self, members: Collection[Member], expected: Expected | None) -> None:
-        """Have servers score what is expected, without waiting for it. May be called from another thread."""
+        """Have servers score what is expected, without waiting for it. May be called from another thread.
+
+        They score before they generate; one too busy to do so within `patience_s` is asked again after the next sync.
+        """
         self._expected = expected
         self._asked = {} if expected is None else self._ask(expected.before.sequences, members)
 
@@ -110,22 +116,37 @@ class SyncCheck:
         self._asked, self._expected = {}, None
         if expected is None:
             return
-        _wait(asked, self._probe.patience_s)
+        self._wait(asked)
+        is_answered = bool(asked)
         for place, answers in asked.items():
+            before_T = _answer_before(expected.before, place)
             scores = _results(answers, place, expected.version, self._probe.patience_s)
             if scores is not None:
                 theirs_T = of_version(place[0], scores, expected.version)
                 self._probe.check_level(*place, (expected.logprobs_T - theirs_T).abs(), "texts of the step")
-                self._check_change(place, expected, theirs_T)
+                if before_T is not None:
+                    self._check_change(place, expected, before_T, theirs_T)
+            is_answered &= scores is not None and before_T is not None
+        self._count(is_answered)
 
-    def _check_change(self, place: Place, expected: Expected, theirs_T: torch.Tensor) -> None:
+    def _count(self, is_answered: bool) -> None:
+        """Say once that the check is never made."""
+        self._probe.note({"parity/checked": float(is_answered)})
+        self._num_unanswered = 0 if is_answered else self._num_unanswered + 1
+        if self._num_unanswered == MAX_UNANSWERED:
+            log.warning(
+                "%d weight syncs in a row could not be checked: a server did not score the texts of the step both before and after "
+                "them. Raise learner.push.patience_s, or set learner.parity.every_steps = 0 to do without",
+                MAX_UNANSWERED,
+            )  # fmt: skip
+
+    def _check_change(self, place: Place, expected: Expected, before_T: torch.Tensor, theirs_T: torch.Tensor) -> None:
         member, replica = place
-        before_T = _answer_before(expected.before, place)
         ours_T = expected.logprobs_T - expected.before.logprobs_T
         is_telling_T = expected.before.logprobs_T < MAX_LOGPROB
         is_changed_T = is_telling_T & (ours_T.abs() > LEAST_CHANGE)
         num_changed = int(is_changed_T.sum())
-        if before_T is None or num_changed < max(MIN_CHANGED, MIN_CHANGED_FRAC * int(is_telling_T.sum())):
+        if num_changed < max(MIN_CHANGED, MIN_CHANGED_FRAC * int(is_telling_T.sum())):
             return
         assert member.link.welcome is not None
         if self._changed_frac(expected.version, getattr(torch, member.link.welcome.dtype)) < MIN_CHANGED_WEIGHTS:
@@ -148,10 +169,20 @@ class SyncCheck:
                 "with --resume. If it happens again, vLLM does not load this model's weights as it must"
             )
 
+    def _wait(self, answers: Answers) -> None:
+        """Until one is there, and `patience_s` longer for the others."""
+        pending = {future for each in answers.values() for future in each}
+        deadline, has_one = time.monotonic() + self._probe.patience_s + WAIT_SLACK_S, False
+        while pending and (left_s := deadline - time.monotonic()) > 0:
+            self._probe.fleet.on_wait()
+            done, pending = wait(pending, min(left_s, WAIT_SLICE_S), "FIRST_COMPLETED")
+            if done and not has_one:
+                deadline, has_one = time.monotonic() + self._probe.patience_s, True
+
     def _ask(self, sequences: list[list[int]], members: Collection[Member]) -> Answers:
         submit = self._probe.fleet.loop.submit
         return {
-            (member, replica): [submit(member.link.score(ids, ASK_TIMEOUT_S, replica)) for ids in sequences]
+            (member, replica): [submit(member.link.score(ids, self._probe.patience_s, replica)) for ids in sequences]
             for member in members
             for replica in replicas(member)
         }
@@ -165,13 +196,6 @@ def _answer_before(before: Before, place: Place) -> torch.Tensor | None:
     scores = [one.result() for one in answers]
     is_of_version = all(one.policy_version == before.version for one in scores)
     return of_version(place[0], scores, before.version) if is_of_version else None
-
-
-def _wait(answers: Answers, patience_s: float) -> None:
-    """Until one is there, and `patience_s` longer for the others."""
-    futures = [future for each in answers.values() for future in each]
-    if wait(futures, ASK_TIMEOUT_S + WAIT_SLACK_S, "FIRST_COMPLETED").done:
-        wait(futures, patience_s)
 
 
 def _results(answers: list[Future[Scores]], place: Place, version: int, patience_s: float) -> list[Scores] | None:

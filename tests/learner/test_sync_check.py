@@ -2,8 +2,10 @@
 
 import sqlite3
 import time
+from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -13,6 +15,7 @@ import torch
 
 from inference_server.engine.interface import EngineLimits
 from learner.config import LearnerRun
+from learner.servers import sync_check
 from learner.servers.push import WeightSample
 from learner.servers.sync_check import SyncCheck
 from learner.train import train
@@ -59,6 +62,7 @@ def test_syncs_that_arrive_change_nearly_every_logprob_on_both_sides(tmp_path: P
     measured = [line for line in metrics_of(run) if "parity/unchanged_frac" in line]
     assert len(measured) >= 4
     for line in measured:
+        assert line["parity/checked"] == 1
         assert line["parity/unchanged_frac"] < 0.1 and line["parity/abs_logprob"] < 1e-4
         assert line["parity/server_change"] == pytest.approx(line["parity/learner_change"], rel=0.1)
 
@@ -138,6 +142,32 @@ def test_a_step_that_changes_no_weight_is_no_lost_sync(tmp_path: Path) -> None:
 
 def always_one(completions: list[str], **_: Any) -> list[float]:
     return [1.0] * len(completions)
+
+
+def test_checks_that_are_never_made_are_counted_and_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(SyncCheck, "ask_before", lambda self, members: None)
+    with tiny_server(LosesOneSync(None)) as server:
+        run = a_run(tmp_path, server.endpoint, steps=8)
+        train(run, resume=False)
+    lines = [line for line in metrics_of(run) if "parity/checked" in line]
+    assert len(lines) >= 5 and not any(line["parity/checked"] for line in lines)
+    assert caplog.text.count("5 weight syncs in a row could not be checked") == 1
+
+
+def test_a_wait_for_answers_keeps_the_other_ranks_patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sync_check, "WAIT_SLACK_S", 0.0)
+    monkeypatch.setattr(sync_check, "WAIT_SLICE_S", 0.01)
+    calls: list[float] = []
+    fleet = SimpleNamespace(on_wait=lambda: calls.append(time.monotonic()), max_model_len=64)
+    probe: Any = SimpleNamespace(fleet=fleet, patience_s=0.2, logprobs=lambda sequences: torch.zeros(1))
+    check = SyncCheck(probe, 1, lambda version, dtype: 1.0)
+    check.begin(0, [[1, 2]])
+    monkeypatch.setattr(SyncCheck, "_ask", lambda self, sequences, members: {(None, 0): [Future()]})
+    check.ask_before([])
+    check.expect(1)
+    assert len(calls) > 3
 
 
 def test_a_check_is_made_as_often_as_the_config_says(tmp_path: Path) -> None:
