@@ -5,7 +5,8 @@
 
 Rounding hides a lost sync from a comparison of levels: in bfloat16 two healthy sides differ by 0.1 nats on a model of 135M parameters,
 and one step at a learning rate of 1e-6 changes the policy by a thousandth of that. But it changes the last bits of nearly every logprob,
-on both sides. An engine that goes on with the old weights gives the very numbers that it gave before.
+on both sides, as long as enough weights change. An engine that goes on with the old ones gives the very numbers that it gave before,
+unless its batches change meanwhile: a GPU's numbers then do not repeat, and nothing is known.
 
 Invariant: an answer is compared only with logprobs of the version that it is for.
 """
