@@ -96,25 +96,29 @@ def _wheel_url() -> str:
 
 
 def _download_rest(url: str, part: Path) -> None:
-    """Append to `part` what it is missing. Raises ConfigError once NUM_ATTEMPTS in a row brought no byte."""
+    """Append to `part` what it is missing. Raises ConfigError once NUM_ATTEMPTS in a row got no further than any before them."""
     log.info("downloading %s (%.0f MiB) from %s", WHEEL, WHEEL_BYTES / 2**20, url)
-    num_fruitless = 0
-    while (size := part.stat().st_size if part.exists() else 0) < WHEEL_BYTES:
+    part.touch()
+    reached, num_fruitless = part.stat().st_size, 0
+    while reached < WHEEL_BYTES:
         try:
-            _read_on(url, part, size)
+            _read_on(url, part)
             problem = "the connection was closed early"
         except (OSError, HTTPException) as error:
             problem = f"{type(error).__name__}: {error}"
-        num_fruitless = 0 if part.exists() and part.stat().st_size > size else num_fruitless + 1
+        size = part.stat().st_size
+        # A server that ignores ranges may send less than the time before: what counts is to get further.
+        reached, num_fruitless = max(size, reached), 0 if size > reached else num_fruitless + 1
         if num_fruitless == NUM_ATTEMPTS:
             raise _not_downloaded(f"{url}: {problem}, {NUM_ATTEMPTS} times in a row")
-        if num_fruitless:
+        if reached < WHEEL_BYTES:
             time.sleep(PAUSE_S)
 
 
-def _read_on(url: str, part: Path, size: int) -> None:
+def _read_on(url: str, part: Path) -> None:
     from tqdm import tqdm  # of transformers' requirements, not of the base install
 
+    size = part.stat().st_size
     request = urllib.request.Request(url, headers={"Range": f"bytes={size}-"} if size else {})
     with urllib.request.urlopen(request, timeout=READ_TIMEOUT_S) as answer:
         is_rest = answer.status == 206  # some servers ignore the range and send all of it

