@@ -39,7 +39,7 @@ def is_builtin(name: str) -> bool:
 def builtin_model(name: str) -> Path:
     """Return the directory of a built-in model; make it first if need be, which may download up to 89 MiB.
 
-    Raises ConfigError for an unknown name, a cache that cannot be written, or a failed download.
+    Raises ConfigError for an unknown name, a cache that cannot be written, or a failed download or conversion.
     """
     path = made_model(name)
     if path.is_dir():

