@@ -22,7 +22,7 @@ import torch
 
 from learner.servers.member import Member
 from learner.servers.parity import ParityProbe, longest_scored, of_version, replicas
-from protocol.errors import ParityError, SlipstreamError
+from protocol.errors import ParityError, ServerLost, SlipstreamError
 from protocol.messages import Scores
 
 log = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class SyncCheck:
         is_answered = bool(asked)
         for place, answers in asked.items():
             before_T = _answer_before(expected.before, place)
-            scores = _results(answers, place, expected.version, self._probe.patience_s)
+            scores = _results(answers, place, expected.version)
             if scores is not None:
                 theirs_T = of_version(place[0], scores, expected.version)
                 self._probe.check_level(*place, (expected.logprobs_T - theirs_T).abs(), "texts of the step")
@@ -171,14 +171,12 @@ class SyncCheck:
             )
 
     def _wait(self, answers: Answers) -> None:
-        """Until one is there, and `patience_s` longer for the others."""
+        """Until all are there or have failed, each within `patience_s`."""
         pending = {future for each in answers.values() for future in each}
-        deadline, has_one = time.monotonic() + self._probe.patience_s + WAIT_SLACK_S, False
+        deadline = time.monotonic() + self._probe.patience_s + WAIT_SLACK_S
         while pending and (left_s := deadline - time.monotonic()) > 0:
             self._probe.fleet.on_wait()
-            done, pending = wait(pending, min(left_s, WAIT_SLICE_S), "FIRST_COMPLETED")
-            if done and not has_one:
-                deadline, has_one = time.monotonic() + self._probe.patience_s, True
+            pending = wait(pending, min(left_s, WAIT_SLICE_S)).not_done
 
     def _ask(self, sequences: list[list[int]], members: Collection[Member]) -> Answers:
         submit = self._probe.fleet.loop.submit
@@ -199,20 +197,13 @@ def _answer_before(before: Before, place: Place) -> torch.Tensor | None:
     return of_version(place[0], scores, before.version) if is_of_version else None
 
 
-def _results(answers: list[Future[Scores]], place: Place, version: int, patience_s: float) -> list[Scores] | None:
+def _results(answers: list[Future[Scores]], place: Place, version: int) -> list[Scores] | None:
     """Return the answers of a server; None, with a log line, if one of them did not come."""
     member, _ = place
     try:
         return [answer.result(0) for answer in answers]
-    except TimeoutError:
-        for answer in answers:
-            answer.cancel()
-        log.warning(
-            "parity of version %d could not be checked: the server at %s had not scored %g s after another "
-            "(learner.push.patience_s)",
-            version, member.endpoint, patience_s,
-        )  # fmt: skip
-    except SlipstreamError as error:
+    except (TimeoutError, SlipstreamError) as error:
         if not member.is_draining:  # else it has ended as announced
-            log.warning("parity of version %d could not be checked: %s", version, error)
+            key = "" if isinstance(error, ServerLost) else " (learner.push.patience_s)"
+            log.warning("parity of version %d could not be checked: %s%s", version, error, key)
     return None
