@@ -59,8 +59,8 @@ WAIT_SLICE_S = 0.5
 LOOK_EVERY_S = 0.05
 """At an evaluation that is waited for."""
 WAITING_NOTE_S = 15.0
-CHECKED_TOKENS = {"min_tokens": 16, "max_tokens": 256}
-"""Of each step that both sides score around its sync: one completion with its prompt, where those are not very short."""
+CHECKED_TOKENS = {"min_tokens": 64, "max_tokens": 256}
+"""Of each step that both sides score around its sync: one completion with its prompt, or several short ones."""
 
 
 class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
@@ -133,7 +133,7 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
                 rollouts=rollouts,
                 pusher=pusher,
                 parity=parity,
-                sync_check=SyncCheck(parity, config.parity.every_steps),
+                sync_check=SyncCheck(parity, config.parity.every_steps, pusher.sample.changed_frac),
                 evaluations=evaluations,
                 ledger=ledger,
                 log=run_log,
@@ -196,9 +196,9 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
                 )
         return None
 
-    def push(self, step: int, groups: list[ScoredGroup], metrics: dict[str, float]) -> dict[str, float]:
+    def push(self, step: int, groups: list[ScoredGroup]) -> dict[str, float]:
         """Book the groups as consumed by `step` and push its weights; return the metrics of the last push that is done: this
-        one, or with overlap the one before. `metrics`: of the step.
+        one, or with overlap the one before.
         """
         self.ledger.consume([(group.group_id, staleness(group, step - 1)) for group in groups], step)
         config = self.material.run.learner
@@ -208,8 +208,7 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         if self.pusher.holders() and (joiners := self.pusher.joiners()):
             # A push that is always under way while a batch is waited for must not keep them out.
             self._sync(joiners, step)
-        is_changed = metrics["optim/skipped_updates"] < config.updates_per_batch
-        when_done = partial(self.publish, step, self.sync_check.expect(step, is_changed=is_changed))
+        when_done = partial(self.publish, step, self.sync_check.expect(step))
         report = self.pusher.take_report()
         if config.push.overlap:
             self.pusher.begin(step, when_done)

@@ -85,7 +85,7 @@ def _train(run: LearnerRun, accelerator: Accelerator, *, resume: bool) -> Path |
                 break
             metrics = train_on(trainee, groups, version, timer)
             with timer("push"):
-                metrics |= lead(Leader.push, step, groups, metrics) or {}
+                metrics |= lead(Leader.push, step, groups) or {}
             metrics |= group_metrics(groups, version)
             version = step
             metrics |= trainee.after_step(version, metrics) | checkpoints.take_metrics()

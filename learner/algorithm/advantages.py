@@ -24,17 +24,17 @@ def has_signal(
     """Return whether a group's rewards tell its completions apart, of those that have a total reward.
 
     `weights`: of the functions that decide. Their weighted sums must differ or, where advantages are taken one by one, the rewards of
-    one function.
+    one function. A completion for which all of them gave None is left out.
     """
     scorable = _scorable(rewards_by_function, rewards_G)
     weighed = {name: weight for name, weight in weights.items() if weight != 0}
     if config.combine != "sum":
         return any(_tells_apart(scorable[name]) for name in weighed)
-    sums_G = [
-        None if total is None else sum(weight * (scorable[name][i] or 0.0) for name, weight in weighed.items())
-        for i, total in enumerate(rewards_G)
+    terms_G = [
+        [weight * reward for name, weight in weighed.items() if (reward := scorable[name][i]) is not None]
+        for i in range(len(rewards_G))
     ]
-    return _tells_apart(sums_G)
+    return _tells_apart([sum(terms) if terms else None for terms in terms_G])
 
 
 def _tells_apart(rewards_G: list[float | None]) -> bool:

@@ -71,7 +71,7 @@ def first_steps(run: LearnerRun) -> Metrics:
             assert groups is not None
             metrics = train_on(trainee, groups, step - 1, timer)
             with timer("push"):
-                metrics |= leader.push(step, groups, metrics)
+                metrics |= leader.push(step, groups)
             metrics |= group_metrics(groups, step - 1)
             metrics |= trainee.after_step(step, metrics)
             leader.record(step, groups, metrics, timer)

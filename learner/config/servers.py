@@ -18,7 +18,8 @@ class PushConfig(Section):
     patience_s: MayChange[float] = 5.0
     """Of several servers: how long training waits for the others once one has the weights. Whoever is later gets a push of its
     own, which may take its time but not stand still for so long: raise it where a collective takes longer to form, or a model to
-    load. At most half of timeout_s counts."""
+    load. At most half of timeout_s counts. A server also has this long to score the texts of
+    a check (learner.parity.every_steps)."""
     transport: MayChange[Literal["auto", "gloo", "tcp", "nccl", "ipc"]] = "auto"
     """auto: ipc where learner and server share one GPU, nccl between GPUs (needs cupy), else gloo (TCP between CPUs, on any port
     of both sides). tcp: between CPUs over one port of the learner, which the server's workers call."""

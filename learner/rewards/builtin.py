@@ -11,7 +11,11 @@ from decimal import Decimal
 from typing import Any
 
 _DELIMITED = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")
-_NUMBER = re.compile(r"(?:(?<![\w.)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
+_NUMBER = re.compile(
+    r"(?:(?<![\w.)])(?:-|(?<![\d)]\s)-\s)\$?)?"  # the sign of "-5", "- 5" and "-$5", but not of "7-5" and "7 - 5"
+    r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)(?:[eE][+-]?\d{1,4}(?!\w))?"
+)
+MINUS = "\N{MINUS SIGN}"
 _THINK_FORMAT = re.compile(r"^<think>.*?</think>\s*<answer>.*?</answer>$", re.DOTALL)
 
 
@@ -27,20 +31,20 @@ def exact_match(completions: Sequence[Any], answer: Sequence[Any], **kwargs: Any
 
 
 def last_number(completions: Sequence[Any], answer: Sequence[Any], **kwargs: Any) -> list[float | None]:
-    """1 if the last number of the completion is the `answer` column; None if the column holds no number.
+    """1 if the last number of the completion is the `answer` column; None if the column is not one number.
 
-    Of a GSM8K answer only what follows `####` counts. Thousands separators are read, so "1,234" is 1234.
+    Of a GSM8K answer only what follows `####` counts. Thousands separators are read: "1,234" is 1234, and "100,200" is not 200.
     """
-    golds = [_numbers(str(gold).rpartition("####")[2]) for gold in answer]
-    found = [_numbers(completion_text(completion)) for completion in completions]
+    golds = [str(gold).rpartition("####")[2].strip().replace(MINUS, "-") for gold in answer]
+    found = [_NUMBER.findall(completion_text(completion).replace(MINUS, "-")) for completion in completions]
     return [
-        float(bool(numbers) and numbers[-1] == gold[-1]) if gold else None
+        float(bool(numbers) and _value(numbers[-1]) == _value(gold)) if _NUMBER.fullmatch(gold) else None
         for numbers, gold in zip(found, golds, strict=True)
     ]
 
 
-def _numbers(text: str) -> list[Decimal]:
-    return [Decimal(number.replace(",", "")) for number in _NUMBER.findall(text)]
+def _value(number: str) -> Decimal:
+    return Decimal(re.sub(r"[,$\s]", "", number))
 
 
 def share_right(completions: Sequence[Any], answer: Sequence[Any], **kwargs: Any) -> list[float | None]:

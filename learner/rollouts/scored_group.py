@@ -4,7 +4,7 @@ Suffix: _G over the episodes of the group, each of which has one branch as long 
 """
 
 from collections.abc import Sequence
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import Any, cast
 
 import msgspec
@@ -67,13 +67,15 @@ class ScoredGroup(Part):
 
 
 def texts_of(groups: Sequence[ScoredGroup], *, min_tokens: int, max_tokens: int) -> list[list[int]]:
-    """Return the first prompts with their completions that have `min_tokens` together, each without what exceeds `max_tokens` in front."""
+    """Return prompts with their completions that have `min_tokens` together, each without what exceeds `max_tokens` in front.
+
+    First one of each group, since those of one group share their prompt.
+    """
     texts: list[list[int]] = []
-    for group in groups:
-        for branch in group.completions:
-            texts.append([*group.prompt_of(branch).tolist(), *branch.token_ids.tolist()][-max_tokens:])
-            if sum(map(len, texts)) >= min_tokens:
-                return texts
+    for branches in zip_longest(*(group.completions for group in groups)):
+        for group, branch in zip(groups, branches, strict=True):
+            if branch is not None and sum(map(len, texts)) < min_tokens:
+                texts.append([*group.prompt_of(branch).tolist(), *branch.token_ids.tolist()][-max_tokens:])
     return texts
 
 

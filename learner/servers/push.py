@@ -38,6 +38,8 @@ PushState = Literal["pausing", "joining", "sending", "finishing"]
 """What the learner waits for: the server's PushReady, its workers, the transfer, PushDone."""
 PROGRESS_BYTES = 1 << 30
 """A push of more shows a progress bar."""
+SAMPLED_ELEMENTS = 2048
+"""Of a tensor: few bytes, and in a model of 135M parameters half a million, of which a ten-thousandth can be counted."""
 
 
 class PushReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -227,3 +229,34 @@ class WeightCopy:
 
     def tensors(self) -> NamedTensors:
         return self._tensors.items()
+
+
+class WeightSample:
+    """Some elements of every tensor as it travelled for the last two versions, which tell how much of the policy a version changed."""
+
+    def __init__(self, wire_dtype: torch.dtype) -> None:
+        self._wire_dtype = wire_dtype
+        self._versions: dict[int, dict[str, tuple[int, torch.Tensor]]] = {}
+        """By version and tensor: every how many-th element, and these."""
+
+    def watch(self, version: int, tensors: NamedTensors) -> NamedTensors:
+        """Yield the tensors of a version, and keep a sample of each."""
+        sample: dict[str, tuple[int, torch.Tensor]] = {}
+        self._versions = {kept: self._versions[kept] for kept in self._versions if kept == version - 1} | {
+            version: sample
+        }
+        for name, tensor in tensors:
+            stride = -(-tensor.numel() // SAMPLED_ELEMENTS) | 1  # odd, or it might meet one column of every row
+            elements = tensor.detach().reshape(-1)[::stride]
+            sample[name] = (stride, elements.to(dtype_on_wire(tensor, self._wire_dtype), copy=True))
+            yield name, tensor
+
+    def changed_frac(self, version: int, dtype: torch.dtype) -> float:
+        """Estimate the share of the weights that `version` changed for a server that holds them in `dtype`; 0 if that is not known."""
+        before, after = self._versions.get(version - 1, {}), self._versions.get(version, {})
+        changed = total = 0
+        for name in before.keys() & after.keys():
+            stride, elements = after[name]
+            changed += stride * int((elements.to(dtype) != before[name][1].to(dtype)).sum())
+            total += stride * len(elements)
+        return changed / max(total, 1)

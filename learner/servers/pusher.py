@@ -25,7 +25,7 @@ from learner.servers.epoch import manifest_of
 from learner.servers.fan_out import FanOut, Share
 from learner.servers.fleet import Fleet
 from learner.servers.member import Member
-from learner.servers.push import PushReport, ServerPush, WeightCopy
+from learner.servers.push import PushReport, ServerPush, WeightCopy, WeightSample
 from learner.servers.stragglers import Stragglers
 from protocol.errors import ConfigError, DeadlineExceeded, PushError, PushIncomplete
 from protocol.messages import Manifest
@@ -67,6 +67,7 @@ class Pusher:
         """The last version that a server has got."""
         self._manifest: Manifest | None = None
         self._copy = WeightCopy(weights.wire_dtype, weights.copy_device)
+        self.sample = WeightSample(weights.wire_dtype)
         self._thread = ThreadPoolExecutor(1, "push")
         self._pending: Future[PushReport | None] | None = None
         self._report: PushReport | None = None
@@ -95,7 +96,7 @@ class Pusher:
         others have it already.
         """
         self.wait()
-        return self._push_until_done(version, self._weights.tensors, members)
+        return self._push_until_done(version, lambda: self.sample.watch(version, self._weights.tensors()), members)
 
     def begin(self, version: int, when_done: Callable[[], object]) -> None:
         """Copy the weights and push the copy from a thread, which then calls `when_done`.
@@ -103,7 +104,7 @@ class Pusher:
         Raises what a push before has failed with.
         """
         self.wait()
-        self._copy.take(self._weights.tensors())
+        self._copy.take(self.sample.watch(version, self._weights.tensors()))
 
         def push() -> PushReport | None:
             report = self._push_until_done(version, self._copy.tensors)

@@ -41,11 +41,11 @@ def unhealthy(metrics: dict[str, float]) -> dict[str, str]:
         )
     if (clipped := metrics.get("loss/clipped_frac", 0.0)) > 0.25:
         signs["loss/clipped_frac"] = f"{clipped:.0%} of the tokens are clipped, above 25 %; {ADVICE}"
-    share, num_tokens = metrics.get("loss/max_token_share", 0.0), metrics.get("rollout/tokens", 0.0)
-    if share > 0.1 and share * num_tokens > 100:  # of few tokens each is much
+    share, multiplier = metrics.get("loss/max_token_share", 0.0), metrics.get("loss/max_token_multiplier", 1.0)
+    if share > 0.1 and multiplier > 3:  # a token may be much of a step in which few completions have an advantage
         signs["loss/max_token_share"] = (
-            f"one token is {share:.0%} of the gradient of {num_tokens:.0f}; lower learner.loss.dual_clip, or set "
-            'learner.correction.weight = "mask"'
+            f"one token is {share:.0%} of an update's gradient, {multiplier:.3g} times what its advantage makes it; lower "
+            'learner.loss.dual_clip, or set learner.correction.weight = "mask"'
         )
     kept = metrics.get("loss/kept_frac", 1.0)
     by_length = {f"q{q}": metrics.get(f"loss/kept_frac_length_q{q}", kept) for q in range(1, 5)}

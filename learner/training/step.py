@@ -59,7 +59,7 @@ def train_on(trainee: Trainee, groups: list[ScoredGroup], version: int, timer: S
         num_skipped += trainee.num_skipped_in_a_row > 0
     require_finite_weights(accelerator, trainee.policy, _told_of_weights(version, metrics))
     total = {name: accelerator.reduce(value, "sum") for name, value in total.items()}
-    metrics = loss_metrics(total, config) | trainee.extremes.take(accelerator) | metrics
+    metrics = loss_metrics(total, config) | trainee.extremes.take(accelerator, config.updates_per_batch) | metrics
     metrics |= trainee.mismatch.take(accelerator, groups)
     metrics["perf/train_tflop"] = train_tflop(trainee, rows)
     metrics["batch/no_signal_groups"] = float(sum(not any(advantages_G) for advantages_G in advantages_P_G))
@@ -198,7 +198,7 @@ def _micro_batch_loss(
     log_ratio_BT = masked(inputs.logprobs_BT.detach() - batch.behaviour_logprobs_BT, batch.mask_BT)
     # How much each token moves the policy; stops at the logprobs, so it costs next to nothing.
     (pull_BT,) = torch.autograd.grad(loss, logprobs_BT, retain_graph=True)
-    trainee.extremes.see(log_ratio_BT, pull_BT.abs())
+    trainee.extremes.see(log_ratio_BT, pull_BT.abs(), (batch.weights_B * batch.advantages_B).abs())
     trainee.mismatch.see(batch.places_B, fresh_BT, mismatch_BT)
     sums["entropy"] = torch.where(batch.mask_BT, entropy_BT.detach(), 0.0).sum()
     sums["fresh_tokens"] = fresh_BT.sum().float()

@@ -39,7 +39,7 @@ def is_builtin(name: str) -> bool:
 def builtin_model(name: str) -> Path:
     """Return the directory of a built-in model; make it first if need be, which may download up to 89 MiB.
 
-    Raises ConfigError for an unknown name, a cache that cannot be written, or a failed download.
+    Raises ConfigError for an unknown name, a cache that cannot be written, or a failed download or conversion.
     """
     path = made_model(name)
     if path.is_dir():
@@ -76,6 +76,8 @@ def cache_dir() -> Path:
 
 
 def _make(path: Path, write: Callable[[Path, Path], None]) -> None:
+    for left in path.parent.glob(f".{path.name}-*"):  # by a process that was killed: whoever is alive has the lock
+        shutil.rmtree(left, ignore_errors=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
     try:
         write(aside, path.parent)

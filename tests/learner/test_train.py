@@ -488,11 +488,10 @@ def test_a_server_that_does_not_score_at_the_start_ends_the_run_with_the_knob(tm
 
 
 def test_a_server_too_busy_to_score_later_holds_nothing_up_for_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("learner.servers.sync_check.ASK_TIMEOUT_S", 0.3)
     with tiny_server(TooBusy(1)) as server:
-        run = make_run(tmp_path, server.endpoint, steps=2)
+        run = make_run(tmp_path, server.endpoint, steps=2, push={"timeout_s": 20, "patience_s": 0.3})
         train(run, resume=False)
     assert len(metrics_of(run)) == 2
     assert "parity of version 1 could not be checked" in caplog.text

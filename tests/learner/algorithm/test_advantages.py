@@ -85,6 +85,17 @@ def test_a_group_has_signal_when_two_scorable_rewards_differ(rewards_G: list[flo
     assert any(any(advantages_G) for advantages_G in step_advantages([rewards_G], AdvantageConfig())) == expected
 
 
+def test_no_reward_of_the_functions_that_decide_is_not_a_reward_of_0() -> None:
+    rewards = {"judge": [None, 1.0], "other": [1.0, 2.0]}
+    assert not has_signal([1.0, 1.0], rewards, {"judge": 1.0}, AdvantageConfig())
+    assert has_signal([1.0, 1.0, 1.0], {"judge": [None, 1.0, 0.0]}, {"judge": 1.0}, AdvantageConfig())
+    # learner.reward.on_none = "skip": what the others add up to
+    assert not has_signal(
+        [1.0, 3.0], {"judge": [None, 1.0], "other": [2.0, 1.0]}, dict.fromkeys(rewards, 1.0), AdvantageConfig()
+    )
+    assert has_signal([1.0, 3.0], rewards, dict.fromkeys(rewards, 1.0), AdvantageConfig())
+
+
 def test_functions_that_are_normalised_one_by_one_give_signal_one_by_one() -> None:
     config = AdvantageConfig(combine="normalize_then_sum")
     opposed = {"a": [1.0, 0.0], "b": [0.0, 1.0], "watched": [1.0, 1.0]}

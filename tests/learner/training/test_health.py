@@ -12,14 +12,15 @@ HEALTHY = {
     "policy/behaviour_kl": 0.002,
     "loss/clipped_frac": 0.03,
     "loss/max_token_share": 0.02,
-    "rollout/tokens": 4096.0,
+    "loss/max_token_multiplier": 3.5,
     "loss/kept_frac": 0.98,
 } | {f"loss/kept_frac_length_q{q}": 0.97 for q in range(1, 5)}
 
 
 def test_a_healthy_step_and_one_without_tokens_show_nothing() -> None:
     assert unhealthy(HEALTHY) == {} and unhealthy({"loss/policy": 0.0}) == {}
-    assert unhealthy(HEALTHY | {"rollout/tokens": 20.0, "loss/max_token_share": 0.3}) == {}
+    # The one wrong completion of a step in which all others are right: 3 tokens with half of all the advantage there is.
+    assert unhealthy(HEALTHY | {"loss/max_token_share": 0.167, "loss/max_token_multiplier": 1.0}) == {}
 
 
 @pytest.mark.parametrize(
@@ -30,7 +31,7 @@ def test_a_healthy_step_and_one_without_tokens_show_nothing() -> None:
         ("policy/ess", 0.25, "25% of the tokens, below 30 %"),
         ("policy/behaviour_kl", 0.3, "0.30 nats per token"),
         ("loss/clipped_frac", 0.3, "30% of the tokens are clipped"),
-        ("loss/max_token_share", 0.3, "one token is 30% of the gradient of 4096"),
+        ("loss/max_token_share", 0.3, "one token is 30% of an update's gradient, 3.5 times what"),
         ("loss/kept_frac_length_q4", 0.4, "97%, 97%, 97%, 40%"),
     ],
 )

@@ -27,6 +27,7 @@ from learner.policy.memory import shape_of
 from learner.rewards.latency import Latencies
 from learner.train import train
 from learner.training.extremes import Extremes
+from learner.training.health import unhealthy
 from learner.training.metrics import StepTimer, group_metrics, memory_metrics
 from learner.training.step import train_on
 from learner.training.throughput import Devices, peak_tflops, throughput, train_flops
@@ -176,14 +177,37 @@ def test_the_extreme_ratios_are_those_of_all_ranks() -> None:
 
 def test_extremes_are_taken_once_and_bounded(accelerator: Accelerator) -> None:
     extremes = Extremes()
-    extremes.see(torch.tensor([[0.0, 50.0], [-1.0, math.nan]]), torch.tensor([[0.0, 1.0], [2.0, 0.0]]))
-    extremes.see(torch.zeros(1, 2), torch.tensor([[0.5, 0.5]]))
-    assert extremes.take(accelerator) == {
+    ratios = torch.tensor([[0.0, 50.0], [-1.0, math.nan]])
+    extremes.see(ratios, torch.tensor([[0.0, 1.0], [2.0, 0.0]]), torch.tensor([1.0, 0.5]))
+    extremes.see(torch.zeros(1, 2), torch.tensor([[0.5, 0.5]]), torch.tensor([0.5]))
+    assert extremes.take(accelerator, 1) == {
         "policy/ratio_min": pytest.approx(math.exp(-1)),
         "policy/ratio_max": pytest.approx(math.exp(20)),
         "loss/max_token_share": pytest.approx(0.5),
+        "loss/max_token_multiplier": pytest.approx(4.0),
     }
-    assert extremes.take(accelerator) == {"policy/ratio_min": 1.0, "policy/ratio_max": 1.0}
+    assert extremes.take(accelerator, 1) == {"policy/ratio_min": 1.0, "policy/ratio_max": 1.0}
+
+
+def test_the_share_of_a_token_is_that_of_the_update_in_which_it_is_largest(accelerator: Accelerator) -> None:
+    extremes = Extremes()
+    for pulls in ([1.0, 1.0], [9.0, 1.0]):  # an update of one micro-batch each
+        extremes.see(torch.zeros(1, 2), torch.tensor([pulls]), torch.tensor([1.0]))
+    metrics = extremes.take(accelerator, 2)
+    assert (metrics["loss/max_token_share"], metrics["loss/max_token_multiplier"]) == pytest.approx((0.9, 9.0))
+
+
+def test_a_token_is_said_to_rule_an_update_only_if_it_pulls_more_than_its_advantage_makes_it(
+    accelerator: Accelerator,
+) -> None:
+    """One wrong completion of 3 tokens among 15 right ones, in a step whose other groups have no signal."""
+    advantages_B = torch.tensor([-3.75] + [0.25] * 15)
+    for ratio, expected in ((1.0, set()), (1000.0, {"loss/max_token_share"})):
+        ratio_BT = torch.ones(16, 3)
+        ratio_BT[0, 1] = ratio
+        extremes = Extremes()
+        extremes.see(ratio_BT.log(), ratio_BT * advantages_B.abs().unsqueeze(1), advantages_B.abs())
+        assert unhealthy(extremes.take(accelerator, 1)).keys() == expected
 
 
 def test_calls_of_reward_functions_are_timed_until_they_are_asked_for() -> None:
