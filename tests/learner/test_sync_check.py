@@ -2,16 +2,21 @@
 
 import sqlite3
 import time
+from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from learner.config import LearnerRun
 from learner.servers.sync_check import SyncCheck
 from learner.train import train
 from protocol.errors import ParityError
+from protocol.messages import Scores
 from protocol.model_files import resolve_model
 from tests.fakes import ScriptedEngine
 from tests.learner.model_engine import ModelEngine, tiny_server
@@ -100,3 +105,64 @@ def test_a_check_is_made_as_often_as_the_config_says(tmp_path: Path) -> None:
         # A version is checked before its first tokens are trained on: in the step after, or the one after that.
         assert len(found) == len(steps)
         assert all(step < one <= step + 2 for step, one in zip(steps, found, strict=True))
+
+
+class Probe:
+    """The learner's logprobs before a sync, and after it; answers of servers are there at once."""
+
+    patience_s = 0.0
+
+    def __init__(self, *logprobs_T: torch.Tensor) -> None:
+        self.fleet = SimpleNamespace(max_model_len=64, loop=self)
+        self._logprobs = iter(logprobs_T)
+
+    def logprobs(self, sequences: list[list[int]]) -> torch.Tensor:
+        assert [len(sequence) for sequence in sequences] == [63]
+        return next(self._logprobs)
+
+    def submit(self, scores: Scores) -> Future[Scores]:
+        answer: Future[Scores] = Future()
+        answer.set_result(scores)
+        return answer
+
+    def check_level(self, *_: Any) -> None: ...
+
+    def note(self, *_: Any) -> None: ...
+
+
+class StaysAsItWas:
+    """A server that gives the same logprobs under every version."""
+
+    endpoint = "tcp://a:1"
+    welcome = SimpleNamespace(num_replicas=1)
+
+    def __init__(self, *versions: int) -> None:
+        self.link, self._versions = self, iter(versions)
+
+    def score(self, token_ids: list[int], *_: Any) -> Scores:
+        assert token_ids == list(range(1, 64)), "the end of a sequence, as far as a server scores"
+        return Scores(request_id="1", logprobs=np.zeros(62, np.float32), policy_version=next(self._versions))
+
+
+def sync(server: Any, num_changed: int, *, is_changed: bool = True) -> None:
+    """Check the sync of version 5, which changed so many of the learner's logprobs."""
+    change_T = 1e-3 * (torch.arange(62) < num_changed)
+    check: Any = SyncCheck(Probe(torch.zeros(62), change_T), every_steps=1)  # type: ignore[arg-type]
+    check.begin(4, [list(range(64))])
+    check.ask_before([server])
+    check.ask([server], check.expect(5, is_changed=is_changed))
+    check.check()
+
+
+def test_a_server_that_gives_what_it_gave_before_is_not_judged_by_a_few_tokens() -> None:
+    with pytest.raises(ParityError, match=r"version 5 did not arrive .* of 12 tokens"):
+        sync(StaysAsItWas(4, 5), 12)
+    sync(StaysAsItWas(4, 5), 11)
+
+
+def test_an_answer_that_came_after_the_sync_does_not_stand_for_what_was_before_it() -> None:
+    sync(StaysAsItWas(5, 5), 62)
+
+
+def test_after_a_step_without_an_update_a_server_is_not_judged_whatever_the_learner_gives() -> None:
+    sync(StaysAsItWas(4, 5), 62, is_changed=False)
