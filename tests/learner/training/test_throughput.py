@@ -186,6 +186,12 @@ def test_extremes_are_taken_once_and_bounded(accelerator: Accelerator) -> None:
     assert extremes.take(accelerator) == {"policy/ratio_min": 1.0, "policy/ratio_max": 1.0}
 
 
+def test_a_pull_that_is_no_number_hides_no_other(accelerator: Accelerator) -> None:
+    extremes = Extremes()
+    extremes.see(torch.zeros(1, 3), torch.tensor([[math.nan, 1.0, 3.0]]))
+    assert extremes.take(accelerator)["loss/max_token_share"] == 0.75
+
+
 def test_calls_of_reward_functions_are_timed_until_they_are_asked_for() -> None:
     latencies = Latencies()
     for seconds in (1.0, 3.0):
