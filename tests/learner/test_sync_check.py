@@ -20,6 +20,7 @@ from learner.servers.push import WeightSample
 from learner.servers.sync_check import SyncCheck
 from learner.train import train
 from protocol.errors import ParityError
+from protocol.messages import Scores
 from protocol.model_files import resolve_model
 from tests.fakes import ScriptedEngine
 from tests.learner.model_engine import TINY_LIMITS, ModelEngine, tiny_server
@@ -180,3 +181,71 @@ def test_a_check_is_made_as_often_as_the_config_says(tmp_path: Path) -> None:
         # A version is checked before its first tokens are trained on: in the step after, or the one after that.
         assert len(found) == len(steps)
         assert all(step < one <= step + 2 for step, one in zip(steps, found, strict=True))
+
+
+class Probe:
+    """The learner's logprobs before a sync, and after it; answers of servers are there at once."""
+
+    patience_s = 0.0
+
+    def __init__(self, *logprobs_T: torch.Tensor) -> None:
+        self.fleet = SimpleNamespace(max_model_len=64, loop=self, on_wait=lambda: None)
+        self._logprobs = iter(logprobs_T)
+
+    def logprobs(self, sequences: list[list[int]]) -> torch.Tensor:
+        assert [len(sequence) for sequence in sequences] == [63]
+        return next(self._logprobs)
+
+    def submit(self, scores: Scores) -> Future[Scores]:
+        answer: Future[Scores] = Future()
+        answer.set_result(scores)
+        return answer
+
+    def check_level(self, *_: Any) -> None: ...
+
+    def note(self, *_: Any) -> None: ...
+
+
+class StaysAsItWas:
+    """A server that gives the same logprobs under every version."""
+
+    endpoint = "tcp://a:1"
+    welcome = SimpleNamespace(num_replicas=1, dtype="float32")
+
+    def __init__(self, *versions: int) -> None:
+        self.link, self._versions = self, iter(versions)
+
+    def score(self, token_ids: list[int], *_: Any) -> Scores:
+        assert token_ids == list(range(1, 64)), "the end of a sequence, as far as a server scores"
+        return Scores(request_id="1", logprobs=np.zeros(62, np.float32), policy_version=next(self._versions))
+
+
+def sync(server: Any, num_changed: int, *, num_uncertain: int = 62, changed_frac: float = 1.0) -> None:
+    """Check the sync of version 5, which changed so many of the learner's logprobs, and so much of its weights."""
+    before_T = -1.0 * (torch.arange(62) < num_uncertain)
+    probe: Any = Probe(before_T, before_T + 1e-3 * (torch.arange(62) < num_changed))
+    check = SyncCheck(probe, 1, lambda version, dtype: changed_frac)
+    check.begin(4, [list(range(64))])
+    check.ask_before([server])
+    check.ask([server], check.expect(5))
+    check.check()
+
+
+def test_a_server_that_gives_what_it_gave_before_is_judged_where_nearly_every_token_changed_at_the_learner() -> None:
+    with pytest.raises(ParityError, match=r"version 5 did not arrive .* of 56 tokens"):
+        sync(StaysAsItWas(4, 5), 56)
+    sync(StaysAsItWas(4, 5), 55)
+
+
+def test_a_server_is_not_judged_by_a_few_tokens() -> None:
+    with pytest.raises(ParityError, match=r"version 5 did not arrive .* of 12 tokens"):
+        sync(StaysAsItWas(4, 5), 12, num_uncertain=12)
+    sync(StaysAsItWas(4, 5), 11, num_uncertain=11)
+
+
+def test_an_answer_that_came_after_the_sync_does_not_stand_for_what_was_before_it() -> None:
+    sync(StaysAsItWas(5, 5), 62)
+
+
+def test_after_a_step_that_changed_hardly_a_weight_a_server_is_not_judged_whatever_the_learner_gives() -> None:
+    sync(StaysAsItWas(4, 5), 62, changed_frac=0.9e-4)

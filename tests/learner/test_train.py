@@ -7,8 +7,9 @@ import re
 import sqlite3
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -20,6 +21,8 @@ from transformers import AutoModelForCausalLM
 
 from inference_server.engine.interface import EngineDead, PushOrder, WorkerReport
 from learner.config import LearnerRun
+from learner.leader import check_fits
+from learner.material import Material
 from learner.policy.model import load_tokenizer
 from learner.prompts.prompts import Prompts
 from learner.servers.pusher import Pusher
@@ -524,6 +527,19 @@ def test_a_prompt_longer_than_the_server_allows_is_refused_with_the_numbers(tmp_
         pytest.raises(DataError, match=r"5 tokens.*max_tokens = 60.*64.*server\.max_model_len"),
     ):
         train(make_run(tmp_path, server.endpoint, **run_of), resume=False)
+
+
+def test_episodes_longer_than_the_server_allows_are_refused_with_the_numbers(tmp_path: Path) -> None:
+    welcome = SimpleNamespace(max_model_len=64, dtype="float32")
+    server: Any = SimpleNamespace(endpoint="tcp://a:1", welcome=welcome)
+    for max_episode_tokens, refused in (
+        (64, nullcontext()),
+        (65, pytest.raises(ConfigError, match=r"= 65 .* the 64 of")),
+    ):
+        environment = {"factory": "guess", "max_turns": 4, "max_episode_tokens": max_episode_tokens}
+        run = make_run(tmp_path, server.endpoint, environment=environment)
+        with refused:
+            check_fits(Material(run), server)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from learner.forward import interface, probed_model
@@ -77,9 +78,27 @@ def test_a_leak_far_below_rounding_is_found(layer: int, caplog: pytest.LogCaptur
     assert not is_packed(model) and "depend on other sequences of the pass" in caplog.text
 
 
+def test_a_leak_in_the_dtype_of_the_run_alone_is_found(caplog: pytest.LogCaptureFixture) -> None:
+    model = leaking(lambda hidden_BSE: three_before(hidden_BSE) * (hidden_BSE.dtype == torch.bfloat16))
+    settle_attention(model, CPU, torch.bfloat16)
+    assert not is_packed(model) and "depend on other sequences of the pass" in caplog.text
+
+
 def test_a_model_that_reads_later_tokens_is_refused() -> None:
     model = leaking(lambda hidden_BSE: hidden_BSE.roll(-1, dims=1))
     with pytest.raises(ConfigError, match="Qwen2ForCausalLM cannot be trained: its logprobs depend on later tokens"):
+        settle_attention(model, CPU, torch.float32)
+
+
+def test_a_model_whose_gradient_is_no_number_is_refused() -> None:
+    model = leaking(lambda hidden_BSE: (0 * hidden_BSE).abs().sqrt())
+    with pytest.raises(ConfigError, match="the gradient of its logprobs is NaN or inf"):
+        settle_attention(model, CPU, torch.float32)
+
+
+def test_a_model_that_embeds_more_than_its_rows_is_refused() -> None:
+    model = leaking(lambda hidden_BSE: model.get_input_embeddings()(torch.arange(1, 8)).mean(0) + 0 * hidden_BSE)
+    with pytest.raises(ConfigError, match="it embeds other tokens than those of its rows"):
         settle_attention(model, CPU, torch.float32)
 
 
@@ -102,6 +121,13 @@ def test_a_model_that_is_dropped_from_only_in_training_is_refused() -> None:
     model.model.layers[0].mlp = nn.Sequential(model.model.layers[0].mlp, nn.Dropout(0.1))
     with pytest.raises(ConfigError, match="It has dropout, jitter or a routing of its own for training"):
         settle_attention(model.train(), CPU, torch.float32)
+
+
+def test_a_model_that_computes_otherwise_in_training_is_refused_though_nothing_in_it_is_random() -> None:
+    model = tiny("Qwen2Config", {})
+    model.model.layers[0].mlp.register_forward_hook(lambda mlp, _inputs, out: out * 1.5 if mlp.training else out)
+    with pytest.raises(ConfigError, match=r"as it trains Qwen2ForCausalLM gives logprobs that differ by 0\.\d+ nats"):
+        settle_attention(model, CPU, torch.float32)
 
 
 # What the family's attention asks of every implementation.
@@ -151,6 +177,24 @@ def test_an_attention_that_the_config_names_is_taken_where_it_is_right(
     assert policy.config._attn_implementation == wanted and not caplog.records
 
 
+def test_an_attention_of_other_devices_is_held_to_a_soft_cap_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "other", ALL_ATTENTION_FUNCTIONS["sdpa"])
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "other", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    model = tiny("Gemma2Config", {"query_pre_attn_scalar": 32})
+    model.set_attn_implementation("other")
+    with pytest.raises(
+        ConfigError, match=r'"other" is wrong for .*: in torch.float32 its logprobs are off by 0\.\d+, those'
+    ):
+        settle_attention(model, CPU, torch.float32, "other")
+
+
+def test_a_model_that_takes_no_attention_but_its_own_is_padded(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny("Qwen2Config", {})
+    model.set_attn_implementation = lambda _name: None
+    settle_attention(model, CPU, torch.float32)
+    assert not is_packed(model) and "transformers lets it have no attention but its own" in caplog.text
+
+
 def test_a_window_that_packing_would_forget_is_found_though_it_is_longer_than_the_probe(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -175,6 +219,22 @@ def test_a_sink_that_packing_would_forget_is_found(
     model = tiny("GptOssConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64})
     settle_attention(model, CPU, torch.float32)
     assert not is_packed(model) and "its logprobs differ by" in caplog.text
+
+
+def test_an_attention_that_is_wrong_where_scores_are_small_alone_is_found(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Quiet:
+        @staticmethod
+        def apply(q_NHD: torch.Tensor, k_NKD: torch.Tensor, *rest: Any) -> torch.Tensor:
+            is_loud = q_NHD.norm(dim=-1).max() * k_NKD.norm(dim=-1).max() * rest[-1].scale > probed_model.LOUDEST / 2
+            return attention.apply(q_NHD if is_loud else q_NHD * 2, k_NKD, *rest)
+
+    attention = interface.TreeAttention
+    monkeypatch.setattr(interface, "TreeAttention", Quiet)
+    model = tiny("Qwen2Config", {})
+    settle_attention(model, CPU, torch.float32)
+    assert not is_packed(model) and "cannot (its logprobs differ by" in caplog.text
 
 
 def test_an_attention_that_is_wrong_in_the_dtype_of_the_run_alone_is_found(
@@ -232,6 +292,20 @@ def test_probing_leaves_a_model_and_the_random_numbers_as_they_were(dtype: torch
     assert torch.equal(torch.get_rng_state(), random) and "get_interface" not in vars(ALL_ATTENTION_FUNCTIONS)
 
 
+def test_a_model_that_draws_random_numbers_as_it_is_probed_takes_none_from_the_run() -> None:
+    model = leaking(torch.randn_like, amount=0.0)
+    random = torch.get_rng_state()
+    settle_attention(model, CPU, torch.float32)
+    assert is_packed(model) and torch.equal(torch.get_rng_state(), random)
+
+
+def test_a_model_that_is_refused_keeps_the_attention_that_it_was_loaded_with() -> None:
+    model = leaking(lambda hidden_BSE: hidden_BSE.roll(-1, dims=1))
+    with pytest.raises(ConfigError):
+        settle_attention(model, CPU, torch.float32)
+    assert model.config._attn_implementation == "sdpa"
+
+
 def test_a_deep_model_is_probed_by_as_many_layers_as_show_each_kind() -> None:
     model = a_gemma()
     with few_layers(model):
@@ -253,6 +327,12 @@ def test_loud_scores_are_as_large_as_they_say_and_short_windows_shorter_than_the
         loud_M = eager_logprobs(model, probe_of(model))
     assert min(louder.values()) > probed_model.LOUDEST / 2 and float((loud_M - quiet_M).abs().mean()) > 0.01
     assert max(sum(segment.length for segment in path) for path in probe_of(model).paths_B) / 2 > PROBE_WINDOW
+
+
+def test_the_probe_has_every_token_but_the_one_that_pads() -> None:
+    model = tiny("Qwen2Config", {})
+    assert model.config.pad_token_id == 0
+    assert probe_of(model).token_ids_N.unique().tolist() == list(range(1, 16))
 
 
 LIMITS = {

@@ -1,5 +1,6 @@
 """RoPE of every type of transformers: the same for a row whatever stands beside it, by the choice of the server."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,15 +9,19 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from transformers import AutoTokenizer, LlamaConfig, Phi3Config, PhimoeConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from learner.forward.logprobs import token_logprobs
 from learner.forward.pack import pack
 from learner.forward.settle import settle_attention
+from learner.material import Material
 from learner.policy.model import load_policy
 from learner.policy.rope import check_server_rope, default_max_model_len, pin_rope
 from learner.train import train
+from learner.training.trainee import make_trainee
 from protocol.errors import ConfigError
 from protocol.model_files import fingerprint, resolve_model
 from tests.fakes import ServerThread
@@ -119,6 +124,23 @@ def test_short_and_long_factors_give_other_logprobs(tmp_path: Path) -> None:
     assert float((short_BT - long_BT).detach().abs().max()) > 0.01
 
 
+@pytest.mark.parametrize(
+    ("name", "stretch"), [("dynamic", 1), ("dynamic, by alpha", 100), ("dynamic, of fewer positions", 4 * 2 - 3)]
+)
+def test_dynamic_factors_are_those_of_vllm_whatever_the_length(name: str, stretch: int) -> None:
+    base = 1e4 * stretch ** (HEAD_DIM / (HEAD_DIM - 2))
+    angles_D = 7 / base ** (torch.arange(0, HEAD_DIM, 2).repeat(2) / HEAD_DIM)
+    torch.testing.assert_close(rotary_of(config_of(ROPES[name]), LONGEST)[7, 0], angles_D.cos())
+
+
+def test_a_rope_of_another_making_whose_factors_depend_on_length_is_refused() -> None:
+    model = model_of(phi3())
+    for module in model.modules():
+        vars(module).pop("rope_type", None)
+    with pytest.raises(ConfigError, match="Phi3ForCausalLM has a RoPE of type longrope of its own making"):
+        pin_rope(model, LONGEST)
+
+
 def test_phimoe_gets_its_long_factors_and_its_long_scaling_which_transformers_picks_by_length_or_never() -> None:
     scales = {"short_mscale": 1.1, "long_mscale": 1.3}
     config = config_of(LONGROPE | scales, PhimoeConfig, num_local_experts=2, num_experts_per_tok=2)
@@ -193,6 +215,33 @@ def test_a_server_that_takes_the_other_factors_is_refused_with_both_lengths_and_
         check_server_rope(config, None, 200, endpoint="tcp://a:1")
     check_server_rope(config, 128, 200, endpoint="tcp://a:1")
     check_server_rope(config_of(ROPES["yarn"]), 40, 200, endpoint="tcp://a:1")
+
+
+def test_a_server_with_positions_that_its_rope_does_not_reach_is_refused() -> None:
+    config = config_of(ROPES["dynamic"])
+    check_server_rope(config, LONGEST, LONGEST, endpoint="tcp://a:1")
+    with pytest.raises(ConfigError, match=r"max_position_embeddings = 256, but server.max_model_len is 512\. "):
+        check_server_rope(config, LONGEST, 2 * LONGEST, endpoint="tcp://a:1")
+
+
+@pytest.fixture
+def accelerator() -> Iterator[Accelerator]:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield Accelerator(cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize("max_model_len", [ORIGINAL, LONGEST], ids=["short", "long"])
+def test_a_policy_is_trained_with_the_factors_of_the_server_that_the_config_describes(
+    accelerator: Accelerator, tmp_path: Path, max_model_len: int
+) -> None:
+    model_of(phi3()).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(resolve_model("tiny:digits")).save_pretrained(tmp_path)
+    run = msgspec.structs.replace(
+        make_run(tmp_path, "tcp://a:1"), model=str(tmp_path), server={"max_model_len": max_model_len}
+    )
+    trainee = make_trainee(Material(run), accelerator, is_new=True)
+    assert torch.equal(rotary(trainee.policy, 8), rotary_of(phi3(), max_model_len)[:8])
 
 
 def test_a_run_ends_at_the_welcome_of_a_server_that_takes_the_other_factors(tmp_path: Path) -> None:

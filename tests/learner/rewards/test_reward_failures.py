@@ -81,3 +81,12 @@ def test_a_none_that_takes_the_reward_from_a_completion_is_logged_once(caplog: p
     (line,) = caplog.messages
     assert line.startswith("reward function f returned None for 1 of 3 completions that other functions scored")
     assert 'Set learner.reward.on_none = "skip"' in line
+
+
+def test_a_none_that_takes_no_reward_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    only_watches = FunctionRewards(name="f", rewards=[None])
+    timed_out = FunctionRewards(name="g", rewards=[None], outcome="timed_out", message="call 1")
+    fine = FunctionRewards(name="h", rewards=[1.0])
+    failures = RewardFailures(RewardConfig(functions=("f", "g", "h"), weights=(0.0, 1.0, 1.0)))
+    failures.note(GroupRewards(rewards=[None], functions=[only_watches, timed_out, fine]))
+    assert caplog.messages == ["call 1"]

@@ -5,16 +5,21 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
 
-from learner.training.ranks import make_accelerator
+from learner.training.batch import Row, trained_rows
+from learner.training.ranks import layout_of, make_accelerator, plan_of
+from learner.training.step import advantages
 from protocol.model_files import resolve_model
 from tests.learner.ranks import on_two_ranks
 from tests.learner.training.disagreement import (
     METRICS,
+    a_run,
+    a_trainee,
     agree_in_a_step,
     compile_on_one,
     deepseek_v3,
@@ -26,6 +31,7 @@ from tests.learner.training.disagreement import (
     settle_on_one,
     train_a_step,
 )
+from tests.learner.training.fixed_groups import make_groups
 from tests.learner.training.sharding import FSDP2
 
 WRITTEN_BY_ACCELERATE_CONFIG = """
@@ -102,3 +108,18 @@ def test_ranks_with_another_config_or_model_stop_at_the_start(tmp_path: Path) ->
     file = tmp_path / "model" / "model.safetensors"
     save_file({name: tensor + 0.01 for name, tensor in load_file(file).items()}, file, {"format": "pt"})
     on_two_ranks(differ_at_the_start, tmp_path / "model")
+
+
+def test_a_plan_tells_rows_apart_by_their_prompt_group_and_episode(accelerator: Accelerator) -> None:
+    trainee = a_trainee(accelerator, a_run())
+    groups, layout = make_groups(trainee.policy), layout_of(accelerator, trainee.policy, trainee.config)
+    first, *others = trained_rows(groups, advantages(groups, trainee.config), trainee.config)
+
+    def digest(row: Row) -> str:
+        rows = [row, *others]
+        return plan_of(trainee.policy, rows, [[rows]], layout, "step 6").rows
+
+    changes = {"prompt_token_ids": first.prompt_token_ids + 1, "group": 7, "place": 7}
+    changed = [msgspec.structs.replace(first, **{field: value}) for field, value in changes.items()]
+    assert digest(msgspec.structs.replace(first)) == digest(first)
+    assert len({digest(row) for row in (first, *changed)}) == 4
