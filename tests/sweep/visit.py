@@ -22,9 +22,11 @@ from learner.forward.logprobs import token_logprobs
 from learner.forward.pack import Group, pack
 from learner.forward.probed_model import listening, loud
 from learner.forward.settle import settle_attention
+from learner.material import Material
 from learner.policy.compute_dtype import compute_in
 from learner.policy.model import load_policy
 from protocol.errors import ConfigError
+from tests.learner.training.fixed_groups import make_run
 from tests.sweep.families import VOCAB_SIZE, CannotBuild, tiny_config, tiny_model
 
 CPU, FLOAT, BFLOAT = torch.device("cpu"), torch.float32, torch.bfloat16
@@ -78,6 +80,7 @@ def visit(family: str, directory: Path) -> Visit:
     except CannotBuild as error:
         refusal = refusal_of(family, directory)
         return Visit(family=family, way="refused" if refusal else "not built", reason=refusal or str(error))
+    Material(msgspec.structs.replace(make_run(), model=str(directory))).shape  # noqa: B018  # as a run's start does
     policies: list[Any] = []
     ways: list[str] = []
     with _warnings() as reasons:
