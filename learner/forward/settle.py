@@ -20,7 +20,7 @@ from learner.forward.interface import NAME, Ticket
 from learner.forward.logprobs import token_logprobs
 from learner.forward.pack import Pack
 from learner.forward.parts import plan_of
-from learner.forward.probe import eager_logprobs, find_leak, probe, probe_of
+from learner.forward.probe import eager_logprobs, find_excess, find_leak, probe, probe_of
 from learner.forward.probed_model import (
     Largest,
     computing_in,
@@ -47,8 +47,6 @@ TOLERANCE = 1e-3
 """Of the mean difference between two ways in float32: rounding is far below, a token that sees too much or too little far above."""
 TIMES_ROUNDING = 8.0
 """Where rounding itself moves logprobs by more, since routers then choose other experts, so much more than that is allowed."""
-TIMES_ROUNDING_OF_EAGER = 3.0
-"""In a narrow dtype, of the median difference, which no single token decides."""
 KERNEL_TOLERANCE = 0.05
 """Of its greatest number, in bfloat16."""
 STATES = ("conv", "linear", "mamba", "recurrent", "ssm")
@@ -186,10 +184,10 @@ def _narrow_problem(model: Any, batch: Pack, expected: Expected, name: str, dtyp
         model.set_attn_implementation(EAGER)
         eager_M = eager_logprobs(model, batch)
         model.set_attn_implementation(name)
-    found, rounding = (float((x_M - right_M).abs().median()) for x_M in (found_M, eager_M))
-    if found <= TIMES_ROUNDING_OF_EAGER * rounding + TOLERANCE:
+    excess = find_excess(found_M, eager_M, right_M, batch)
+    if excess is None:
         return None
-    return f"in {dtype} its logprobs are off by {found:.2g}, those of eager attention by {rounding:.2g}"
+    return "in {} its logprobs are off by {:.2g}, those of eager attention by {:.2g}".format(dtype, *excess)
 
 
 def _state_problem(model: Any) -> str | None:

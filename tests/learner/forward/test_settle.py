@@ -136,7 +136,7 @@ def test_a_policy_with_a_soft_cap_has_the_logprobs_of_eager_attention_where_the_
 def test_an_attention_that_the_config_names_is_refused_where_it_is_wrong(tmp_path: Path) -> None:
     save_model("gemma2", tmp_path)
     policy = load_policy(tmp_path, gradient_checkpointing=False, attn_implementation="sdpa")
-    expected = r'attn_implementation = "sdpa" is wrong for Gemma2ForCausalLM: where .* Set it to "packed" or "eager"'
+    expected = r'attn_implementation = "sdpa" is wrong for Gemma2ForCausalLM: its logprobs differ .* Set it to "packed" or "eager"'
     with pytest.raises(ConfigError, match=expected):
         settle_attention(policy, CPU, torch.float32, "sdpa")
 
@@ -177,13 +177,17 @@ def test_a_sink_that_packing_would_forget_is_found(
     assert not is_packed(model) and "its logprobs differ by" in caplog.text
 
 
+@pytest.mark.parametrize("wrong_from", [0.0, 0.7], ids=["everywhere", "last groups"])
 def test_an_attention_that_is_wrong_in_the_dtype_of_the_run_alone_is_found(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    wrong_from: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Narrow:
         @staticmethod
         def apply(q_NHD: torch.Tensor, *rest: Any) -> torch.Tensor:
-            return attention.apply(q_NHD * 4 if q_NHD.dtype == torch.bfloat16 else q_NHD, *rest)
+            if q_NHD.dtype == torch.bfloat16:
+                is_wrong_N = torch.arange(len(q_NHD)) >= wrong_from * len(q_NHD)
+                q_NHD = torch.where(is_wrong_N[:, None, None], 8 * q_NHD, q_NHD)
+            return attention.apply(q_NHD, *rest)
 
     attention = interface.TreeAttention
     monkeypatch.setattr(interface, "TreeAttention", Narrow)
