@@ -1,7 +1,8 @@
 """Which attention a policy settles on: what each candidate may get wrong, made wrong here, and that probing changes nothing."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ from learner.forward.logprobs import token_logprobs
 from learner.forward.pack import pack
 from learner.forward.parts import plan_of
 from learner.forward.probe import eager_logprobs, probe_of
-from learner.forward.probed_model import PROBE_WINDOW, few_layers, listening, loud, short_windows
+from learner.forward.probed_model import PROBE_WINDOW, computing_in, few_layers, listening, loud, short_windows
 from learner.forward.settle import TOLERANCE, settle_attention
+from learner.forward.varlen_attention import key_layout
 from learner.policy.model import load_policy
 from protocol.errors import ConfigError
 from tests.learner.forward.test_families import CPU, LM, make_groups, plain, tiny
+from tests.learner.forward.test_whole_layers import on_kernel
 from tests.sweep.families import tiny_config, tiny_model
 from tests.zoo.families import save_model
 
@@ -193,7 +196,55 @@ def test_an_attention_that_is_wrong_in_the_dtype_of_the_run_alone_is_found(
     monkeypatch.setattr(interface, "TreeAttention", Narrow)
     model = tiny("Qwen2Config", {})
     settle_attention(model, CPU, torch.bfloat16)
-    assert not is_packed(model) and "in torch.bfloat16 its logprobs are off by" in caplog.text
+    assert not is_packed(model) and "in torch.bfloat16 on cpu its logprobs are off by" in caplog.text
+
+
+GPU = torch.device("cuda")
+
+
+@pytest.fixture
+def with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is computed on a GPU takes its way through packing, here."""
+
+    @contextmanager
+    def on_any_device(model: Any, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+        with computing_in(model, dtype, CPU), monkeypatch.context() as patch:
+            if device == GPU:
+                patch.setattr(interface, "_keys_of", key_layout)
+            yield
+
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: nullcontext())
+    monkeypatch.setattr("learner.forward.settle.computing_in", on_any_device)
+    monkeypatch.setattr(interface, "varlen_attention", on_kernel)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "mimo_v2_flash"])
+def test_sinks_that_the_kernel_for_gpus_does_not_know_are_padded_there(
+    family: str, with_a_gpu: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_model(tiny_config(family)).eval()
+    settle_attention(model, GPU, torch.bfloat16)
+    assert not is_packed(model) and "has attention sinks, which the kernel for cpu does not know" in caplog.text
+
+
+def test_windows_that_the_kernel_for_gpus_knows_are_packed_there(with_a_gpu: None) -> None:
+    model = tiny("MistralConfig", {"sliding_window": 64})
+    settle_attention(model, GPU, torch.bfloat16)
+    assert is_packed(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_a_kernel_that_is_wrong_on_gpus_alone_is_padded_there(
+    dtype: torch.dtype, with_a_gpu: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def forgetful(*inputs: Any) -> torch.Tensor:
+        *most, _window, scale = inputs
+        return on_kernel(*most, None, scale)
+
+    monkeypatch.setattr(interface, "varlen_attention", forgetful)
+    model = tiny("MistralConfig", {"sliding_window": 64})
+    settle_attention(model, GPU, dtype)
+    assert not is_packed(model) and "its logprobs are off by" in caplog.text
 
 
 def test_a_model_whose_own_rounding_is_large_is_held_to_that(caplog: pytest.LogCaptureFixture) -> None:
