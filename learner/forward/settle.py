@@ -43,8 +43,9 @@ ON_ANY_DEVICE = {NAME, EAGER, "sdpa"}
 TOLERANCE = 1e-3
 """Of the mean difference between two ways in float32: rounding is far below, a token that sees too much or too little far above."""
 TIMES_ROUNDING = 8.0
-"""Where rounding itself moves logprobs by more, since routers then choose other experts, so much more than that is allowed."""
-WHERE_LOUD = "where its attention scores are large"
+"""Where rounding itself moves logprobs by more, since routers then choose other experts, so much more than that is allowed,"""
+LARGEST_BOUND = 1e-2
+"""up to here. Beyond, nothing but eager attention is trusted: a missing soft cap moves logprobs by little more."""
 STATES = ("conv", "linear", "mamba", "recurrent", "ssm")
 """In the names of layer types that hand something from token to token by other means than attention."""
 
@@ -57,8 +58,17 @@ class Expected(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     largest: Largest
     as_it_trains: float
     """Mean difference of the quiet ones in the mode in which the model was loaded."""
-    bound: float
-    """Of the mean difference of a pass from either."""
+    rounding_M: torch.Tensor
+    """How far rounding alone moves the quiet ones."""
+
+    @property
+    def bound(self) -> float:
+        """Of the mean difference of a pass from either."""
+        return max(TOLERANCE, TIMES_ROUNDING * _mean(self.rounding_M))
+
+    @property
+    def scores(self) -> list[tuple[str, torch.Tensor, Largest]]:
+        return [("", self.quiet_M, {}), ("where its attention scores are large ", self.loud_M, self.largest)]
 
 
 def settle_attention(model: Any, device: torch.device, dtype: torch.dtype, wanted: str = PACKED) -> None:
@@ -125,13 +135,13 @@ def _expect(model: Any, batch: Pack) -> Expected:
         with loud(largest):
             loud_M = eager_logprobs(model, batch)
         with rounded(model):
-            rounding = _mean(eager_logprobs(model, batch) - quiet_M)
+            rounding_M = eager_logprobs(model, batch) - quiet_M
     return Expected(
         quiet_M=quiet_M,
         loud_M=loud_M,
         largest=largest,
         as_it_trains=_mean(eager_logprobs(model, batch) - quiet_M),
-        bound=max(TOLERANCE, TIMES_ROUNDING * rounding),
+        rounding_M=rounding_M,
     )
 
 
@@ -143,6 +153,8 @@ def _problem(model: Any, expected: Expected, name: str, device: torch.device, dt
         model.set_attn_implementation(name)
         if model.config._attn_implementation != name:
             return "transformers lets it have no attention but its own"
+        if name != EAGER and expected.bound > LARGEST_BOUND:
+            return f"rounding alone moves its logprobs by {_mean(expected.rounding_M):.2g}, which would hide a wrong attention"
         if name in ON_ANY_DEVICE:
             with computing_in(model, torch.float32, model.device):
                 problem = _wide_problem(model, probe_of(model), expected)
@@ -160,13 +172,13 @@ def _wide_problem(model: Any, batch: Pack, expected: Expected) -> str | None:
     """In float32, where rounding is small."""
     if leak := find_leak(model, batch):
         return leak
-    found = _mean(_logprobs(model, batch) - expected.quiet_M)
-    if not found <= expected.bound:
-        return f"its logprobs differ by {found:.2g} from those of eager attention"
-    with loud(expected.largest):
-        found = _mean(_logprobs(model, batch) - expected.loud_M)
-    if not found <= expected.bound:
-        return f"{WHERE_LOUD} its logprobs differ by {found:.2g} from those of eager attention, as without a soft cap that its config names"
+    for where, right_M, largest in expected.scores:
+        with loud(largest):
+            found_M = _logprobs(model, batch)
+        found = _mean(found_M - right_M)
+        if not found <= expected.bound or find_excess(found_M, right_M + expected.rounding_M, right_M, batch):
+            hint = ", as without a soft cap that its config names" if where else ""
+            return f"{where}its logprobs differ by {found:.2g} from those of eager attention{hint}"
     return None
 
 
@@ -174,8 +186,7 @@ def _narrow_problem(model: Any, batch: Pack, expected: Expected, name: str, *, i
     """As it will train, where a pass may be off by what eager attention is off there; loud too if the kernel is another there."""
     if leak := find_leak(model, batch):
         return leak
-    scores = [("", expected.quiet_M, {}), (f"{WHERE_LOUD} ", expected.loud_M, expected.largest)]
-    for where, right_M, largest in scores if is_other_kernel else scores[:1]:
+    for where, right_M, largest in expected.scores if is_other_kernel else expected.scores[:1]:
         with loud(largest):
             found_M = _logprobs(model, batch)
             model.set_attn_implementation(EAGER)

@@ -19,7 +19,7 @@ from learner.forward.pack import pack
 from learner.forward.parts import plan_of
 from learner.forward.probe import eager_logprobs, probe_of
 from learner.forward.probed_model import PROBE_WINDOW, computing_in, few_layers, listening, loud, short_windows
-from learner.forward.settle import TOLERANCE, settle_attention
+from learner.forward.settle import TIMES_ROUNDING, TOLERANCE, settle_attention
 from learner.forward.varlen_attention import key_layout
 from learner.policy.model import load_policy
 from protocol.errors import ConfigError
@@ -247,10 +247,14 @@ def test_a_kernel_that_is_wrong_on_gpus_alone_is_padded_there(
     assert not is_packed(model) and "its logprobs are off by" in caplog.text
 
 
+def chaotic(model: Any, amount: float) -> Any:
+    """As one with many experts, of which rounding picks others: what a layer adds turns with the last bits of its input."""
+    model.model.layers[0].register_forward_hook(lambda _layer, _inputs, out: out + amount * (1e6 * out).sin())
+    return model
+
+
 def test_a_model_whose_own_rounding_is_large_is_held_to_that(caplog: pytest.LogCaptureFixture) -> None:
-    """As one with many experts, of which rounding picks others: here what a layer adds turns with the last bits of its input."""
-    model, groups = tiny("Qwen2Config", {}), make_groups()
-    model.model.layers[0].register_forward_hook(lambda _layer, _inputs, out: out + 0.1 * (1e6 * out).sin())
+    model, groups = chaotic(tiny("Qwen2Config", {}), 0.01), make_groups()
     with torch.no_grad():
         right_M = torch.cat(plain(model, groups)[0])
     settle_attention(model, CPU, torch.float32)
@@ -258,7 +262,17 @@ def test_a_model_whose_own_rounding_is_large_is_held_to_that(caplog: pytest.LogC
     with torch.no_grad():
         found_M = token_logprobs(model, batch, 0.7)[0][batch.is_token_BT]
     assert is_packed(model) and not caplog.records
-    assert float((found_M - right_M).abs().mean()) > TOLERANCE
+    assert float((found_M - right_M).abs().mean()) > TOLERANCE / TIMES_ROUNDING
+
+
+@pytest.mark.parametrize("amount", [0.1, 0.3, 1.0])
+def test_where_rounding_would_hide_a_missing_soft_cap_eager_attention_is_taken(
+    amount: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = chaotic(tiny("Gemma2Config", {"query_pre_attn_scalar": 32}), amount)
+    settle_attention(model, CPU, torch.float32)
+    assert model.config._attn_implementation == "eager"
+    assert "with sdpa attention rounding alone moves its logprobs by" in caplog.text
 
 
 # Probing.
