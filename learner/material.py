@@ -47,11 +47,12 @@ class Material:
 
     @cached_property
     def shape(self) -> ModelShape | None:
-        """What memory and speed are reckoned with; None, and a line, for a model that cannot be built from its config alone."""
+        """What memory and speed are estimated from; None, with a warning, where the config does not tell."""
+        config = self.model_config
         try:
-            return shape_of(self.model_config)
-        except (AttributeError, KeyError, ValueError) as error:
-            log.warning("the memory that %s needs is not known: %s", self.run.model, error)
+            return shape_of(config)
+        except Exception as error:  # of a config of transformers; no estimate is worth a run
+            log.warning("the memory that %s needs is not known: %s: %s", self.run.model, type(error).__name__, error)
             return None
 
     @cached_property

@@ -5,8 +5,8 @@
 One operation after the other goes over its activations a dozen times in norms, gated layers and rotary embedding; fused it is once or
 twice. On a GPU a layer is so many small operations that to launch them one by one takes longer than to compute them, so there a packed
 layer is compiled whole if torch can, its attention included. On a CPU, whose products are long, that gains nothing, and the head's
-tiles must take no second one (tile.py). Invariant: a policy goes fused only if that gave the numbers that it gave before, on its
-device; else a line says why not.
+tiles must take no second one (tile.py). Invariant: a policy goes fused only if sequences stay apart and have the numbers that they had
+before, on its device; else a line says why not.
 """
 
 import logging
@@ -14,7 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,8 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from learner.forward.interface import compiled_layers, is_packed, layers_of
 from learner.forward.logprobs import tiles_of, token_logprobs
-from learner.forward.probe import probe_of
-from learner.forward.settle import TOLERANCE
+from learner.forward.pack import Pack
+from learner.forward.probe import find_excess, find_leak, probe_of
+from learner.forward.probed_model import rounded
 from learner.forward.tile import fused_tiles, tiles_problem
 
 log = logging.getLogger(__name__)
@@ -42,18 +43,26 @@ FirstProblem = Callable[[str | None], str | None]
 """Returns the problem of the first rank that has one, on every rank. A policy compiled on some ranks only would round in two ways."""
 
 
+class Before(NamedTuple):
+    """What a policy gave before it was fused to a pack, and what it gives if its embeddings are rounded in another way."""
+
+    pack: Pack
+    logprobs_M: torch.Tensor
+    rounded_M: torch.Tensor
+
+
 def fuse(policy: nn.Module, dtype: torch.dtype, of_ranks: FirstProblem = lambda mine: mine) -> None:
     """Let every later pass of a policy that computes in `dtype` go fused, as far as it can on all ranks, which call it together."""
     model: Any = policy.module if isinstance(policy, DistributedDataParallel) else policy
-    before_BT = _probed(model)
+    before = _before(model, dtype)
     log.info("compiling what lies between the policy's matrix products: a minute, or seconds from torch's cache")
     started = time.monotonic()
     torch._dynamo.config.recompile_limit = NUM_KINDS
     layers = _whole_layers(model)
-    problem = _tried(model, layers, before_BT, dtype, of_ranks)
+    problem = _tried(model, layers, before, dtype, of_ranks)
     if problem is not None and layers:
         log.info("its layers cannot be compiled whole (%s)", problem)
-        problem = _tried(model, [], before_BT, dtype, of_ranks)
+        problem = _tried(model, [], before, dtype, of_ranks)
     if problem is None:
         log.info("compiled in %.0f s", time.monotonic() - started)
         return
@@ -68,7 +77,7 @@ def describe_fused(model: Any) -> str:
 
 
 def _tried(
-    model: Any, layers: list[nn.Module], before_BT: torch.Tensor, dtype: torch.dtype, of_ranks: FirstProblem
+    model: Any, layers: list[nn.Module], before: list[Before], dtype: torch.dtype, of_ranks: FirstProblem
 ) -> str | None:
     """Fuse these layers whole and of the others the pieces; if that has a problem, undo it and return why."""
     inside = {module for layer in layers for module in layer.modules()}
@@ -83,7 +92,7 @@ def _tried(
     if model.device.type == "cuda":
         tiles_of[model] = fused_tiles()
     breaks = Counter(counters["graph_break"])
-    problem = _problem(model, before_BT, dtype)
+    problem = _problem(model, before, dtype)
     if layers and problem is None and (new := Counter(counters["graph_break"]) - breaks):
         problem = f"torch breaks them in two: {_first_line(next(iter(new)))}"
     problem = of_ranks(problem)
@@ -117,22 +126,33 @@ def _rotary_functions(model: nn.Module) -> dict[str, Any]:
     return {home: getattr(sys.modules[home], ROTARY) for home in sorted(homes) if hasattr(sys.modules[home], ROTARY)}
 
 
-def _problem(model: Any, before_BT: torch.Tensor, dtype: torch.dtype) -> str | None:
+def _problem(model: Any, before: list[Before], dtype: torch.dtype) -> str | None:
     try:
         if model in tiles_of and (problem := tiles_problem(tiles_of[model], model.device, dtype)):
             return problem
-        fused_BT = _probed(model)
+        for pack, logprobs_M, rounded_M in before:
+            excess = find_excess(_logprobs(model, pack), rounded_M, logprobs_M, pack)
+            if excess is not None:
+                return "its logprobs differ by {:.2g} from those without, where rounding moves them by {:.2g}".format(
+                    *excess
+                )
+        return find_leak(model, before[0].pack)
     except Exception as error:  # no compiler, or one of the many ways in which torch does not know what to do
         return f"{type(error).__name__}: {_first_line(str(error))}"
-    difference = float((fused_BT - before_BT).abs().mean())
-    return None if difference <= TOLERANCE[dtype] else f"its logprobs differ by {difference:.2g} from those without"
 
 
 def _first_line(text: str) -> str:
     return next(iter(text.strip().splitlines()), "")
 
 
-def _probed(model: Any) -> torch.Tensor:
-    """With a graph, since that is what training compiles; and of two lengths, so that it is compiled for any before the first step."""
+def _before(model: Any, dtype: torch.dtype) -> list[Before]:
+    """Of two lengths, so that what is compiled is compiled for any before the first step."""
     packs = [probe_of(model, longer=longer) for longer in (0, 3)]
-    return torch.stack([token_logprobs(model, pack, 1.0)[0].detach() for pack in packs])
+    logprobs = [_logprobs(model, pack) for pack in packs]
+    with rounded(model, torch.finfo(dtype).eps):
+        return [Before(pack, right_M, _logprobs(model, pack)) for pack, right_M in zip(packs, logprobs, strict=True)]
+
+
+def _logprobs(model: Any, pack: Pack) -> torch.Tensor:
+    """With a graph, since that is what training compiles."""
+    return token_logprobs(model, pack, 1.0)[0].detach()[pack.is_token_BT]

@@ -2,6 +2,7 @@
 
     probe ─▶ eager_logprobs: each row alone, transformers' eager attention, whole logits          what is right
           ─▶ find_leak: what a token's logprob has of tokens that it must not see                 exactly nothing, in any dtype
+          ─▶ find_excess: a group that is further off than rounding takes it                      none
 
 Between settle.py and fused.py, which try out a pass, and the model. Nothing here knows packs from padded rows.
 
@@ -9,6 +10,7 @@ Suffixes: N packed tokens, M predicted tokens, B completions, S tokens of the lo
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +19,7 @@ import torch
 
 from learner.forward.interface import is_packed
 from learner.forward.logprobs import token_logprobs
-from learner.forward.pack import Pack, pack
+from learner.forward.pack import Pack, Segment, pack
 
 SHAPES = [(150, (80,)), (2, (1, 30, 25)), (9, (2, 2)), (60, (40,))]
 """Prompts and completions: a short group among long ones, and rows that outgrow convolutions, states, windows and what else has a length."""
@@ -25,6 +27,10 @@ LONGEST = max(prompt + max(lengths) for prompt, lengths in SHAPES)
 WATCHED = 3
 """The completion whose first half must not depend on anything else: other groups stand on both sides of it, other completions before it,
 its own second half behind it; and its prompt is so short that a convolution reaches over it."""
+TIMES_ROUNDING = 3.0
+"""So much further than rounding may the median of a group be off,"""
+FLOOR = 1e-3
+"""and by so many nats more."""
 LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions", "n_ctx")
 
 
@@ -111,6 +117,28 @@ def find_leak(model: Any, batch: Pack) -> str | None:
     if moved[later].any():
         return "its logprobs depend on later tokens: its attention is not causal"
     return None
+
+
+def find_excess(
+    found_M: torch.Tensor, rounded_M: torch.Tensor, right_M: torch.Tensor, batch: Pack
+) -> tuple[float, float] | None:
+    """Return how far the group that is furthest beyond rounding is from `right_M`, and how far rounding takes it; None if none is.
+
+    Medians, since routers may choose other experts for single tokens; of each group, so that none is wrong behind the others.
+    """
+    found_G = _medians(found_M - right_M, batch)
+    rounding_G = _medians(rounded_M - right_M, batch).clamp_min((rounded_M - right_M).abs().median())
+    excess_G = (found_G - TIMES_ROUNDING * rounding_G - FLOOR).nan_to_num(torch.inf)
+    worst = int(excess_G.argmax())
+    return None if excess_G[worst] <= 0 else (float(found_G[worst]), float(rounding_G[worst]))
+
+
+def _medians(difference_M: torch.Tensor, batch: Pack) -> torch.Tensor:
+    """Of each group. A completion of one token would have none."""
+    num_tokens: Counter[Segment] = Counter()
+    for path, count in zip(batch.paths_B, batch.is_token_BT.sum(dim=1).tolist(), strict=True):
+        num_tokens[path[0]] += count
+    return torch.stack([of_group.median() for of_group in difference_M.abs().split(list(num_tokens.values()))])
 
 
 def _forbidden(batch: Pack, model: Any) -> tuple[torch.Tensor, torch.Tensor, int]:

@@ -143,13 +143,13 @@ def sampling(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def rounded(model: Any) -> Iterator[None]:
-    """Change the embeddings by about what float32 loses in a pass, and so whatever comes of them."""
+def rounded(model: Any, amount: float = ROUNDING) -> Iterator[None]:
+    """Change the embeddings by about what a pass loses, by default in float32, and so whatever comes of them."""
     generator = torch.Generator().manual_seed(0)
 
     def change(_module: object, _inputs: object, embedded: torch.Tensor) -> torch.Tensor:
         noise = torch.rand(embedded.shape, generator=generator) * 2 - 1
-        return embedded * (1 + ROUNDING * noise.to(embedded.device))
+        return (embedded * (1 + amount * noise.to(embedded.device))).to(embedded.dtype)
 
     hook = model.get_input_embeddings().register_forward_hook(change)
     try:

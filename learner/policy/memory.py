@@ -38,7 +38,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     intermediate_size: int
     vocab_size: int
     kv_size: int
-    """Numbers in the keys of one token in one layer."""
+    """Numbers in the keys of one token in one layer; the mean where layers differ."""
     linear_layers: dict[str, int]
     """Inputs + outputs of each linear layer but the head: an adapter of rank r has r times as many numbers."""
 
@@ -67,17 +67,16 @@ def shape_of(config: PretrainedConfig) -> ModelShape:
     text, head = config.get_text_config(), model.get_output_embeddings()
     embedding = model.get_input_embeddings().weight
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
-    num_heads = text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
+    layers = list(text.per_layer_config) if text.is_heterogeneous else [text]
     return ModelShape(
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         num_active=sum(parameter.numel() for parameter in model.parameters()) - _num_idle(model),
         num_embedding=0 if embedding is getattr(head, "weight", None) else embedding.numel(),
         num_layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,
-        intermediate_size=_intermediate_size(text),
+        intermediate_size=max(map(_intermediate_size, layers)),
         vocab_size=text.vocab_size,
-        kv_size=(getattr(text, "num_key_value_heads", None) or num_heads) * head_dim,
+        kv_size=sum(map(_kv_size, layers)) // len(layers),
         linear_layers={name: sum(module.weight.shape) for name, module in linear.items() if module is not head},
     )
 
@@ -200,6 +199,12 @@ def _cast_bytes(shape: ModelShape, run: LearnerRun, *, is_sharded: bool) -> int:
     head = 0 if run.learner.lora.rank else shape.vocab_size * shape.hidden_size
     of_layers = trained - head - (0 if run.learner.lora.rank else shape.num_embedding)
     return 2 * (head + of_layers // shape.num_layers)
+
+
+def _kv_size(text: Any) -> int:
+    num_heads: int = text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
+    return int((getattr(text, "num_key_value_heads", None) or num_heads) * head_dim)
 
 
 def _intermediate_size(text: Any) -> int:

@@ -22,9 +22,11 @@ from learner.forward.logprobs import token_logprobs
 from learner.forward.pack import Group, pack
 from learner.forward.probed_model import listening, loud
 from learner.forward.settle import settle_attention
+from learner.material import Material
 from learner.policy.compute_dtype import compute_in
 from learner.policy.model import load_policy
 from protocol.errors import ConfigError
+from tests.learner.training.fixed_groups import make_run
 from tests.sweep.families import VOCAB_SIZE, CannotBuild, tiny_config, tiny_model
 
 CPU, FLOAT, BFLOAT = torch.device("cpu"), torch.float32, torch.bfloat16
@@ -47,8 +49,16 @@ class Visit(msgspec.Struct, frozen=True, kw_only=True):
     """Of the same rows, computed without any other and beside a long group."""
     bfloat16: float | None = None
     """Mean, from the plain pass of the same rounded weights in float32."""
+    bfloat16_base: float | None = None
+    """The same, loaded in bfloat16."""
     rounding: float | None = None
     """Mean, of the plain pass in bfloat16 from itself in float32."""
+
+    @property
+    def ways(self) -> list[str]:
+        """In float32, in bfloat16 and with a base in bfloat16."""
+        ways = self.way.split(", ")
+        return ways * 3 if len(ways) == 1 else ways
 
 
 def make_groups() -> tuple[list[Group], list[Group]]:
@@ -78,7 +88,8 @@ def visit(family: str, directory: Path) -> Visit:
     except CannotBuild as error:
         refusal = refusal_of(family, directory)
         return Visit(family=family, way="refused" if refusal else "not built", reason=refusal or str(error))
-    policies: list[Any] = []
+    Material(msgspec.structs.replace(make_run(), model=str(directory))).shape  # noqa: B018  # as a run's start does
+    policies: list[Any | None] = []
     ways: list[str] = []
     with _warnings() as reasons:
         # In float32, in bfloat16 over float32 masters, and as with an adapter over a base in bfloat16.
@@ -87,13 +98,13 @@ def visit(family: str, directory: Path) -> Visit:
                 policies.append(load(directory, loaded, computed))
                 ways.append(way_of(policies[-1]))
             except ConfigError as error:
+                policies.append(None)
                 ways.append("refused")
                 reasons.append(str(error).replace(str(directory), family))
-    found: dict[str, float] = {}
-    if ways[0] != "refused":
-        found |= _measure(directory, policies[0])
-    if ways[1] != "refused":
-        found |= _measure_rounding(directory, policies[1])
+    in_float32, *in_bfloat16 = policies
+    found = _measure(directory, in_float32) if in_float32 else {}
+    if any(in_bfloat16):
+        found |= _measure_rounding(directory, dict(zip(("bfloat16", "bfloat16_base"), in_bfloat16, strict=True)))
     way = ways[0] if len(set(ways)) == 1 else ", ".join(ways)
     return Visit(family=family, way=way, reason="; ".join(dict.fromkeys(reasons)), **found)
 
@@ -149,14 +160,12 @@ def _measure(directory: Path, policy: Any) -> dict[str, float]:
 
 
 @torch.no_grad()
-def _measure_rounding(directory: Path, policy: Any) -> dict[str, float]:
+def _measure_rounding(directory: Path, policies: dict[str, Any | None]) -> dict[str, float]:
     groups = [group for groups in make_groups() for group in groups]
     exact_M = plain_logprobs(plain_model(directory, FLOAT, rounded_to=BFLOAT), groups)
-    rounded_M = plain_logprobs(plain_model(directory, BFLOAT, rounded_to=BFLOAT), groups)
-    return {
-        "bfloat16": float((policy_logprobs(policy, groups) - exact_M).abs().mean()),
-        "rounding": float((rounded_M - exact_M).abs().mean()),
-    }
+    found = {name: policy_logprobs(policy, groups) for name, policy in policies.items() if policy}
+    found["rounding"] = plain_logprobs(plain_model(directory, BFLOAT, rounded_to=BFLOAT), groups)
+    return {name: float((found_M - exact_M).abs().mean()) for name, found_M in found.items()}
 
 
 def policy_logprobs(policy: Any, groups: Sequence[Group]) -> torch.Tensor:

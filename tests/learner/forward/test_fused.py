@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch._inductor import config as inductor
 from torch._inductor.utils import fresh_cache
 
@@ -15,6 +16,7 @@ from learner.forward.fused import ROTARY, fuse
 from learner.forward.logprobs import token_logprobs
 from learner.forward.pack import pack
 from learner.forward.settle import settle_attention
+from learner.policy.compute_dtype import compute_in
 from learner.policy.lora import add_adapter
 from tests.learner.forward.test_families import CPU, TEMPERATURE, gradients, loss_of, make_groups, tiny
 
@@ -76,11 +78,13 @@ def test_a_fused_policy_has_the_loss_and_the_gradients_that_it_had_before(
     assert getattr(sys.modules[type(model).__module__], ROTARY) is not plain
 
 
-def assert_goes_on_without(model: Any, caplog: pytest.LogCaptureFixture, reason: str) -> None:
+def assert_goes_on_without(
+    model: Any, caplog: pytest.LogCaptureFixture, reason: str, dtype: torch.dtype = torch.float32
+) -> None:
     loss, _ = loss_and_gradients(model)
     plain = getattr(sys.modules[type(model).__module__], ROTARY)
     with caplog.at_level(logging.WARNING):
-        fuse(model, torch.float32)
+        fuse(model, dtype)
     assert f"learner.compile: {type(model).__name__} cannot" in caplog.text and reason in caplog.text
     assert compiled_pieces(model) == [] and getattr(sys.modules[type(model).__module__], ROTARY) is plain
     assert loss_and_gradients(model)[0] == loss
@@ -104,3 +108,20 @@ def test_a_policy_that_would_have_other_numbers_fused_goes_on_without(
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: None)
     monkeypatch.setattr(torch, "compile", compile_wrongly)
     assert_goes_on_without(model, caplog, "its logprobs differ by")
+
+
+def test_a_leak_that_fusing_would_bring_is_found_below_the_rounding_of_bfloat16(
+    tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def leaking(rotary: Callable[..., Any], **_: Any) -> Callable[..., Any]:
+        def rotate(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            query, key = rotary(*args, **kwargs)
+            return query, key + 0.01 * torch.nn.functional.pad(key, (0, 0, 3, 0))[..., :-3, :]
+
+        return rotate
+
+    model = tiny_model("Qwen2Config")
+    compute_in(torch.bfloat16, model, Accelerator(cpu=True))
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: None)
+    monkeypatch.setattr(torch, "compile", leaking)
+    assert_goes_on_without(model, caplog, "its logprobs depend on other sequences of the pass", torch.bfloat16)

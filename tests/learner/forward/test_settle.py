@@ -1,7 +1,8 @@
 """Which attention a policy settles on: what each candidate may get wrong, made wrong here, and that probing changes nothing."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from learner.forward.logprobs import token_logprobs
 from learner.forward.pack import pack
 from learner.forward.parts import plan_of
 from learner.forward.probe import eager_logprobs, probe_of
-from learner.forward.probed_model import PROBE_WINDOW, few_layers, listening, loud, short_windows
-from learner.forward.settle import TOLERANCE, settle_attention
+from learner.forward.probed_model import PROBE_WINDOW, computing_in, few_layers, listening, loud, short_windows
+from learner.forward.settle import TIMES_ROUNDING, TOLERANCE, settle_attention
+from learner.forward.varlen_attention import key_layout
 from learner.policy.model import load_policy
 from protocol.errors import ConfigError
 from tests.learner.forward.test_families import CPU, LM, make_groups, plain, tiny
+from tests.learner.forward.test_whole_layers import on_kernel
 from tests.sweep.families import tiny_config, tiny_model
 from tests.zoo.families import save_model
 
@@ -162,7 +165,7 @@ def test_a_policy_with_a_soft_cap_has_the_logprobs_of_eager_attention_where_the_
 def test_an_attention_that_the_config_names_is_refused_where_it_is_wrong(tmp_path: Path) -> None:
     save_model("gemma2", tmp_path)
     policy = load_policy(tmp_path, gradient_checkpointing=False, attn_implementation="sdpa")
-    expected = r'attn_implementation = "sdpa" is wrong for Gemma2ForCausalLM: where .* Set it to "packed" or "eager"'
+    expected = r'attn_implementation = "sdpa" is wrong for Gemma2ForCausalLM: its logprobs differ .* Set it to "packed" or "eager"'
     with pytest.raises(ConfigError, match=expected):
         settle_attention(policy, CPU, torch.float32, "sdpa")
 
@@ -237,25 +240,81 @@ def test_an_attention_that_is_wrong_where_scores_are_small_alone_is_found(
     assert not is_packed(model) and "cannot (its logprobs differ by" in caplog.text
 
 
+@pytest.mark.parametrize("wrong_from", [0.0, 0.7], ids=["everywhere", "last groups"])
 def test_an_attention_that_is_wrong_in_the_dtype_of_the_run_alone_is_found(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    wrong_from: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Narrow:
         @staticmethod
         def apply(q_NHD: torch.Tensor, *rest: Any) -> torch.Tensor:
-            return attention.apply(q_NHD * 4 if q_NHD.dtype == torch.bfloat16 else q_NHD, *rest)
+            if q_NHD.dtype == torch.bfloat16:
+                is_wrong_N = torch.arange(len(q_NHD)) >= wrong_from * len(q_NHD)
+                q_NHD = torch.where(is_wrong_N[:, None, None], 8 * q_NHD, q_NHD)
+            return attention.apply(q_NHD, *rest)
 
     attention = interface.TreeAttention
     monkeypatch.setattr(interface, "TreeAttention", Narrow)
     model = tiny("Qwen2Config", {})
     settle_attention(model, CPU, torch.bfloat16)
-    assert not is_packed(model) and "in torch.bfloat16 its logprobs are off by" in caplog.text
+    assert not is_packed(model) and "in torch.bfloat16 on cpu its logprobs are off by" in caplog.text
+
+
+GPU = torch.device("cuda")
+
+
+@pytest.fixture
+def with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is computed on a GPU takes its way through packing, here."""
+
+    @contextmanager
+    def on_any_device(model: Any, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+        with computing_in(model, dtype, CPU), monkeypatch.context() as patch:
+            if device == GPU:
+                patch.setattr(interface, "_keys_of", key_layout)
+            yield
+
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: nullcontext())
+    monkeypatch.setattr("learner.forward.settle.computing_in", on_any_device)
+    monkeypatch.setattr(interface, "varlen_attention", on_kernel)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "mimo_v2_flash"])
+def test_sinks_that_the_kernel_for_gpus_does_not_know_are_padded_there(
+    family: str, with_a_gpu: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_model(tiny_config(family)).eval()
+    settle_attention(model, GPU, torch.bfloat16)
+    assert not is_packed(model) and "has attention sinks, which the kernel for cpu does not know" in caplog.text
+
+
+def test_windows_that_the_kernel_for_gpus_knows_are_packed_there(with_a_gpu: None) -> None:
+    model = tiny("MistralConfig", {"sliding_window": 64})
+    settle_attention(model, GPU, torch.bfloat16)
+    assert is_packed(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_a_kernel_that_is_wrong_on_gpus_alone_is_padded_there(
+    dtype: torch.dtype, with_a_gpu: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def forgetful(*inputs: Any) -> torch.Tensor:
+        *most, _window, scale = inputs
+        return on_kernel(*most, None, scale)
+
+    monkeypatch.setattr(interface, "varlen_attention", forgetful)
+    model = tiny("MistralConfig", {"sliding_window": 64})
+    settle_attention(model, GPU, dtype)
+    assert not is_packed(model) and "its logprobs are off by" in caplog.text
+
+
+def chaotic(model: Any, amount: float) -> Any:
+    """As one with many experts, of which rounding picks others: what a layer adds turns with the last bits of its input."""
+    model.model.layers[0].register_forward_hook(lambda _layer, _inputs, out: out + amount * (1e6 * out).sin())
+    return model
 
 
 def test_a_model_whose_own_rounding_is_large_is_held_to_that(caplog: pytest.LogCaptureFixture) -> None:
-    """As one with many experts, of which rounding picks others: here what a layer adds turns with the last bits of its input."""
-    model, groups = tiny("Qwen2Config", {}), make_groups()
-    model.model.layers[0].register_forward_hook(lambda _layer, _inputs, out: out + 0.1 * (1e6 * out).sin())
+    model, groups = chaotic(tiny("Qwen2Config", {}), 0.01), make_groups()
     with torch.no_grad():
         right_M = torch.cat(plain(model, groups)[0])
     settle_attention(model, CPU, torch.float32)
@@ -263,7 +322,17 @@ def test_a_model_whose_own_rounding_is_large_is_held_to_that(caplog: pytest.LogC
     with torch.no_grad():
         found_M = token_logprobs(model, batch, 0.7)[0][batch.is_token_BT]
     assert is_packed(model) and not caplog.records
-    assert float((found_M - right_M).abs().mean()) > TOLERANCE[torch.float32]
+    assert float((found_M - right_M).abs().mean()) > TOLERANCE / TIMES_ROUNDING
+
+
+@pytest.mark.parametrize("amount", [0.1, 0.3, 1.0])
+def test_where_rounding_would_hide_a_missing_soft_cap_eager_attention_is_taken(
+    amount: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = chaotic(tiny("Gemma2Config", {"query_pre_attn_scalar": 32}), amount)
+    settle_attention(model, CPU, torch.float32)
+    assert model.config._attn_implementation == "eager"
+    assert "with sdpa attention rounding alone moves its logprobs by" in caplog.text
 
 
 # Probing.

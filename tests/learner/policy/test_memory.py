@@ -45,6 +45,7 @@ from learner.training.trainee import make_trainee
 from protocol.model_files import resolve_model
 from tests.bench.live_memory import LiveBytes
 from tests.learner.training.fixed_groups import make_run
+from tests.sweep.families import tiny_config, tiny_model
 
 PAGE = Path(__file__).parents[3] / "learner/policy/README.md"
 QWEN_7B = Qwen2Config(
@@ -263,3 +264,22 @@ def test_every_part_is_explained_in_the_page() -> None:
 
 if __name__ == "__main__":
     print("\n".join(seven_b()))
+
+
+def test_layers_of_two_head_sizes_are_estimated_by_their_mean(tmp_path: Path) -> None:
+    config = tiny_config("gemma4_text")  # two layers with heads of 16, two with heads of 32, two heads of keys each
+    tiny_model(config).save_pretrained(tmp_path)
+    shape = Material(msgspec.structs.replace(make_run(), model=str(tmp_path))).shape
+    assert shape is not None and shape.kv_size == 2 * (16 + 32) / 2
+
+
+def test_a_config_that_cannot_be_read_costs_the_estimate_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(config: PretrainedConfig) -> None:
+        raise RuntimeError("ambiguous")
+
+    tiny_model(tiny_config("qwen2")).save_pretrained(tmp_path)
+    monkeypatch.setattr("learner.material.shape_of", fail)
+    assert Material(msgspec.structs.replace(make_run(), model=str(tmp_path))).shape is None
+    assert "needs is not known: RuntimeError: ambiguous" in caplog.text
