@@ -80,6 +80,37 @@ def test_a_leak_far_below_rounding_is_found(layer: int, caplog: pytest.LogCaptur
     assert not is_packed(model) and "depend on other sequences of the pass" in caplog.text
 
 
+def larger_before(hidden_BSE: torch.Tensor) -> torch.Tensor:
+    """Of each token something else, if the one three before it is larger: a choice, as routers and selections of keys make it."""
+    is_larger_BS1 = three_before(hidden_BSE).norm(dim=-1, keepdim=True) > hidden_BSE.norm(dim=-1, keepdim=True)
+    return hidden_BSE.roll(1, dims=-1) * is_larger_BS1
+
+
+@pytest.mark.parametrize(
+    ("from_where", "amount"),
+    [(lambda hidden_BSE: three_before(hidden_BSE).detach(), 1e-3), (larger_before, 1e-2)],
+    ids=["detached", "a choice"],
+)
+def test_a_leak_without_a_gradient_is_found(
+    from_where: Callable[[torch.Tensor], torch.Tensor], amount: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = leaking(from_where, amount=amount)
+    settle_attention(model, CPU, torch.float32)
+    assert not is_packed(model) and "depend on other sequences of the pass, by" in caplog.text
+
+
+def largest_half(hidden_BSE: torch.Tensor) -> torch.Tensor:
+    """Something of the largest rows of a sequence: experts that choose their tokens."""
+    norm_BS1 = hidden_BSE.norm(dim=-1, keepdim=True)
+    return hidden_BSE.roll(1, dims=-1) * (norm_BS1 >= norm_BS1.median(dim=1, keepdim=True).values)
+
+
+def test_a_model_that_chooses_tokens_among_later_ones_is_refused() -> None:
+    model = leaking(largest_half, amount=1e-2)
+    with pytest.raises(ConfigError, match="Qwen2ForCausalLM cannot be trained: its logprobs depend on"):
+        settle_attention(model, CPU, torch.float32)
+
+
 def test_a_model_that_reads_later_tokens_is_refused() -> None:
     model = leaking(lambda hidden_BSE: hidden_BSE.roll(-1, dims=1))
     with pytest.raises(ConfigError, match="Qwen2ForCausalLM cannot be trained: its logprobs depend on later tokens"):
