@@ -343,6 +343,21 @@ def test_a_deep_model_is_probed_by_as_many_layers_as_show_each_kind() -> None:
     assert set(calls) == {0, 1, 2}
 
 
+def test_layers_that_differ_by_a_switch_of_0_or_1_are_of_different_kinds() -> None:
+    model = tiny("SmolLM3Config", {"num_hidden_layers": 8})
+    assert [layer.self_attn.use_rope for layer in model.model.layers] == [1, 1, 1, 0] * 2
+    with few_layers(model):
+        assert [layer.self_attn.use_rope for layer in model.model.layers] == [1, 1, 1, 0]
+
+
+def test_the_last_layer_that_is_probed_is_of_the_kind_of_the_last_one() -> None:
+    """Which the pass cuts: here after six layers that show both kinds there is one more."""
+    kinds = ["sliding_attention"] * 5 + ["full_attention"] + ["sliding_attention"] * 2
+    model = tiny("Gemma3TextConfig", {"num_hidden_layers": 8, "layer_types": kinds, "sliding_window": 512})
+    with few_layers(model):
+        assert len(model.model.layers) == model.config.num_hidden_layers == 7
+
+
 def test_loud_scores_are_as_large_as_they_say_and_short_windows_shorter_than_the_probe() -> None:
     model = tiny("Gemma2Config", {"query_pre_attn_scalar": 32})
     model.set_attn_implementation("eager")
