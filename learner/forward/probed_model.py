@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from learner.forward.interface import layers_of
 
 PROBE_WINDOW = 32
-WINDOW_WORDS = ("window", "attention_chunk", "index_topk", "budget")
+WINDOW_WORDS = ("window", "attention_chunk", "index_topk")
 """In the names of what limits how many keys a query sees."""
 PLACES = ("idx", "index", "number", "_id")
 """At the end of the names of what counts layers."""

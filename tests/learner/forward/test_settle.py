@@ -25,7 +25,7 @@ from learner.policy.model import load_policy
 from protocol.errors import ConfigError
 from tests.learner.forward.test_families import CPU, LM, make_groups, plain, tiny
 from tests.learner.forward.test_whole_layers import on_kernel
-from tests.sweep.families import tiny_config, tiny_model
+from tests.sweep.families import FAMILIES, SIZES, WINDOW, CannotBuild, tiny_config, tiny_model
 from tests.zoo.families import save_model
 
 BOTH_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -370,30 +370,36 @@ def test_loud_scores_are_as_large_as_they_say_and_short_windows_shorter_than_the
     assert max(sum(segment.length for segment in path) for path in probe_of(model).paths_B) / 2 > PROBE_WINDOW
 
 
-LIMITS = {
-    "mistral": ("sliding_window", "sliding_window"),
-    "llama4_text": ("attention_chunk_size", None),
-    "deepseek_v32": ("index_topk", "index_topk"),
-    "qwen4_exp_text": ("indexer_budget", "token_budget"),
+LIMITS = [key for key, size in SIZES.items() if size == WINDOW] + ["index_topk", "indexer_budget"]
+"""Keys of configs that limit how many keys a query sees."""
+NOT_SHORTENED = {
+    "gpt_neo": "its window is a buffer, made with the model; it is padded with eager attention",
+    "inkling_text": "its window is the size of a weight, too; it is padded",
+    "qwen4_exp_text": "it selects blocks of keys, counted by several numbers; it has a state and is padded",
 }
-"""What limits the keys that a query sees, in the config and in its layers."""
+LONG = 512
 
 
-@pytest.mark.parametrize(("family", "keys"), LIMITS.items(), ids=LIMITS)
-def test_what_limits_the_keys_of_a_query_is_shortened_for_the_probe_alone(
-    family: str, keys: tuple[str, str | None]
-) -> None:
-    in_config, in_layers = keys
-    model = tiny_model(tiny_config(family, **{in_config: 2048}))
-
-    def limits() -> set[int]:
-        of_layers = (vars(module).get(in_layers) for module in model.modules() if in_layers)
-        return {getattr(model.config, in_config), *(limit for limit in of_layers if limit)}
-
-    assert limits() == {2048}
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_limits_the_keys_of_a_query_is_shortened_for_the_probe_alone(family: str) -> None:
+    """As much as a config with a limit of PROBE_WINDOW moves eager attention."""
+    try:
+        config = tiny_config(family)
+        limits = [key for key in LIMITS if type(vars(config).get(key)) is int]
+        if not limits:
+            return
+        model, other = (tiny_model(tiny_config(family, **dict.fromkeys(limits, size))) for size in (LONG, PROBE_WINDOW))
+    except CannotBuild as error:
+        pytest.skip(str(error))
+    for one in (model.eval(), other.eval()):
+        one.set_attn_implementation("eager")
+    long_M = eager_logprobs(model, probe_of(model))
     with short_windows(model):
-        assert limits() == {PROBE_WINDOW}
-    assert limits() == {2048}
+        short_M = eager_logprobs(model, probe_of(model))
+    after_M = eager_logprobs(model, probe_of(model))
+    moved, expected = (float((x_M - long_M).abs().mean()) for x_M in (short_M, eager_logprobs(other, probe_of(other))))
+    assert torch.equal(after_M, long_M)
+    assert (moved >= expected / 3) == (family not in NOT_SHORTENED)
 
 
 def test_the_log_of_a_model_without_a_problem_is_empty(caplog: pytest.LogCaptureFixture) -> None:
