@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from learner.config import DataConfig, LearnerRun
 from learner.environments.answer import renderer_of
 from learner.environments.process import tools_of
 from learner.policy.memory import ModelShape, kv_bytes_per_token, learner_memory, server_memory, shape_of, told
-from learner.policy.model import load_tokenizer
+from learner.policy.model import load_config, load_tokenizer
 from learner.policy.model_digest import digest_model
 from learner.prompts.prompts import Prompts
 from protocol.checkup import of_dtype
@@ -43,7 +43,7 @@ class Material:
 
     @cached_property
     def model_config(self) -> PreTrainedConfig:
-        return AutoConfig.from_pretrained(self.model_path)
+        return load_config(self.model_path)
 
     @cached_property
     def shape(self) -> ModelShape | None:

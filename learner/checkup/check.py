@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean
 
 import numpy as np
-from transformers import AutoConfig
 
 from learner.checkup.doctor import examine
 from learner.checkup.trial import trial
@@ -84,7 +83,7 @@ def of_prompts(material: Material) -> Iterator[Finding]:
                 f"row {prompt.prompt_id} begins with {tokenizer.bos_token} twice",
                 "take it out of the text, for the tokenizer adds one",
             )
-    room = getattr(AutoConfig.from_pretrained(material.model_path).get_text_config(), "max_position_embeddings", None)
+    room = getattr(material.model_config.get_text_config(), "max_position_embeddings", None)
     needed = length + run.learner.sampling.max_tokens
     if room is not None and needed > room:
         yield problem(

@@ -3,7 +3,7 @@
     packed(model, pack): model(…) ─▶ pack_mask: a Ticket instead of a mask ─▶ each layer ─▶ pack_attention(ticket, q, k, v)
 
 Invariant: a model whose layers want anything of their attention that packing does not know raises Unpackable; it never computes
-something else in silence. logprobs.py then takes the padded way.
+something else in silence. settle.py tries that out and pads such a model; raised later, Unpackable ends the run.
 
 Suffixes: N packed tokens, H heads, K key-value heads, D of a head.
 """

@@ -2,6 +2,7 @@
 
     probe ─▶ eager_logprobs: each row alone, transformers' eager attention, whole logits          what is right
           ─▶ find_leak: what a token's logprob has of tokens that it must not see                 exactly nothing, in any dtype
+          ─▶ find_influence: the same of what has no gradient, such as a choice                  nothing but rounding, in float32
           ─▶ find_excess: a group that is further off than rounding takes it                      none
 
 Between settle.py and fused.py, which try out a pass, and the model. Nothing here knows packs from padded rows.
@@ -14,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -31,6 +33,10 @@ TIMES_ROUNDING = 3.0
 """So much further than rounding may the median of a group be off,"""
 FLOOR = 1e-3
 """and by so many nats more."""
+SHIFTS = (1, 2, 3, 7)
+"""Of the tokens that are exchanged: a choice may come out the same with one of them."""
+OTHERS = "its logprobs depend on other sequences of the pass"
+LATER = "its logprobs depend on later tokens: its attention is not causal"
 LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions", "n_ctx")
 
 
@@ -102,8 +108,7 @@ def find_leak(model: Any, batch: Pack) -> str | None:
     hook = model.get_input_embeddings().register_forward_hook(take)
     try:
         with torch.enable_grad():
-            logprobs_BT, _ = token_logprobs(model, batch, 1.0)
-            (grad,) = torch.autograd.grad(logprobs_BT[WATCHED, : _num_watched(batch)].sum(), taken[-1])
+            (grad,) = torch.autograd.grad(_watched(model, batch).sum(), taken[-1])
     finally:
         hook.remove()
     others, later, num_tokens = _forbidden(batch, model)
@@ -113,10 +118,30 @@ def find_leak(model: Any, batch: Pack) -> str | None:
         return "the gradient of its logprobs is NaN or inf"
     moved = grad.flatten(0, -2).ne(0).any(dim=-1)
     if moved[others].any():
-        return "its logprobs depend on other sequences of the pass"
-    if moved[later].any():
-        return "its logprobs depend on later tokens: its attention is not causal"
+        return OTHERS
+    return LATER if moved[later].any() else None
+
+
+@torch.no_grad()
+def find_influence(model: Any, batch: Pack, tolerance: float) -> str | None:
+    """Return what the watched logprobs move with by more than `tolerance`, on average, when its tokens are exchanged.
+
+    Gradients show neither what is chosen (experts, keys) nor what is detached. All shapes stay as they are, and so does rounding.
+    """
+    own_S = np.concatenate([segment.rows for segment in batch.paths_B[WATCHED]])
+    others, later = np.setdiff1d(np.arange(batch.num_tokens), own_S), own_S[_num_before(batch) :]
+    right_T = _watched(model, batch)
+    for (rows, what), shift in itertools.product(((others, OTHERS), (later, LATER)), SHIFTS):
+        ids_N = batch.token_ids_N.clone()
+        ids_N[rows] = ids_N[rows].roll(shift)
+        moved = float((_watched(model, msgspec.structs.replace(batch, token_ids_N=ids_N)) - right_T).abs().mean())
+        if not moved <= tolerance:
+            return f"{what}, by {moved:.2g} nats"
     return None
+
+
+def _watched(model: Any, batch: Pack) -> torch.Tensor:
+    return token_logprobs(model, batch, 1.0)[0][WATCHED, : _num_watched(batch)]
 
 
 def find_excess(
@@ -146,7 +171,6 @@ def _forbidden(batch: Pack, model: Any) -> tuple[torch.Tensor, torch.Tensor, int
     many there are of all.
     """
     path = batch.paths_B[WATCHED]
-    num_before = sum(segment.length for segment in path[:-1]) + _num_watched(batch) - 1
     if is_packed(model):
         own_S = torch.from_numpy(np.concatenate([segment.rows for segment in path]))
         num_tokens = batch.num_tokens
@@ -156,7 +180,12 @@ def _forbidden(batch: Pack, model: Any) -> tuple[torch.Tensor, torch.Tensor, int
         num_tokens = rows_BS.numel()
     is_other = torch.ones(num_tokens, dtype=torch.bool)
     is_other[own_S] = False
-    return is_other.nonzero()[:, 0], own_S[num_before:], num_tokens
+    return is_other.nonzero()[:, 0], own_S[_num_before(batch) :], num_tokens
+
+
+def _num_before(batch: Pack) -> int:
+    """Tokens of its sequence that the watched ones may depend on."""
+    return sum(segment.length for segment in batch.paths_B[WATCHED][:-1]) + _num_watched(batch) - 1
 
 
 def _num_watched(batch: Pack) -> int:

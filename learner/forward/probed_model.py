@@ -1,6 +1,6 @@
 """A model made fit for probing, and afterwards what it was: cheap, exact, and with windows and scores that its probe rows reach.
 
-    few_layers          two, and one of each kind: what a kind of layer gets wrong, its first one gets wrong
+    few_layers          two, and one of each kind, the last of the kind of the model's last: what a kind gets wrong, its first layer does
     computing_in        another dtype: in float32 rounding is small enough to be told from anything else; or on another device
     short_windows       windows and chunks that are shorter than the rows
     loud                scores as large as trained models have them, and larger: soft caps bend, sinks and scales count
@@ -20,8 +20,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from learner.forward.interface import layers_of
 
 PROBE_WINDOW = 32
-WINDOW_WORDS = ("window", "attention_chunk", "index_topk", "budget")
+WINDOW_WORDS = ("window", "attention_chunk", "index_topk")
 """In the names of what limits how many keys a query sees."""
+PLACES = ("idx", "index", "number", "_id")
+"""At the end of the names of what counts layers."""
 ROUNDING = 2.0**-21
 """A few roundings of float32, relative."""
 LOUDEST = 100.0
@@ -30,13 +32,14 @@ LOUDEST = 100.0
 
 @contextmanager
 def few_layers(model: Any) -> Iterator[None]:
-    """Let the model have its first layers only, as many as show one of each kind."""
+    """Let the model have its first layers only: as many as show one of each kind and end as the whole does, whose last layer is cut."""
     decoder, config, layers = model.get_decoder(), model.config.get_text_config(), layers_of(model)
     if not layers or vars(config).get("num_hidden_layers") != len(layers):
         yield
         return
     kinds = [_kind(layer) for layer in layers]
-    num_layers = min(len(layers), max(2, *(kinds.index(kind) + 1 for kind in kinds)))
+    enough = min(len(layers), max(2, *(kinds.index(kind) + 1 for kind in kinds)))
+    num_layers = kinds.index(kinds[-1], enough - 1) + 1
     whole = decoder.layers
     decoder.layers, vars(config)["num_hidden_layers"] = whole[:num_layers], num_layers
     try:
@@ -46,9 +49,11 @@ def few_layers(model: Any) -> Iterator[None]:
 
 
 def _kind(layer: nn.Module) -> tuple[object, ...]:
-    """Whatever makes a layer another: its modules, their shapes, what they switch on. Numbers vary with depth, kinds do not."""
+    """Whatever makes a layer another: its modules, their shapes, what they switch on, by 0 and 1 too (SmolLM3). Other numbers vary
+    with depth, kinds do not.
+    """
     switches = [
-        (name, key, value if isinstance(value, bool | str) else type(value))
+        (name, key, value if isinstance(value, bool | str) or _is_switch(key, value) else type(value))
         for name, module in layer.named_modules()
         for key, value in vars(module).items()
         if isinstance(value, bool | str | int | float | None)
@@ -56,6 +61,10 @@ def _kind(layer: nn.Module) -> tuple[object, ...]:
     modules = [(name, type(module)) for name, module in layer.named_modules()]
     shapes = [(name, parameter.shape) for name, parameter in layer.named_parameters()]
     return (*modules, *shapes, *switches)
+
+
+def _is_switch(key: str, value: object) -> bool:
+    return isinstance(value, int) and value in (0, 1) and not key.endswith(PLACES)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from torch import nn
 from learner.forward.interface import NAME, Ticket
 from learner.forward.logprobs import token_logprobs
 from learner.forward.pack import Pack
-from learner.forward.probe import eager_logprobs, find_excess, find_leak, probe_of
+from learner.forward.probe import eager_logprobs, find_excess, find_influence, find_leak, probe_of
 from learner.forward.probed_model import (
     Largest,
     computing_in,
@@ -42,6 +42,8 @@ ON_ANY_DEVICE = {NAME, EAGER, "sdpa"}
 """In any dtype, so they are tried in float32 where the model lies, too; others, such as flash_attention_2, only as they will train."""
 TOLERANCE = 1e-3
 """Of the mean difference between two ways in float32: rounding is far below, a token that sees too much or too little far above."""
+FEW_ULP = 1e-6
+"""Of a mean difference between passes of the same shapes."""
 TIMES_ROUNDING = 8.0
 """Where rounding itself moves logprobs by more, since routers then choose other experts, so much more than that is allowed,"""
 LARGEST_BOUND = 1e-2
@@ -62,9 +64,14 @@ class Expected(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """How far rounding alone moves the quiet ones."""
 
     @property
+    def rounding(self) -> float:
+        """Of a mean difference, what may still be rounding."""
+        return TIMES_ROUNDING * _mean(self.rounding_M)
+
+    @property
     def bound(self) -> float:
         """Of the mean difference of a pass from either."""
-        return max(TOLERANCE, TIMES_ROUNDING * _mean(self.rounding_M))
+        return max(TOLERANCE, self.rounding)
 
     @property
     def scores(self) -> list[tuple[str, torch.Tensor, Largest]]:
@@ -170,7 +177,7 @@ def _problem(model: Any, expected: Expected, name: str, device: torch.device, dt
 
 def _wide_problem(model: Any, batch: Pack, expected: Expected) -> str | None:
     """In float32, where rounding is small."""
-    if leak := find_leak(model, batch):
+    if leak := find_leak(model, batch) or find_influence(model, batch, max(FEW_ULP, expected.rounding)):
         return leak
     for where, right_M, largest in expected.scores:
         with loud(largest):

@@ -5,7 +5,7 @@
 
 Of the last layer's other rows nobody reads more than their keys and values, and where prompts are long beside their completions those
 are most of a pack. Invariant: what is cut there gives every row what comes of this row alone; settle.py finds a family of which that is
-not true.
+not true, since the last layer that it probes is of the kind of the model's last.
 
 Suffixes: N packed tokens, M predicted tokens, B completions, S tokens of the longest sequence, R rows that predict, E hidden size.
 """

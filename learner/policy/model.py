@@ -15,7 +15,7 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from learner.policy.rope import pin_rope
+from learner.policy.rope import check_rope, pin_rope
 from protocol.errors import ConfigError
 
 
@@ -35,8 +35,9 @@ def load_policy(
     derives. Raises ConfigError if the model cannot be trained, or not so.
     """
     transformers.utils.logging.disable_progress_bar()
-    config = AutoConfig.from_pretrained(path)
+    config = load_config(path)
     _check_trainable(config, path)
+    check_rope(config, max_model_len)
     _switch_off_dropout(config)
     try:
         model = AutoModelForCausalLM.from_pretrained(
@@ -55,6 +56,14 @@ def load_policy(
         for module in model.modules():  # in evaluation mode nothing is checkpointed
             module.training = isinstance(module, GradientCheckpointingLayer)
     return model
+
+
+def load_config(path: Path) -> PreTrainedConfig:
+    """Raises ConfigError for a config.json in which something is missing, such as a factor of its RoPE."""
+    try:
+        return AutoConfig.from_pretrained(path)
+    except KeyError as error:
+        raise ConfigError(f"model: {path}/config.json cannot be read: {error.args[0]}. Complete it") from error
 
 
 def _switch_off_dropout(config: PreTrainedConfig) -> None:

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from protocol.errors import ConfigError
+
 NUM_WINDOWS = 3
 WINDOW_BYTES = 256
 """Read of each tensor, evenly spread."""
@@ -18,22 +20,29 @@ def digest_model(path: Path) -> str:
     """Return a digest of config.json and, tensor by tensor, of name, dtype, shape and a sample of the values.
 
     Another training of the same architecture differs in all its matrices, so it has another digest. Few changed values between the
-    windows, such as a row of an embedding, go unnoticed. How the tensors are distributed over files does not count.
+    windows, such as a row of an embedding, go unnoticed. How the tensors are distributed over files does not count. Raises ConfigError.
     """
     config = json.loads((path / "config.json").read_bytes())
     digest = hashlib.sha256(json.dumps({key: config[key] for key in sorted(config.keys() - set(VOLATILE))}).encode())
     samples: dict[str, bytes] = {}
-    for file_path in path.glob("*.safetensors"):
+    for file_path in sorted(path.glob("*.safetensors")):
         with file_path.open("rb", buffering=0) as file:
-            samples |= _samples(file)
+            samples |= _samples(file, file_path)
     for name in sorted(samples):
         digest.update(name.encode() + samples[name])
     return digest.hexdigest()[:16]
 
 
-def _samples(file: BinaryIO) -> dict[str, bytes]:
-    """Return what is looked at of each tensor in a safetensors file: 8 bytes of length, a JSON header, the data."""
+def _samples(file: BinaryIO, path: Path) -> dict[str, bytes]:
+    """Return what is looked at of each tensor in a safetensors file: 8 bytes of length, a JSON header, the data.
+
+    Raises ConfigError if the header is longer than the file.
+    """
     start = 8 + int.from_bytes(file.read(8), "little")
+    if start > path.stat().st_size:
+        raise ConfigError(
+            f"model: {path} is not a safetensors file (a git-lfs pointer?). Run `git lfs pull` in its directory"
+        )
     header: dict[str, Any] = json.loads(file.read(start - 8))
     header.pop("__metadata__", None)
     return {name: _sample(file, start, tensor) for name, tensor in header.items()}

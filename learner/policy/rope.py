@@ -18,6 +18,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from protocol.errors import ConfigError
 
+WITH_ROPE_OF_ITS_OWN = ("minicpm3",)
+"""Families with multi-head latent attention whose RoPE vLLM does not take for DeepSeek's."""
 DEPENDS_ON_LENGTH = ("longrope", "dynamic")
 Rope = dict[str, Any]
 """Entries of `rope_parameters`: of the whole model, or of one type of its layers."""
@@ -47,7 +49,15 @@ def pin_rope(model: Any, max_model_len: int | None) -> None:
 def check_rope(config: PreTrainedConfig, max_model_len: int | None) -> None:
     """Raise ConfigError for a RoPE that transformers and vLLM compute differently."""
     for layer_type, rope in _ropes(config.get_text_config()):
-        problem = _disagreement(config.get_text_config(), layer_type, rope, max_model_len)
+        if rope["rope_type"] not in (*ROPE_INIT_FUNCTIONS, "default"):
+            raise ConfigError(
+                f'model: its RoPE is of type "{rope["rope_type"]}", which transformers does not know; expected default or one of '
+                f"{', '.join(sorted(ROPE_INIT_FUNCTIONS))}. Take a model with one of those"
+            )
+        try:
+            problem = _disagreement(config.get_text_config(), layer_type, rope, max_model_len)
+        except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            problem = f"its parameters cannot be read ({type(error).__name__}: {error}). Complete rope_parameters in its config.json"
         if problem is not None:
             raise ConfigError(f"model: its RoPE is of type {rope['rope_type']}, and {problem}")
 
@@ -95,6 +105,8 @@ def _disagreement(
     config: PreTrainedConfig, layer_type: str | None, rope: Rope, max_model_len: int | None
 ) -> str | None:
     """What vLLM's rotary embeddings do otherwise; that the others are the same shows tests/learner/policy/test_rope_vllm.py."""
+    if getattr(config, "kv_lora_rank", None) and config.model_type not in WITH_ROPE_OF_ITS_OWN:
+        return _disagreement_of_deepseek(rope)
     match rope["rope_type"]:
         case "proportional" if rope.get("factor", 1.0) != 1.0:
             return f"vLLM ignores its factor = {rope['factor']}, transformers does not. Take a model without one"
@@ -113,6 +125,18 @@ def _disagreement(
                     f"vLLM ignores attention_factor and factor, and scales by {by_vllm:.6g} instead of {scaling:.6g}. Take a model "
                     "without them"
                 )
+    return None
+
+
+def _disagreement_of_deepseek(rope: Rope) -> str | None:
+    """What vLLM makes of RoPE in multi-head latent attention: the yarn of DeepSeek, whatever the type."""
+    if rope["rope_type"] not in ("default", "yarn"):
+        return "with multi-head latent attention vLLM computes yarn instead. Take a model with RoPE of type default or yarn"
+    if rope.get("attention_factor") is not None:
+        factor = rope["attention_factor"]
+        return (
+            f"with multi-head latent attention vLLM ignores its attention_factor = {factor}. Take a model without one"
+        )
     return None
 
 

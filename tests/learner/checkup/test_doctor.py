@@ -361,3 +361,12 @@ def test_the_server_that_evaluations_will_ask_is_looked_for_where_the_run_has_an
             one for one in examine(run_at(endpoint, tmp_path, *every, openai.url)) if one.verdict == "problem"
         ]
         assert refused.subject == "evaluation" and "OPENAI_API_KEY" in str(refused)
+
+
+def test_a_config_that_cannot_be_read_costs_the_estimate_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_config: object) -> None:
+        raise RuntimeError("ambiguous")
+
+    monkeypatch.setattr(resources, "shape_of", fail)
+    (finding,) = resources.resources(run_at("tcp://127.0.0.1:1", tmp_path))
+    assert "is not known (ambiguous)" in finding.text

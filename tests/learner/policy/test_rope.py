@@ -1,5 +1,6 @@
 """RoPE of every type of transformers: the same for a row whatever stands beside it, by the choice of the server."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from learner.forward.pack import pack
 from learner.forward.settle import settle_attention
 from learner.material import Material
 from learner.policy.model import load_policy
-from learner.policy.rope import check_server_rope, default_max_model_len, pin_rope
+from learner.policy.rope import check_rope, check_server_rope, default_max_model_len, pin_rope
 from learner.train import train
 from learner.training.trainee import make_trainee
 from protocol.errors import ConfigError
@@ -27,6 +28,7 @@ from protocol.model_files import fingerprint, resolve_model
 from tests.fakes import ServerThread
 from tests.learner.model_engine import TINY_LIMITS, ModelEngine
 from tests.learner.test_train import make_run
+from tests.sweep.families import tiny_config
 from tests.zoo.families import LM
 
 CPU = torch.device("cpu")
@@ -190,6 +192,44 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize(("rope", "reason"), REFUSED.values(), ids=REFUSED)
 def test_what_vllm_computes_otherwise_is_refused_by_name(tmp_path: Path, rope: dict[str, Any], reason: str) -> None:
     model_of(config_of(rope)).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=reason):
+        load_policy(tmp_path, gradient_checkpointing=False)
+
+
+YARN = ROPES["yarn"]
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("rope", "reason"),
+    [
+        (ROPES["linear"], "type linear, and with multi-head latent attention vLLM computes yarn instead"),
+        (ROPES["dynamic"], "type dynamic, and with multi-head latent attention vLLM computes yarn instead"),
+        (ROPES["yarn, scaled by attention_factor"], r"vLLM ignores its attention_factor = 1\.3"),
+    ],
+    ids=["linear", "dynamic", "attention_factor"],
+)
+def test_what_vllm_takes_for_the_yarn_of_deepseek_is_refused(family: str, rope: dict[str, Any], reason: str) -> None:
+    check_rope(tiny_config(family, rope_parameters=dict(YARN)), None)
+    with pytest.raises(ConfigError, match=reason):
+        check_rope(tiny_config(family, rope_parameters=dict(rope)), None)
+
+
+@pytest.mark.parametrize(
+    ("rope", "reason"),
+    [
+        ({"type": "ntk", "factor": 2.0}, 'of type "ntk", which transformers does not know'),
+        ({"type": "su", "short_factor": [1.0] * 16, "long_factor": [1.0] * 16}, 'of type "su", which transformers does not know'),
+        ({"type": "mrope", "mrope_section": [4, 2, 2]}, 'of type "mrope", which transformers does not know'),
+        ({"type": "longrope"}, "config.json cannot be read: Missing required keys .* 'rope_type'='longrope'"),
+    ],
+    ids=["ntk", "su", "mrope", "longrope without factors"],
+)  # fmt: skip
+def test_a_rope_that_cannot_be_read_is_refused_by_name(tmp_path: Path, rope: dict[str, Any], reason: str) -> None:
+    model_of(config_of(ROPES["default"])).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_scaling": rope}))
     with pytest.raises(ConfigError, match=reason):
         load_policy(tmp_path, gradient_checkpointing=False)
 
