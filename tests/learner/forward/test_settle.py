@@ -81,12 +81,12 @@ def test_a_leak_far_below_rounding_is_found(layer: int, caplog: pytest.LogCaptur
     assert not is_packed(model) and "depend on other sequences of the pass" in caplog.text
 
 
-<<<<<<< HEAD
 def test_a_leak_in_the_dtype_of_the_run_alone_is_found(caplog: pytest.LogCaptureFixture) -> None:
     model = leaking(lambda hidden_BSE: three_before(hidden_BSE) * (hidden_BSE.dtype == torch.bfloat16))
     settle_attention(model, CPU, torch.bfloat16)
     assert not is_packed(model) and "depend on other sequences of the pass" in caplog.text
-=======
+
+
 def larger_before(hidden_BSE: torch.Tensor) -> torch.Tensor:
     """Of each token something else, if the one three before it is larger: a choice, as routers and selections of keys make it."""
     is_larger_BS1 = three_before(hidden_BSE).norm(dim=-1, keepdim=True) > hidden_BSE.norm(dim=-1, keepdim=True)
@@ -116,7 +116,6 @@ def test_a_model_that_chooses_tokens_among_later_ones_is_refused() -> None:
     model = leaking(largest_half, amount=1e-2)
     with pytest.raises(ConfigError, match="Qwen2ForCausalLM cannot be trained: its logprobs depend on"):
         settle_attention(model, CPU, torch.float32)
->>>>>>> fix-pass
 
 
 def test_a_model_that_reads_later_tokens_is_refused() -> None:
@@ -218,7 +217,8 @@ def test_an_attention_of_other_devices_is_held_to_a_soft_cap_too(monkeypatch: py
     model = tiny("Gemma2Config", {"query_pre_attn_scalar": 32})
     model.set_attn_implementation("other")
     with pytest.raises(
-        ConfigError, match=r'"other" is wrong for .*: in torch.float32 its logprobs are off by 0\.\d+, those'
+        ConfigError,
+        match=r'"other" is wrong for .*: where its attention scores are large in torch.float32 on cpu its logprobs are off by 0\.\d+, those',
     ):
         settle_attention(model, CPU, torch.float32, "other")
 
@@ -445,26 +445,18 @@ def test_loud_scores_are_as_large_as_they_say_and_short_windows_shorter_than_the
     assert max(sum(segment.length for segment in path) for path in probe_of(model).paths_B) / 2 > PROBE_WINDOW
 
 
-<<<<<<< HEAD
 def test_the_probe_has_every_token_but_the_one_that_pads() -> None:
     model = tiny("Qwen2Config", {})
     assert model.config.pad_token_id == 0
     assert probe_of(model).token_ids_N.unique().tolist() == list(range(1, 16))
 
 
-LIMITS = {
-    "mistral": ("sliding_window", "sliding_window"),
-    "llama4_text": ("attention_chunk_size", None),
-    "deepseek_v32": ("index_topk", "index_topk"),
-    "qwen4_exp_text": ("indexer_budget", "token_budget"),
-=======
 LIMITS = [key for key, size in SIZES.items() if size == WINDOW] + ["index_topk", "indexer_budget"]
 """Keys of configs that limit how many keys a query sees."""
 NOT_SHORTENED = {
     "gpt_neo": "its window is a buffer, made with the model; it is padded with eager attention",
     "inkling_text": "its window is the size of a weight, too; it is padded",
     "qwen4_exp_text": "it selects blocks of keys, counted by several numbers; it has a state and is padded",
->>>>>>> fix-pass
 }
 LONG = 512
 

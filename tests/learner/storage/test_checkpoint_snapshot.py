@@ -139,7 +139,11 @@ def accelerator() -> Iterator[Accelerator]:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@pytest.mark.parametrize("learner", [{}, {"lora": {"rank": 4}, "reference": {"kind": "every", "every_steps": 1}}], ids=["whole model", "adapter"])
+@pytest.mark.parametrize(
+    "learner",
+    [{}, {"lora": {"rank": 4}, "reference": {"kind": "every", "every_steps": 1}}],
+    ids=["whole model", "adapter"],
+)
 def test_a_checkpoint_holds_nothing_that_training_changed_after_it_began(
     accelerator: Accelerator, tmp_path: Path, learner: dict[str, Any]
 ) -> None:
