@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from learner.storage.disk import sync
+from protocol.durable import sync
 
 MAX_FILE_BYTES = 64 << 20
 """A file that is larger gets no more payloads: it stays as long as one of them is needed."""

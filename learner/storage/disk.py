@@ -1,6 +1,5 @@
 """Writing the files of a run. A disk that is full or broken ends the run with a sentence, and what was committed stays."""
 
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +7,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from protocol.durable import sync
 from protocol.errors import SlipstreamError
 
 MIB = 1 << 20
@@ -48,15 +48,6 @@ def replace_file(path: Path, content: bytes) -> None:
     except DiskError:
         aside.unlink(missing_ok=True)
         raise
-
-
-def sync(path: Path) -> None:
-    """Make a file or the names in a directory durable. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def network_file_system(path: Path) -> str | None:

@@ -37,8 +37,9 @@ from learner.storage.checkpoint import (
     checkpoint_of,
     remove_checkpoint,
 )
-from learner.storage.disk import DiskError, sync, writing
+from learner.storage.disk import DiskError, writing
 from learner.training.trainee import Trainee
+from protocol.durable import sync
 from protocol.errors import DeadlineExceeded, SlipstreamError
 
 log = logging.getLogger(__name__)

@@ -212,8 +212,8 @@ def test_a_token_is_said_to_rule_an_update_only_if_it_pulls_more_than_its_advant
 
 def test_a_pull_that_is_no_number_hides_no_other(accelerator: Accelerator) -> None:
     extremes = Extremes()
-    extremes.see(torch.zeros(1, 3), torch.tensor([[math.nan, 1.0, 3.0]]))
-    assert extremes.take(accelerator)["loss/max_token_share"] == 0.75
+    extremes.see(torch.zeros(1, 3), torch.tensor([[math.nan, 1.0, 3.0]]), torch.ones(1))
+    assert extremes.take(accelerator, 1)["loss/max_token_share"] == 0.75
 
 
 def test_calls_of_reward_functions_are_timed_until_they_are_asked_for() -> None:
