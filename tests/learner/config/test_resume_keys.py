@@ -14,7 +14,7 @@ FIXED = {
     "learner.curriculum": "kind easy_above hard_below decay",
     "learner.sampling": "num_completions max_tokens temperature top_p top_k stop allow_partial_support seeded",
     "learner.advantage": "baseline scale combine",
-    "learner.loss": "objective normalization clip_low clip_high dual_clip tau_positive tau_negative tv_low tv_high "
+    "learner.loss": "objective normalization clip_low clip_high tau_positive tau_negative tv_low tv_high "
     "log_ratio_penalty mask_truncated entropy_coef top_entropy_frac",
     "learner.kl": "coef estimator place schedule final_coef target horizon_steps importance_weighted",
     "learner.reference": "kind every_steps growth max_every_steps alpha kl_threshold patience reward_guard min_every_steps "
