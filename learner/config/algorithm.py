@@ -101,11 +101,6 @@ class LossConfig(Section):
         """The normalisation as set, or the objective's default."""
         return self.normalization or NORMALIZATIONS.get(self.objective, "token")
 
-    @property
-    def has_dual_clip(self) -> bool:
-        """Whether the objective bounds ratios of negative advantages by `dual_clip`."""
-        return "dual_clip" in OBJECTIVE_DEFAULTS[self.objective]
-
     def value(self, bound: str) -> float:
         """Return a bound as set, or the objective's default."""
         value = getattr(self, bound)

@@ -294,7 +294,9 @@ class Ledger:
             if is_new:
                 self._db.executescript(f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
             elif found < SCHEMA_VERSION:
-                log.info("%s: moving what its groups hold into files beside it, once", self.path)
+                log.info(
+                    "%s: moving the payloads of its groups into files beside it; a resume does this once", self.path
+                )
                 with self._explained(OSError):
                     migrate(self._db, self._payloads)
             self._payloads.begin_after(self._number("SELECT coalesce(max(payload_file), 0) FROM groups"))

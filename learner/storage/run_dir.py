@@ -148,7 +148,7 @@ def _compare(path: Path, run: LearnerRun) -> None:
 def _with_dual_clip(run: LearnerRun) -> LearnerRun:
     """Return the run with its bound on ratios of negative advantages written out, if its objective has one."""
     loss = run.learner.loss
-    if not loss.has_dual_clip:
+    if "dual_clip" in loss.lacking():
         return run
     loss = replace(loss, dual_clip=loss.value("dual_clip"))
     return replace(run, learner=replace(run.learner, loss=loss))

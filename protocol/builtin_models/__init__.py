@@ -76,7 +76,7 @@ def cache_dir() -> Path:
 
 
 def _make(path: Path, write: Callable[[Path, Path], None]) -> None:
-    for left in path.parent.glob(f".{path.name}-*"):  # by a process that was killed: whoever is alive has the lock
+    for left in path.parent.glob(f".{path.name}-*"):  # of killed processes: only the one that holds the lock writes
         shutil.rmtree(left, ignore_errors=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
     try:

@@ -53,7 +53,11 @@ def places_of(num_ranks: int, *, is_sharded: bool = False, switches: tuple[str, 
 
 def on_two_ranks(work: Work, *args: Any, is_sharded: bool = False, switches: tuple[str, ...] = FSDP2) -> None:
     """Call `work(accelerator, *args)` on both."""
-    places = places_of(2, is_sharded=is_sharded, switches=switches)
+    be_ranks(places_of(2, is_sharded=is_sharded, switches=switches), work, *args)
+
+
+def be_ranks(places: list[Place], work: Work, *args: Any) -> None:
+    """Call `work(accelerator, *args)` on each."""
     ranks = [PROCESSES.Process(target=_be, args=(place, work, args)) for place in places]
     for rank in ranks:
         rank.start()
@@ -61,7 +65,7 @@ def on_two_ranks(work: Work, *args: Any, is_sharded: bool = False, switches: tup
         rank.join(TIMEOUT_S)
         if rank.exitcode is None:
             rank.kill()
-    assert [rank.exitcode for rank in ranks] == [0, 0], "their tracebacks are in the captured output"
+    assert [rank.exitcode for rank in ranks] == [0] * len(ranks), "their tracebacks are in the captured output"
 
 
 def _be(place: Place, work: Work, args: tuple[Any, ...]) -> None:

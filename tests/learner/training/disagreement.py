@@ -227,3 +227,8 @@ def differ_at_the_start(accelerator: Accelerator, other_model: Path) -> None:
         assert words in str(caught.value) and "same config, model files" in str(caught.value), caught.value
     cores = {"cpu_cores": [accelerator.process_index]}
     a_trainee(accelerator, a_run(**cores))
+
+
+def differ_in_sharding(accelerator: Accelerator) -> None:
+    with pytest.raises(RanksDisagree, match=r'sharding is "FSDP2, .*" on rank 0 and "MULTI_CPU" on rank 1'):
+        a_trainee(accelerator, a_run())

@@ -15,7 +15,7 @@ from learner.training.batch import Row, trained_rows
 from learner.training.ranks import layout_of, make_accelerator, plan_of
 from learner.training.step import advantages
 from protocol.model_files import resolve_model
-from tests.learner.ranks import on_two_ranks
+from tests.learner.ranks import be_ranks, on_two_ranks, places_of
 from tests.learner.training.disagreement import (
     METRICS,
     a_run,
@@ -25,6 +25,7 @@ from tests.learner.training.disagreement import (
     deepseek_v3,
     differ_at_the_start,
     differ_in_a_step,
+    differ_in_sharding,
     falcon_h1,
     keep_buffers,
     save_random,
@@ -108,6 +109,12 @@ def test_ranks_with_another_config_or_model_stop_at_the_start(tmp_path: Path) ->
     file = tmp_path / "model" / "model.safetensors"
     save_file({name: tensor + 0.01 for name, tensor in load_file(file).items()}, file, {"format": "pt"})
     on_two_ranks(differ_at_the_start, tmp_path / "model")
+
+
+def test_ranks_of_which_one_was_launched_without_fsdp_stop_at_the_start() -> None:
+    sharded, plain = places_of(2, is_sharded=True)
+    plain = msgspec.structs.replace(plain, is_sharded=False, launched={})
+    be_ranks([sharded, plain], differ_in_sharding)
 
 
 def test_a_plan_tells_rows_apart_by_their_prompt_group_and_episode(accelerator: Accelerator) -> None:
