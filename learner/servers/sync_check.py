@@ -86,21 +86,26 @@ class SyncCheck:
             self._before = Before(version, sequences, self._probe.logprobs(sequences), {})
 
     def ask_before(self, members: Collection[Member]) -> None:
-        """Have the servers that still have that version score them, once, without waiting for it. From any thread."""
+        """Have the servers that still have that version score them, once, without waiting for it. From any thread.
+
+        They have the whole step for it: on a CPU the prompts of the step's groups may be before it in the engine's queue.
+        """
         with self._lock:
             before = self._before
             if before is not None and not before.answers:
-                before.answers.update(self._ask(before.sequences, members))
+                before.answers.update(self._ask(before.sequences, members, self._probe.timeout_s))
 
     def expect(self, version: int) -> Expected | None:
         """Return what to `ask` for when the servers have `version`, which the learner has now; None if it is not its turn.
 
-        Waits for the servers' answers to `ask_before`, which they must give before they get other weights.
+        Waits up to `patience_s` for the servers' answers to `ask_before`, which they must give before they get other weights.
         """
         before, self._before = self._before, None
         if before is None or before.version != version - 1:
             return None
-        self._wait(before.answers)
+        self._wait(before.answers, self._probe.patience_s)
+        for late in (answer for each in before.answers.values() for answer in each):
+            late.cancel()
         return Expected(version, self._probe.logprobs(before.sequences), before)
 
     def ask(self, members: Collection[Member], expected: Expected | None) -> None:
@@ -109,7 +114,7 @@ class SyncCheck:
         They score before they generate; one too busy to do so within `patience_s` is asked again after the next sync.
         """
         self._expected = expected
-        self._asked = {} if expected is None else self._ask(expected.before.sequences, members)
+        self._asked = {} if expected is None else self._ask(expected.before.sequences, members, self._probe.patience_s)
 
     def check(self) -> None:
         """Wait for the answers to what was asked, and compare. Raises ParityError."""
@@ -117,7 +122,7 @@ class SyncCheck:
         self._asked, self._expected = {}, None
         if expected is None:
             return
-        self._wait(asked)
+        self._wait(asked, self._probe.patience_s + WAIT_SLACK_S)
         is_answered = bool(asked)
         for place, answers in asked.items():
             before_T = _answer_before(expected.before, place)
@@ -170,18 +175,18 @@ class SyncCheck:
                 "with --resume. If it happens again, vLLM does not load this model's weights as it must"
             )
 
-    def _wait(self, answers: Answers) -> None:
-        """Until all are there or have failed, each within `patience_s`."""
+    def _wait(self, answers: Answers, timeout_s: float) -> None:
+        """Until all are there or have failed."""
         pending = {future for each in answers.values() for future in each}
-        deadline = time.monotonic() + self._probe.patience_s + WAIT_SLACK_S
+        deadline = time.monotonic() + timeout_s
         while pending and (left_s := deadline - time.monotonic()) > 0:
             self._probe.fleet.on_wait()
             pending = wait(pending, min(left_s, WAIT_SLICE_S)).not_done
 
-    def _ask(self, sequences: list[list[int]], members: Collection[Member]) -> Answers:
+    def _ask(self, sequences: list[list[int]], members: Collection[Member], timeout_s: float) -> Answers:
         submit = self._probe.fleet.loop.submit
         return {
-            (member, replica): [submit(member.link.score(ids, self._probe.patience_s, replica)) for ids in sequences]
+            (member, replica): [submit(member.link.score(ids, timeout_s, replica)) for ids in sequences]
             for member in members
             for replica in replicas(member)
         }

@@ -158,14 +158,13 @@ def test_checks_that_are_never_made_are_counted_and_told_once(
 
 
 def test_a_wait_for_answers_keeps_the_other_ranks_patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sync_check, "WAIT_SLACK_S", 0.0)
     monkeypatch.setattr(sync_check, "WAIT_SLICE_S", 0.01)
     calls: list[float] = []
     fleet = SimpleNamespace(on_wait=lambda: calls.append(time.monotonic()), max_model_len=64)
-    probe: Any = SimpleNamespace(fleet=fleet, patience_s=0.2, logprobs=lambda sequences: torch.zeros(1))
+    probe: Any = SimpleNamespace(fleet=fleet, patience_s=0.2, timeout_s=60.0, logprobs=lambda sequences: torch.zeros(1))
     check = SyncCheck(probe, 1, lambda version, dtype: 1.0)
     check.begin(0, [[1, 2]])
-    monkeypatch.setattr(SyncCheck, "_ask", lambda self, sequences, members: {(None, 0): [Future()]})
+    monkeypatch.setattr(SyncCheck, "_ask", lambda self, *_: {(None, 0): [Future()]})
     check.ask_before([])
     check.expect(1)
     assert len(calls) > 3
@@ -186,7 +185,7 @@ def test_a_check_is_made_as_often_as_the_config_says(tmp_path: Path) -> None:
 class Probe:
     """The learner's logprobs before a sync, and after it; answers of servers are there at once."""
 
-    patience_s = 0.0
+    patience_s, timeout_s = 0.5, 60.0
 
     def __init__(self, *logprobs_T: torch.Tensor) -> None:
         self.fleet = SimpleNamespace(max_model_len=64, loop=self, on_wait=lambda: None)
@@ -214,8 +213,10 @@ class StaysAsItWas:
 
     def __init__(self, *versions: int) -> None:
         self.link, self._versions = self, iter(versions)
+        self.timeouts_s: list[float] = []
 
-    def score(self, token_ids: list[int], *_: Any) -> Scores:
+    def score(self, token_ids: list[int], timeout_s: float, _replica: int) -> Scores:
+        self.timeouts_s.append(timeout_s)
         assert token_ids == list(range(1, 64)), "the end of a sequence, as far as a server scores"
         return Scores(request_id="1", logprobs=np.zeros(62, np.float32), policy_version=next(self._versions))
 
@@ -241,6 +242,12 @@ def test_a_server_is_not_judged_by_a_few_tokens() -> None:
     with pytest.raises(ParityError, match=r"version 5 did not arrive .* of 12 tokens"):
         sync(StaysAsItWas(4, 5), 12, num_uncertain=12)
     sync(StaysAsItWas(4, 5), 11, num_uncertain=11)
+
+
+def test_a_busy_server_has_the_whole_step_for_what_it_is_asked_before_the_sync() -> None:
+    server = StaysAsItWas(4, 5)
+    sync(server, 0)
+    assert server.timeouts_s == [Probe.timeout_s, Probe.patience_s]
 
 
 def test_an_answer_that_came_after_the_sync_does_not_stand_for_what_was_before_it() -> None:
