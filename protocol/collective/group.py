@@ -35,6 +35,9 @@ CHECK_INTERVAL_S = 0.05
 """Between two looks whether the epoch still stands."""
 JOIN_SLACK_S = 1.0
 """A join waits this much longer than its parts, so that the part that knows what is missing speaks first."""
+MAX_STUCK_JOINS = 64
+"""A join that hangs in NCCL cannot be ended: it keeps a thread until its process ends. More than one for each server of a large
+fleet is no single outage."""
 
 
 class Collective(Protocol):
@@ -141,6 +144,8 @@ def _join(epoch: str, rendezvous: Rendezvous, rank: int, device: torch.device, b
         return _form(store, epoch, rank, rendezvous, board, device)
 
     try:
+        if rendezvous.transport == "nccl":
+            _check_few_are_stuck()
         return _form_while(check, meet_and_form)
     except PushError as error:
         with suppress(PushError):
@@ -179,11 +184,26 @@ def _form_while(check: Callable[[], None], form: Callable[[], Collective]) -> Co
         except InvalidStateError:
             collective.close()
 
-    threading.Thread(target=run, name="join", daemon=True).start()
+    thread = threading.Thread(target=run, name="join", daemon=True)
+    thread.start()
     try:
         while not wait([formed], CHECK_INTERVAL_S).done:
             check()
     except PushError:
         if formed.cancel():
+            _given_up.add(thread)
             raise
     return formed.result()
+
+
+_given_up: set[threading.Thread] = set()
+"""Threads of joins that nobody waits for any more. Most end soon; those of NCCL may never end."""
+
+
+def _check_few_are_stuck() -> None:
+    _given_up.difference_update([thread for thread in tuple(_given_up) if not thread.is_alive()])
+    if len(_given_up) >= MAX_STUCK_JOINS:
+        raise PushError(
+            f"{len(_given_up)} joins that were given up still hang in NCCL in this process, and nothing can end them; "
+            'start the process again, or set learner.push.transport = "gloo"'
+        )

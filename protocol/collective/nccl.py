@@ -26,8 +26,6 @@ log = logging.getLogger(__name__)
 POLL_S = 0.0005
 MAX_QUEUED = 64
 """Broadcasts. CUDA lets a stream have about a thousand entries, and whoever adds more waits in C, where nothing ends it."""
-MAX_STUCK_JOINS = 4
-"""A join that hangs in C cannot be ended, and cupy's has no other kind: each keeps a thread until its process ends."""
 INTERFACE, FAMILY = "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY"
 SHARED_GPU_SINCE = (2, 30, 3)
 SHARED_GPU_SWITCH = "NCCL_MULTI_RANK_GPU_ENABLE"
@@ -107,9 +105,6 @@ class SideStream:
         return self._stream.record_event()
 
 
-_joins = threading.BoundedSemaphore(MAX_STUCK_JOINS)
-
-
 class NcclCollective:
     """An NCCL communicator of its own. Blocks until all ranks have it. Raises PushError if it cannot be formed."""
 
@@ -127,11 +122,6 @@ class NcclCollective:
         self._communicator: Any = None
         self._queued: deque[Any] = deque()
         """The end of each of the last broadcasts, done or not."""
-        if not _joins.acquire(blocking=False):
-            raise PushError(
-                f"{MAX_STUCK_JOINS} joins that were given up still hang in NCCL in this process, and nothing can end them: start "
-                'it again, or set learner.push.transport = "gloo"'
-            )
         try:
             with self._stream.selected():
                 self._communicator = self._nccl.NcclCommunicator(world_size, unique_id, rank)
@@ -139,8 +129,6 @@ class NcclCollective:
             raise PushError(
                 f"rank {rank} of {world_size} on {device} could not form epoch {epoch} over nccl: {error}"
             ) from error
-        finally:
-            _joins.release()
         # The first broadcast connects the GPUs and blocks in C meanwhile; the later ones only queue a kernel.
         self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device))
 

@@ -4,6 +4,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 import types
 from collections.abc import Iterator
 
@@ -12,9 +13,8 @@ import torch
 
 from protocol.collective import group
 from protocol.collective import nccl as nccl_collective
-from protocol.collective.group import Meeting, join_collective
+from protocol.collective.group import Collective, Meeting, join_collective
 from protocol.collective.nccl import (
-    MAX_STUCK_JOINS,
     NcclCollective,
     is_installed,
     ranks_may_share_a_gpu,
@@ -114,7 +114,6 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedNccl]:
         "record_stream",
         lambda tensor, stream: library.calls.append((f"{stream.name} keeps", tensor.data_ptr())),
     )
-    monkeypatch.setattr(nccl_collective, "_joins", threading.BoundedSemaphore(MAX_STUCK_JOINS))
     yield library
     library.may_init.set()
     library.may_finish.set()
@@ -122,6 +121,13 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedNccl]:
 
 def formed(timeout_s: float = 60) -> NcclCollective:
     return NcclCollective(UNIQUE_ID, "e1", 1, 2, CPU, timeout_s)
+
+
+def join(meeting: Meeting, epoch: str, rendezvous: Rendezvous, rank: int) -> Collective:
+    """Join as the learner or as a worker of a server."""
+    if rank == 0:
+        return meeting.host_collective(epoch, rendezvous, CPU)
+    return join_collective(epoch, rendezvous, rank, CPU)
 
 
 def test_both_sides_join_with_the_id_that_the_rendezvous_carries(nccl: ScriptedNccl) -> None:
@@ -261,18 +267,43 @@ def test_an_init_that_never_returns_ends_at_the_deadline_and_is_aborted_should_i
     meeting.close()
 
 
-def test_joins_that_hang_in_c_are_few_and_then_refused(nccl: ScriptedNccl) -> None:
+def test_any_number_of_servers_joins_at_once(nccl: ScriptedNccl) -> None:
+    """The learner is rank 0 of one group for each server, all in one process; here the workers are in it too."""
+    num_servers = 24
     nccl.may_init.clear()
-    stuck = [Waiting(formed) for _ in range(MAX_STUCK_JOINS)]
-    while [call[0] for call in nccl.calls].count("init") < MAX_STUCK_JOINS:
-        assert all(wait.is_waiting() for wait in stuck)
-    with pytest.raises(
-        PushError, match=r"4 joins that were given up still hang .*: start it again, or set .* \"gloo\""
-    ):
-        formed()
+    meetings = [Meeting(HOST, timeout_s=60) for _ in range(num_servers)]
+    joins = []
+    for number, meeting in enumerate(meetings):
+        rendezvous = meeting.rendezvous(num_workers=1, transport="nccl")
+        for rank in (0, 1):
+            joins.append(Waiting(lambda joining=(meeting, f"e{number}", rendezvous, rank): join(*joining).close()))
+    give_up_at = time.monotonic() + 60
+    while [call[0] for call in nccl.calls].count("init") < 2 * num_servers:
+        assert all(wait.is_waiting() for wait in joins) and time.monotonic() < give_up_at
+        time.sleep(0.01)
     nccl.may_init.set()
-    assert all(wait.ends_promptly() and not wait.error for wait in stuck)
-    formed()
+    assert all(wait.ends_promptly() and not wait.error for wait in joins)
+    for meeting in meetings:
+        meeting.close()
+
+
+def test_joins_that_hang_in_c_are_few_and_then_refused(nccl: ScriptedNccl, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "MAX_STUCK_JOINS", 2)
+    nccl.may_init.clear()
+    meeting = Meeting(HOST, timeout_s=0.3)
+    rendezvous = meeting.rendezvous(num_workers=1, transport="nccl")
+    stuck = [Waiting(lambda rank=rank: join(meeting, "e1", rendezvous, rank)) for rank in (0, 1)]
+    assert all(wait.ends_promptly() and "could not form epoch e1" in wait.error for wait in stuck)
+    again = meeting.rendezvous(num_workers=1, transport="nccl")
+    with pytest.raises(PushError, match=r"2 joins that were given up still hang .* start the process .* \"gloo\""):
+        meeting.host_collective("e2", again, CPU)
+    nccl.may_init.set()
+    while nccl.calls.count(("abort",)) < 2:  # both have returned, and are closed
+        assert nccl.released.wait(60)
+        time.sleep(0.01)
+    joins = [Waiting(lambda rank=rank: join(meeting, "e3", again, rank).close()) for rank in (0, 1)]
+    assert all(wait.ends_promptly() and not wait.error for wait in joins)
+    meeting.close()
 
 
 def test_an_init_that_fails_names_the_rank_its_device_and_the_reason(
