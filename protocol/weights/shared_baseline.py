@@ -4,9 +4,10 @@
                                                                     └ yes ──────────────────────┘
 
 Without it every worker would keep the whole model in host memory and decode all changes. The memory is a file of the host's
-shared memory, which loses its name once all workers have it, so that it goes with them. Invariant: a bucket is marked with the
-number of pushes it holds and, while it changes, with none: who finds another number than its own fails the push, and with it
-the epoch.
+shared memory, which loses its name once all workers have it, so that it goes with them. Each worker holds a lock on the file for as
+long as it uses it: a file without one was left by workers that were killed, whatever process ids mean where it is looked at. Invariant:
+a bucket is marked with the number of pushes it holds and, while it changes, with none: who finds another number than its own fails the
+push, and with it the epoch.
 """
 
 import fcntl
@@ -14,6 +15,7 @@ import hashlib
 import logging
 import mmap
 import os
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -33,6 +35,8 @@ PREFIX = "slipstream-baseline"
 LOCK_TIMEOUT_S = 60.0
 """Whoever has the lock decodes one bucket."""
 CHANGING = -1
+WHOLE_FILE, NOTHING = (struct.pack("hhqqi0q", kind, os.SEEK_SET, 0, 0, 0) for kind in (fcntl.F_WRLCK, fcntl.F_UNLCK))
+"""As C's struct flock: what to lock."""
 
 
 class SharedBaseline(Baseline):
@@ -47,7 +51,7 @@ class SharedBaseline(Baseline):
             starts.append(end)
             end += _aligned(bucket.num_bytes)
         self._path = DIRECTORY / f"{PREFIX}-{owner_pid}-{hashlib.sha256(epoch.encode()).hexdigest()[:32]}"
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        self._file = _open_in_use(self._path)
         try:
             if os.fstat(self._file).st_uid != os.geteuid():
                 raise PermissionError(f"{self._path} belongs to another user")
@@ -104,11 +108,12 @@ class SharedBaseline(Baseline):
         try:
             yield
         finally:
-            fcntl.flock(self._file, fcntl.LOCK_UN)
+            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, NOTHING)
 
     def _try_lock(self) -> bool:
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel takes it back from who dies
+            # Of another kind than the lock of those who use the file. The kernel takes both back from who dies.
+            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, WHOLE_FILE)
         except BlockingIOError:
             return False
         return True
@@ -130,13 +135,27 @@ def worker_baseline(owner_pid: int, num_workers: int, epoch: str, manifest: Mani
         return Baseline()
 
 
+def _open_in_use(path: Path) -> int:
+    """Open or make the file, with a lock that lasts as long as the descriptor."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_SH)  # others wait no longer than for a look of _sweep
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(path), os.fstat(descriptor)):
+                return descriptor
+        os.close(descriptor)  # removed before it was locked
+
+
 def _sweep() -> None:
     """Remove what servers have left that were killed before their second push."""
     for path in DIRECTORY.glob(f"{PREFIX}-*"):
-        pid = path.name.removeprefix(f"{PREFIX}-").partition("-")[0]
-        if not Path("/proc", pid).exists():
-            with suppress(PermissionError):  # another user's
-                path.unlink(missing_ok=True)
+        with suppress(OSError):  # another user's, or gone
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(descriptor)
 
 
 def _aligned(num_bytes: int) -> int:

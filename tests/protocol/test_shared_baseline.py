@@ -1,12 +1,14 @@
 """Several workers of a host decode changes onto one baseline: each bucket once, every version whole, a failure is of all."""
 
 import errno
+import fcntl
 import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,7 @@ CPU = torch.device("cpu")
 FIRST = [("weight", torch.randn(700, 500)), ("bias", torch.zeros(7)), ("index", torch.arange(5))]
 MANIFEST = make_manifest(FIRST, torch.float32, 1 << 20, "delta")
 NUM_WORKERS = 2
+NOBODY = 65534
 
 
 def files() -> list[Path]:
@@ -139,31 +142,61 @@ def test_without_room_each_worker_has_its_own_and_the_log_says_what_to_do(
     assert "No space left" in message and "--shm-size" in message and not files()
 
 
+def hold_until_killed(owner_pid: int, is_held: Event) -> None:
+    SharedBaseline(owner_pid, "of a container", MANIFEST)
+    is_held.set()
+    signal.pause()
+
+
 def test_what_killed_servers_left_goes_with_the_next_epoch_and_a_living_ones_stays(
     shared: list[SharedBaseline],
 ) -> None:
-    process = multiprocessing.get_context("fork").Process(target=int)
+    """Whatever their process ids mean here: a server in a container is process 1, and a dead one's number may be somebody else's."""
+    not_here = 1 << 22  # more than the kernel gives out
+    left = DIRECTORY / f"{PREFIX}-{os.getpid()}-0"
+    left.touch()
+    fork = multiprocessing.get_context("fork")
+    is_held = fork.Event()
+    process = fork.Process(target=hold_until_killed, args=(not_here, is_held))
     process.start()
-    process.join()
-    left = DIRECTORY / f"{PREFIX}-{process.pid}-0"
-    left.touch()
-    SharedBaseline(os.getpid(), "another epoch", MANIFEST).close()
-    assert not left.exists() and len(files()) == 1
-
-
-def test_what_another_user_left_is_no_reason_to_have_no_shared_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    left, unlink = DIRECTORY / f"{PREFIX}-no.process-0", Path.unlink
-
-    def guarded(path: Path, missing_ok: bool = False) -> None:
-        if path == left:
-            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
-        unlink(path, missing_ok)
-
-    left.touch()
-    monkeypatch.setattr(Path, "unlink", guarded)
     try:
-        baseline = worker_baseline(os.getpid(), 2, "an epoch", MANIFEST)
-        baseline.close()
+        assert is_held.wait(60)
+        (living,) = DIRECTORY.glob(f"{PREFIX}-{not_here}-*")
+        SharedBaseline(os.getpid(), "another epoch", MANIFEST).close()
+        assert not left.exists() and len(files()) == 1 and living.exists()
     finally:
-        unlink(left)
-    assert isinstance(baseline, SharedBaseline)
+        process.kill()
+        process.join()
+    SharedBaseline(os.getpid(), "another epoch", MANIFEST).close()
+    assert not living.exists()
+
+
+def test_a_file_that_is_removed_before_it_could_be_locked_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    flock, removed = fcntl.flock, []
+
+    def remove_first(descriptor: int, operation: int) -> None:
+        if operation == fcntl.LOCK_SH and not removed:
+            removed.extend(files())
+            removed[0].unlink()
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", remove_first)
+    baseline = SharedBaseline(os.getpid(), "an epoch", MANIFEST)
+    assert files() == removed
+    baseline.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
+def test_what_another_user_left_is_no_reason_to_have_no_shared_one() -> None:
+    left = DIRECTORY / f"{PREFIX}-another-users"
+    left.touch(mode=0o600)
+    try:
+        os.seteuid(NOBODY)
+        try:
+            baseline = worker_baseline(os.getpid(), 2, "an epoch", MANIFEST)
+            baseline.close()
+        finally:
+            os.seteuid(0)
+        assert isinstance(baseline, SharedBaseline) and left.exists()
+    finally:
+        left.unlink()
