@@ -6,12 +6,13 @@ vLLM's front end hands tokens on by `stream_interval`, but has each sent to it: 
 token and 30 µs of the other's, a tenth of all that a small model's token costs.
 
 Invariant: what the front end gets is what it would have got, in the same order, with the version that sampled it, only later; the
-first token of a request and all that comes with its end are not held.
+first token of a request, all that comes with its end, and what has more than tokens and logprobs are not held.
 """
 
 from collections import defaultdict
 from collections.abc import Mapping
 from functools import wraps
+from operator import attrgetter, is_
 from typing import Any
 
 import msgspec
@@ -91,16 +92,14 @@ def _size_of_pieces(params: SamplingParams | None) -> int:
 
 
 def _has_tokens_alone(output: EngineCoreOutput) -> bool:
-    """Whether nothing else would come later with it."""
-    return (
-        output.finish_reason is None
-        and output.events is None
-        and output.prefill_stats is None
-        and output.new_sampling_mask is None
-        and output.new_prompt_logprobs_tensors is None
-        and output.kv_transfer_params is None
-        and output.routed_experts is None
-    )
+    """Whether nothing else would come later with it, or be lost: every other field, of whatever version of vLLM, has its default."""
+    return all(map(is_, _others_of(output), _DEFAULTS))
+
+
+_HELD = {"request_id", "new_token_ids", "new_logprobs"}
+_OTHERS = {field.name: field.default for field in msgspec.structs.fields(EngineCoreOutput) if field.name not in _HELD}
+_others_of, _DEFAULTS = attrgetter(*_OTHERS), tuple(_OTHERS.values())
+"""None and 0, of which there is one each, so that no tensor is compared with them."""
 
 
 def _joined(parts: list[LogprobsLists]) -> LogprobsLists:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -168,16 +169,22 @@ def test_a_request_that_did_not_ask_for_pieces_or_ends_with_a_text_gets_each_tok
     assert sizes(engine.sent()) == [[1]] * 9
 
 
-def test_what_comes_with_more_than_tokens_is_not_held_and_brings_what_was() -> None:
+@pytest.mark.parametrize("field", [
+    field.name for field in msgspec.structs.fields(EngineCoreOutput)
+    if field.name not in ("request_id", "new_token_ids", "new_logprobs")
+])  # fmt: skip
+def test_what_comes_with_more_than_tokens_is_not_held_and_brings_what_was(field: str) -> None:
+    """Whatever it is: also what a later vLLM adds."""
     front_end = FrontEnd(params_of(SAMPLING, set()))
     engine = Engine(front_end)
     pieces = Pieces(engine.requests)
     for number in range(3):
         pieces.take([output_of(0, number)])
-    output = output_of(0, 3)
-    output.kv_transfer_params = {"from": "elsewhere"}
+    output, more = output_of(0, 3), np.array([1, 2])
+    setattr(output, field, more)
     (due,) = pieces.take([output])
-    assert due is output and due.new_token_ids == [1, 2, 3] and due.kv_transfer_params == {"from": "elsewhere"}
+    assert due is output and due.new_token_ids == [1, 2, 3] and getattr(due, field) is more
+    assert pieces.take([output_of(0, 4)]) == []
 
 
 def test_nothing_is_kept_of_what_was_aborted() -> None:
