@@ -9,10 +9,9 @@ would count as alive for ever. The kernel also knows when a connection has last 
 """
 
 import logging
-import os
 import socket
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
@@ -58,9 +57,9 @@ class Connections:
     """Ends connections of one kind, by the descriptors of their sockets in this process. All our peers ping."""
 
     def __init__(
-        self, is_one: Callable[[int, socket.socket], bool], dead_after_ms: int, max_unfinished_bytes: float
+        self, is_one: Callable[[socket.socket], bool], dead_after_ms: int, max_unfinished_bytes: float
     ) -> None:
-        """`is_one` is asked with the descriptor and a socket of its own for the same connection."""
+        """`is_one` tells whether a descriptor is still that of such a connection: its number may be another file's by now."""
         self._is_one, self._dead_after_ms, self._max_unfinished_bytes = is_one, dead_after_ms, max_unfinished_bytes
         self._finished: set[int] = set()
         """Descriptors that have brought a whole message since the last look."""
@@ -69,13 +68,13 @@ class Connections:
     def finished_message(self, descriptor: int) -> None:
         self._finished.add(descriptor)
 
-    def look(self) -> int:
-        """End the connections that go on and on without a whole message, and those of silent peers.
+    def look(self, descriptors: Iterable[int]) -> int:
+        """End those of these connections that go on and on without a whole message, and those of silent peers.
 
         Returns how many bytes have come since the last look over the connection that brought most.
         """
         most, heard = 0, {}
-        for descriptor, num_bytes, silence_ms in self._counters():
+        for descriptor, num_bytes, silence_ms in self._counters(descriptors):
             before = self._heard.get(descriptor)
             if before is None or num_bytes < before.num_bytes:  # less: the descriptor is another connection's now
                 before = _Heard(num_bytes, num_bytes, 0)
@@ -96,10 +95,10 @@ class Connections:
         return most
 
     def end(self, descriptor: int, reason: str) -> None:
-        """Shut the TCP socket down, if it is still one of these: its number may be another file's by now."""
+        """Shut the TCP socket down, if it is still one of these."""
         try:
             with _socket_of(descriptor) as connection:
-                if self._is_one(descriptor, connection):
+                if self._is_one(connection):
                     log.warning("a peer at %s is cut off: %s", connection.getpeername()[0], reason)
                     # Reset once ZeroMQ closes it: after a mere FIN a peer that goes on sending would hang for a minute.
                     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -107,17 +106,15 @@ class Connections:
         except OSError as error:
             log.debug("a peer to cut off is gone already: %s", error)
 
-    def _counters(self) -> Iterator[tuple[int, int, int]]:
+    def _counters(self, descriptors: Iterable[int]) -> Iterator[tuple[int, int, int]]:
         """Descriptor, bytes received and milliseconds of silence of each connection."""
-        for name in os.listdir("/proc/self/fd"):
+        for descriptor in descriptors:
             try:
-                if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                    continue
-                with _socket_of(int(name)) as connection:
-                    if self._is_one(int(name), connection):
+                with _socket_of(descriptor) as connection:
+                    if self._is_one(connection):
                         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_SIZE)
                         (num_bytes,) = struct.unpack_from("=Q", info, TCPI_BYTES_RECEIVED)
                         (silence_ms,) = struct.unpack_from("=I", info, TCPI_LAST_DATA_RECV_MS)
-                        yield int(name), num_bytes, silence_ms
+                        yield descriptor, num_bytes, silence_ms
             except OSError:
                 continue  # closed meanwhile

@@ -1,4 +1,4 @@
-"""Why connections fail before their first message, which one is up, and when it breaks: what libzmq tells a socket's monitor."""
+"""Why connections fail before their first message, which are up, and when they break: what libzmq tells a socket's monitor."""
 
 from enum import Enum
 from typing import Any
@@ -26,7 +26,7 @@ class Monitor:
 
     def __init__(self, context: zmq.Context[Any], watched: zmq.Socket[Any]) -> None:
         address = f"inproc://monitor-{id(watched)}"
-        watched.monitor(address, _HANDSHAKES | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
+        watched.monitor(address, _HANDSHAKES | zmq.EVENT_CONNECTED | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._events = context.socket(zmq.PAIR)
         # Without a limit: at one, libzmq's own thread would wait for the reader, and with it every connection.
         self._events.setsockopt(zmq.RCVHWM, 0)
@@ -34,19 +34,19 @@ class Monitor:
         self._failures: list[Failure] = []
         self.num_broken = 0
         """Connections that were up and have ended, as of the last `read`."""
-        self.connected: int | None = None
-        """Descriptor of the last connection that this side has made, unless it has ended. ZeroMQ may have closed it since."""
+        self.descriptors: set[int] = set()
+        """Of the connections that are up, as of the last `read`. ZeroMQ may have closed one since."""
 
     def read(self) -> None:
         """Take note of what has happened since."""
         while self._events.poll(0):
             event = parse_monitor_message(self._events.recv_multipart())
             match event["event"]:
-                case zmq.EVENT_CONNECTED:
-                    self.connected = event["value"]
+                case zmq.EVENT_CONNECTED | zmq.EVENT_ACCEPTED:
+                    self.descriptors.add(event["value"])
                 case zmq.EVENT_DISCONNECTED:
                     self.num_broken += 1
-                    self.connected = None
+                    self.descriptors.discard(event["value"])
                 case failed:
                     self._failures.append(_failure(failed, event["value"]))
 

@@ -74,7 +74,7 @@ class ServerChannel:
         self._admitted: bytes | None = None
         self.num_shut_out = 0
         """Messages beyond what strangers may send, dropped unread."""
-        self._monitor: Monitor | None = None
+        self._monitor = Monitor(self._context, self._socket)
         self._gate = self._lock(keys) if keys is not None else None
         try:
             self._socket.bind(endpoint)
@@ -89,7 +89,7 @@ class ServerChannel:
         self._own = (host, int(port))
         self._connections = Connections(self._is_ours, DEAD_PEER_TIMEOUT_MS, MAX_UNFINISHED_BYTES)
 
-    def _is_ours(self, _: int, connection: socket.socket) -> bool:
+    def _is_ours(self, connection: socket.socket) -> bool:
         """Whether it was made to the address this socket listens at; to its port where it listens at all addresses."""
         address = address_of(connection.getsockname())
         listens_everywhere = self._own[0] in EVERY_ADDRESS
@@ -139,12 +139,11 @@ class ServerChannel:
 
     def look_at_connections(self) -> None:
         """Cut off peers that are silent and those whose message goes on and on. To be called twice a second."""
-        self._connections.look()
+        self._monitor.read()
+        self._connections.look(self._monitor.descriptors)
 
     def take_failed_handshakes(self) -> Counter[Failure]:
-        """Count the connections that failed before their first message, since the last call (the first call begins)."""
-        if self._monitor is None:
-            self._monitor = Monitor(self._context, self._socket)
+        """Count the connections that failed before their first message, since the last call."""
         return Counter(self._monitor.take())
 
     async def send(self, peer: bytes, message: Message) -> bool:
@@ -161,8 +160,7 @@ class ServerChannel:
 
     def close(self) -> None:
         self._messages.close()
-        if self._monitor is not None:
-            self._monitor.close()
+        self._monitor.close()
         if self._gate is not None:
             self._gate.stop()
         self._context.term()
@@ -210,9 +208,9 @@ class LearnerChannel:
         self._connections = Connections(self._is_ours, DEAD_PEER_TIMEOUT_MS, math.inf)
         self._socket.connect(endpoint)
 
-    def _is_ours(self, descriptor: int, connection: socket.socket) -> bool:
-        """ZeroMQ says which one it has made, for other links of this process may lead to the same port or the same host."""
-        return descriptor == self._monitor.connected and address_of(connection.getpeername()) is not None
+    def _is_ours(self, connection: socket.socket) -> bool:
+        """Whether it is one at all: ZeroMQ says which, for other links of this process may lead to the same port."""
+        return address_of(connection.getpeername()) is not None
 
     async def send(self, message: Message, timeout_s: float) -> None:
         """Hand a message to a live connection. Raises DeadlineExceeded when there is none for `timeout_s`."""
@@ -235,7 +233,7 @@ class LearnerChannel:
     def look_at_connection(self) -> bool:
         """End it, to be made anew, if the server is silent; return whether part of a long message has come since the last look."""
         self._monitor.read()
-        return self._connections.look() > MAX_PONG_BYTES
+        return self._connections.look(self._monitor.descriptors) > MAX_PONG_BYTES
 
     def check_handshake(self) -> bool:
         """Return whether a handshake has failed since the last call, in a way that may pass: the server may be starting.

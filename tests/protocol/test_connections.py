@@ -4,10 +4,11 @@ import asyncio
 import contextlib
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import pytest
 
@@ -255,3 +256,53 @@ def test_one_long_message_after_the_other_is_no_endless_one(monkeypatch: pytest.
         server.close()
 
     asyncio.run(run())
+
+
+def calls_of(look: Callable[[], object]) -> int:
+    """How many functions of C a look calls, system calls among them."""
+    num_calls = 0
+
+    def count(_: object, event: str, __: object) -> None:
+        nonlocal num_calls
+        num_calls += event == "c_call"
+
+    sys.setprofile(count)
+    try:
+        look()
+    finally:
+        sys.setprofile(None)
+    return num_calls
+
+
+def test_a_look_at_one_link_costs_the_same_however_many_others_there_are() -> None:
+    async def run() -> None:
+        with closing(ServerChannel("tcp://127.0.0.1:*")) as server, ExitStack() as links:
+            calls = {}
+            learners: list[LearnerChannel] = []
+            for num_links in (8, 128):
+                while len(learners) < num_links:
+                    learners.append(links.enter_context(closing(LearnerChannel(server.endpoint))))
+                    await name_of_peer(server, learners[-1])
+                learners[0].look_at_connection()  # reads what has happened until now
+                calls[num_links] = calls_of(learners[0].look_at_connection)
+            assert 0 < calls[128] <= calls[8]
+
+    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
+
+
+def test_a_servers_look_costs_the_same_whatever_else_its_process_has_open() -> None:
+    async def run() -> None:
+        with (
+            closing(ServerChannel("tcp://127.0.0.1:*")) as server,
+            closing(LearnerChannel(server.endpoint)) as learner,
+            ExitStack() as others,
+        ):
+            await name_of_peer(server, learner)
+            server.look_at_connections()
+            alone = calls_of(server.look_at_connections)
+            for _ in range(100):
+                for one in socket.socketpair():
+                    others.enter_context(one)
+            assert 0 < calls_of(server.look_at_connections) <= alone
+
+    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
