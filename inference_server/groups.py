@@ -1,7 +1,8 @@
 """The groups of the one learner: sampled by the engine, kept until the learner has acknowledged them.
 
 Generate ──▶ running ──▶ finished ──▶ Ack ▸ forgotten
-                │           └── sent again on a new connection, never twice on one: what waits on a slow link would only grow
+                │           └── sent again on a new connection, never twice on one: what waits on a slow link would only grow;
+                │               so many bytes at a time (MAX_UNACKED_BYTES), the rest as Acks come
                 └── GroupFailed: said once, the learner asks again
 
 A group that loses completions, to an error or to its deadline, goes on with those that had ended if they are two or more: one
@@ -12,10 +13,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from functools import partial
 
 import msgspec
 import numpy as np
 
+from inference_server.containment import Fail, contained
 from inference_server.engine.interface import Engine, EngineFailed, EngineLimits, Sampled
 from protocol.messages import Completion, Generate, Group, GroupFailed, Message, Sampling
 
@@ -25,12 +28,17 @@ MAX_COMPLETIONS = 16_384
 """vLLM's own bound on the completions of one request."""
 MIN_COMPLETIONS = 2
 """Of a group that was to have as many or more."""
+MAX_UNACKED_BYTES = 128 << 20
+"""Of finished groups that were handed to the learner's connection. All that a long run of the learner's has left unacknowledged may be
+gigabytes, each a copy in the connection's queue; one group is sent however large it is."""
 
 Deliver = Callable[[Message], Awaitable[bool]]
 """Sends a message to the learner; False if it cannot be reached now."""
+Tell = Callable[[Message], Awaitable[None]]
+"""Sends a message to the learner, now or as soon as it can be reached on this connection."""
 
-Spawn = Callable[[Coroutine[None, None, None], str], asyncio.Task[None]]
-"""Runs what needs the engine, under a name."""
+Spawn = Callable[[Coroutine[None, None, None], str, Fail], asyncio.Task[None]]
+"""Runs what needs the engine, under a name; an unexpected exception goes to the last argument."""
 
 
 class _Running(msgspec.Struct, kw_only=True, eq=False):
@@ -61,13 +69,16 @@ class _Running(msgspec.Struct, kw_only=True, eq=False):
 class Groups:
     """Running and finished groups by id; all of them belong to the current learner."""
 
-    def __init__(self, engine: Engine, deliver: Deliver, spawn: Spawn, clock: Callable[[], float]) -> None:
+    def __init__(self, engine: Engine, deliver: Deliver, tell: Tell, spawn: Spawn, clock: Callable[[], float]) -> None:
         """`clock` stands still while nothing may be generated."""
-        self._engine, self._deliver, self._spawn, self._clock = engine, deliver, spawn, clock
+        self._engine, self._deliver, self._tell, self._spawn, self._clock = engine, deliver, tell, spawn, clock
         self._running: dict[str, _Running] = {}
         self._finished: dict[str, Group] = {}
-        self._undelivered: set[str] = set()
-        """Of the finished ones: those not handed to the learner's present connection."""
+        self._undelivered: dict[str, None] = {}
+        """Of the finished ones: those not handed to the learner's present connection, in their order."""
+        self._unacked: dict[str, int] = {}
+        """Of the finished ones: those handed to it, with their sizes in bytes."""
+        self._unacked_bytes = 0
         self._idle_since: float | None = time.monotonic()
         self._idle_s = 0.0
         self.tokens_generated = 0
@@ -93,7 +104,7 @@ class Groups:
         if self._idle_since is not None:
             self._idle_s, self._idle_since = self.idle_s, None
         running = _Running(request=request, timeout=asyncio.timeout(None))
-        running.task = self._spawn(self._generate(running), f"group {group_id}")
+        running.task = self._spawn(self._generate(running), f"group {group_id}", partial(self.fail, group_id))
         self._running[group_id] = running
         running.task.add_done_callback(lambda _: self._ended(running))
 
@@ -101,13 +112,16 @@ class Groups:
         """End the groups that have begun and got no token for as long as their deadline allows."""
         now = self._clock()
         for running in self._running.values():
-            if running.token_at is not None and now - running.token_at > running.request.deadline_s:
+            if running.token_at is None or now - running.token_at <= running.request.deadline_s:
+                continue
+            if not running.timeout.expired():  # one that has, and whose group takes long to end, cannot be set again
                 running.timeout.reschedule(0.0)
 
     def acknowledge(self, group_ids: Iterable[str]) -> None:
         for group_id in group_ids:
             self._finished.pop(group_id, None)
-            self._undelivered.discard(group_id)
+            self._undelivered.pop(group_id, None)
+            self._unacked_bytes -= self._unacked.pop(group_id, 0)
 
     def cancel(self, group_ids: Sequence[str]) -> None:
         for group_id in group_ids:
@@ -129,17 +143,24 @@ class Groups:
         group_ids = [group_id for group_id, running in self._running.items() if also_begun or not running.has_begun]
         self.cancel(group_ids)
         for group_id in group_ids:
-            await self._deliver(not_begun(group_id))
+            await self._tell(not_begun(group_id))
 
-    async def deliver_again(self) -> None:
-        """Send every finished group on a new connection."""
-        self._undelivered = set(self._finished)
-        await self.deliver_rest()
+    def fail(self, group_id: str, why: str) -> Awaitable[None]:
+        """Give up a group that an error of the server's own has cost; the learner asks for it again."""
+        self.acknowledge([group_id])
+        failed = GroupFailed(group_id=group_id, code="engine_error", message=why, retryable=True)
+        return self._tell(failed)
+
+    def on_new_connection(self) -> None:
+        """Take every finished group for one that has not been sent."""
+        self._undelivered, self._unacked, self._unacked_bytes = dict.fromkeys(self._finished), {}, 0
 
     async def deliver_rest(self) -> None:
-        """Send what the learner could not be reached for."""
+        """Send what the learner could not be reached for, or what had to wait for Acks."""
         for group_id in list(self._undelivered):
-            await self._send(group_id)
+            await contained(self._send(group_id), f"sending group {group_id}", partial(self.fail, group_id))
+            if group_id in self._undelivered:
+                return
 
     async def _generate(self, running: _Running) -> None:
         request, asked_at = running.request, time.monotonic()
@@ -149,7 +170,7 @@ class Groups:
             done = f"{len(completions)} of {request.sampling.num_completions} completions were done"
             log.warning("group %s: %s when it failed: %s", request.group_id, done, failure.message)
             if len(completions) < min(MIN_COMPLETIONS, request.sampling.num_completions):
-                await self._deliver(failure)
+                await self._tell(failure)
                 return
         self.tokens_generated += sum(len(completion.token_ids) for completion in completions)
         self._finished[request.group_id] = Group(
@@ -160,7 +181,7 @@ class Groups:
             salt=running.salt,
             num_cached_tokens=running.num_cached_tokens,
         )
-        self._undelivered.add(request.group_id)
+        self._undelivered[request.group_id] = None
         await self._send(request.group_id)
 
     async def _sample(self, running: _Running) -> GroupFailed | None:
@@ -181,8 +202,15 @@ class Groups:
 
     async def _send(self, group_id: str) -> None:
         group = self._finished.get(group_id)  # None: acknowledged while others were sent
-        if group is not None and await self._deliver(group):
-            self._undelivered.discard(group_id)
+        if group is None:
+            return
+        num_bytes = _size_of(group)
+        if self._unacked and self._unacked_bytes + num_bytes > MAX_UNACKED_BYTES:
+            return
+        if await self._deliver(group) and group_id in self._undelivered:  # it may be acknowledged already
+            del self._undelivered[group_id]
+            self._unacked[group_id] = num_bytes
+            self._unacked_bytes += num_bytes
 
     def _ended(self, running: _Running) -> None:
         if self._running.get(running.request.group_id) is running:
@@ -192,6 +220,10 @@ class Groups:
     def _note_idle(self) -> None:
         if not self._running and self._idle_since is None:
             self._idle_since = time.monotonic()
+
+
+def _size_of(group: Group) -> int:
+    return sum(one.token_ids.nbytes + one.behaviour_logprobs.nbytes for one in group.completions)
 
 
 def not_begun(group_id: str) -> GroupFailed:

@@ -18,9 +18,10 @@ import time
 from collections.abc import Awaitable, Sequence
 from typing import Literal, TypeVar
 
+from inference_server.containment import in_words, note
 from inference_server.engine.interface import Engine, EngineDead, PushOrder, WorkerReport
 from inference_server.engine.life import in_time
-from inference_server.groups import Deliver
+from inference_server.groups import Deliver, Tell
 from protocol.messages import PushAbort, PushBegin, PushDone, PushFailed, PushReady
 from protocol.weights.buckets import cut
 
@@ -46,9 +47,9 @@ class Pushes:
     """Runs pushes and knows which policy version the engine serves."""
 
     def __init__(
-        self, engine: Engine, deliver: Deliver, pause_timeout_s: float, *, receive_overlap: bool = False
+        self, engine: Engine, deliver: Deliver, tell: Tell, pause_timeout_s: float, *, receive_overlap: bool = False
     ) -> None:
-        self._engine, self._deliver, self._pause_timeout_s = engine, deliver, pause_timeout_s
+        self._engine, self._deliver, self._tell, self._pause_timeout_s = engine, deliver, tell, pause_timeout_s
         self._receive_overlap = receive_overlap
         self._lock = asyncio.Lock()
         self._epoch: str | None = None
@@ -103,9 +104,9 @@ class Pushes:
             try:
                 outcome = await self._outcome(begin)
             except EngineDead as dead:
-                await self._deliver(self._failed(begin, f"{dead}; it is started again", weights_intact=False))
+                await self._tell(self.failed(begin, f"{dead}; it is started again", weights_intact=False))
                 raise
-            await self._deliver(outcome)
+            await self._tell(outcome)
 
     async def abort(self, abort: PushAbort) -> None:
         """Leave an epoch. A push that is receiving ends by itself: the learner has closed its side. Raises EngineDead."""
@@ -122,6 +123,11 @@ class Pushes:
             done = await self._run(begin)
         except _Failed as failure:
             return await self._give_up(begin, str(failure), retryable=failure.retryable)
+        except EngineDead:
+            raise
+        except Exception as error:
+            note(error, f"receiving version {begin.version}")
+            return await self._give_up(begin, in_words(error), retryable=True)
         self.num_done += 1
         return done
 
@@ -206,7 +212,7 @@ class Pushes:
 
     async def _give_up(self, begin: PushBegin, reason: str, *, retryable: bool) -> PushFailed:
         """Forget the epoch and let generation go on if it can."""
-        failed = self._failed(begin, reason, weights_intact=self._weights_intact, retryable=retryable)
+        failed = self.failed(begin, reason, weights_intact=self._weights_intact, retryable=retryable)
         self._epoch = None
         log.warning(
             "push of version %d in epoch %s failed while %s: %s", begin.version, begin.epoch, failed.state, reason
@@ -221,7 +227,7 @@ class Pushes:
         self.num_failed += 1  # where the engine dies instead, forget_engine counts
         return failed
 
-    def _failed(self, begin: PushBegin, reason: str, *, weights_intact: bool, retryable: bool = True) -> PushFailed:
+    def failed(self, begin: PushBegin, reason: str, *, weights_intact: bool, retryable: bool = True) -> PushFailed:
         return PushFailed(
             epoch=begin.epoch, version=begin.version, state=self.state, message=reason, weights_intact=weights_intact,
             retryable=retryable,
@@ -239,7 +245,13 @@ class Pushes:
     async def _resume(self) -> float:
         """Resume, and return how long nothing was generated."""
         self.state = "resuming"
-        await self._quickly(self._engine.resume(), "resuming")
+        try:
+            await self._quickly(self._engine.resume(), "resuming")
+        except EngineDead:
+            raise
+        except Exception as error:
+            note(error, "resuming generation")
+            raise EngineDead(f"generation could not be resumed after a push: {in_words(error)}") from error
         self.state = "idle"
         assert self._paused_at is not None
         stall_s = time.monotonic() - self._paused_at

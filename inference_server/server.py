@@ -9,6 +9,7 @@ receive   consumes messages; starts tasks and never waits for the engine; ends w
 pulse     consumes nothing; says that the server is alive, sends the groups that could not be sent, drops the groups of a
           learner that cannot be reached
 tasks     wait for the engine, each with a deadline; unblocked by its answer, a Cancel, the deadline or its death
+An exception that nobody expected costs its own request, message or look (containment.py).
 
 When the engine dies (engine/life.py) the weights are gone: the server takes a new id and is without a version until the
 next push. Finished groups stay, for they are what their version labels say; running ones the learner asks for again.
@@ -21,11 +22,13 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from inference_server.config import ServerConfig
+from inference_server.containment import contained, note, survived
 from inference_server.drain import REASON, Drain
 from inference_server.engine.interface import Engine, EngineDead
 from inference_server.engine.life import EngineLife
@@ -33,7 +36,7 @@ from inference_server.engine.stall import StallWatch
 from inference_server.groups import Groups, not_begun, why_invalid
 from inference_server.push import Pushes
 from inference_server.refusals import Refusals
-from inference_server.scores import scores_of
+from inference_server.scores import no_scores, scores_of
 from inference_server.visits import Visits
 from protocol.channel.sockets import ServerChannel
 from protocol.errors import ProtocolError
@@ -45,6 +48,7 @@ from protocol.messages import (
     Generate,
     GroupFailed,
     Hello,
+    LearnerMessage,
     Message,
     ModelFingerprint,
     Probe,
@@ -61,6 +65,9 @@ log = logging.getLogger(__name__)
 
 PULSE_INTERVAL_S = 0.4
 """Also between two looks at the connections. One look ends what is silent for 2 s, the next pulse finds it gone: within 3 s."""
+RECEIVE_PAUSE_S = 0.1
+MAX_RECEIVE_FAILURES = 100
+"""In a row, with a pause after each: the socket itself is broken, and only another process has another."""
 MAX_IGNORED_PEERS = 1_000
 """So many peers that sent rubbish are remembered; one that is forgotten is told once more."""
 
@@ -84,12 +91,16 @@ class Server:
         self._server_id = _new_id()
         self._started_at = time.monotonic()
         self._learner: Learner | None = None
+        self._untold: deque[Message] = deque()
+        """Answers that could not be sent over the learner's present connection yet."""
         self._ignored_peers: deque[bytes] = deque(maxlen=MAX_IGNORED_PEERS)
         self._refusals = Refusals()
         self._tasks = asyncio.TaskGroup()
         self._life = EngineLife(engine, self._tasks, config.max_engine_restarts, self._look, self._forget_engine)
-        self._pushes = Pushes(engine, self._deliver, config.pause_timeout_s, receive_overlap=config.receive_overlap)
-        self._groups = Groups(engine, self._deliver, self._life.spawn, self._pushes.generating_s)
+        self._pushes = Pushes(
+            engine, self._deliver, self._tell, config.pause_timeout_s, receive_overlap=config.receive_overlap
+        )
+        self._groups = Groups(engine, self._deliver, self._tell, self._life.spawn, self._pushes.generating_s)
         self._visits = Visits(channel, engine, model, self._life)
         self.drain = Drain(
             self._life, self._pushes, self._groups, config.drain_timeout_s,
@@ -150,60 +161,91 @@ class Server:
     # --- loops -------------------------------------------------------------------------------------------------------
 
     async def _receive(self) -> None:
+        num_failures = 0
         while True:
-            peer, message = await self._channel.receive()
-            if peer in self._ignored_peers:
-                self._refusals.message("of peers that sent rubbish before")
+            try:
+                peer, message = await self._channel.receive()
+            except Exception as error:
+                num_failures += 1
+                if num_failures == MAX_RECEIVE_FAILURES:
+                    raise
+                note(error, "receiving a message")
+                await asyncio.sleep(RECEIVE_PAUSE_S)
                 continue
-            match message:
-                case ProtocolError():
-                    await self._ignore(peer, str(message))
-                case Hello():
-                    await self._greet(peer, message)
-                case Probe():
-                    await self._visits.answer(peer, message, self._learner.run if self._learner else None)
-                case Trial():
-                    self._tasks.create_task(self._visits.try_transfer(peer, message))
-                case _ if self._learner is None or self._learner.peer != peer:
-                    # A connection that was lost and made again. It hears no pulse and so will say Hello: an answer here
-                    # would only keep it from noticing.
-                    self._refusals.message(f"{type(message).__name__} on a connection that has not said Hello")
-                case Ack(group_ids=group_ids):
-                    self._groups.acknowledge(group_ids)
-                case Cancel(group_ids=group_ids):
-                    self._groups.cancel(group_ids)
-                case Farewell():
-                    self.drain.heard()
-                case PushBegin() if self.drain.is_draining:
-                    await self._deliver(self.drain.refusal_of(message))
-                case _ if not self._life.is_alive:
-                    log.info("%s for an engine that has died is ignored", type(message).__name__)
-                case Generate():
-                    await self._ask(message)
-                case Score():
-                    self._life.spawn(self._score(message))
-                case PushBegin():
-                    self._life.spawn(self._pushes.push(message))
-                case PushAbort():
-                    self._life.spawn(self._pushes.abort(message))
+            num_failures = 0
+            doing = f"handling a message ({type(message).__name__})"
+            await contained(self._take(peer, message), doing, partial(self._fail, message))
+
+    async def _take(self, peer: bytes, message: LearnerMessage | ProtocolError) -> None:
+        if peer in self._ignored_peers:
+            self._refusals.message("of peers that sent rubbish before")
+            return
+        match message:
+            case ProtocolError():
+                await self._ignore(peer, str(message))
+            case Hello():
+                await self._greet(peer, message)
+            case Probe():
+                await self._visits.answer(peer, message, self._learner.run if self._learner else None)
+            case Trial():
+                self._tasks.create_task(self._visits.try_transfer(peer, message))
+            case _ if self._learner is None or self._learner.peer != peer:
+                # A connection that was lost and made again. It hears no pulse and so will say Hello: an answer here
+                # would only keep it from noticing.
+                self._refusals.message(f"{type(message).__name__} on a connection that has not said Hello")
+            case Ack(group_ids=group_ids):
+                self._groups.acknowledge(group_ids)
+                await self._groups.deliver_rest()
+            case Cancel(group_ids=group_ids):
+                self._groups.cancel(group_ids)
+            case Farewell():
+                self.drain.heard()
+            case PushBegin() if self.drain.is_draining:
+                await self._tell(self.drain.refusal_of(message))
+            case _ if not self._life.is_alive:
+                log.info("%s for an engine that has died is ignored", type(message).__name__)
+            case Generate():
+                await self._ask(message)
+            case Score():
+                self._life.spawn(self._score(message), "scoring", partial(self._fail, message))
+            case PushBegin():
+                self._life.spawn(self._pushes.push(message), "a push", partial(self._fail, message))
+            case PushAbort():
+                self._life.spawn(self._pushes.abort(message), "giving up a push")
+
+    async def _fail(self, message: LearnerMessage | ProtocolError, why: str) -> None:
+        """Answer a message that an unexpected exception has cost. Those without an answer are said again, or their loss is noticed."""
+        match message:
+            case Generate(group_id=group_id):
+                await self._groups.fail(group_id, why)
+            case Score(request_id=request_id):
+                await self._tell(no_scores(request_id, why))
+            case PushBegin():
+                await self._tell(self._pushes.failed(message, why, weights_intact=self._pushes.state != "torn"))
 
     async def _pulse(self) -> None:
         while True:
             await asyncio.sleep(PULSE_INTERVAL_S)
-            self._refusals.handshakes(self._channel.take_failed_handshakes())
-            self._refusals.note()
-            self._channel.look_at_connections()
-            if self._learner is None:
-                continue
-            if await self._deliver(self._pulse_message()):
-                await self._groups.deliver_rest()
-            elif time.monotonic() - self._learner.reached_at > self._config.orphan_timeout_s:
-                log.warning(
-                    "run %s has not been reached for %g s (server.orphan_timeout_s): %d running and %d finished groups dropped",
-                    self._learner.run, self._config.orphan_timeout_s, self._groups.num_running, self._groups.num_unacked,
-                )  # fmt: skip
-                self._groups.forget_all()
-                self._learner = None
+            with survived("looking at the connections"):
+                self._refusals.handshakes(self._channel.take_failed_handshakes())
+                self._refusals.note()
+                self._channel.look_at_connections()
+            with survived("sending a pulse"):
+                await self._pulse_once()
+
+    async def _pulse_once(self) -> None:
+        if self._learner is None:
+            return
+        if await self._deliver(self._pulse_message()):
+            await self._tell_rest()
+            await self._groups.deliver_rest()
+        elif time.monotonic() - self._learner.reached_at > self._config.orphan_timeout_s:
+            log.warning(
+                "run %s has not been reached for %g s (server.orphan_timeout_s): %d running and %d finished groups dropped",
+                self._learner.run, self._config.orphan_timeout_s, self._groups.num_running, self._groups.num_unacked,
+            )  # fmt: skip
+            self._groups.forget_all()
+            self._learner = None
 
     # --- learner -----------------------------------------------------------------------------------------------------
 
@@ -219,7 +261,9 @@ class Server:
             self._pushes.forget_version()
             self._server_id = _new_id()  # what the id stands for, the weights of a run, is gone
             log.info("serving run %s", hello.run)
-        is_new_connection = self._learner is None or self._learner.peer != peer
+        if self._learner is None or self._learner.peer != peer:
+            self._untold.clear()  # whatever it was about is asked for again
+            self._groups.on_new_connection()
         self._learner = Learner(run=hello.run, peer=peer, reached_at=time.monotonic())
         self._channel.admit(peer)
         limits = self._engine.limits
@@ -232,8 +276,7 @@ class Server:
                 num_replicas=limits.num_replicas,
             )
         )  # fmt: skip
-        if is_new_connection:
-            await self._groups.deliver_again()
+        await self._groups.deliver_rest()
 
     async def _why_refused(self, hello: Hello) -> str | None:
         if hello.protocol_version != PROTOCOL_VERSION:
@@ -276,6 +319,21 @@ class Server:
         learner.reached_at, learner.missed_at = time.monotonic(), None
         return True
 
+    async def _tell(self, message: Message) -> None:
+        """Deliver now or, where that cannot be, after the next pulse that can."""
+        is_told = False
+        with survived(f"sending {type(message).__name__}"):
+            is_told = await self._deliver(message)
+        if not is_told:
+            self._untold.append(message)
+
+    async def _tell_rest(self) -> None:
+        while self._untold:
+            message = self._untold.popleft()  # before it is sent: what raises again is given up
+            if not await self._deliver(message):
+                self._untold.appendleft(message)
+                return
+
     def _look(self) -> None:
         self._groups.look()
         self._stall.look(self._groups.num_running)
@@ -306,19 +364,19 @@ class Server:
     async def _ask(self, request: Generate) -> None:
         if problem := why_invalid(request.prompt_token_ids, request.sampling, self._engine.limits):
             failed = GroupFailed(group_id=request.group_id, code="invalid_prompt", message=problem, retryable=False)
-            await self._deliver(failed)
+            await self._tell(failed)
         elif self.drain.is_draining and not self._groups.knows(request.group_id):
-            await self._deliver(not_begun(request.group_id))
+            await self._tell(not_begun(request.group_id))
         elif self._pushes.version is None:
             reason = "the server has no weights of this run yet; push before asking for groups"
             failed = GroupFailed(group_id=request.group_id, code="not_ready", message=reason, retryable=True)
-            await self._deliver(failed)
+            await self._tell(failed)
         else:
             self._groups.ask(request)
 
     async def _score(self, request: Score) -> None:
         has_weights = self._pushes.version is not None or self._pushes.engine_is_untouched
-        await self._deliver(await scores_of(request, self._engine, has_weights=has_weights))
+        await self._tell(await scores_of(request, self._engine, has_weights=has_weights))
 
 
 def _new_id() -> str:

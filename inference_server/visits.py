@@ -6,7 +6,9 @@ Invariant: a visit changes nothing about the run that is served.
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable
 
+from inference_server.containment import contained
 from inference_server.engine.interface import Engine
 from inference_server.engine.life import EngineLife
 from protocol.channel.sockets import ServerChannel
@@ -40,6 +42,13 @@ class Visits:
 
     async def try_transfer(self, peer: bytes, trial: Trial) -> None:
         """Take the bytes of a trial in a thread, and say how it went."""
+
+        def fail(why: str) -> Awaitable[object]:
+            return self._channel.send(peer, TrialEnded(trial_id=trial.trial_id, error=why))
+
+        await contained(self._try_transfer(peer, trial), "trying the way for weights", fail)
+
+    async def _try_transfer(self, peer: bytes, trial: Trial) -> None:
         if self._is_trying:
             ended = TrialEnded(trial_id=trial.trial_id, error="another trial is under way at this server")
         else:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import TypeVar
 
+from inference_server.containment import Fail, contained, note, survived
 from inference_server.engine.interface import Engine, EngineDead, WorkerPlace
 from protocol.errors import SlipstreamError
 
@@ -82,9 +83,9 @@ class EngineLife:
         first, *others = [place.transports for place in self.places]
         return [transport for transport in first if all(transport in other for other in others)]
 
-    def spawn(self, work: Coroutine[None, None, None], name: str | None = None) -> asyncio.Task[None]:
-        """Run what needs the engine, for as long as this life lasts."""
-        task = self._tasks.create_task(self._until_death(work), name=name)
+    def spawn(self, work: Coroutine[None, None, None], name: str, fail: Fail | None = None) -> asyncio.Task[None]:
+        """Run what needs the engine, for as long as this life lasts; `fail` is told of an exception of its own."""
+        task = self._tasks.create_task(self._until_death(work, name, fail), name=name)
         self._work.add(task)
         task.add_done_callback(self._work.discard)
         task.add_done_callback(lambda _: work.close())  # cancelled before it began, it would else be called forgotten
@@ -103,7 +104,9 @@ class EngineLife:
     async def _restart(self) -> None:
         try:
             await self._engine.restart()
-        except SlipstreamError as error:
+        except Exception as error:
+            if not isinstance(error, SlipstreamError):
+                note(error, "starting the engine again")
             raise EngineDead(f"the engine could not be started again: {error}") from error
         self.num_restarts += 1
 
@@ -122,7 +125,8 @@ class EngineLife:
             for task in self._work:
                 task.cancel()
             await asyncio.gather(*self._work, return_exceptions=True)
-            await self._on_death()
+            with survived("telling the learner of the engine's death"):
+                await self._on_death()
             raise
 
     async def _ask_for_places(self) -> Sequence[WorkerPlace]:
@@ -136,19 +140,26 @@ class EngineLife:
             raise EngineDead(f"the engine's workers did not answer within {PLACES_TIMEOUT_S:g} s") from error
         finally:
             asking.cancel()
-        return asking.result()
-
-    async def _until_death(self, work: Coroutine[None, None, None]) -> None:
         try:
-            await work
+            return asking.result()
+        except EngineDead:
+            raise
+        except Exception as error:
+            note(error, "asking the engine's workers where they are")
+            raise EngineDead(f"the engine's workers could not be asked where they are: {error}") from error
+
+    async def _until_death(self, work: Coroutine[None, None, None], doing: str, fail: Fail | None) -> None:
+        try:
+            await contained(work, doing, fail)
         except EngineDead as dead:
             self._reason = str(dead)
             self._death.set()
 
     async def _wait_for_death(self) -> None:
         while not self._death.is_set():
-            self._engine.check_alive()
-            self._look()
+            with survived("looking at the engine"):
+                self._engine.check_alive()
+                self._look()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_INTERVAL_S):
                     await self._death.wait()
