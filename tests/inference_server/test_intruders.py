@@ -223,7 +223,7 @@ def test_a_welcomed_learner_may_send_more_than_a_stranger(monkeypatch: pytest.Mo
 
 
 def make_link(endpoint: str, keys: LearnerKeys | None, **options: Any) -> ServerLink:
-    hello = Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL)
+    hello = Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL, learner="l")
     return ServerLink(endpoint, hello, keys=keys, **options)
 
 

@@ -38,7 +38,7 @@ def a_fleet(tmp_path: Path, *endpoints: str, listed: Path | None = None) -> Iter
     run = make_run(tmp_path, *endpoints, connect_timeout_s=1.0)
     if listed is not None:
         run = msgspec.structs.replace(run, endpoint=DEFAULT_ENDPOINT, endpoints_from=f"file:{listed}")
-    fleet = Fleet(run, Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL), LoopThread("test"))
+    fleet = Fleet(run, Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL, learner="l"), LoopThread("test"))
     fleet.start(lambda member, group: None)
     yield fleet
     fleet.loop.stop()

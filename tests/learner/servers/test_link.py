@@ -45,7 +45,7 @@ def with_link(
     async def run() -> None:
         engine = ScriptedEngine()
         async with serving(engine) as server:
-            hello = Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL)
+            hello = Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL, learner="l")
             link = ServerLink(server.endpoint, hello)
             task = asyncio.create_task(link.run())
             try:
@@ -67,7 +67,7 @@ def with_link(
 @asynccontextmanager
 async def linked(wire: Link) -> AsyncIterator[ServerLink]:
     """A link over a wire that may be cut; closes both."""
-    hello = Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL)
+    hello = Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL, learner="l")
     endpoint = f"tcp://127.0.0.1:{wire.port}"
     link = ServerLink(endpoint, hello)
     task = asyncio.create_task(link.run())
@@ -266,7 +266,7 @@ def test_a_refusal_ends_the_link_with_the_servers_reason(monkeypatch: pytest.Mon
 
     async def run() -> None:
         async with serving(ScriptedEngine()) as server:
-            hello = Hello(run="r", protocol_version=PROTOCOL_VERSION + 1, model=MODEL)
+            hello = Hello(run="r", protocol_version=PROTOCOL_VERSION + 1, model=MODEL, learner="l")
             link = ServerLink(server.endpoint, hello)
             try:
                 with pytest.raises(ExceptionGroup) as caught:
