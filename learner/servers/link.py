@@ -153,8 +153,6 @@ class ServerLink:
                 if not self.is_draining:
                     log.warning("lost the server at %s (%s); waiting for it to come back", self.endpoint, why)
                 self._lose()
-            if self._channel.num_broken > self._num_broken:
-                self._hello_at = 0.0  # whoever listens there now may be another, and free
             self._num_broken = self._channel.num_broken
             if self._connected and self.is_draining and not self._has_said_farewell:
                 self._has_said_farewell = await self._try_send(Farewell(), HELLO_INTERVAL_S)
