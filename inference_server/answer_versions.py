@@ -1,25 +1,28 @@
-"""Which versions of the policy have answered an HTTP request: said in its headers, in the models' list, and at a stream's end.
+"""Which policy has answered an HTTP request: said in its headers, in the models' list, and at a stream's end.
 
     TellVersions (around vLLM's app) ─▶ vLLM's routes ─▶ VersionedLLM.generate: what vLLM says of each finished completion
 
-Invariant: an answer that is sent whole names the version of its oldest and of its newest token; one that is streamed begins with the
-version that it cannot be older than, and ends with both.
+Invariant: an answer that is sent whole names the version of its oldest and of its newest token, and the run they are of; one that is
+streamed begins with the version that it cannot be older than, and ends with both.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inference_server.engine.versioned_llm import UNTOUCHED, sampled_by
-from protocol.answer_headers import END, NO_VERSION, START
+from protocol.answer_headers import END, NO_VERSION, START, header_of_runs
+
+Serving = Callable[[], tuple[str | None, int | None]]
+"""The run and the version whose weights answer now; None: the model's own."""
 
 
 class TellVersions:
-    """ASGI middleware. `version` gives the one that answers now; None: the model's own weights."""
+    """ASGI middleware."""
 
-    def __init__(self, app: ASGIApp, version: Callable[[], int | None]) -> None:
-        self._app, self._version = app, version
+    def __init__(self, app: ASGIApp, serving: Serving) -> None:
+        self._app, self._serving = app, serving
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -27,16 +30,21 @@ class TellVersions:
             return
         labels: set[str] = set()
         is_stream = False
+        run_before, _ = self._serving()
+
+        def known() -> dict[str, str]:
+            """Nothing of what no policy has sampled: a list, an error."""
+            run, _ = self._serving()
+            return header_of_runs(run_before, run) | _known(labels) if labels else {}
 
         async def tell(message: Message) -> None:
             nonlocal is_stream
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 is_stream = headers.get("content-type", "").startswith("text/event-stream")
-                told = {START: self._current()} if is_stream else _known(labels)
-                headers.update({name: str(version) for name, version in told.items()})
+                headers.update(self._current() if is_stream else known())
             elif is_stream and labels and not message.get("more_body", False):
-                message = {**message, "body": message.get("body", b"") + _comment(_known(labels))}
+                message = {**message, "body": message.get("body", b"") + _comment(known())}
             await send(message)
 
         token = sampled_by.set(labels)
@@ -45,17 +53,16 @@ class TellVersions:
         finally:
             sampled_by.reset(token)
 
-    def _current(self) -> int:
-        version = self._version()
-        return NO_VERSION if version is None else version
+    def _current(self) -> dict[str, str]:
+        run, version = self._serving()
+        return header_of_runs(run) | {START: str(NO_VERSION if version is None else version)}
 
 
-def _known(labels: Collection[str]) -> dict[str, int]:
-    """Nothing of what no policy has sampled: a list, an error."""
+def _known(labels: Collection[str]) -> dict[str, str]:
     versions = [NO_VERSION if label == UNTOUCHED else int(label) for label in labels]
-    return {START: min(versions), END: max(versions)} if versions else {}
+    return {START: str(min(versions)), END: str(max(versions))}
 
 
-def _comment(versions: dict[str, int]) -> bytes:
-    """A line of server-sent events that clients pass over."""
-    return "".join(f": {name}: {version}\n\n" for name, version in versions.items()).encode()
+def _comment(told: Mapping[str, str]) -> bytes:
+    """Lines of server-sent events that clients pass over."""
+    return "".join(f": {name}: {value}\n\n" for name, value in told.items()).encode()

@@ -85,7 +85,7 @@ async def build_http(
     app.add_api_route("/status", status, methods=["GET"])
     get_prometheus_registry().register(_Metrics(status))
     app.router.routes.insert(0, APIRoute("/v1/models", partial(_models, app, status)))  # before vLLM's own
-    guarded = RefuseWithoutWeights(TellVersions(app, lambda: status()["policy_version"]), status)
+    guarded = RefuseWithoutWeights(TellVersions(app, partial(_serving, status)), status)
     config = uvicorn.Config(
         # Around the finished app, which takes no more middleware.
         guarded if api_key is None else ApiKeyGate(guarded, api_key),
@@ -100,11 +100,17 @@ async def build_http(
 
 
 async def _models(app: FastAPI, status: Status) -> dict[str, Any]:
-    """vLLM's list, and which version of each model answers."""
+    """vLLM's list, and which version of which run answers for each model."""
     known = await app.state.openai_serving_models.show_available_models()
     listed = known.model_dump()
-    version = status()["policy_version"]
-    return listed | {"data": [model | {"policy_version": version} for model in listed["data"]]}
+    run, version = _serving(status)
+    return listed | {"data": [model | {"policy_version": version, "run": run} for model in listed["data"]]}
+
+
+def _serving(status: Status) -> tuple[str | None, int | None]:
+    """The run and the version whose weights answer now, whichever run is served."""
+    now = status()
+    return now["weights_run"], now["policy_version"]
 
 
 class RefuseWithoutWeights:
@@ -144,8 +150,16 @@ class _Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         status = self._status()
-        version = -1 if status["policy_version"] is None else status["policy_version"]
-        yield GaugeMetricFamily("slipstream_policy_version", "Policy version served, -1 before the first push", version)
+        version = GaugeMetricFamily(
+            "slipstream_policy_version", "Version that answers, and of which run; -1: the model's own", labels=["run"]
+        )
+        version.add_metric(
+            [status["weights_run"] or ""], -1 if status["policy_version"] is None else status["policy_version"]
+        )
+        yield version
+        tenancy = GaugeMetricFamily("slipstream_tenancy", "1 for the run that has the server", labels=["state", "run"])
+        tenancy.add_metric([status["tenancy"]["state"], status["tenancy"]["run"] or ""], 1)
+        yield tenancy
         yield GaugeMetricFamily("slipstream_groups_running", "Groups being sampled", status["groups_running"])
         yield GaugeMetricFamily("slipstream_groups_unacked", "Finished groups kept", status["groups_unacked"])
         yield GaugeMetricFamily("slipstream_idle_frac", "Share of time without a running group", status["idle_frac"])

@@ -59,12 +59,18 @@ class Pushes:
         self._given_up = asyncio.Event()
         """Set once the learner has given up the epoch there is."""
         self._weights_intact = True
-        self._num_runs = 0
+        self._run: str | None = None
+        """That is served."""
+        self._term = 0
+        """Counts the runs that were served, and the engines."""
+        self._weights_term: int | None = None
+        """In which the weights came that are served."""
         self._paused_at: float | None = None
         """Set while nothing is generated."""
         self.version: int | None = None
         self.checksum: str | None = None
-        """Of the weights that are served."""
+        self.weights_run: str | None = None
+        """Of the weights that answer, whichever run is served; None: the model's own."""
         self.state: PushState = "idle"
         self.num_done = self.num_failed = 0
         self.stall_s = 0.0
@@ -73,10 +79,15 @@ class Pushes:
         """A clock that stands still while nothing is generated."""
         return (self._paused_at or time.monotonic()) - self.stall_s
 
-    def forget_version(self) -> None:
-        """The weights are of a run that is over: the next learner must push before it asks for groups."""
-        self.version = self.checksum = None
-        self._num_runs += 1
+    def begin_run(self, run: str) -> None:
+        """The weights there are go on answering, and are not this run's: its learner must push before it asks for groups."""
+        self._run = run
+        self._term += 1
+
+    @property
+    def version_of_run(self) -> int | None:
+        """The version that the run has pushed which is served now; None until it has."""
+        return self.version if self._weights_term == self._term else None
 
     def forget_engine(self) -> None:
         """Another engine has taken its place, with the model's own weights: those of a run came to the old one."""
@@ -84,7 +95,8 @@ class Pushes:
         had_weights_of_a_run = self.num_done > 0 or not self._weights_intact
         self._weights_intact, self.state = not had_weights_of_a_run, "torn" if had_weights_of_a_run else "idle"
         self._epoch = self._paused_at = None
-        self.forget_version()
+        self.version = self.checksum = self.weights_run = self._weights_term = None
+        self._term += 1
 
     @property
     def is_ending(self) -> bool:
@@ -100,9 +112,10 @@ class Pushes:
         """Run one push to its PushDone or PushFailed. Raises EngineDead, which the learner is told as a PushFailed."""
         if begin.epoch != self._epoch:
             self._given_up.set()  # whoever begins another epoch has given up the one there is
+        run, term = self._run, self._term
         async with self._lock:
             try:
-                outcome = await self._outcome(begin)
+                outcome = await self._outcome(begin, run, term)
             except EngineDead as dead:
                 await self._tell(self.failed(begin, f"{dead}; it is started again", weights_intact=False))
                 raise
@@ -118,9 +131,9 @@ class Pushes:
                 self._epoch = None
                 await self._quickly(self._engine.leave_epoch(abort.epoch), f"leaving epoch {abort.epoch}")
 
-    async def _outcome(self, begin: PushBegin) -> PushDone | PushFailed:
+    async def _outcome(self, begin: PushBegin, run: str | None, term: int) -> PushDone | PushFailed:
         try:
-            done = await self._run(begin)
+            done = await self._load_and_label(begin, run, term)
         except _Failed as failure:
             return await self._give_up(begin, str(failure), retryable=failure.retryable)
         except EngineDead:
@@ -131,9 +144,11 @@ class Pushes:
         self.num_done += 1
         return done
 
-    async def _run(self, begin: PushBegin) -> PushDone:
+    async def _load_and_label(self, begin: PushBegin, run: str | None, term: int) -> PushDone:
+        """`run` has begun it, in its `term`."""
+        if term != self._term:
+            raise _Failed(f"run {run}, which began it, is not served any more")
         self._enter_epoch(begin)
-        run = self._num_runs
         order = PushOrder(
             epoch=begin.epoch, version=begin.version, rendezvous=begin.rendezvous, manifest=begin.manifest
         )
@@ -152,8 +167,7 @@ class Pushes:
         self.state = "resuming"
         await self._quickly(self._engine.set_version(begin.version), "labelling")
         self._weights_intact = True
-        if run == self._num_runs:
-            self.version, self.checksum = begin.version, checksum
+        self.version, self.checksum, self.weights_run, self._weights_term = begin.version, checksum, run, term
         stall_s = await self._resume()
         return PushDone(
             epoch=begin.epoch, version=begin.version, checksum=checksum, pause_s=pause_s,

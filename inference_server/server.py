@@ -17,15 +17,12 @@ next push. Finished groups stay, for they are what their version labels say; run
 
 import asyncio
 import logging
-import math
 import time
 import uuid
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-
-import msgspec
 
 from inference_server.config import ServerConfig
 from inference_server.containment import contained, note, survived
@@ -37,8 +34,9 @@ from inference_server.groups import Groups, not_begun, why_invalid
 from inference_server.push import Pushes
 from inference_server.refusals import Refusals
 from inference_server.scores import no_scores, scores_of
+from inference_server.tenancy import Holder, Tenancy
 from inference_server.visits import Visits
-from protocol.channel.sockets import ServerChannel
+from protocol.channel.sockets import Sent, ServerChannel
 from protocol.errors import ProtocolError
 from protocol.messages import (
     PROTOCOL_VERSION,
@@ -72,17 +70,6 @@ MAX_IGNORED_PEERS = 1_000
 """So many peers that sent rubbish are remembered; one that is forgotten is told once more."""
 
 
-class Learner(msgspec.Struct):
-    """The one learner that is served."""
-
-    run: str
-    peer: bytes
-    reached_at: float
-    """When a message could last be handed to its connection."""
-    missed_at: float | None = None
-    """Since when none could."""
-
-
 class Server:
     """Serves one learner at a time; `serve` runs until it is cancelled or the engine has died too often (EngineDead)."""
 
@@ -90,7 +77,7 @@ class Server:
         self._channel, self._engine, self._model, self._config = channel, engine, model, config
         self._server_id = _new_id()
         self._started_at = time.monotonic()
-        self._learner: Learner | None = None
+        self._tenancy = Tenancy(config.orphan_timeout_s, time.monotonic())
         self._untold: deque[Message] = deque()
         """Answers that could not be sent over the learner's present connection yet."""
         self._ignored_peers: deque[bytes] = deque(maxlen=MAX_IGNORED_PEERS)
@@ -104,7 +91,7 @@ class Server:
         self._visits = Visits(channel, engine, model, self._life)
         self.drain = Drain(
             self._life, self._pushes, self._groups, config.drain_timeout_s,
-            lambda: self._deliver(self._pulse_message()), self._unreached_s,
+            lambda: self._deliver(self._pulse_message()), lambda: self._tenancy.away_s(time.monotonic()),
         )  # fmt: skip
         self._stall = StallWatch(engine, self._pushes.generating_s, config.stall_timeout_s)
 
@@ -125,9 +112,11 @@ class Server:
         uptime_s = time.monotonic() - self._started_at
         return {
             "server_id": self._server_id,
-            "run": self._learner.run if self._learner else None,
+            "run": self._served_run,
+            "tenancy": self._tenancy.status(time.monotonic()),
             "architecture": self._model.architecture,
             "policy_version": self._pushes.version,
+            "weights_run": self._pushes.weights_run,
             "weights_checksum": self._pushes.checksum,
             "push_state": self._pushes.state,
             "pushes_done": self._pushes.num_done,
@@ -145,6 +134,10 @@ class Server:
             "messages_refused": self._refusals.num_messages + self._channel.num_shut_out,
             "handshakes_failed": self._refusals.num_handshakes,
         }
+
+    @property
+    def _served_run(self) -> str | None:
+        return self._tenancy.holder.run if self._tenancy.holder else None
 
     def _why_unavailable(self) -> str | None:
         if self.drain.is_draining:
@@ -186,10 +179,10 @@ class Server:
             case Hello():
                 await self._greet(peer, message)
             case Probe():
-                await self._visits.answer(peer, message, self._learner.run if self._learner else None)
+                await self._visits.answer(peer, message, self._served_run)
             case Trial():
                 self._tasks.create_task(self._visits.try_transfer(peer, message))
-            case _ if self._learner is None or self._learner.peer != peer:
+            case _ if self._tenancy.holder is None or self._tenancy.holder.peer != peer:
                 # A connection that was lost and made again. It hears no pulse and so will say Hello: an answer here
                 # would only keep it from noticing.
                 self._refusals.message(f"{type(message).__name__} on a connection that has not said Hello")
@@ -198,6 +191,9 @@ class Server:
                 await self._groups.deliver_rest()
             case Cancel(group_ids=group_ids):
                 self._groups.cancel(group_ids)
+            case Farewell(is_over=True):
+                log.info("run %s is over", self._served_run)
+                self._free()
             case Farewell():
                 self.drain.heard()
             case PushBegin() if self.drain.is_draining:
@@ -234,42 +230,40 @@ class Server:
                 await self._pulse_once()
 
     async def _pulse_once(self) -> None:
-        if self._learner is None:
-            return
-        if await self._deliver(self._pulse_message()):
+        if await self._deliver(self._pulse_message()):  # by which a lost connection is noticed
             await self._tell_rest()
             await self._groups.deliver_rest()
-        elif time.monotonic() - self._learner.reached_at > self._config.orphan_timeout_s:
+        elif self._tenancy.is_due(time.monotonic()):
             log.warning(
                 "run %s has not been reached for %g s (server.orphan_timeout_s): %d running and %d finished groups dropped",
-                self._learner.run, self._config.orphan_timeout_s, self._groups.num_running, self._groups.num_unacked,
+                self._served_run, self._config.orphan_timeout_s, self._groups.num_running, self._groups.num_unacked,
             )  # fmt: skip
-            self._groups.forget_all()
-            self._learner = None
+            self._free()
 
     # --- learner -----------------------------------------------------------------------------------------------------
 
     async def _greet(self, peer: bytes, hello: Hello) -> None:
-        if reason := await self._why_refused(hello):
-            self._refusals.message("Hello", f"run {hello.run}: {reason}")
-            await self._channel.send(peer, Refused(reason=reason))
+        if (refused := self._why_refused(hello)) is not None:
+            cause = "Hello of a learner that has to wait" if refused.is_busy else "Hello"
+            self._refusals.message(cause, f"run {hello.run}: {refused.reason}")
+            await self._channel.send(peer, refused)
             return
         if not self._life.is_alive or self._pushes.is_ending or self.drain.is_draining:
             return  # said again until it is answered, by the next server here if this one ends
-        if self._learner is None or self._learner.run != hello.run:
+        before = self._tenancy.holder
+        if self._tenancy.hold(Holder(run=hello.run, learner=hello.learner, peer=peer), time.monotonic()):
             self._groups.forget_all()
-            self._pushes.forget_version()
-            self._server_id = _new_id()  # what the id stands for, the weights of a run, is gone
-            log.info("serving run %s", hello.run)
-        if self._learner is None or self._learner.peer != peer:
+            self._pushes.begin_run(hello.run)
+            self._server_id = _new_id()  # what the id stands for, the weights of a run, is not there
+            log.info("serving run %s, learner %s", hello.run, hello.learner)
+        if before is None or before.peer != peer:
             self._untold.clear()  # whatever it was about is asked for again
             self._groups.on_new_connection()
-        self._learner = Learner(run=hello.run, peer=peer, reached_at=time.monotonic())
         self._channel.admit(peer)
         limits = self._engine.limits
         await self._deliver(
             Welcome(
-                server_id=self._server_id, policy_version=self._pushes.version, num_workers=limits.num_workers,
+                server_id=self._server_id, policy_version=self._pushes.version_of_run, num_workers=limits.num_workers,
                 dtype=limits.dtype, transports=self._life.transports, devices=[place.device for place in self._life.places],
                 max_model_len=limits.max_model_len,
                 max_concurrent_sequences=limits.max_concurrent_sequences, is_untouched=self._pushes.engine_is_untouched,
@@ -278,26 +272,27 @@ class Server:
         )  # fmt: skip
         await self._groups.deliver_rest()
 
-    async def _why_refused(self, hello: Hello) -> str | None:
+    def _why_refused(self, hello: Hello) -> Refused | None:
+        """Asks nobody: what other learners say costs the one that is served nothing."""
         if hello.protocol_version != PROTOCOL_VERSION:
-            return (
-                f"the learner speaks protocol version {hello.protocol_version}, the server {PROTOCOL_VERSION}; "
+            return Refused(
+                reason=f"the learner speaks protocol version {hello.protocol_version}, the server {PROTOCOL_VERSION}; "
                 "install the same slipstream-rl on both sides"
             )
         if hello.model != self._model:
-            return (
-                f"the learner's model is {_in_words(hello.model)}, the server's {_in_words(self._model)}; "
+            return Refused(
+                reason=f"the learner's model is {_in_words(hello.model)}, the server's {_in_words(self._model)}; "
                 "start both with the same `model` in the config"
             )
-        # Asking the socket is the test: a connection that is gone is unknown to it.
-        busy = (
-            self._learner is not None and self._learner.run != hello.run and await self._deliver(self._pulse_message())
-        )
-        if busy and self._learner is not None:
-            return (
-                f"the server is busy with run {self._learner.run}; wait for its end, stop it, or start another server"
-            )
-        return None
+        busy = self._tenancy.why_busy(hello.run, hello.learner, time.monotonic())
+        return None if busy is None else Refused(reason=busy.reason, is_busy=True, free_in_s=busy.free_in_s)
+
+    def _free(self) -> None:
+        """Nobody has the server any more; the weights there are go on answering /v1."""
+        self._groups.forget_all()
+        self._untold.clear()
+        self._tenancy.free(time.monotonic())
+        self._channel.admit(None)
 
     async def _ignore(self, peer: bytes, reason: str) -> None:
         """A peer that sends rubbish is told so once; from then on nothing it sends is looked at."""
@@ -307,17 +302,14 @@ class Server:
 
     async def _deliver(self, message: Message) -> bool:
         """Send to the learner; False if there is none or it cannot be reached now."""
-        learner = self._learner
-        if (
-            learner is None
-            or learner.peer in self._ignored_peers
-            or not await self._channel.send(learner.peer, message)
-        ):
-            if learner is not None:
-                learner.missed_at = learner.missed_at or time.monotonic()
+        holder = self._tenancy.holder
+        if holder is None:
             return False
-        learner.reached_at, learner.missed_at = time.monotonic(), None
-        return True
+        is_ignored = holder.peer in self._ignored_peers
+        sent = Sent.GONE if is_ignored else await self._channel.send(holder.peer, message)
+        if sent is Sent.GONE:
+            self._tenancy.lose(time.monotonic())
+        return bool(sent)
 
     async def _tell(self, message: Message) -> None:
         """Deliver now or, where that cannot be, after the next pulse that can."""
@@ -346,18 +338,13 @@ class Server:
     def _pulse_message(self) -> Pulse:
         return Pulse(
             server_id=self._server_id,
-            policy_version=self._pushes.version,
+            policy_version=self._pushes.version_of_run,
             groups_running=self._groups.num_running,
             groups_unacked=self._groups.num_unacked,
             tokens_generated=self._groups.tokens_generated,
             idle_s=self._groups.idle_s,
             is_draining=self.drain.is_draining,
         )
-
-    def _unreached_s(self) -> float:
-        if self._learner is None:
-            return math.inf
-        return time.monotonic() - self._learner.missed_at if self._learner.missed_at is not None else 0.0
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -367,7 +354,7 @@ class Server:
             await self._tell(failed)
         elif self.drain.is_draining and not self._groups.knows(request.group_id):
             await self._tell(not_begun(request.group_id))
-        elif self._pushes.version is None:
+        elif self._pushes.version_of_run is None:
             reason = "the server has no weights of this run yet; push before asking for groups"
             failed = GroupFailed(group_id=request.group_id, code="not_ready", message=reason, retryable=True)
             await self._tell(failed)
@@ -375,7 +362,7 @@ class Server:
             self._groups.ask(request)
 
     async def _score(self, request: Score) -> None:
-        has_weights = self._pushes.version is not None or self._pushes.engine_is_untouched
+        has_weights = self._pushes.version_of_run is not None or self._pushes.engine_is_untouched
         await self._tell(await scores_of(request, self._engine, has_weights=has_weights))
 
 

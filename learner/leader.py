@@ -47,7 +47,7 @@ from learner.training.mismatch import take_mismatches
 from learner.training.throughput import Devices, throughput
 from protocol.endpoint import exposure
 from protocol.errors import ConfigError, DataError, DeadlineExceeded, ParityError, ServerLost
-from protocol.messages import PROTOCOL_VERSION, Hello
+from protocol.messages import PROTOCOL_VERSION, Hello, new_learner_id
 from protocol.model_files import fingerprint
 
 log = logging.getLogger(__name__)
@@ -104,13 +104,14 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             cleanup.callback(workers.close)
             player = open_player(run, material.prompts, workers, cleanup)
             model = fingerprint(material.model_path)
-            hello = Hello(run=run_dir.run_id, protocol_version=PROTOCOL_VERSION, model=model)
+            hello = Hello(run=run_dir.run_id, protocol_version=PROTOCOL_VERSION, model=model, learner=new_learner_id())
             fleet = Fleet(run, hello, LoopThread("learner"))
             fleet.on_wait, fleet.on_change = published.still_waiting, timeline.note
             for note in filter(None, (exposure(one.endpoint, has_keys=run.keys is not None) for one in fleet.members)):
                 log.warning(note)
             cleanup.callback(fleet.close)
             cleanup.callback(fleet.loop.stop)
+            cleanup.callback(fleet.leave)
             queue = GroupQueue(run, material.prompts, ledger, read_pass_rates(checkpoint) if checkpoint else None)
             outstanding = Outstanding(ledger, material.prompts, config.max_group_attempts)
             scorer = Scorer(config, material.tokenizer, workers)
@@ -250,6 +251,7 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             self.fleet.on_wait()
             time.sleep(LOOK_EVERY_S)
         self.log.amend(self.evaluations.take_metrics())
+        self.fleet.is_over = not interrupt.requested
 
     def _sync_joiners(self, version: int) -> None:
         if not self.pusher.is_pushing and (joiners := self.pusher.joiners()):

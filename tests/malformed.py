@@ -31,6 +31,7 @@ from protocol.messages import (
     PushDone,
     PushFailed,
     PushReady,
+    Refused,
     Rendezvous,
     Sampling,
     Score,
@@ -52,14 +53,14 @@ MANIFEST = Manifest(tensors=(TensorSpec(name="w", shape=(2, 3), dtype="float32")
 COMPLETION = Completion(token_ids=IDS, behaviour_logprobs=LOGPROBS, versions=[(0, 6)], finish_reason="stop")
 
 TO_SERVER = [
-    Hello(run="another", protocol_version=PROTOCOL_VERSION, model=MODEL),
+    Hello(run="another", protocol_version=PROTOCOL_VERSION, model=MODEL, learner="another"),
     Generate(group_id="7.0", prompt_token_ids=IDS, sampling=Sampling(num_completions=2, max_tokens=4), deadline_s=5.0),
     Score(request_id="s", token_ids=IDS, deadline_s=5.0),
     Ack(group_ids=["7.0", "8.0"]),
     Cancel(group_ids=["7.0"]),
     PushBegin(epoch="e", version=3, rendezvous=RENDEZVOUS, manifest=MANIFEST),
     PushAbort(epoch="e"),
-    Farewell(),
+    Farewell(is_over=True),
 ]
 OF_A_DOCTOR = [Probe(probe_id="p"), Trial(trial_id="t", rendezvous=RENDEZVOUS, num_bytes=1)]
 """Which the server answers to everybody."""
@@ -68,6 +69,7 @@ TO_LEARNER = [
         server_id="s", policy_version=3, num_workers=1, dtype="float32", transports=["gloo"], devices=["cpu"],
         max_model_len=64, max_concurrent_sequences=8, is_untouched=False,
     ),
+    Refused(reason="busy", is_busy=True, free_in_s=0.1),
     Pulse(server_id="s", policy_version=3, groups_running=1, groups_unacked=1, tokens_generated=9, idle_s=0.5),
     Group(group_id="unasked", entered_version=3, completions=[COMPLETION, COMPLETION]),
     GroupFailed(group_id="unasked", code="deadline", message="late", retryable=True),

@@ -36,7 +36,7 @@ from learner.servers.fleet import Fleet
 from learner.servers.loop_thread import LoopThread
 from learner.servers.pusher import Pusher
 from protocol.errors import PushError, SlipstreamError
-from protocol.messages import PROTOCOL_VERSION, Hello, ModelFingerprint, Sampling
+from protocol.messages import PROTOCOL_VERSION, Hello, ModelFingerprint, Sampling, new_learner_id
 from protocol.weights.buckets import make_manifest
 from tests.fakes import ScriptedEngine, report, serving
 from tests.fingerprint import MODEL
@@ -224,7 +224,7 @@ def run_learner(pipe: Connection, log: Path, setup: LearnerSetup) -> None:
     run = _learner_run(log.parent, setup)
     config, words, at_once = run.learner, cast(Any, _Words()), cast(Any, _AtOnce())
     ledger = Ledger(log.with_suffix(".db"))
-    hello = Hello(run="run", protocol_version=PROTOCOL_VERSION, model=setup.model)
+    hello = Hello(run="run", protocol_version=PROTOCOL_VERSION, model=setup.model, learner=new_learner_id())
     fleet = Fleet(run, hello, LoopThread("learner"))
     prompts = Prompts(config.data, words, run.seed)
     queue, outstanding = GroupQueue(run, prompts, ledger), Outstanding(ledger, prompts, config.max_group_attempts)

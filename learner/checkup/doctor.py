@@ -92,7 +92,8 @@ async def examine_server(run: LearnerRun, endpoint: str) -> AsyncIterator[Findin
             return
         yield ok("keys", f"{endpoint} knows this learner" if keys else "none on either side")
         for finding in (
-            versions(vitals), model(vitals.model, run.model), dtype(run, vitals.dtype), clock(offset_s, slack_s)
+            versions(vitals), tenancy(vitals.run), model(vitals.model, run.model), dtype(run, vitals.dtype),
+            clock(offset_s, slack_s),
         ):  # fmt: skip
             yield finding
         found = transport(run, vitals)
@@ -110,6 +111,15 @@ async def evaluation(url: str) -> Finding:
         return problem_of(
             "evaluation", error, "start the server with server.http_port, or correct learner.evaluation.url"
         )
+
+
+def tenancy(served: str | None) -> Finding:
+    """Whom a run would find there."""
+    if served is None:
+        return ok("tenancy", "the server is free")
+    return ok(
+        "tenancy", f"the server is busy with run {served}; another run waits for its end (learner.connect_timeout_s)"
+    )
 
 
 def versions(vitals: Vitals) -> Finding:

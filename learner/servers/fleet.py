@@ -27,7 +27,7 @@ from learner.servers.membership import Membership
 from learner.servers.routing import Load, least_loaded
 from protocol.channel.keys import learner_keys
 from protocol.errors import ConfigError, DeadlineExceeded, HandshakeRefused, ServerLost, SlipstreamError
-from protocol.messages import Group, GroupFailed, Hello, Welcome
+from protocol.messages import Group, GroupFailed, Hello, Refused, Welcome
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +56,8 @@ class Fleet:
         """Called in the loop with a sentence whenever a server has changed its state."""
         self.version: int | None = None
         """The one that was published last."""
+        self.is_over = False
+        """Whether the run will not come back, so that the servers are free for others as soon as this fleet has left."""
         self._run = run
         self._num_choices = 0
         self._links: list[ServerLink] = []
@@ -86,6 +88,11 @@ class Fleet:
             self.loop.spawn(self._keep(member))
         if self._membership is not None:
             self.loop.spawn(self._reread(self._membership))
+
+    def leave(self) -> None:
+        """Free the servers if the run is over. The last thing that is said to them."""
+        if self.is_over:
+            self.loop.call(self._leave_all(), OPEN_TIMEOUT_S)
 
     def close(self) -> None:
         """Close the sockets; the loop has stopped."""
@@ -120,11 +127,22 @@ class Fleet:
         return members
 
     def no_server(self) -> DeadlineExceeded:
-        """The error when none has answered for `learner.connect_timeout_s`."""
+        """The error when none has answered, or been free, for `learner.connect_timeout_s`."""
+        patience_s = self._run.learner.connect_timeout_s
+        if busy := [f"{one.endpoint}: {one.link.busy.reason}" for one in self.members if one.link.busy is not None]:
+            others = (
+                ""
+                if len(busy) == len(self.members)
+                else f", and the other {len(self.members) - len(busy)} do not answer"
+            )
+            return DeadlineExceeded(
+                f"run {self.hello.run} had to wait for {patience_s:.0f} s for a server that another learner has{others}. "
+                f"{'. '.join(busy)}, or raise learner.connect_timeout_s"
+            )
         handshakes_fail = any(member.link.handshakes_fail for member in self.members)
         keys = " and `keys` (what listens there ends every handshake)" if handshakes_fail else ""
         return DeadlineExceeded(
-            f"no inference server answers at {self._places()} after {self._run.learner.connect_timeout_s:.0f} s; start one "
+            f"no inference server answers at {self._places()} after {patience_s:.0f} s; start one "
             f"with `inference-server run.toml`, check `endpoint{'s' * self.is_several}`{keys}, or raise learner.connect_timeout_s"
         )
 
@@ -201,6 +219,7 @@ class Fleet:
     async def _keep(self, member: Member) -> None:
         member.task, member.link.on_lost = asyncio.current_task(), partial(self._lost, member)
         member.link.on_draining = partial(self._drains, member)
+        member.link.on_busy = partial(self._must_wait, member)
         try:
             await member.link.run(partial(self._on_group, member), partial(self._welcomed, member))
         except* HandshakeRefused as refused:
@@ -264,6 +283,14 @@ class Fleet:
             # What comes there next, also if it is listed again before the next look, is a server that joins, not the one that has gone.
             await self._take_in([] if member.is_unlisted else [member.endpoint], in_place_of=member)
 
+    def _must_wait(self, member: Member, refused: Refused) -> None:
+        told = f"the server at {member.endpoint} is not free: {refused.reason}"
+        self.on_change(told)
+        log.warning(
+            "%s. This run waits for it; it ends after %g s without any server (learner.connect_timeout_s)",
+            told, self._run.learner.connect_timeout_s,
+        )  # fmt: skip
+
     def _welcomed(self, member: Member, welcome: Welcome) -> None:
         for other in self.members:
             if other is member or other.is_gone or other.welcome is None:
@@ -292,9 +319,23 @@ class Fleet:
 
     async def _close(self, member: Member) -> None:
         """So that the server may serve another run."""
+        is_shared = self._has_another_link(member)
         await member.link.greet_again()  # which nobody hears: it is not connected any more
         await asyncio.sleep(CLOSE_AFTER_S)
+        if not is_shared:
+            await member.link.leave()
         member.link.close()
+
+    def _has_another_link(self, member: Member) -> bool:
+        """Whether its server is here under another address too, which still needs it."""
+        welcome = member.link.welcome
+        return welcome is not None and any(
+            other is not member and other.welcome is not None and other.welcome.server_id == welcome.server_id
+            for other in self.members
+        )
+
+    async def _leave_all(self) -> None:
+        await asyncio.gather(*(link.leave() for link in self._links))
 
     def _note(self, member: Member) -> None:
         state, before = member.state(self.version), member.noted_state

@@ -53,6 +53,10 @@ from protocol.messages import (
 log = logging.getLogger(__name__)
 
 HELLO_INTERVAL_S = 0.25
+BUSY_INTERVAL_S = 1.0
+"""Between two Hellos to a server that is busy, unless it says that it is free sooner."""
+BUSY_FOR_S = 5.0
+"""After its last word that it was busy. One that is busy says so at each Hello."""
 DEAD_AFTER_S = 2.25
 """Silence after which the server is taken for dead: five pulses. With HELLO_INTERVAL_S between two looks, within 3 s."""
 SEND_TIMEOUT_S = 3.0
@@ -92,9 +96,15 @@ class ServerLink:
         """Called whenever the server is no longer connected."""
         self.is_draining = False
         """It has said that it ends once it has finished what it has begun. Another server needs another link."""
-        self._has_said_farewell = False
+        self._has_said_farewell = self._has_left = False
         self.on_draining: Callable[[], None] = _ignore
         """Called when it says so."""
+        self._busy: tuple[Refused, float] | None = None
+        """The newest such answer to a Hello, and when it came."""
+        self._hello_at = 0.0
+        """No Hello before then."""
+        self.on_busy: Callable[[Refused], None] = _ignore
+        """Called when a server that is waited for says for the first time that another learner has it."""
         self._connection = 0
         """Counts the welcomes after a silence or by another server."""
         self._push: tuple[str, int] | None = None
@@ -107,6 +117,13 @@ class ServerLink:
     def connected(self) -> bool:
         """True while the server that welcomed this run still pulses."""
         return self._connected
+
+    @property
+    def busy(self) -> Refused | None:
+        """The answer of a server that another learner has; None from one that has welcomed this run, or says nothing."""
+        if self._connected or self._busy is None or time.monotonic() - self._busy[1] > BUSY_FOR_S:
+            return None
+        return self._busy[0]
 
     @property
     def last_count(self) -> tuple[int, float]:
@@ -139,9 +156,14 @@ class ServerLink:
             self._num_broken = self._channel.num_broken
             if self._connected and self.is_draining and not self._has_said_farewell:
                 self._has_said_farewell = await self._try_send(Farewell(), HELLO_INTERVAL_S)
-            elif not self._connected and not self.is_draining:  # whoever is there after it is another link's
+            elif self._wants_welcome and time.monotonic() >= self._hello_at:
                 await self._try_send(self._hello, HELLO_INTERVAL_S)
             await asyncio.sleep(HELLO_INTERVAL_S)
+
+    @property
+    def _wants_welcome(self) -> bool:
+        """Not of a server that is draining: whoever is there after it is another link's."""
+        return not (self._connected or self.is_draining or self._has_left)
 
     def _note_failed_handshakes(self) -> None:
         failed = self._channel.check_handshake() and not self._connected
@@ -183,6 +205,8 @@ class ServerLink:
 
     def _dispatch(self, message: ServerMessage) -> None:
         match message:
+            case Refused(is_busy=True):
+                self._wait_for_turn(message)
             case Refused(reason=reason):
                 raise HandshakeRefused(f"the server at {self.endpoint} refused this run: {reason}")
             case Pulse():
@@ -204,6 +228,15 @@ class ServerLink:
                 "connected to %s server %s at %s", "the" if is_new else "the same", welcome.server_id, self.endpoint
             )
         self.welcome, self._connected = welcome, True
+
+    def _wait_for_turn(self, refused: Refused) -> None:
+        if not self._wants_welcome:
+            return  # it answers a Hello from before the welcome
+        was_busy, now = self.busy is not None, time.monotonic()
+        self._busy = (refused, now)
+        self._hello_at = now + min(BUSY_INTERVAL_S, BUSY_INTERVAL_S if refused.free_in_s is None else refused.free_in_s)
+        if not was_busy:
+            self.on_busy(refused)
 
     def _pulsed(self, pulse: Pulse) -> None:
         if self._connected and self.welcome is not None and pulse.server_id != self.welcome.server_id:
@@ -310,6 +343,12 @@ class ServerLink:
         """Take the server for gone until it has welcomed this run again, which tells sooner than its silence."""
         if self._connected:
             self._lose()
+
+    async def leave(self) -> None:
+        """Tell the server, if it can be reached, that this run needs it no more; it is not greeted again."""
+        self._has_left = True
+        if self.welcome is not None:
+            await self._try_send(Farewell(is_over=True), HELLO_INTERVAL_S)
 
     async def _push_reply(self, wanted: type[R], epoch: str) -> R:
         connection = self._connection

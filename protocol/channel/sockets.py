@@ -9,6 +9,7 @@ threads and never reach `receive`. Without keys, a peer that has not been admitt
 """
 
 import asyncio
+import enum
 import math
 import socket
 from collections import Counter
@@ -54,6 +55,18 @@ def _open(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) -> 
     opened.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     opened.setsockopt(zmq.LINGER, LINGER_MS)
     return opened
+
+
+class Sent(enum.Enum):
+    """What became of a message to a peer; true if it is on its way."""
+
+    YES = enum.auto()
+    FULL = enum.auto()
+    """The peer is there, and its queue is full."""
+    GONE = enum.auto()
+
+    def __bool__(self) -> bool:
+        return self is Sent.YES
 
 
 class ServerChannel:
@@ -124,8 +137,8 @@ class ServerChannel:
             except ProtocolError as error:
                 return peer, error
 
-    def admit(self, peer: bytes) -> None:
-        """The one peer that is no stranger: what it sends has only the limits of each message."""
+    def admit(self, peer: bytes | None) -> None:
+        """The one peer that is no stranger, if there is one: what it sends has only the limits of each message."""
         self._admitted = peer
 
     def _is_shut_out(self, peer: bytes, descriptor: int, frames: list[zmq.Frame]) -> bool:
@@ -146,17 +159,17 @@ class ServerChannel:
         """Count the connections that failed before their first message, since the last call."""
         return Counter(self._monitor.take())
 
-    async def send(self, peer: bytes, message: Message) -> bool:
-        """Send without waiting; False if the peer is gone or its queue is full (the caller keeps what matters)."""
+    async def send(self, peer: bytes, message: Message) -> Sent:
+        """Send without waiting; what is not sent is lost (the caller keeps what matters)."""
         try:
             self._messages.send_now([peer, *encode(message)])
         except zmq.Again:
-            return False
+            return Sent.FULL
         except zmq.ZMQError as error:
             if error.errno == zmq.EHOSTUNREACH:
-                return False
+                return Sent.GONE
             raise
-        return True
+        return Sent.YES
 
     def close(self) -> None:
         self._messages.close()

@@ -21,7 +21,16 @@ from protocol.messages.generation import (
     Score,
     Scores,
 )
-from protocol.messages.handshake import PROTOCOL_VERSION, Farewell, Hello, ModelFingerprint, Pulse, Refused, Welcome
+from protocol.messages.handshake import (
+    PROTOCOL_VERSION,
+    Farewell,
+    Hello,
+    ModelFingerprint,
+    Pulse,
+    Refused,
+    Welcome,
+    new_learner_id,
+)
 from protocol.messages.parts import DTYPES, Message, Part
 from protocol.messages.probe import MAX_TRIAL_BYTES, Probe, Trial, TrialEnded, Vitals
 from protocol.messages.push import (
@@ -40,7 +49,7 @@ __all__ = [
     "DTYPES", "MAX_STOPS", "MAX_STOP_LENGTH", "MAX_TRIAL_BYTES", "PROTOCOL_VERSION", "Ack", "Cancel", "Completion", "Farewell", "Generate",
     "Group", "GroupFailed", "Hello", "LearnerMessage", "Manifest", "Message", "ModelFingerprint", "Part", "Probe", "Pulse", "PushAbort",
     "PushBegin", "PushDone", "PushFailed", "PushReady", "Refused", "Rendezvous", "Sampling", "Score", "Scores", "ServerMessage",
-    "TensorSpec", "Transport", "Trial", "TrialEnded", "Vitals", "Welcome",
+    "TensorSpec", "Transport", "Trial", "TrialEnded", "Vitals", "Welcome", "new_learner_id",
 ]  # fmt: skip
 
 LearnerMessage = Hello | Generate | Ack | Cancel | Score | PushBegin | PushAbort | Farewell | Probe | Trial

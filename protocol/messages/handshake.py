@@ -1,12 +1,15 @@
 """Who is there: the first message of a learner, its answer, and the server's signs of life."""
 
+import os
+import socket
+import uuid
 from typing import Annotated
 
 import msgspec
 
 from protocol.messages.parts import Message, Name, Version
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 MAX_REPLICAS = 1024
 
 
@@ -21,12 +24,20 @@ class ModelFingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """First 16 hex digits of a SHA-256 over the tokenizer's files."""
 
 
+def new_learner_id() -> str:
+    """Return a name for this learner process that no other has: host, process id and a random part."""
+    return f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
+
+
 class Hello(Message):
     """First message of a learner, repeated until the server answers."""
 
     run: Name
     protocol_version: int
     model: ModelFingerprint
+    learner: Name = ""
+    """The process that speaks, by `new_learner_id`: two of one run must not take the server from each other. Empty only from a
+    learner before protocol version 8, which must still be told that its version is another."""
 
 
 class Welcome(Message):
@@ -50,10 +61,14 @@ class Welcome(Message):
     """Copies of the model, each with its share of the workers. vLLM chooses one for a group; to score, each is asked by its number."""
 
 
-class Refused(Message):
-    """The handshake failed; `reason` names both sides' values and the remedy."""
+class Refused(Message, omit_defaults=True):  # so that a learner of another protocol version can read why
+    """The server does not take this run; `reason` names both sides' values and the remedy."""
 
     reason: str
+    is_busy: bool = False
+    """For now, because another learner has the server: a later Hello may be answered otherwise."""
+    free_in_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    """After so long the server is free, unless the learner that has it comes back. None: nobody knows."""
 
 
 class Pulse(Message):
@@ -71,4 +86,8 @@ class Pulse(Message):
 
 
 class Farewell(Message):
-    """The learner has heard that the server is draining and asks it for nothing more: all that it has asked came before this."""
+    """The learner asks this server for nothing more: all that it has asked came before this."""
+
+    is_over: bool = False
+    """Whether the run is over here, which frees the server for another run at once. Otherwise the learner has heard that the server is
+    draining; it still takes what it has asked for, and the run may come back."""

@@ -79,7 +79,7 @@ def fleet_on(endpoints: list[str]) -> Iterator[Fleet]:
     """A fleet all of whose servers are connected."""
     learner = {"steps": 1, "data": {"task": "reverse"}, "reward": {"functions": ["exact_match"]}}
     shared = {"model": "scripted", "run_dir": "unused", "endpoints": endpoints, "dtype": "float32", "learner": learner}
-    hello = Hello(run="bench", protocol_version=PROTOCOL_VERSION, model=MODEL)
+    hello = Hello(run="bench", protocol_version=PROTOCOL_VERSION, model=MODEL, learner="bench")
     fleet = Fleet(msgspec.convert(shared, LearnerRun), hello, LoopThread("bench"))
     fleet.start(lambda member, group: None)
     try:

@@ -92,7 +92,7 @@ class BusyLink:
         """Of the completions that have come."""
         self._num_asked = 0
         hello = Hello(
-            run=f"bench-{time.monotonic_ns()}", protocol_version=PROTOCOL_VERSION,
+            run=f"bench-{time.monotonic_ns()}", protocol_version=PROTOCOL_VERSION, learner="bench",
             model=fingerprint(resolve_model(server.model)),
         )  # fmt: skip
         self.fleet = Fleet(bench_run(server), hello, LoopThread("bench-link"))

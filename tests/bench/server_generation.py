@@ -95,7 +95,7 @@ class GroupLink:
     def __init__(self, server: ServedModel) -> None:
         self._processes = server.processes
         hello = Hello(
-            run=f"bench-{time.monotonic_ns()}", protocol_version=PROTOCOL_VERSION,
+            run=f"bench-{time.monotonic_ns()}", protocol_version=PROTOCOL_VERSION, learner="bench",
             model=fingerprint(resolve_model(server.model)),
         )  # fmt: skip
         self.fleet = Fleet(bench_run(server), hello, LoopThread("bench-link"))

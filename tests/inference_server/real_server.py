@@ -1,6 +1,7 @@
 """The real server for tests: its own process, real vLLM, real sockets; and what every test asks of it."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -16,7 +17,8 @@ import psutil
 from transformers import PreTrainedModel
 
 from protocol.channel.keys import LearnerKeys
-from protocol.messages import PROTOCOL_VERSION, Hello, PushDone, Refused, Score, Scores, Welcome
+from protocol.errors import SlipstreamError
+from protocol.messages import Farewell, PushDone, Score, Scores
 from protocol.model_files import fingerprint
 from tests.inference_server import tiny_gpt2
 from tests.inference_server.forked_server import ForkedServer
@@ -26,6 +28,7 @@ from tests.ports import free_port
 ROOT = Path(__file__).parent.parent.parent
 START_TIMEOUT_S = 180
 TEST_TIMEOUT_S = 180
+LEAVE_TIMEOUT_S = 1.0
 TOLERANCE = 1e-4
 
 
@@ -111,22 +114,22 @@ def running_server(directory: Path, *flags: str, **kwargs: Any) -> Iterator[Real
 
 
 def with_learner(
-    server: RealServer, test: Callable[[ScriptedLearner], Awaitable[None]], timeout_s: float = TEST_TIMEOUT_S
-) -> None:
-    """Run a test as a run of its own, once the run of the test before has left."""
+    server: RealServer, test: Callable[[ScriptedLearner], Awaitable[None]], timeout_s: float = TEST_TIMEOUT_S,
+    *, vanishes: bool = False,
+) -> None:  # fmt: skip
+    """Run a test as a run of its own, which is over at its end, or is lost."""
 
     async def run() -> None:
         model = fingerprint(server.model)
         learner = ScriptedLearner(server.endpoint, f"run-{time.monotonic_ns()}", model, server.keys)
         try:
             async with asyncio.timeout(timeout_s):
-                answer: Welcome | Refused = Refused(reason="not asked yet")
-                while isinstance(answer, Refused):
-                    await learner.send(Hello(run=learner.run, protocol_version=PROTOCOL_VERSION, model=model))
-                    answer = await learner.receive((Welcome, Refused))
-                learner.num_workers = answer.num_workers
+                learner.num_workers = (await learner.join()).num_workers
                 await test(learner)
         finally:
+            if not vanishes:
+                with contextlib.suppress(SlipstreamError):
+                    await learner.channel.send(Farewell(is_over=True), LEAVE_TIMEOUT_S)
             learner.close()
 
     asyncio.run(run())

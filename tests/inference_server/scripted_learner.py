@@ -11,6 +11,7 @@ from protocol.channel.keys import LearnerKeys
 from protocol.channel.sockets import LearnerChannel
 from protocol.messages import (
     PROTOCOL_VERSION,
+    Farewell,
     Generate,
     Hello,
     Manifest,
@@ -21,6 +22,7 @@ from protocol.messages import (
     PushDone,
     PushFailed,
     PushReady,
+    Refused,
     Sampling,
     Welcome,
 )
@@ -28,6 +30,7 @@ from tests.fingerprint import MODEL
 
 TIMEOUT_S = 60.0
 PUSH_TIMEOUT_S = 60.0
+BUSY_INTERVAL_S = 0.02
 M = TypeVar("M")
 
 
@@ -39,6 +42,8 @@ class ScriptedLearner:
     ) -> None:
         self.channel = LearnerChannel(endpoint, keys)
         self.run, self.model = run, model
+        self.learner = uuid.uuid4().hex[:8]
+        """This process, as it says; another may say the same."""
         self.unread: list[Any] = []
         self._meeting: Any = None
         self.collective: Any = None
@@ -66,11 +71,23 @@ class ScriptedLearner:
                     self.unread.append(message)
 
     async def hello(self, protocol_version: int = PROTOCOL_VERSION) -> None:
-        await self.send(Hello(run=self.run, protocol_version=protocol_version, model=self.model))
+        hello = Hello(run=self.run, protocol_version=protocol_version, model=self.model, learner=self.learner)
+        await self.send(hello)
+
+    async def greet(self) -> Welcome | Refused:
+        await self.hello()
+        return await self.receive((Welcome, Refused))
 
     async def join(self) -> Welcome:
-        await self.hello()
-        return await self.receive(Welcome)
+        """Wait while another has the server."""
+        while not isinstance(answer := await self.greet(), Welcome):
+            assert answer.is_busy, answer.reason
+            await asyncio.sleep(BUSY_INTERVAL_S)
+        return answer
+
+    async def leave(self) -> None:
+        """Free the server."""
+        await self.send(Farewell(is_over=True))
 
     async def generate(
         self, group_id: str, prompt: list[int], deadline_s: float = TIMEOUT_S, salt: str = "", **sampling: Any

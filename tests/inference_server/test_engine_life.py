@@ -370,7 +370,7 @@ def test_the_link_learns_at_once_that_weights_scores_and_pushes_are_gone_and_is_
     async def run() -> None:
         engine = ScriptedEngine()
         async with serving(engine) as running:
-            hello = Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL)
+            hello = Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL, learner="l")
             link = ServerLink(running.endpoint, hello)
             task = asyncio.create_task(link.run())
             await until(lambda: link.connected)

@@ -130,6 +130,7 @@ def test_a_key_may_come_and_go_while_the_server_runs(keys: Path, tmp_path: Path)
         await learner.generate("on a connection that was open before", [1])
         await learner.receive(Group)
         newcomer = ScriptedLearner(running.endpoint, learner.run, keys=other)
+        newcomer.learner = learner.learner  # the same one, with its new key
         await newcomer.join()
         newcomer.close()
         removed = make_link(running.endpoint, learner_key)
@@ -223,7 +224,7 @@ def test_a_welcomed_learner_may_send_more_than_a_stranger(monkeypatch: pytest.Mo
 
 
 def make_link(endpoint: str, keys: LearnerKeys | None, **options: Any) -> ServerLink:
-    hello = Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL)
+    hello = Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL, learner="l")
     return ServerLink(endpoint, hello, keys=keys, **options)
 
 

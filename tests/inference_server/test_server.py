@@ -124,26 +124,6 @@ def test_another_model_is_refused_with_both_models() -> None:
     run_with_server(test)
 
 
-def test_a_second_run_is_refused_while_the_first_is_connected_and_served_after_it_left() -> None:
-    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
-        await join_and_push(engine, learner, version=7)
-        second = ScriptedLearner(running.endpoint, run="run-b")
-        await second.hello()
-        assert "busy with run run-a" in (await second.receive(Refused)).reason
-        learner.channel.close()
-        answer: Welcome | Refused = Refused(reason="not asked yet")
-        while isinstance(answer, Refused):
-            await asyncio.sleep(0.05)
-            await second.hello()
-            answer = await second.receive((Welcome, Refused))
-        assert answer.policy_version is None and not answer.is_untouched, "weights of another run are no weights"
-        await second.generate("g", [1, 2])
-        assert (await second.receive(GroupFailed)).code == "not_ready"
-        second.close()
-
-    run_with_server(test)
-
-
 def test_a_malformed_message_is_answered_once_and_its_sender_ignored() -> None:
     async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
         await learner.join()
@@ -666,7 +646,7 @@ def test_a_learner_that_was_forgotten_meets_a_server_with_a_new_id() -> None:
     async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
         first = (await learner.join()).server_id
         assert (await learner.join()).server_id == first
-        running.server._learner = None
+        await learner.leave()
         assert (await learner.join()).server_id != first
 
     run_with_server(test)

@@ -358,7 +358,10 @@ def test_status_health_and_metrics_show_the_server(server: RealServer) -> None:
         assert status["tokens_generated"] >= sum(len(completion.token_ids) for completion in group.completions)
         assert await asyncio.to_thread(server.get, "/health") == ""
         metrics = await asyncio.to_thread(server.get, "/metrics")
-        assert "slipstream_policy_version 6.0" in metrics and "slipstream_groups_unacked 1.0" in metrics
+        assert (
+            f'slipstream_policy_version{{run="{learner.run}"}} 6.0' in metrics
+            and "slipstream_groups_unacked 1.0" in metrics
+        )
         assert "vllm:generation_tokens_total" in metrics
         scraped = {sample.name for family in text_string_to_metric_families(metrics) for sample in family.samples}
         assert len(asked_of_servers()) > 10 and sorted(asked_of_servers() - scraped) == []

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import torch
 
+from inference_server.config import ServerConfig
 from learner.config import LearnerRun
 from learner.report.timeline import read_events
 from learner.train import train
@@ -62,6 +63,14 @@ def assert_each_prompt_once(run: LearnerRun, num_steps: int) -> None:
 
 def warnings_about_servers(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING and ".servers." in one.name]
+
+
+def wait_until_free(*servers: ServerThread) -> None:
+    """Long before they would be by themselves: the run has told them that it is over there."""
+    give_up_at = time.monotonic() + ServerConfig().orphan_timeout_s / 2
+    while any(server.running.server.status()["tenancy"]["state"] != "free" for server in servers):
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
 
 
 def free_endpoint() -> str:
@@ -160,6 +169,7 @@ def test_servers_come_and_go_with_a_file(
         run = msgspec.structs.replace(run, endpoint=DEFAULT_ENDPOINT, endpoints_from=f"file:{listed}")
         train(run, resume=False)
         assert one.running.server.status()["groups_unacked"] == one.running.server.status()["groups_running"] == 0
+        wait_until_free(one, two, three)
     assert_each_prompt_once(run, 40)
     assert stays.versions == list(range(41)) and leaves.versions[-1] < 40 and leaves.prompts
     assert comes.versions[0] >= 2 and comes.versions[-1] == 40 and comes.prompts

@@ -42,7 +42,10 @@ def main() -> None:
     elif kind == "flood":
         counts = knock(endpoint, give_up_at, None, [b"\xc1" * int(rest[0])], num_connections=1)
     else:
-        hello = [bytes(frame) for frame in encode(Hello(run=kind, protocol_version=PROTOCOL_VERSION, model=MODEL))]
+        hello = [
+            bytes(frame)
+            for frame in encode(Hello(run=kind, protocol_version=PROTOCOL_VERSION, model=MODEL, learner=kind))
+        ]
         padded = [*hello, b"x" * 100_000]
         counts = knock(endpoint, give_up_at, learner_keys(rest[0]) if kind == "keys" else None, padded, NUM_CONNECTIONS)
     print(json.dumps(counts))

@@ -134,7 +134,7 @@ def test_a_peer_that_falls_silent_after_a_message_is_cut_off_and_one_that_pings_
             while time.monotonic() < give_up_at:
                 server.look_at_connections()
                 await asyncio.sleep(0.05)
-            assert sorted([await server.send(peer, Refused(reason="")) for peer in peers]) == [False, True]
+            assert sorted([bool(await server.send(peer, Refused(reason=""))) for peer in peers]) == [False, True]
             assert isinstance(await learner.receive(Refused), Refused)
         silent.close()
         learner.close()

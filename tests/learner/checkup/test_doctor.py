@@ -113,6 +113,7 @@ def test_a_server_that_is_well_costs_no_complaint(tmp_path: Path) -> None:
             "port",
             "keys",
             "versions",
+            "tenancy",
             "model",
             "dtype",
             "clock",
@@ -139,7 +140,10 @@ def test_the_run_that_is_served_meanwhile_goes_on(tmp_path: Path) -> None:
         async def examine_beside_a_learner() -> None:
             learner = ScriptedLearner(server.endpoint, model=TINY)
             welcome = await learner.join()
-            assert await asyncio.to_thread(problems, run_at(server.endpoint, tmp_path)) == []
+            found = await asyncio.to_thread(lambda: list(examine(run_at(server.endpoint, tmp_path))))
+            assert [finding for finding in found if finding.verdict == "problem"] == []
+            (tenancy,) = [finding.text for finding in found if finding.subject == "tenancy"]
+            assert tenancy.startswith("the server is busy with run run-a; another run waits for its end")
             assert (await learner.join()).server_id == welcome.server_id
             learner.close()
 
@@ -155,7 +159,7 @@ def test_each_of_several_servers_is_looked_at_and_named(tmp_path: Path) -> None:
         found = list(examine(run))
     (bad,) = [finding for finding in found if finding.verdict == "problem"]
     assert bad.subject == "port" and bad.text.startswith(f"{closed}: nothing listens at")
-    assert [finding.verdict for finding in found if finding.text.startswith(server.endpoint)] == 9 * ["ok"]
+    assert [finding.verdict for finding in found if finding.text.startswith(server.endpoint)] == 10 * ["ok"]
     unread = msgspec.structs.replace(run, endpoints_from="file:/nowhere/servers.txt")
     assert "servers    endpoints_from: the file /nowhere/servers.txt cannot be read" in the_problem(unread)
 

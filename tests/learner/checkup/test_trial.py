@@ -28,6 +28,7 @@ def test_a_trial_measures_with_a_server_and_leaves_nothing_behind(
         said = capsys.readouterr()
         assert said.out == "" and said.err.count("| reward ") == NUM_STEPS and f"Step   {NUM_STEPS}/300" in said.err
         assert list(tmp_path.iterdir()) == []
+        assert server.running.server.status()["run"] is None, "it is free for the run at once"
         train(make_run(tmp_path, server.endpoint, steps=2), resume=False)
     assert len(read_metrics(tmp_path / "run")) == 2, "the server is there for the run"
     assert parity.verdict == "ok" and float(re.findall(r"\| of (\S+) at most", parity.text)[0]) < 1e-3

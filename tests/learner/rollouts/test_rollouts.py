@@ -166,7 +166,7 @@ def rollouts_of(run: LearnerRun) -> Iterator[tuple[Fleet, Rollouts]]:
     """The rollouts of a run, not started."""
     material, directory = Material(run), Path(run.run_dir).parent
     ledger = Ledger(directory / "ledger.db")
-    fleet = Fleet(run, Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL), LoopThread("test"))
+    fleet = Fleet(run, Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL, learner="l"), LoopThread("test"))
     with RewardWorkers(run.learner.reward) as workers:
         queue = GroupQueue(run, material.prompts, ledger)
         outstanding = Outstanding(ledger, material.prompts, run.learner.max_group_attempts)

@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
+from inference_server.config import ServerConfig
 from learner.servers.fleet import Fleet
 from learner.servers.loop_thread import LoopThread
 from protocol.config import DEFAULT_ENDPOINT
@@ -33,14 +35,16 @@ def loop() -> Iterator[LoopThread]:
 
 
 @contextmanager
-def a_fleet(tmp_path: Path, *endpoints: str, listed: Path | None = None) -> Iterator[Fleet]:
-    """Started, and closed as the leader closes it; `listed`: the file of its endpoints."""
+def a_fleet(tmp_path: Path, *endpoints: str, listed: Path | None = None, name: str = "r") -> Iterator[Fleet]:
+    """Started, and closed as the leader closes it; `listed`: the file of its endpoints; `name`: the run's."""
     run = make_run(tmp_path, *endpoints, connect_timeout_s=1.0)
     if listed is not None:
         run = msgspec.structs.replace(run, endpoint=DEFAULT_ENDPOINT, endpoints_from=f"file:{listed}")
-    fleet = Fleet(run, Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL), LoopThread("test"))
+    hello = Hello(run=name, protocol_version=PROTOCOL_VERSION, model=MODEL, learner=f"learner of {name}")
+    fleet = Fleet(run, hello, LoopThread("test"))
     fleet.start(lambda member, group: None)
     yield fleet
+    fleet.leave()
     fleet.loop.stop()
     fleet.close()
 
@@ -132,3 +136,64 @@ def test_a_server_that_is_listed_again_before_the_next_look_at_the_list_joins_ag
             wait_until(lambda: f"the server at {server.endpoint}: draining → gone" in told)
             listed.write_text(f"{server.endpoint}\n{NOWHERE}\n")
             wait_until(lambda: fleet.is_connected)
+
+
+def tenancy_of(server: ServerThread) -> dict[str, Any]:
+    return server.running.server.status()["tenancy"]
+
+
+def test_a_run_waits_for_a_server_that_another_has_and_ends_with_who_has_it_and_the_remedy(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ServerThread(ScriptedEngine()) as server, a_fleet(tmp_path, server.endpoint, name="one") as fleet:
+        fleet.wait()
+        with (
+            a_fleet(tmp_path, server.endpoint, name="other") as waiting,
+            pytest.raises(
+                DeadlineExceeded,
+                match=r"run other had to wait for 1 s .*busy with run one, whose learner learner of one has held it for \d+ s\. "
+                r"Wait for its end, stop it, or start another server, or raise learner\.connect_timeout_s",
+            ),
+        ):
+            waiting.wait()
+        assert fleet.is_connected and tenancy_of(server)["run"] == "one"
+    lines = [line for line in caplog.messages if "is not free: the server is busy with run one" in line]
+    assert len(lines) == 1 and "ends after 1 s without any server (learner.connect_timeout_s)" in lines[0]
+
+
+def test_one_of_several_servers_that_another_run_has_is_waited_for_while_the_others_work(tmp_path: Path) -> None:
+    with (
+        ServerThread(ScriptedEngine(), config=ServerConfig(orphan_timeout_s=1000.0)) as busy,
+        ServerThread(ScriptedEngine()) as free,
+        a_fleet(tmp_path, busy.endpoint, name="one") as fleet,
+    ):
+        fleet.wait()
+        with a_fleet(tmp_path, busy.endpoint, free.endpoint, name="other") as waiting:
+            told = list[str]()
+            waiting.on_change = told.append
+            wait_until(lambda: waiting.members[0].link.busy is not None)
+            assert [member.endpoint for member in waiting.wait()] == [free.endpoint]
+            assert waiting.members[0].state(None) == "joining"
+            assert any("busy with run one" in what for what in told)
+            fleet.is_over = True
+            fleet.leave()
+            wait_until(lambda: len(waiting.connected()) == 2)
+        assert tenancy_of(busy)["run"] == "other", "its run may come back"
+        with a_fleet(tmp_path, busy.endpoint, name="other") as resumed:
+            wait_until(lambda: resumed.is_connected)
+            resumed.is_over = True
+        wait_until(lambda: tenancy_of(busy)["state"] == "free")
+
+
+def test_a_server_under_two_addresses_is_not_freed_when_one_of_them_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("learner.servers.fleet.CLOSE_AFTER_S", 0.05)
+    with ServerThread(ScriptedEngine()) as server:
+        other_name = server.endpoint.replace("127.0.0.1", "localhost")
+        with a_fleet(tmp_path, server.endpoint, other_name) as fleet:
+            wait_until(lambda: any(member.is_gone and member.link._channel._socket.closed for member in fleet.members))
+            server_id = server.running.server.status()["server_id"]
+            (stays,) = [member for member in fleet.members if not member.is_gone]
+            wait_until(lambda: stays.link._connection == 2)  # the other link had taken its place
+            assert stays.welcome is not None and stays.welcome.server_id == server_id

@@ -1,12 +1,14 @@
 """The link to a server that is slow, silent, restarted or refuses: every wait ends, and says what happened."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
 
+from inference_server.config import ServerConfig
 from inference_server.engine.interface import EngineFailed
 from learner.servers import link as link_module
 from learner.servers.link import ServerLink
@@ -18,6 +20,7 @@ from protocol.messages import (
     Manifest,
     PushBegin,
     PushReady,
+    Refused,
     Rendezvous,
     Sampling,
 )
@@ -45,7 +48,7 @@ def with_link(
     async def run() -> None:
         engine = ScriptedEngine()
         async with serving(engine) as server:
-            hello = Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL)
+            hello = Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL, learner="l")
             link = ServerLink(server.endpoint, hello)
             task = asyncio.create_task(link.run())
             try:
@@ -67,17 +70,25 @@ def with_link(
 @asynccontextmanager
 async def linked(wire: Link) -> AsyncIterator[ServerLink]:
     """A link over a wire that may be cut; closes both."""
-    hello = Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL)
-    endpoint = f"tcp://127.0.0.1:{wire.port}"
+    async with link_to(f"tcp://127.0.0.1:{wire.port}") as link:
+        yield link
+    wire.close()
+
+
+@asynccontextmanager
+async def link_to(endpoint: str, run: str = "r", learner: str = "l") -> AsyncIterator[ServerLink]:
+    """A link of some learner process. Raises what it has ended with by itself."""
+    hello = Hello(run=run, protocol_version=PROTOCOL_VERSION, model=MODEL, learner=learner)
     link = ServerLink(endpoint, hello)
     task = asyncio.create_task(link.run())
     try:
         yield link
+        if task.done():
+            await task
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         link.close()
-        wire.close()
 
 
 def test_scores_come_with_the_version_that_gave_them() -> None:
@@ -266,7 +277,7 @@ def test_a_refusal_ends_the_link_with_the_servers_reason(monkeypatch: pytest.Mon
 
     async def run() -> None:
         async with serving(ScriptedEngine()) as server:
-            hello = Hello(run="r", protocol_version=PROTOCOL_VERSION + 1, model=MODEL)
+            hello = Hello(run="r", protocol_version=PROTOCOL_VERSION + 1, model=MODEL, learner="l")
             link = ServerLink(server.endpoint, hello)
             try:
                 with pytest.raises(ExceptionGroup) as caught:
@@ -276,5 +287,101 @@ def test_a_refusal_ends_the_link_with_the_servers_reason(monkeypatch: pytest.Mon
                 )
             finally:
                 link.close()
+
+    asyncio.run(run())
+
+
+# --- a server that another learner has ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "BUSY_INTERVAL_S", 0.05)
+    monkeypatch.setattr(link_module, "HELLO_INTERVAL_S", 0.05)
+    monkeypatch.setattr("inference_server.server.PULSE_INTERVAL_S", 0.05)
+
+
+def num_refused(server: Serving) -> int:
+    return server.server.status()["messages_refused"]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_link_waits_for_a_server_that_another_run_has_and_gets_it_when_that_is_over() -> None:
+    async def run() -> None:
+        told: list[Refused] = []
+        async with (
+            serving(ScriptedEngine(), ServerConfig(orphan_timeout_s=10 * TIMEOUT_S)) as server,
+            link_to(server.endpoint, "one") as one,
+        ):
+            await until(lambda: one.connected)
+            async with link_to(server.endpoint, "other") as other:
+                other.on_busy = told.append
+                await until(lambda: num_refused(server) >= 5)
+                assert not other.connected and other.busy is not None and "busy with run one" in other.busy.reason
+                assert one.connected and one._connection == 1
+                await one.leave()
+                await until(lambda: other.connected)
+                assert other.busy is None and len(told) == 1
+                before = num_refused(server)
+                one._connected = False  # as after the silence of a server that does not pulse for it any more
+                await asyncio.sleep(0.3)
+                assert num_refused(server) == before, "the one that has left says Hello no more"
+
+    asyncio.run(run())
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_link_that_was_welcomed_before_waits_while_another_run_has_its_server() -> None:
+    async def run() -> None:
+        async with serving(ScriptedEngine(), ServerConfig(orphan_timeout_s=0.2)) as server:
+            wire = Link(int(server.endpoint.rpartition(":")[2]))
+            async with linked(wire) as link:
+                await until(lambda: link.connected)
+                assert link.welcome is not None
+                first_id = link.welcome.server_id
+                wire.cut()
+                async with link_to(server.endpoint, "rival", "another") as rival:
+                    await until(lambda: rival.connected)
+                    wire.restore()
+                    await until(lambda: link.busy is not None)
+                    assert not link.connected
+                    await rival.leave()
+                    await until(lambda: link.connected)
+                assert link.welcome.server_id != first_id, "its weights and groups are gone"
+
+    asyncio.run(run())
+
+
+@pytest.mark.usefixtures("impatient")
+def test_the_second_process_of_a_run_waits_until_the_first_has_gone() -> None:
+    async def run() -> None:
+        async with serving(ScriptedEngine(), ServerConfig(orphan_timeout_s=10 * TIMEOUT_S)) as server:
+            wire = Link(int(server.endpoint.rpartition(":")[2]))
+            async with linked(wire) as first:
+                await until(lambda: first.connected)
+                async with link_to(server.endpoint, learner="second") as second:
+                    await until(lambda: num_refused(server) >= 20)
+                    assert first.connected and first._connection == 1
+                    assert not second.connected and second.busy is not None
+                    assert "another process of run r has held the server" in second.busy.reason
+                    wire.cut()
+                    await until(lambda: second.connected)
+                    assert first.welcome is not None and second.welcome is not None
+                    assert second.welcome.server_id == first.welcome.server_id, "what the run has there is kept"
+                    wire.restore()
+                    await until(lambda: first.busy is not None)
+                    assert second.connected and second._connection == 1
+
+    asyncio.run(run())
+
+
+def test_a_server_that_is_free_soon_is_asked_then_and_any_other_after_a_second() -> None:
+    async def run() -> None:
+        link = ServerLink("tcp://127.0.0.1:1", Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL))
+        for free_in_s, expected_s in ((None, 1.0), (25.0, 1.0), (0.3, 0.3), (0.0, 0.0)):
+            before = time.monotonic()
+            link._dispatch(Refused(reason="busy", is_busy=True, free_in_s=free_in_s))
+            assert expected_s <= link._hello_at - before < expected_s + 1.0
+        link.close()
 
     asyncio.run(run())

@@ -1,0 +1,133 @@
+"""Who holds the server, and for how long: one run at a time, through one process of its learner.
+
+               Hello of any run                         its connection is gone
+      free ─────────────────────────▶ held by (run, learner) ─────────────────▶ away
+       ▲                                   │        ▲                          │    │
+       │ Farewell: its run is over         │        │ Hello of the same run    │    │
+       ├───────────────────────────────────┘        └──────────────────────────┘    │
+       └────────── server.orphan_timeout_s has passed since its connection broke ───┘
+
+Pure: every call is given the time, server.py acts on what comes of it. Invariant: whoever holds the server keeps it while it is
+connected, and for the timeout after that; until then every other run, and every other process of the same run while the first is
+connected, hears that the server is busy.
+"""
+
+import math
+from typing import Any, Literal
+
+import msgspec
+
+State = Literal["free", "held", "away"]
+
+
+class Holder(msgspec.Struct, frozen=True):
+    """The learner process that has the server."""
+
+    run: str
+    learner: str
+    peer: bytes
+    """Its newest connection."""
+
+
+class Busy(msgspec.Struct, frozen=True):
+    """Why a learner has to wait."""
+
+    reason: str
+    free_in_s: float | None
+    """None: as long as the holder stays connected."""
+
+
+class Tenancy:
+    """The state of one server."""
+
+    def __init__(self, orphan_timeout_s: float, now: float) -> None:
+        self._orphan_timeout_s = orphan_timeout_s
+        self.holder: Holder | None = None
+        self._is_away = False
+        self._since = now
+        """When it came into its state."""
+
+    @property
+    def state(self) -> State:
+        if self.holder is None:
+            return "free"
+        return "away" if self._is_away else "held"
+
+    def why_busy(self, run: str, learner: str, now: float) -> Busy | None:
+        """Return why this learner cannot have the server now, or None."""
+        holder, state, since_s = self.holder, self.state, now - self._since
+        if holder is None or self.is_due(now):
+            return None
+        if holder.run == run and (state == "away" or holder.learner == learner):
+            return None
+        if state == "away":
+            reason = (
+                f"the server is kept for run {holder.run}, whose learner {holder.learner} was lost {since_s:.0f} s ago: for "
+                f"{self._orphan_timeout_s:g} s in all (server.orphan_timeout_s). Wait, or start another server"
+            )
+        elif holder.run == run:
+            reason = (
+                f"another process of run {run} has held the server for {since_s:.0f} s: {holder.learner} (host:process id:name). "
+                "Stop one of the two"
+            )
+        else:
+            reason = (
+                f"the server is busy with run {holder.run}, whose learner {holder.learner} has held it for {since_s:.0f} s. Wait for its "
+                "end, stop it, or start another server"
+            )
+        return Busy(reason, self.free_in_s(now))
+
+    def hold(self, holder: Holder, now: float) -> bool:
+        """Give the server to a learner that need not wait; return whether it was free, so that nothing here is of this run."""
+        assert self.why_busy(holder.run, holder.learner, now) is None
+        if self.is_due(now):
+            self.free(now)
+        before, self.holder = self.holder, holder
+        if self._is_away or before is None or before.learner != holder.learner:
+            self._is_away, self._since = False, now
+        return before is None
+
+    def lose(self, now: float) -> None:
+        """The holder's connection is gone."""
+        if self.state == "held":
+            self._is_away, self._since = True, now
+
+    def is_due(self, now: float) -> bool:
+        """Whether the holder has been away for too long."""
+        return self.state == "away" and now - self._since >= self._orphan_timeout_s
+
+    def free(self, now: float) -> None:
+        """The run is over, or its learner stays away."""
+        if self.holder is not None:
+            self.holder, self._is_away, self._since = None, False, now
+
+    def free_in_s(self, now: float) -> float | None:
+        """Return how long until it is free if the holder does nothing; None while that is connected."""
+        match self.state:
+            case "free":
+                return 0.0
+            case "held":
+                return None
+            case "away":
+                return max(0.0, self._since + self._orphan_timeout_s - now)
+
+    def away_s(self, now: float) -> float:
+        """Return for how long nobody could be reached: 0 while the holder is connected, infinite without one."""
+        match self.state:
+            case "free":
+                return math.inf
+            case "held":
+                return 0.0
+            case "away":
+                return now - self._since
+
+    def status(self, now: float) -> dict[str, Any]:
+        """What /status shows of it."""
+        free_in_s = self.free_in_s(now)
+        return {
+            "state": self.state,
+            "run": self.holder.run if self.holder else None,
+            "learner": self.holder.learner if self.holder else None,
+            "since_s": round(now - self._since, 3),
+            "free_in_s": None if free_in_s is None else round(free_in_s, 3),
+        }

