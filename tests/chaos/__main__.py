@@ -1,8 +1,8 @@
 """`python -m tests.chaos [--json] [--seed S] [--faults N] [--servers M] [--environment | --agent | --evaluation] [--engine real|fake] [--out DIR]`
 
 Runs the system as separate processes, kills, stops and cuts off its parts at random moments and at every named state, starts
-again what has died, and audits what is left. Exit code 0 only if nothing was lost, duplicated, mislabelled, crashed or hung, every
-server that was told to end did so in order, every evaluation that was due counts every prompt once, no more than one fault in ten (or a single one) could not be done, and training on several
+again what has died, and audits what is left. Exit code 0 only if nothing was lost, duplicated, mislabelled, crashed or hung, no
+rival got a server of a run, all that was told to end did so in order, every evaluation that was due counts every prompt once, no more than one fault in ten (or a single one) could not be done, and training on several
 servers never stood still for more than 10 s while one of them was left.
 """
 
@@ -99,6 +99,7 @@ def run_leg(leg: Leg, engine: Engine, directory: Path, auditor: Executor) -> Leg
     )  # fmt: skip
     return LegReport(
         leg=leg, struck=supervisor.struck, hangs=supervisor.hangs, died=supervisor.died, undrained=supervisor.undrained,
+        taken_away=supervisor.taken_away,
         prompts=prompts, received=received, stops=longest_stops(run, supervisor),
     )  # fmt: skip
 

@@ -28,6 +28,11 @@ class Place:
         return f"tcp://127.0.0.1:{self.link.port}"
 
     @property
+    def server_endpoint(self) -> str:
+        """Where the process that is there now listens."""
+        return f"tcp://127.0.0.1:{self.link.server_port}"
+
+    @property
     def url(self) -> str:
         """The same of its OpenAI side."""
         assert self._http is not None
@@ -38,8 +43,7 @@ class Place:
 
     def _start(self) -> Process:
         self.link.server_port = free_port()  # the one before may be somebody else's by now
-        address = f"tcp://127.0.0.1:{self.link.server_port}"
-        log, arguments = self.directory / "server.log", [str(self._config_file), "--endpoint", address]
+        log, arguments = self.directory / "server.log", [str(self._config_file), "--endpoint", self.server_endpoint]
         if self._http is not None:
             self._http.server_port = free_port()
             arguments += ["--server.http-port", str(self._http.server_port)]

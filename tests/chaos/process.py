@@ -5,6 +5,7 @@ imports; a real run's are started as a user does. The audits are forked too: tra
 threads of a process load one.
 """
 
+import contextlib
 import importlib
 import multiprocessing
 import os
@@ -100,6 +101,12 @@ def strike(pid: int, number: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def hang_up(pid: int) -> None:
+    """Do what closing a terminal does to a process that leads a session, and to its children."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGHUP)
 
 
 def is_stopped(pid: int) -> bool:

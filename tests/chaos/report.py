@@ -28,6 +28,7 @@ class LegReport(msgspec.Struct, frozen=True, kw_only=True):
     hangs: list[str]
     died: list[str]
     undrained: list[str]
+    taken_away: list[str]
     prompts: Prompts
     received: Received
     stops: list[Stop]
@@ -78,7 +79,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     crashes: int
     """Processes that nobody had struck and that ended in a traceback."""
     undrained: int
-    """Servers that were told to end and did not with exit code 0 and in time."""
+    """Servers and learners that were told to end and did not in order and in time."""
+    taken_away: int
+    """Servers that welcomed a rival while the run had them."""
     ended_by_themselves: dict[str, int]
     """Processes that nobody had struck; each was started again."""
     notice_s: Spread
@@ -101,7 +104,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_clean(self) -> bool:
         num_wrong = self.lost + self.duplicated + self.overtaken + self.hangs + self.versions_wrong + self.crashes
-        num_wrong += self.undrained + self.episodes_misjudged + self.evaluations_wrong
+        num_wrong += self.undrained + self.taken_away + self.episodes_misjudged + self.evaluations_wrong
         has_stopped = self.longest_stop_s is not None and self.longest_stop_s > MAX_STOP_S
         return (
             num_wrong == 0
@@ -114,7 +117,7 @@ def make_report(seed: int, engine: Engine, legs: Sequence[LegReport], seconds: f
     struck = [each for leg in legs for each in leg.struck]
     names = {id(each): f"leg {leg.leg.number}: {each.fault}" for leg in legs for each in leg.struck}
     asked = sum(len(leg.leg.faults) for leg in legs)
-    lost, duplicated, overtaken, hangs, wrong, misjudged, evaluations, crashes, undrained = (
+    lost, duplicated, overtaken, hangs, wrong, misjudged, evaluations, crashes, undrained, taken_away = (
         [f"leg {leg.leg.number}: {kind}: {text}" for leg in legs for text in texts(leg)]
         for kind, texts in (
             ("lost", lambda leg: leg.prompts.lost),
@@ -126,6 +129,7 @@ def make_report(seed: int, engine: Engine, legs: Sequence[LegReport], seconds: f
             ("evaluation", lambda leg: leg.received.evaluations.wrong if leg.received.evaluations else []),
             ("crash", lambda leg: [died for died in leg.died if TRACEBACK in died]),
             ("not drained", lambda leg: leg.undrained),
+            ("taken away", lambda leg: leg.taken_away),
         )
     )
     stops = sorted(((stop.seconds, _in_words(leg, stop)) for leg in legs for stop in leg.stops), reverse=True)
@@ -156,6 +160,7 @@ def make_report(seed: int, engine: Engine, legs: Sequence[LegReport], seconds: f
         evaluations_wrong=len(evaluations),
         crashes=len(crashes),
         undrained=len(undrained),
+        taken_away=len(taken_away),
         ended_by_themselves=_counted(died for leg in legs for died in leg.died),
         notice_s=_spread((each.notice_s, names[id(each)]) for each in struck if each.fault.target != "learner"),
         server_notice_s=_spread((each.notice_s, names[id(each)]) for each in struck if each.fault.target == "learner"),
@@ -177,6 +182,7 @@ def make_report(seed: int, engine: Engine, legs: Sequence[LegReport], seconds: f
                 evaluations,
                 crashes,
                 undrained,
+                taken_away,
                 too_long,
             )
             for problem in kind[:NUM_TOLD]

@@ -100,6 +100,11 @@ class Run:
         start = start_as_user if self._engine == "real" else start_forked
         return start(LEARNER, self.directory, log, [*self._learner_arguments, *resume])
 
+    @property
+    def id(self) -> str:
+        """Its name on the wire, once the learner has begun it."""
+        return (self.directory / "run" / "run_id").read_text()
+
     def place(self, fault: Fault) -> Place:
         """The server that a fault is about."""
         return self.places[fault.server or 0]
@@ -122,7 +127,7 @@ class Run:
                 return server.child("Worker_TP")
             case "reward worker":
                 return self.learner.child("spawn_main")
-            case "link" | "call" | "list" | "environment":
+            case "link" | "call" | "list" | "environment" | "rival":
                 return None
 
     @contextmanager

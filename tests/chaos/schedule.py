@@ -14,9 +14,16 @@ import msgspec
 Engine = Literal["fake", "real"]
 Player = Literal["environment", "agent"]
 Process = Literal["server", "learner", "engine", "environment"]
-Target = Literal["server", "engine core", "worker", "learner", "reward worker", "link", "call", "list", "environment"]
-"""environment: or the agent, whoever plays."""
-Kind = Literal["kill", "stop", "stop, then kill", "cut", "stall", "hang", "leave", "drain"]
+Target = Literal[
+    "server", "engine core", "worker", "learner", "reward worker", "link", "call", "list", "environment", "rival"
+]
+"""environment: or the agent, whoever plays. rival: nobody is struck, but others ask for the server."""
+Kind = Literal[
+    "kill", "stop", "stop, then kill", "hang up", "cut", "stall", "hang", "leave", "drain",
+    "ask", "ask in a cut", "ask after a death",
+]  # fmt: skip
+"""hang up: the terminal is closed, so the process and its children get a SIGHUP. ask in a cut: while the learner's link is cut;
+ask after a death: between the death of the learner and its next start."""
 
 FAULTS_PER_LEG = 25
 WORKER_FAULTS_SHARE = 0.1
@@ -26,7 +33,7 @@ CHECKPOINT_EVERY = 3
 NUM_MOMENTS = 30
 """A random moment is one of the next so many messages that a process gets."""
 DURATIONS_S = (0.3, 1.0, 4.0)
-"""Of a stop, a cut, a stall and an absence from the list; the last is longer than what a peer's silence may last."""
+"""Of a stop, a cut, a stall, an absence from the list and rivals; the last is longer than what a peer's silence may last."""
 STEPS_WITHOUT_END = 1_000_000
 """Of a run on several servers: it goes on while one of them is brought back, and is ended when all faults are done."""
 
@@ -82,18 +89,19 @@ STATES = (
 MOMENTS = (State("server", "moment", num_times=NUM_MOMENTS), State("learner", "moment", num_times=NUM_MOMENTS))
 
 TARGETS: dict[Engine, tuple[Target, ...]] = {
-    "fake": ("server", "learner", "reward worker", "link", "call"),
-    "real": ("server", "engine core", "learner", "reward worker", "link", "call"),
+    "fake": ("server", "learner", "reward worker", "link", "call", "rival"),
+    "real": ("server", "engine core", "learner", "reward worker", "link", "call", "rival"),
 }
 KINDS: dict[Target, tuple[Kind, ...]] = {
-    "server": ("kill", "kill", "stop", "stop, then kill"),
+    "server": ("kill", "kill", "stop", "stop, then kill", "hang up"),
     "engine core": ("kill", "stop"),
     "worker": ("kill", "stop"),
-    "learner": ("kill", "kill", "stop", "stop, then kill"),
+    "learner": ("kill", "kill", "stop", "stop, then kill", "hang up"),
     "reward worker": ("kill", "stop"),
     "link": ("cut", "stall"),
     "call": ("hang",),
     "list": ("leave",),
+    "rival": ("ask", "ask in a cut", "ask after a death"),
 }
 ASKED, BETWEEN_TURNS = State("environment", "asked", num_times=8), State("learner", "between turns", num_times=8)
 OF_EPISODES: tuple[tuple[State, Target, Kind], ...] = (
@@ -108,6 +116,8 @@ OF_EVALUATIONS: tuple[tuple[State, Target, Kind], ...] = (
     (State("learner", "before answers are forgotten", num_times=2), "learner", "kill"),
 )  # fmt: skip
 """Where the policy is evaluated."""
+ENDS_IN_ORDER: tuple[Kind, ...] = ("drain", "hang up")
+"""What a process is told to end by, and does: a server drains, a learner finishes its step and writes a checkpoint."""
 DRAIN: Kind = "drain"
 """One of several servers is told to end, and another takes its place: half of what is done to the process of one of several."""
 
@@ -121,15 +131,16 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     target: Target
     kind: Kind
     seconds: float
-    """How long a stop, a cut, a stall or an absence lasts; 0 for a kill, a call that hangs, a drain and all that befalls an
-    environment, which only the learner can end."""
+    """How long a stop, a cut, a stall or an absence lasts, or a rival asks; 0 for a kill, a call that hangs, what ends in order
+    and all that befalls an environment, which only the learner can end."""
     server: int | None = None
     """Of several: the one that is struck, or whose state it is."""
 
     @property
     def ends_a_process(self) -> bool:
         """A server or learner, which is to be started again."""
-        return self.target in ("server", "learner") and self.kind in ("kill", "stop, then kill", DRAIN)
+        is_told_or_killed = self.kind in ("kill", "stop, then kill", *ENDS_IN_ORDER)
+        return self.kind == "ask after a death" or (self.target in ("server", "learner") and is_told_or_killed)
 
     def __str__(self) -> str:
         lasting = f" for {self.seconds:g} s" if self.seconds else ""
@@ -226,7 +237,7 @@ def _fault(
     kind = dice.choice(kinds)
     return Fault(
         after_step=after_step, state=state, nth=dice.randint(1, state.num_times), target=target, kind=kind,
-        seconds=0.0 if kind in ("kill", "hang", DRAIN) else dice.choice(DURATIONS_S),
+        seconds=0.0 if kind in ("kill", "hang", *ENDS_IN_ORDER) else dice.choice(DURATIONS_S),
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import msgspec
 
 from tests.chaos.events import since
 from tests.chaos.run import Run
-from tests.chaos.schedule import DRAIN, Fault
+from tests.chaos.schedule import ENDS_IN_ORDER, Fault
 
 
 class Struck(msgspec.Struct, kw_only=True):
@@ -52,7 +52,7 @@ def work_goes_on(run: Run, struck: Struck) -> bool:
 def notice_s(run: Run, struck: Struck, until_s: float) -> float | None:
     """How long the other side took to tell that its peer is lost; None where it had no time to."""
     fault = struck.fault
-    if fault.target not in ("server", "learner", "link") or fault.kind == DRAIN:
+    if fault.target not in ("server", "learner", "link") or fault.kind in ENDS_IN_ORDER:
         return None
     about = None if fault.target == "learner" else fault.server
     lost = run.first("learner lost" if fault.target == "learner" else "server lost", struck.struck_at, about)

@@ -10,15 +10,17 @@ every server is ready again, the run is interrupted.
 import math
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 from tests.chaos.events import since
 from tests.chaos.outages import Harm, Remedy
 from tests.chaos.place import Place
-from tests.chaos.process import is_stopped, strike
+from tests.chaos.process import Process, hang_up, is_stopped, strike
+from tests.chaos.rivals import RIVAL, ask
 from tests.chaos.run import DRAIN_TIMEOUT_S, Run
-from tests.chaos.schedule import DRAIN, Fault, Kind, Leg
+from tests.chaos.schedule import DRAIN, ENDS_IN_ORDER, Fault, Kind, Leg
 from tests.chaos.struck import Struck, first_up, notice_s, work_goes_on
 from tests.chaos.traps import flip_of, set_trap
 
@@ -48,7 +50,7 @@ class Hang(Exception):
 
 
 class Supervisor:
-    """Runs one leg; `struck`, `hangs`, `died`, `undrained` and `harms` are its findings."""
+    """Runs one leg; `struck`, `hangs`, `died`, `undrained`, `taken_away` and `harms` are its findings."""
 
     def __init__(self, leg: Leg, run: Run, say: Callable[[str], None]) -> None:
         self._leg, self._run, self._say = leg, run, say
@@ -59,8 +61,10 @@ class Supervisor:
         self.died: list[str] = []
         """Processes that ended although nobody had struck them."""
         self.undrained: list[str] = []
-        """Servers that were told to end and did not do so in order."""
-        self._told_to_end: Place | None = None
+        """Servers and learners that were told to end and did not do so in order."""
+        self.taken_away: list[str] = []
+        """Servers that welcomed a rival while the run had them."""
+        self._told_to_end: Process | None = None
         self.harms: list[Harm] = []
         self._is_over = False
 
@@ -181,6 +185,8 @@ class Supervisor:
         if fault.target == "environment":  # it has done it itself, and the learner must see to the rest
             struck.back_at = struck.struck_at
             return struck
+        if fault.target == "rival":
+            return self._let_rivals_ask(struck)
         is_process = fault.target not in ("link", "call", "list")
         harm = self._harm_of(fault) if victim is not None or not is_process else None
         if fault.kind == "hang":
@@ -189,9 +195,11 @@ class Supervisor:
             (place.link.cut if fault.kind == "cut" else place.link.stall)()
         elif fault.target == "list":
             run.take_off_the_list(place)
+        elif victim is not None and fault.kind == "hang up":
+            hang_up(victim)
         elif victim is not None:
             strike(victim, SIGNALS.get(fault.kind, signal.SIGSTOP))
-        if holder != victim or fault.kind == DRAIN:
+        if holder != victim or fault.kind in ENDS_IN_ORDER:
             strike(holder, signal.SIGCONT)
         if is_process and victim is None:
             return None
@@ -200,7 +208,7 @@ class Supervisor:
             place.link.restore()
         elif fault.target == "list":
             run.list_again()
-        elif victim is not None and fault.kind not in SIGNALS:
+        elif victim is not None and fault.kind not in (*SIGNALS, "hang up"):
             strike(victim, signal.SIGKILL if fault.kind == "stop, then kill" else signal.SIGCONT)
         if harm is not None and harm.until == "let go":
             harm.let_go_s = time.monotonic()
@@ -208,13 +216,48 @@ class Supervisor:
         return struck
 
     def _harm_of(self, fault: Fault) -> Harm | None:
-        """None: of a reward worker, which the learner starts again itself."""
-        if fault.target == "reward worker":
+        """None: of a reward worker, which the learner starts again itself, and of rivals beside a healthy run."""
+        if fault.target == "reward worker" or fault.kind == "ask":
             return None
-        has_to_start = fault.kind in ("kill", "stop, then kill", "hang", DRAIN)
+        if fault.kind == "ask after a death":
+            return self._note_harm(None, "up")
+        has_to_start = fault.kind in ("kill", "stop, then kill", "hang", *ENDS_IN_ORDER)
         is_engine = fault.target in ("engine core", "worker", "call")
         until: Remedy = "let go" if not has_to_start else "engine up" if is_engine else "up"
         return self._note_harm(None if fault.target == "learner" else self._run.place(fault).number, until)
+
+    def _let_rivals_ask(self, struck: Struck) -> Struck | None:
+        """Let them ask the server itself, not by the learner's link; None: the run does not have it now."""
+        fault, run = struck.fault, self._run
+        place = run.place(fault)
+        strike(run.holder(fault).pid, signal.SIGCONT)
+
+        def has_server() -> bool:
+            return run.first("server ready", place.process.started_at, place.number) is not None
+
+        self._until(has_server, f"a server that the run has before: {fault}", fruitless_s=FRUITLESS_S)
+        if not has_server() or self._is_over:
+            return None
+        server, answers, harm = place.process, Counter[str](), self._harm_of(fault)
+        if fault.kind == "ask after a death":
+            strike(run.learner.pid, signal.SIGKILL)
+        elif fault.kind == "ask in a cut":
+            place.link.cut()
+        else:  # while the learner is connected, nor may a second process of its run have the server
+            answers += ask(place.server_endpoint, run.id, fault.seconds)
+        answers += ask(place.server_endpoint, RIVAL, fault.seconds)
+        place.link.restore()
+        if harm is not None and harm.until == "let go":
+            harm.let_go_s = time.monotonic()
+        is_same = place.process is server and server.exit_code is None
+        if answers["Welcome"] and is_same and not self._has_ended():
+            self.taken_away.append(f"{answers['Welcome']} of {answers.total()} Hellos were welcomed: {fault}")
+        self._bring_back(struck)
+        return struck
+
+    def _has_ended(self) -> bool:
+        """Whether the run is over, and its servers are anybody's."""
+        return self._run.learner.exit_code == 0
 
     def _wait_for_next_engine(self, struck: Struck) -> Struck:
         """A call hangs, and nobody but its server can do anything about it."""
@@ -234,27 +277,31 @@ class Supervisor:
         if not fault.ends_a_process:
             return
         place = run.place(fault) if fault.target == "server" else None
-        if place is not None and fault.kind == DRAIN:
+        if fault.kind in ENDS_IN_ORDER:
             self._see_it_end(place, struck)
         self._start_again(place)
-        started_at = (run.learner if place is None else place.process).started_at
+        process, started_at = (
+            ("learner", run.learner.started_at) if place is None else ("server", place.process.started_at)
+        )
         server = fault.server if place is not None else None
 
         def up_at() -> float | None:
-            return first_up(run, fault.target, server, started_at)
+            return first_up(run, process, server, started_at)
 
-        self._until(lambda: up_at() is not None, f"{fault.target} up after: {fault}")
+        self._until(lambda: up_at() is not None, f"{process} up after: {fault}")
         if (at := up_at()) is not None:
             struck.back_at, struck.start_s = at, at - started_at
 
-    def _see_it_end(self, place: Place, struck: Struck) -> None:
-        """It ends by itself, once it has finished what it had begun."""
-        self._told_to_end = place
-        self._until(lambda: place.process.exit_code is not None, f"an end after: {struck.fault}")
+    def _see_it_end(self, place: Place | None, struck: Struck) -> None:
+        """It ends by itself, once it has finished what it had begun. None: the learner."""
+        told, log = (self._run.learner, "learner.log") if place is None else (place.process, "server.log")
+        self._told_to_end = told
+        self._until(lambda: told.exit_code is not None, f"an end after: {struck.fault}")
         self._told_to_end = None
-        code, lasted_s = place.process.exit_code, time.monotonic() - struck.struck_at
-        if code not in (0, None) or lasted_s > DRAIN_TIMEOUT_S:  # None: the run was over before
-            last_words = self._run.last_words(place.directory / "server.log")
+        code, lasted_s = told.exit_code, time.monotonic() - struck.struck_at
+        in_order = (0, None) if place is not None else (0, None, -signal.SIGHUP)
+        if code not in in_order or lasted_s > DRAIN_TIMEOUT_S:  # None: the run was over before
+            last_words = self._run.last_words((self._run if place is None else place).directory / log)
             self.undrained.append(f"exit code {code} after {lasted_s:.1f} s: {struck.fault}: {last_words}")
 
     # --- waiting
@@ -278,14 +325,15 @@ class Supervisor:
     def _start_what_died(self) -> None:
         """A run that has ended is over; any other end that nobody caused is a finding, and is mended."""
         run = self._run
-        if run.learner.exit_code == 0:
+        is_told = run.learner is self._told_to_end
+        if run.learner.exit_code == 0 and not is_told:
             self._is_over = True
             return
-        if run.learner.exit_code is not None:
+        if run.learner.exit_code is not None and not is_told:
             self._note_death("learner", run.learner.exit_code, run.directory / "learner.log")
             self._start_again(None)
         for place in run.places:
-            if place.process.exit_code is not None and place is not self._told_to_end:
+            if place.process.exit_code is not None and place.process is not self._told_to_end:
                 self._note_death("server", place.process.exit_code, place.directory / "server.log")
                 self._start_again(place)
 

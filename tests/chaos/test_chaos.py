@@ -34,8 +34,9 @@ def test_a_campaign_comes_to_every_state_and_has_as_many_faults_as_were_asked() 
     faults = [fault for leg in legs for fault in leg.faults]
     assert len(faults) == 130
     assert {state.label for state in STATES} < {fault.state.label for fault in faults}
-    targets = {"server", "engine core", "worker", "learner", "reward worker", "link", "call"}
+    targets = {"server", "engine core", "worker", "learner", "reward worker", "link", "call", "rival"}
     assert {fault.target for fault in faults} == targets
+    assert {("server", "hang up"), ("learner", "hang up")} < {(fault.target, fault.kind) for fault in faults}
     assert {fault.state.name for fault in faults if fault.kind == "hang"} == {"pause", "load_push"}
     for leg in legs:
         assert all((fault.target == "worker") == (leg.num_workers == 2) for fault in leg.faults)
@@ -209,12 +210,14 @@ def test_a_peer_is_noticed_only_by_who_was_connected_and_before_it_is_back(
 
 
 def report_of(
-    num_asked: int, struck: list[Struck], died: Sequence[str] = (), stops: Sequence[Stop] = (), undrained: Sequence[str] = ()
+    num_asked: int, struck: list[Struck], died: Sequence[str] = (), stops: Sequence[Stop] = (),
+    undrained: Sequence[str] = (), taken_away: Sequence[str] = (),
 ) -> Report:  # fmt: skip
     leg = msgspec.structs.replace(schedule(0, 1, "fake")[0], faults=tuple([strike("link", "cut").fault] * num_asked))
     prompts = Prompts(expected=1, consumed_once=1, lost=[], duplicated=[], overtaken=[])
     found = LegReport(
-        leg=leg, struck=struck, hangs=[], died=list(died), undrained=list(undrained), prompts=prompts,
+        leg=leg, struck=struck, hangs=[], died=list(died), undrained=list(undrained),
+        taken_away=list(taken_away), prompts=prompts,
         received=Received(completions_checked=1, versions_wrong=[], episode_ends={}, episodes_misjudged=[], evaluations=None),
         stops=list(stops),
     )  # fmt: skip
@@ -253,6 +256,12 @@ def test_a_campaign_in_which_a_server_that_was_told_to_end_did_not_do_so_in_orde
     report = report_of(1, [strike("server", "drain")], undrained=["exit code -15 after 0.1 s: stopping"])
     assert not report.is_clean and report.undrained == 1
     assert report.problems == ["leg 0: not drained: exit code -15 after 0.1 s: stopping"]
+
+
+def test_a_campaign_in_which_a_rival_got_a_server_of_the_run_is_not_clean() -> None:
+    report = report_of(1, [strike("rival", "ask")], taken_away=["1 of 9 Hellos were welcomed"])
+    assert not report.is_clean and report.taken_away == 1
+    assert report.problems == ["leg 0: taken away: 1 of 9 Hellos were welcomed"]
 
 
 @pytest.mark.parametrize(("seconds", "is_clean"), [(9.9, True), (10.1, False)])
