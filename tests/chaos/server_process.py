@@ -95,7 +95,7 @@ def _tell(traps: Traps) -> None:
 
     @functools.wraps(deliver)
     async def tell_lost(self: server.Server, message: Any) -> bool:
-        had_learner = self._learner is not None
+        had_learner = self._tenancy.holder is not None
         is_delivered = await deliver(self, message)
         if had_learner and not is_delivered:
             traps.tell("learner lost")
