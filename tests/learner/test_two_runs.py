@@ -16,6 +16,7 @@ from protocol.model_files import fingerprint, resolve_model
 from tests.fakes import ServerThread
 from tests.learner.model_engine import ModelEngine
 from tests.learner.mortal_learner import Life
+from tests.learner.test_several_servers import wait_until_free
 from tests.learner.test_train import make_run, metrics_of, rows_of
 
 TIMEOUT_S = 60.0
@@ -96,7 +97,7 @@ def test_a_second_run_waits_for_the_first_and_is_served_as_soon_as_that_is_over(
         assert first.end() == 0, first.log
         assert second.end() == 0, second.log
         assert second.log.count("is not free") == 1 and "lost the server" not in first.log + second.log
-        assert tenancy(server)["state"] == "free"
+        wait_until_free(server)
         status = server.running.server.status()
         assert (status["policy_version"], status["weights_run"] == name) == (6, False)
     for run in (first_run, second_run):
