@@ -55,7 +55,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Bind the engine to these positions within the cores this process may use, one compute thread each; the rest of the server
     runs wherever there is room. Several replicas divide them. Unset, without a GPU and at a loopback endpoint: the first half."""
     orphan_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0
-    """How long the groups of a learner that cannot be reached are kept."""
+    """How long the server, and the groups in it, are kept for a run whose learner is gone; until then another run waits."""
     drain_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0
     """How long a server that was told to end (SIGTERM, Ctrl-C) finishes what it has begun, groups and requests of /v1, before it ends
     all the same. Told once more it ends at once. Whoever kills what does not end must wait for longer than this."""

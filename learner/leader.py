@@ -107,6 +107,7 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             hello = Hello(run=run_dir.run_id, protocol_version=PROTOCOL_VERSION, model=model, learner=new_learner_id())
             fleet = Fleet(run, hello, LoopThread("learner"))
             fleet.on_wait, fleet.on_change = published.still_waiting, timeline.note
+            fleet.is_over = not run_dir.has_begun  # until then nothing at a server is worth coming back for
             for note in filter(None, (exposure(one.endpoint, has_keys=run.keys is not None) for one in fleet.members)):
                 log.warning(note)
             cleanup.callback(fleet.close)
@@ -154,6 +155,7 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         else:
             self.evaluations.begin_run()
         self.run_dir.begin()
+        self.fleet.is_over = False
         log.info("parity: mean |Δ logprob| = %.1e between server and learner", mismatch)
         self.publish(version)
         self.log.start_clock()

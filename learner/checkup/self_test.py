@@ -65,8 +65,8 @@ def self_test(run: LearnerRun) -> Measured:
         material = Material(run)
         trainee = make_trainee(material, accelerator, is_new=False)  # a warm start would change nothing about the noise
         leader = cleanup.enter_context(Leader.open(material, run_dir, trainee.published, None))
-        leader.fleet.is_over = True  # however it ends
         leader.connect(0)
+        leader.fleet.is_over = True  # however it ends
         batches = sample_across_pushes(leader)
         tokens = compare(trainee, batches, config.sampling.temperature)
         dtype = coarser(run.dtype, *(one.link.welcome.dtype for one in leader.fleet.connected() if one.link.welcome))

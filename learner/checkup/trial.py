@@ -61,8 +61,8 @@ def first_steps(run: LearnerRun) -> Metrics:
         trainee = make_trainee(material, accelerator, is_new=False)  # without a warm start, which is told by itself
         trainee.set_kl_coef(0, None)
         leader = cleanup.enter_context(Leader.open(material, run_dir, trainee.published, None))
-        leader.fleet.is_over = True  # however it ends
         leader.connect(0)
+        leader.fleet.is_over = True  # however it ends
         interrupt = Interrupt()  # not entered: Ctrl-C ends the trial at once
         num_steps = min(NUM_STEPS, run.learner.steps)
         for step in range(1, num_steps + 1):

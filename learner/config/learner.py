@@ -82,7 +82,7 @@ class LearnerConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     report: ReportConfig = ReportConfig()
     connect_timeout_s: MayChange[float] = 600.0
-    """How long to wait for the server, at the start and whenever it is gone."""
+    """How long to wait for the server, at the start and whenever it is gone, or another learner has it."""
     drain_timeout_s: MayChange[float] = 60.0
     """How long a server whose endpoint was taken out of `endpoints_from`, or that was told to end and says so, may finish the groups that
     it owes; then they are asked for elsewhere."""

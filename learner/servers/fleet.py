@@ -57,7 +57,7 @@ class Fleet:
         self.version: int | None = None
         """The one that was published last."""
         self.is_over = False
-        """Whether the run will not come back, so that the servers are free for others as soon as this fleet has left."""
+        """Whether the run would not come back if it ended now, so that the servers are free for others at once."""
         self._run = run
         self._num_choices = 0
         self._links: list[ServerLink] = []

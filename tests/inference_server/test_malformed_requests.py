@@ -49,6 +49,7 @@ def test_a_learner_that_was_welcomed_and_goes_mad_does_not_end_the_server() -> N
         messages = without_end([*TO_SERVER[1:], *OF_A_DOCTOR], seed=1)
         for _ in range(100):
             mad = ScriptedLearner(running.endpoint, run=learner.run)
+            mad.learner = learner.learner  # which need not wait until the one before is missed
             await mad.join()
             for _ in range(5):
                 await mad.channel._messages.send(next(messages))

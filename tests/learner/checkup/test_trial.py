@@ -15,6 +15,7 @@ from learner.train import train
 from protocol.checkup import Finding, ok, problem
 from protocol.model_files import resolve_model
 from tests.learner.model_engine import ModelEngine, tiny_server
+from tests.learner.test_several_servers import wait_until_free
 from tests.learner.test_train import make_run
 from tests.ports import free_port
 
@@ -28,7 +29,7 @@ def test_a_trial_measures_with_a_server_and_leaves_nothing_behind(
         said = capsys.readouterr()
         assert said.out == "" and said.err.count("| reward ") == NUM_STEPS and f"Step   {NUM_STEPS}/300" in said.err
         assert list(tmp_path.iterdir()) == []
-        assert server.running.server.status()["run"] is None, "it is free for the run at once"
+        wait_until_free(server)
         train(make_run(tmp_path, server.endpoint, steps=2), resume=False)
     assert len(read_metrics(tmp_path / "run")) == 2, "the server is there for the run"
     assert parity.verdict == "ok" and float(re.findall(r"\| of (\S+) at most", parity.text)[0]) < 1e-3
