@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
-from inference_server.containment import survived
+from inference_server.engine.containment import survived
 from inference_server.engine.life import EngineLife
 from inference_server.groups import Groups
 from inference_server.push import Pushes

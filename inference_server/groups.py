@@ -18,7 +18,7 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from inference_server.containment import Fail, contained
+from inference_server.engine.containment import Fail, contained
 from inference_server.engine.interface import Engine, EngineFailed, EngineLimits, Sampled
 from protocol.messages import Completion, Generate, Group, GroupFailed, Message, Sampling
 

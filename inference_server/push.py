@@ -18,7 +18,7 @@ import time
 from collections.abc import Awaitable, Sequence
 from typing import Literal, TypeVar
 
-from inference_server.containment import in_words, note
+from inference_server.engine.containment import in_words, note
 from inference_server.engine.interface import Engine, EngineDead, PushOrder, WorkerReport
 from inference_server.engine.life import in_time
 from inference_server.groups import Deliver, Tell

@@ -25,8 +25,8 @@ from functools import partial
 from typing import Any
 
 from inference_server.config import ServerConfig
-from inference_server.containment import contained, note, survived
 from inference_server.drain import REASON, Drain
+from inference_server.engine.containment import contained, note, survived
 from inference_server.engine.interface import Engine, EngineDead
 from inference_server.engine.life import EngineLife
 from inference_server.engine.stall import StallWatch
@@ -203,11 +203,11 @@ class Server:
             case Generate():
                 await self._ask(message)
             case Score():
-                self._life.spawn(self._score(message), "scoring", partial(self._fail, message))
+                self._life.spawn(self._score(message), "a score", partial(self._fail, message))
             case PushBegin():
                 self._life.spawn(self._pushes.push(message), "a push", partial(self._fail, message))
             case PushAbort():
-                self._life.spawn(self._pushes.abort(message), "giving up a push")
+                self._life.spawn(self._pushes.abort(message), "the end of an epoch")
 
     async def _fail(self, message: LearnerMessage | ProtocolError, why: str) -> None:
         """Answer a message that an unexpected exception has cost. Those without an answer are said again, or their loss is noticed."""

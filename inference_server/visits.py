@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Awaitable
 
-from inference_server.containment import contained
+from inference_server.engine.containment import contained
 from inference_server.engine.interface import Engine
 from inference_server.engine.life import EngineLife
 from protocol.channel.sockets import ServerChannel

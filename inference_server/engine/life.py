@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import TypeVar
 
-from inference_server.containment import Fail, contained, note, survived
+from inference_server.engine.containment import Fail, contained, note, survived
 from inference_server.engine.interface import Engine, EngineDead, WorkerPlace
 from protocol.errors import SlipstreamError
 
@@ -85,7 +85,7 @@ class EngineLife:
 
     def spawn(self, work: Coroutine[None, None, None], name: str, fail: Fail | None = None) -> asyncio.Task[None]:
         """Run what needs the engine, for as long as this life lasts; `fail` is told of an exception of its own."""
-        task = self._tasks.create_task(self._until_death(work, name, fail), name=name)
+        task = self._tasks.create_task(self._until_death(work, f"working on {name}", fail), name=name)
         self._work.add(task)
         task.add_done_callback(self._work.discard)
         task.add_done_callback(lambda _: work.close())  # cancelled before it began, it would else be called forgotten

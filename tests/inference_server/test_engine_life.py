@@ -125,7 +125,9 @@ def test_work_that_is_cancelled_before_it_begins_is_closed() -> None:
     async def run() -> None:
         coroutine = work()
         async with asyncio.TaskGroup() as tasks:
-            EngineLife(ScriptedEngine(), tasks, 0, lambda: None, lambda: asyncio.sleep(0)).spawn(coroutine).cancel()
+            EngineLife(ScriptedEngine(), tasks, 0, lambda: None, lambda: asyncio.sleep(0)).spawn(
+                coroutine, "work"
+            ).cancel()
         assert inspect.getcoroutinestate(coroutine) == inspect.CORO_CLOSED
 
     asyncio.run(run())

@@ -78,4 +78,5 @@ def note(error: Exception, doing: str) -> None:
 
 def in_words(error: Exception) -> str:
     """What a peer is told."""
-    return f"unexpected {type(error).__name__} in the server: {error}; its traceback is in the server's log"
+    what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return f"unexpected {what}; its traceback is in the server's log"
