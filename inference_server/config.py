@@ -21,8 +21,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_concurrent_sequences: Annotated[int, msgspec.Meta(gt=0)] = 256
     """Sequences in one decoding step of each replica; further ones wait inside the engine."""
     reserved_sequences: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    """Places beside max_concurrent_sequences, in each replica, that only requests of /v1 get, so that they are answered however much
-    the learner asks for. 0: they wait until no group does. Unset: one for each 32 of max_concurrent_sequences, at least one."""
+    """Places beside max_concurrent_sequences, in each replica, for requests of /v1 alone, so that they are answered
+    however much the learner asks for. 0: they wait until no group does. Unset: one for each 32 of
+    max_concurrent_sequences, at least one."""
     kv_cache_memory_mib: Annotated[int, msgspec.Meta(gt=0)] | None = msgspec.field(
         default_factory=lambda: None if has_gpu() else CPU_KV_MIB
     )
@@ -55,13 +56,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """File with the key that clients of the OpenAI API must send, mode 600; by default VLLM_API_KEY of the environment, if
     set. Needed where http_host is not loopback."""
     tool_call_parser: str | None = None
-    """How tool calls are read from the answers of the OpenAI API, as in `vllm serve`: hermes, llama3_json, mistral, ... Unset: requests
-    with tools are refused."""
+    """Format of the model's tool calls in the OpenAI API, as in `vllm serve`: hermes, llama3_json, mistral, ... Unset:
+    requests with tools are refused."""
     reasoning_parser: str | None = None
-    """How reasoning is told from the answer in the OpenAI API, as in `vllm serve`: qwen3, deepseek_r1, ... Unset: it is part of the answer."""
+    """Format of the model's reasoning in the OpenAI API, as in `vllm serve`: qwen3, deepseek_r1, ... Unset: reasoning is
+    part of the answer."""
     chat_template: str | None = None
-    """Chat template of the OpenAI API, as in `vllm serve`: a file, or the template itself. Unset: the tokenizer's. The learner renders its
-    prompts with the tokenizer's own in any case."""
+    """Chat template of the OpenAI API, as in `vllm serve`: a file, or the template itself. Unset: the tokenizer's, which
+    the learner's prompts have in any case."""
     cpu_cores: Cores | None = None
     """Bind the engine to these positions within the cores this process may use, one compute thread each; the rest of the server
     runs wherever there is room. Several replicas divide them. Unset, without a GPU and at a loopback endpoint: the first half."""

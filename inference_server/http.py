@@ -74,17 +74,7 @@ async def build_http(
     llm: AsyncLLM, run: ServerRun, model_path: Path, status: Status, api_key: str | None
 ) -> HttpServer:
     """Return a server of vLLM's OpenAI routes, /health and /metrics, and of our /status."""
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args(
-        # Without stats in the log, for which a task would keep the first engine.
-        [
-            "--model",
-            str(model_path),
-            "--served-model-name",
-            run.model,
-            "--disable-uvicorn-access-log",
-            "--disable-log-stats",
-        ]
-    )
+    args = application_arguments(str(model_path), run.model)
     args.api_key = None if api_key is None else [api_key]  # vLLM else reads VLLM_API_KEY, which may be another
     set_openai_options(args, run.server)
     app = build_application(args, await llm.get_supported_tasks(), llm.model_config, status)
@@ -102,6 +92,13 @@ async def build_http(
     server = HttpServer(config, app, args, guarded)
     await server.answer_from(llm)
     return server
+
+
+def application_arguments(model_path: str, served_name: str) -> Namespace:
+    """As `vllm serve` would have them, without statistics in the log, for which a task would keep the first engine."""
+    flags = ["--disable-uvicorn-access-log", "--disable-log-stats"]
+    named = ["--model", model_path, "--served-model-name", served_name]
+    return make_arg_parser(FlexibleArgumentParser()).parse_args([*named, *flags])
 
 
 def build_application(

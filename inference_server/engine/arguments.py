@@ -118,7 +118,7 @@ REFUSED = (
 
 
 def engine_arguments(run: ServerRun, model_path: Path) -> AsyncEngineArgs:
-    """Raises ConfigError for what [server.vllm] must not have, and for keys of the OpenAI side that vLLM cannot follow."""
+    """Raises ConfigError for what [server.vllm] must not have, and what vLLM's OpenAI application could not use."""
     own = own_arguments(run, model_path)
     check_openai_options(run.server, model_path)
     return AsyncEngineArgs(**{name: value for name, (value, _) in own.items()}, **added_arguments(run.server.vllm, own))

@@ -1,15 +1,15 @@
 """Places for the clients of /v1 that the learner's groups never take, so that each request gets its turn.
 
-    groups, scores ─▶ waiting ─▶ a free place of the learner's (server.max_concurrent_sequences)       ─┐
-    guests (/v1)   ─▶ waiting ─▶ a free reserved place (server.reserved_sequences), else a free place  ─┴▶ vLLM's scheduler
-                                 of the learner's while no group waits for it
+    groups, scores ─▶ wait ─▶ a place of the learner's (server.max_concurrent_sequences)            ─┐
+    guests (/v1)   ─▶ wait ─▶ a reserved place (server.reserved_sequences), or one of the learner's ─┴▶ vLLM's scheduler
+                              while no group waits for it
 
-vLLM's own scheduler stays; only its queue of waiting requests is exchanged, through `scheduler_cls`, in the process of each engine.
-The queue shows the scheduler no request that has no place to go to. Who is in a place is read from the requests themselves, so one
-that ends, is cancelled or is preempted gives its place back without a word.
+vLLM's own scheduler stays. Only its queue of waiting requests is exchanged, through `scheduler_cls`, in the process of
+each engine: the queue shows no request that has no place to go to. Who has a place is read from the requests, so one that
+ends, is cancelled or is preempted gives its place back, and an engine that starts again begins with all places free.
 
-Invariant: groups run in at most max_concurrent_sequences places. A guest in a reserved place is the last that vLLM preempts when
-KV blocks run out.
+Invariant: groups run in at most max_concurrent_sequences places. A guest in a reserved place is the last request that
+vLLM preempts when KV blocks run out.
 """
 
 from collections.abc import Iterable, Iterator
