@@ -59,11 +59,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Format of the model's tool calls in the OpenAI API, as in `vllm serve`: hermes, llama3_json, mistral, ... Unset:
     requests with tools are refused."""
     reasoning_parser: str | None = None
-    """Format of the model's reasoning in the OpenAI API, as in `vllm serve`: qwen3, deepseek_r1, ... Unset: reasoning is
-    part of the answer."""
+    """Format of the model's reasoning in the OpenAI API, as in `vllm serve`: qwen3, deepseek_r1, ... Unset: it is part of
+    the answer."""
     chat_template: str | None = None
-    """Chat template of the OpenAI API, as in `vllm serve`: a file, or the template itself. Unset: the tokenizer's, which
-    the learner's prompts have in any case."""
+    """Chat template of the OpenAI API, as in `vllm serve`: a file, or the template itself. Unset: the tokenizer's, in
+    which the learner renders its prompts in any case."""
     cpu_cores: Cores | None = None
     """Bind the engine to these positions within the cores this process may use, one compute thread each; the rest of the server
     runs wherever there is room. Several replicas divide them. Unset, without a GPU and at a loopback endpoint: the first half."""

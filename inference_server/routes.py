@@ -1,6 +1,6 @@
 """The routes of the HTTP side: which of vLLM's application are served, to whom, and when.
 
-    request ─▶ api_key.py: the key, unless the route is open ─▶ RouteGate: listed? weights whole? not draining? ─▶ vLLM's application
+    request ─▶ api_key.py: the key? ─▶ RouteGate: listed? whole weights? not draining? ─▶ vLLM's application
 
 vLLM's application has many more routes, some of which act on the engine, and the next release may bring others.
 
@@ -67,7 +67,7 @@ def kind_of(path: str) -> Kind | None:
 
 
 class RouteGate:
-    """ASGI middleware: 404 for what is not served, and 503 with the reason where there are no whole weights or the server drains.
+    """ASGI middleware: 404 for what is not served, and 503 while there are no whole weights or the server drains.
 
     Without it a request would wait for a push. What has begun goes on.
     """

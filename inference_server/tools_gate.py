@@ -1,4 +1,4 @@
-"""Requests with tools where no parser is set that could read a call from the answer: refused with the key that is missing.
+"""Requests with tools to a server that has no parser to read a call from the answer: refused, with the missing key.
 
 vLLM's own answers name its flags, or, from /v1/responses, give the call as plain text.
 """
@@ -13,7 +13,7 @@ from inference_server.routes import error_answer
 PATHS = {"/v1/chat/completions", "/v1/responses", "/v1/messages"}
 """Where tools can be asked for."""
 REASON = (
-    "tools need server.tool_call_parser, which is not set on this server: set it to the format in which the model calls tools "
+    "tools need server.tool_call_parser, which is not set on this server: set it to the format of the model's tool calls "
     '(hermes, llama3_json, mistral, ...), or send the request without tools or with tool_choice "none"'
 )
 

@@ -5,7 +5,7 @@
                               while no group waits for it
 
 vLLM's own scheduler stays. Only its queue of waiting requests is exchanged, through `scheduler_cls`, in the process of
-each engine: the queue shows no request that has no place to go to. Who has a place is read from the requests, so one that
+each engine: the queue shows no request that has no place to go to. Who has a place is read from the requests: one that
 ends, is cancelled or is preempted gives its place back, and an engine that starts again begins with all places free.
 
 Invariant: groups run in at most max_concurrent_sequences places. A guest in a reserved place is the last request that

@@ -1,6 +1,6 @@
-"""How vLLM's OpenAI application reads answers and writes prompts: tool calls, reasoning, chat template, as in `vllm serve`.
+"""Tool calls, reasoning and chat template of vLLM's OpenAI application, as in `vllm serve`.
 
-[server] ─▶ known? does the tokenizer fit? can the template be read? (before the model is loaded) ─▶ the application's arguments
+[server] ─▶ known? fits the tokenizer? readable? (before the model is loaded) ─▶ the application's arguments
 """
 
 import re
@@ -26,7 +26,7 @@ GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 def check_openai_options(server: ServerConfig, model_path: Path | None) -> None:
     """Check what can be checked without loading the model; None: its tokenizer is not here yet.
 
-    Raises ConfigError for names that vLLM does not know, parsers that do not fit the tokenizer, and unreadable templates.
+    Raises ConfigError for unknown names, parsers that do not fit the tokenizer, and templates that cannot be read.
     """
     _check_name("tool_call_parser", server.tool_call_parser, ToolParserManager.list_registered())
     _check_name("reasoning_parser", server.reasoning_parser, ReasoningParserManager.list_registered())
@@ -70,11 +70,13 @@ def _check_template(template: str) -> None:
         text = load_chat_template(template)
     except (ValueError, OSError) as error:
         raise ConfigError(
-            f"server.chat_template = {template!r} cannot be read: {error}. Set it to a file that exists, or to the template itself."
+            f"server.chat_template = {template!r} cannot be read: {error}. "
+            "Set it to a file that exists, or to the template itself."
         ) from error
     try:
         jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION_TAG.sub("", text or ""))
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(
-            f"server.chat_template = {template!r} is not a Jinja template: line {error.lineno}: {error.message}. Correct the template."
+            f"server.chat_template = {template!r} is not a Jinja template: line {error.lineno}: {error.message}. "
+            "Correct the template."
         ) from error

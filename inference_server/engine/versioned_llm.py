@@ -76,8 +76,8 @@ class VersionedLLM(AsyncLLM):
     async def generate(
         self, prompt: Any, *args: Any, priority: int = 0, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """For the OpenAI application: whatever priority its clients ask for, they are guests (engine/guests.py), and whatever salt they
-        choose, it is one of this push."""
+        """For the OpenAI application: whatever priority its clients ask for, they are guests (engine/guests.py), and
+        whatever salt they choose, it is one of this push."""
         await self.admitting.wait()
         if isinstance(prompt, dict) and (salt := prompt.get("cache_salt")):
             prompt = {**prompt, "cache_salt": f"{self.salt}/{salt}"}

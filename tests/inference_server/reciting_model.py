@@ -1,6 +1,6 @@
 """A Llama that recites: each word is followed by the one that stands behind it in a script, whatever was said before.
 
-Its layers add nothing, and the head turns each word's vector into that of the next. So vLLM's answer is known, word for word.
+Its layers add nothing, and the head turns each word's vector into that of the next, so vLLM's answer is known.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Places for the clients of /v1: vLLM's own schedulers with our queue, step by step without a model, and the real server."""
+"""Places for the clients of /v1: vLLM's schedulers with our queue, step by step without a model; and the real server."""
 
 import asyncio
 import contextlib
@@ -270,7 +270,7 @@ def test_places_are_reserved_unless_there_is_no_http() -> None:
     assert (made.max_num_seqs, made.max_num_active_seqs, made.scheduler_cls) == (256, None, None)
 
 
-# --- the real server -----------------------------------------------------------------------------------------------------
+# --- the real server --------------------------------------------------------------------------------------------------
 
 
 async def keep_busy(learner: ScriptedLearner, num_groups: int) -> None:

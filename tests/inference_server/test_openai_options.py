@@ -1,4 +1,4 @@
-"""Tool calls, reasoning and chat templates of the OpenAI side: refused before a model is loaded, and read back from real vLLM."""
+"""Tool calls, reasoning and chat template of the OpenAI side: checked before a model is loaded, and read from real vLLM."""
 
 import asyncio
 import json
@@ -29,7 +29,10 @@ SCRIPTS = [
     ["<ask>", "<think>", "because", "</think>", "yes"],
     ["<use>", "<tool_call>", CALL, "</tool_call>"],
 ]
-TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}{{ '<think>because</think><use>' if tools else '<ask>' }}"
+TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    "{{ '<think>because</think><use>' if tools else '<ask>' }}"
+)
 """With tools the prompt ends where the model is done with reasoning and about to call one."""
 PARSERS = ("--server.tool-call-parser", "hermes", "--server.reasoning-parser", "deepseek_r1")
 SCHEMA = {"type": "object", "properties": {"left": {"type": "integer"}, "right": {"type": "integer"}}}
@@ -66,7 +69,7 @@ def plain_server(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Itera
     yield from running_server(tmp_path_factory.mktemp("without-parsers"), *flags, model=model, is_forked=True)
 
 
-# --- before a model is loaded --------------------------------------------------------------------------------------------
+# --- before a model is loaded ---------------------------------------------------------------------------------------
 
 
 def refusal(model: Path | None, **keys: Any) -> str:
@@ -134,7 +137,7 @@ def test_a_wrong_name_ends_the_start_before_the_model_is_loaded(tmp_path: Path) 
     assert "server.tool_call_parser = 'hermess'" in server.log and "Traceback" not in server.log
 
 
-# --- tools without a parser ----------------------------------------------------------------------------------------------
+# --- tools without a parser -----------------------------------------------------------------------------------------
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
@@ -184,7 +187,7 @@ def test_each_dialect_refuses_tools_where_no_parser_is_set(plain_server: RealSer
         client.messages.create(model=name, max_tokens=20, messages=HELLO, tools=[MESSAGES_TOOL])
 
 
-# --- read back from real vLLM --------------------------------------------------------------------------------------------
+# --- read back from real vLLM ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.vllm
