@@ -13,7 +13,7 @@ from inference_server.routes import error_answer
 PATHS = {"/v1/chat/completions", "/v1/responses", "/v1/messages"}
 """Where tools can be asked for."""
 REASON = (
-    "tools need server.tool_call_parser, which is not set on this server: set it to the format of the model's tool calls "
+    "tools need server.tool_call_parser, which is not set here: set it to the format of the model's tool calls "
     '(hermes, llama3_json, mistral, ...), or send the request without tools or with tool_choice "none"'
 )
 

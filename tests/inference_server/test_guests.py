@@ -1,4 +1,4 @@
-"""Places for the clients of /v1: vLLM's schedulers with our queue, step by step without a model; and the real server."""
+"""Places for the clients of /v1: vLLM's schedulers with our queue, step by step without a model; the real server."""
 
 import asyncio
 import contextlib

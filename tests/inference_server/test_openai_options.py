@@ -1,4 +1,4 @@
-"""Tool calls, reasoning and chat template of the OpenAI side: checked before a model is loaded, and read from real vLLM."""
+"""Tool calls, reasoning, chat template of the OpenAI side: checked before a model is loaded, read from real vLLM."""
 
 import asyncio
 import json
