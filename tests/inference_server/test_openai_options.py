@@ -26,14 +26,11 @@ from tests.inference_server.real_server import START_TIMEOUT_S, RealServer, runn
 
 CALL = '{"name": "add", "arguments": {"left": 17, "right": 25}}'
 SCRIPTS = [
-    ["<ask>", "<think>", "because", "</think>", "yes"],
-    ["<use>", "<tool_call>", CALL, "</tool_call>"],
+    ["<ask>", "because</think>", "yes"],
+    ["<use>", "<think>", "plan", "</think>", "<tool_call>", CALL, "</tool_call>"],
 ]
-TEMPLATE = (
-    "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    "{{ '<think>because</think><use>' if tools else '<ask>' }}"
-)
-"""With tools the prompt ends where the model is done with reasoning and about to call one."""
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}{{ '<use>' if tools else '<ask>' }}"
+"""The prompt's last word decides what the model recites."""
 PARSERS = ("--server.tool-call-parser", "hermes", "--server.reasoning-parser", "deepseek_r1")
 SCHEMA = {"type": "object", "properties": {"left": {"type": "integer"}, "right": {"type": "integer"}}}
 CHAT_TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": SCHEMA}}
@@ -178,7 +175,7 @@ def test_each_dialect_refuses_tools_where_no_parser_is_set(plain_server: RealSer
         with pytest.raises(openai.BadRequestError, match=r"server\.tool_call_parser"):
             client.responses.create(model=name, input="hello", tools=[RESPONSES_TOOL])
         said = client.chat.completions.create(model=name, messages=HELLO, temperature=0).choices[0].message
-        assert said.content == "<think>because</think>yes", "nobody told reasoning from the answer"
+        assert said.content == "because</think>yes", "nobody told reasoning from the answer"
         assert client.responses.create(model=name, input="hello", temperature=0).output_text == said.content
     with (
         anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client,
@@ -198,6 +195,7 @@ def test_a_tool_call_is_read_from_each_dialect(server: RealServer) -> None:
         (call,) = choice.message.tool_calls or ()
         assert call.type == "function" and choice.finish_reason == "tool_calls"
         assert (call.function.name, json.loads(call.function.arguments)) == ("add", expected)
+        assert getattr(choice.message, "reasoning", None) == "plan", "both are read from one answer"
         answer = client.responses.create(model=name, input="hello", tools=[RESPONSES_TOOL], temperature=0)
         (item,) = (item for item in answer.output if item.type == "function_call")
         assert (item.name, json.loads(item.arguments)) == ("add", expected)
