@@ -24,7 +24,7 @@ HEALTHY = {"unavailable": None, "policy_version": 3}
 TORN = {"unavailable": "the weights are torn", "policy_version": 3}
 ACTING = {
     "/invocations", "/generative_scoring", "/scale_elastic_ep", "/is_scaling_elastic_ep", "/collective_rpc", "/sleep",
-    "/pause", "/update_weights", "/reset_prefix_cache", "/v1/load_lora_adapter", "/openapi.json", "/docs",
+    "/pause", "/update_weights", "/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/responses/render", "/openapi.json",
 }  # fmt: skip
 """Some of what vLLM has and we do not serve."""
 
@@ -103,7 +103,7 @@ def test_every_route_but_the_open_ones_asks_for_the_key(vllms: FastAPI) -> None:
 
 @pytest.mark.parametrize(
     "path", ["/", "", "//v1/models", "/v1", "/v1/", "/v1/modelsx", "/V1/models", "/metricsx", "/metrics/x", "/health/x",
-             "/v1/responses/a/b", "/v1/completions/x", "/v1/chat", "/v1/models\n"],
+             "/v1/responses/a", "/v1/completions/x", "/v1/chat", "/v1/models\n"],
 )  # fmt: skip
 def test_what_only_looks_like_a_route_is_none(path: str) -> None:
     assert kind_of(path) is None
