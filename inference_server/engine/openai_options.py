@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+from vllm.exceptions import VLLMClientError
 from vllm.parser.parser_manager import ParserManager
 from vllm.reasoning import ReasoningParserManager
 from vllm.renderers.chat_utils import load_chat_template
@@ -68,7 +69,7 @@ def _check_tokenizer(server: ServerConfig, model_path: Path) -> None:
 def _check_template(template: str) -> None:
     try:
         text = load_chat_template(template)
-    except (ValueError, OSError) as error:
+    except (VLLMClientError, ValueError, OSError) as error:
         raise ConfigError(
             f"server.chat_template = {template!r} cannot be read: {error}. "
             "Set it to a file that exists, or to the template itself."
