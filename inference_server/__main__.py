@@ -158,7 +158,7 @@ async def _serve(run: ServerRun) -> None:
 
         parts = [server.serve(tell_ready)]
         if listener is not None:
-            http = await build_http(engine.llm, str(model_path), run.model, server.status, api_key)
+            http = await build_http(engine.llm, run, model_path, server.status, api_key)
             engine.on_restart = http.answer_from
             server.drain.num_requests = lambda: http.num_requests
             parts.append(http.serve_on(listener))

@@ -14,11 +14,10 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from inference_server.config import ServerConfig
+from inference_server.routes import OPEN_PATHS
 from protocol.endpoint import is_loopback
 from protocol.errors import ConfigError
 from protocol.secret_file import read_secret
-
-OPEN_PATHS = {"/health", "/ping", "/metrics", "/version", "/load", "/status"}
 
 
 def read_api_key(config: ServerConfig, *, insecure: bool) -> str | None:

@@ -20,6 +20,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Longest prompt + completion in tokens; by default what the model's config allows."""
     max_concurrent_sequences: Annotated[int, msgspec.Meta(gt=0)] = 256
     """Sequences in one decoding step of each replica; further ones wait inside the engine."""
+    reserved_sequences: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """Places beside max_concurrent_sequences, in each replica, for requests of /v1 alone, so that they are answered
+    however much the learner asks for. 0: they wait until no group does. Unset: one for each 32 of
+    max_concurrent_sequences, at least one."""
     kv_cache_memory_mib: Annotated[int, msgspec.Meta(gt=0)] | None = msgspec.field(
         default_factory=lambda: None if has_gpu() else CPU_KV_MIB
     )
@@ -51,6 +55,15 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     api_key_file: str | None = None
     """File with the key that clients of the OpenAI API must send, mode 600; by default VLLM_API_KEY of the environment, if
     set. Needed where http_host is not loopback."""
+    tool_call_parser: str | None = None
+    """Format of the model's tool calls in the OpenAI API, as in `vllm serve`: hermes, llama3_json, mistral, ... Unset:
+    requests with tools are refused."""
+    reasoning_parser: str | None = None
+    """Format of the model's reasoning in the OpenAI API, as in `vllm serve`: qwen3, deepseek_r1, ... Unset: part of
+    the answer."""
+    chat_template: str | None = None
+    """Chat template of the OpenAI API, as in `vllm serve`: a file, or the template itself. Unset: the tokenizer's, in
+    which the learner renders its prompts in any case."""
     cpu_cores: Cores | None = None
     """Bind the engine to these positions within the cores this process may use, one compute thread each; the rest of the server
     runs wherever there is room. Several replicas divide them. Unset, without a GPU and at a loopback endpoint: the first half."""
@@ -79,8 +92,23 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return self.tensor_parallel_size * self.data_parallel_size
 
     @property
+    def openai_keys(self) -> list[str]:
+        """Keys that are set of how the OpenAI API reads answers and writes prompts."""
+        keys = ("tool_call_parser", "reasoning_parser", "chat_template")
+        return [key for key in keys if getattr(self, key) is not None]
+
+    @property
+    def num_reserved(self) -> int:
+        """Places of each replica for requests of /v1 alone; none where there is no /v1."""
+        if self.http_port == 0:
+            return 0
+        return (
+            max(1, self.max_concurrent_sequences // 32) if self.reserved_sequences is None else self.reserved_sequences
+        )
+
+    @property
     def capacity(self) -> int:
-        """Sequences in one decoding step of all replicas."""
+        """Sequences of groups in one decoding step of all replicas."""
         return self.max_concurrent_sequences * self.data_parallel_size
 
 

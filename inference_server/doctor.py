@@ -61,6 +61,8 @@ def examine(run: ServerRun) -> Iterator[Finding]:
     yield from resources(run)
     if run.server.vllm:
         yield vllm_arguments(run)
+    if run.server.openai_keys:
+        yield openai_options(run)
 
 
 def names(endpoint: str) -> Finding:
@@ -185,3 +187,14 @@ def vllm_arguments(run: ServerRun) -> Finding:
     except ConfigError as error:
         return problem_of("vllm", error, "correct it in [server.vllm]")
     return ok("vllm", f"takes {', '.join(run.server.vllm)}")
+
+
+def openai_options(run: ServerRun) -> Finding:
+    """Whether vLLM knows the parsers, and can read the chat template."""
+    from inference_server.engine.openai_options import check_openai_options  # which imports vLLM, for seconds
+
+    try:
+        check_openai_options(run.server, local_model(run.model))
+    except ConfigError as error:
+        return problem_of("openai", error, "correct it in [server]")
+    return ok("openai", f"takes {', '.join(run.server.openai_keys)}")

@@ -4,8 +4,9 @@ import asyncio
 import contextlib
 import socket
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -14,28 +15,32 @@ from fastapi.routing import APIRoute
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
+from vllm.config import ModelConfig
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.tasks import SupportedTask
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from inference_server.answer_versions import TellVersions
-from inference_server.api_key import OPEN_PATHS, ApiKeyGate
-
-Status = Callable[[], dict[str, Any]]
+from inference_server.api_key import ApiKeyGate
+from inference_server.config import ServerRun
+from inference_server.engine.openai_options import set_openai_options
+from inference_server.routes import RouteGate, Status, error_answer
+from inference_server.tools_gate import RefuseTools
 
 SHUTDOWN_TIMEOUT_S = 1
-RETRY_AFTER_S = 5
-"""What a client is told to wait while there are no whole weights; the learner tries again at once."""
+HARMONY = "gpt_oss"
+"""Models of this type have a format of their own for tool calls, which vLLM always reads."""
 
 
 class HttpServer(uvicorn.Server):
     """Uvicorn inside the server's own event loop, with vLLM's application."""
 
-    def __init__(self, config: uvicorn.Config, app: FastAPI, args: Namespace, gate: "RefuseWithoutWeights") -> None:
+    def __init__(self, config: uvicorn.Config, app: FastAPI, args: Namespace, gate: RouteGate) -> None:
         super().__init__(config)
         self._app, self._args, self._gate = app, args, gate
         app.state.server = self  # vLLM's handlers would end it when the engine dies, but for KEEP_ALIVE_ON_ENGINE_DEATH
@@ -66,26 +71,16 @@ class HttpServer(uvicorn.Server):
 
 
 async def build_http(
-    llm: AsyncLLM, model_path: str, served_name: str, status: Status, api_key: str | None
+    llm: AsyncLLM, run: ServerRun, model_path: Path, status: Status, api_key: str | None
 ) -> HttpServer:
     """Return a server of vLLM's OpenAI routes, /health and /metrics, and of our /status."""
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args(
-        # Without stats in the log, for which a task would keep the first engine.
-        [
-            "--model",
-            model_path,
-            "--served-model-name",
-            served_name,
-            "--disable-uvicorn-access-log",
-            "--disable-log-stats",
-        ]
-    )
+    args = application_arguments(str(model_path), run.model)
     args.api_key = None if api_key is None else [api_key]  # vLLM else reads VLLM_API_KEY, which may be another
-    app = build_app(args, await llm.get_supported_tasks(), llm.model_config)
-    app.add_api_route("/status", status, methods=["GET"])
+    set_openai_options(args, run.server)
+    app = build_application(args, await llm.get_supported_tasks(), llm.model_config, status)
     get_prometheus_registry().register(_Metrics(status))
-    app.router.routes.insert(0, APIRoute("/v1/models", partial(_models, app, status)))  # before vLLM's own
-    guarded = RefuseWithoutWeights(TellVersions(app, partial(_serving, status)), status)
+    can_read_tools = run.server.tool_call_parser is not None or llm.model_config.hf_config.model_type == HARMONY
+    guarded = guard(app, status, can_read_tools=can_read_tools)
     config = uvicorn.Config(
         # Around the finished app, which takes no more middleware.
         guarded if api_key is None else ApiKeyGate(guarded, api_key),
@@ -97,6 +92,30 @@ async def build_http(
     server = HttpServer(config, app, args, guarded)
     await server.answer_from(llm)
     return server
+
+
+def application_arguments(model_path: str, served_name: str) -> Namespace:
+    """As `vllm serve` would have them, without statistics in the log, for which a task would keep the first engine."""
+    flags = ["--disable-uvicorn-access-log", "--disable-log-stats"]
+    named = ["--model", model_path, "--served-model-name", served_name]
+    return make_arg_parser(FlexibleArgumentParser()).parse_args([*named, *flags])
+
+
+def build_application(
+    args: Namespace, tasks: tuple[SupportedTask, ...], model_config: ModelConfig | None, status: Status
+) -> FastAPI:
+    """Return vLLM's application with our /status and /v1/models."""
+    app = build_app(args, tasks, model_config)
+    app.add_api_route("/status", status, methods=["GET"])
+    for path, endpoint in (("/v1/models", _models), ("/v1/models/{model:path}", _model)):  # before vLLM's own
+        app.router.routes.insert(0, APIRoute(path, partial(endpoint, app, status), response_model=None))
+    return app
+
+
+def guard(app: ASGIApp, status: Status, *, can_read_tools: bool) -> RouteGate:
+    """Return an application as clients see it, but for the key."""
+    telling = TellVersions(app, partial(_serving, status))
+    return RouteGate(telling if can_read_tools else RefuseTools(telling), status)
 
 
 async def _models(app: FastAPI, status: Status) -> dict[str, Any]:
@@ -113,33 +132,11 @@ def _serving(status: Status) -> tuple[str | None, int | None]:
     return now["weights_run"], now["policy_version"]
 
 
-class RefuseWithoutWeights:
-    """ASGI middleware: without whole weights /v1/* and /health say 503 and why, for a request would wait for a push; and while it
-    drains, what has begun goes on.
-
-    /health too, as vLLM's own says 503 when it cannot generate: a load balancer then asks another server.
-    """
-
-    def __init__(self, app: ASGIApp, status: Status) -> None:
-        self._app, self._status = app, status
-        self.num_open = 0
-        """Requests that were let through and are under way, without those of monitoring."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        needs_weights = scope["type"] == "http" and scope["path"].startswith(("/v1/", "/health"))
-        reason = self._status()["unavailable"] if needs_weights else None
-        if reason is None:
-            is_work = scope["type"] == "http" and scope["path"].rstrip("/") not in OPEN_PATHS
-            self.num_open += is_work
-            try:
-                await self._app(scope, receive, send)
-            finally:
-                self.num_open -= is_work
-            return
-        message = f"{reason}. Try again in {RETRY_AFTER_S} s; /status shows when it is over"
-        error = {"message": message, "type": "ServiceUnavailableError", "param": None, "code": 503}
-        answer = JSONResponse({"error": error}, 503, {"Retry-After": str(RETRY_AFTER_S)})
-        await answer(scope, receive, send)
+async def _model(app: FastAPI, status: Status, model: str) -> dict[str, Any] | JSONResponse:
+    """One of them, which vLLM does not answer."""
+    listed = (await _models(app, status))["data"]
+    unknown = error_answer(404, "NotFoundError", f"The model `{model}` does not exist.", "model")
+    return next((known for known in listed if known["id"] == model), unknown)
 
 
 class _Metrics(Collector):

@@ -20,6 +20,8 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 
 from inference_server.config import ServerConfig, ServerRun
+from inference_server.engine.guests import SCHEDULER
+from inference_server.engine.openai_options import check_openai_options
 from protocol.errors import ConfigError
 
 MAX_EXPLANATION = 400
@@ -91,9 +93,6 @@ REFUSED = (
         "leave it out; learner.push says how they travel",
     ),
     Refusal(
-        ("scheduler_cls",), "tokens are labelled with their version by vLLM's own scheduler", "leave it out"
-    ),
-    Refusal(
         ("kv_transfer_config", "kv_offloading_size", "ec_transfer_config"),
         "keys and values of old weights would come back from where a push does not clear them",
         "for more of them set server.kv_cache_memory_mib or server.gpu_memory_utilization",
@@ -119,8 +118,9 @@ REFUSED = (
 
 
 def engine_arguments(run: ServerRun, model_path: Path) -> AsyncEngineArgs:
-    """Raises ConfigError for what [server.vllm] must not have."""
+    """Raises ConfigError for what [server.vllm] must not have, and what vLLM's OpenAI application could not use."""
     own = own_arguments(run, model_path)
+    check_openai_options(run.server, model_path)
     return AsyncEngineArgs(**{name: value for name, (value, _) in own.items()}, **added_arguments(run.server.vllm, own))
 
 
@@ -137,7 +137,17 @@ def own_arguments(run: ServerRun, model_path: Path) -> dict[str, Own]:
             of_head, "set `model` to a directory with the config that you want, and head_dtype for the head"
         ),
         "max_model_len": Own(server.max_model_len, "set server.max_model_len"),
-        "max_num_seqs": Own(server.max_concurrent_sequences, "set server.max_concurrent_sequences"),
+        "max_num_seqs": Own(
+            server.max_concurrent_sequences + server.num_reserved,
+            "set server.max_concurrent_sequences, or server.reserved_sequences for requests of /v1",
+        ),
+        "max_num_active_seqs": Own(
+            server.max_concurrent_sequences if server.num_reserved else None, "set server.max_concurrent_sequences"
+        ),
+        "scheduler_cls": Own(
+            SCHEDULER if server.num_reserved else None,
+            "it stays: it keeps server.reserved_sequences for requests of /v1",
+        ),
         "kv_cache_memory_bytes": Own(kv_cache_bytes, "set server.kv_cache_memory_mib"),
         "block_size": Own(server.block_size, "set server.block_size"),
         "gpu_memory_utilization": Own(_memory_share(server), "set server.gpu_memory_utilization"),
@@ -151,6 +161,7 @@ def own_arguments(run: ServerRun, model_path: Path) -> dict[str, Own]:
         "use_tqdm_on_load": Own(sys.stderr.isatty(), "there is a progress bar wherever there is a terminal"),
         "enable_prefix_caching": Own(True, "it stays on: the completions of a group share their prompt"),
         "scheduling_policy": Own("priority", "it stays: the learner's groups go before the clients of /v1"),
+        "reasoning_parser": Own(server.reasoning_parser or "", "set server.reasoning_parser"),
         "logprobs_mode": Own("processed_logprobs", "it stays: these are the logprobs of what was sampled from"),
         "generation_config": Own("vllm", "it stays: sampling is what a request says; for groups set learner.sampling"),
         "worker_extension_cls": Own(

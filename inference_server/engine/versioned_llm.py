@@ -22,12 +22,11 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from inference_server.config import ServerConfig, ServerRun
 from inference_server.engine.arguments import engine_arguments, is_in_engine_process
+from inference_server.engine.guests import FIRST_OF_GUESTS
 from inference_server.engine.replicas import replicas_as_ours
 from protocol.cores import bound_to_cores
 from protocol.errors import ConfigError
 
-FIRST_OF_CLIENTS = 1
-"""The lower a priority, the sooner a request is begun. Groups have 0."""
 UNTOUCHED = "default"
 """What vLLM calls the version of the weights that it has loaded itself."""
 sampled_by: ContextVar[set[str] | None] = ContextVar("sampled_by", default=None)
@@ -77,12 +76,12 @@ class VersionedLLM(AsyncLLM):
     async def generate(
         self, prompt: Any, *args: Any, priority: int = 0, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """For the OpenAI application: whatever priority its clients ask for, the learner's requests are begun before theirs, and
+        """For the OpenAI application: whatever priority its clients ask for, they are guests (engine/guests.py), and
         whatever salt they choose, it is one of this push."""
         await self.admitting.wait()
         if isinstance(prompt, dict) and (salt := prompt.get("cache_salt")):
             prompt = {**prompt, "cache_salt": f"{self.salt}/{salt}"}
-        async for output in self.generate_first(prompt, *args, priority=max(priority, FIRST_OF_CLIENTS), **kwargs):
+        async for output in self.generate_first(prompt, *args, priority=max(priority, FIRST_OF_GUESTS), **kwargs):
             _note_versions(output)
             yield output
 

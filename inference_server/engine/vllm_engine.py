@@ -26,6 +26,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from inference_server.config import ServerRun
 from inference_server.engine.completions import Completions
+from inference_server.engine.guests import SCORES
 from inference_server.engine.interface import (
     EngineDead,
     EngineFailed,
@@ -72,7 +73,7 @@ class VllmEngine:
             vocab_size=config.model_config.get_vocab_size(),
             dtype=str(config.model_config.dtype).removeprefix("torch."),
             num_workers=run.server.num_workers,
-            max_concurrent_sequences=config.scheduler_config.max_num_seqs * run.server.data_parallel_size,
+            max_concurrent_sequences=run.server.capacity,
             num_replicas=run.server.data_parallel_size,
         )
         self._eos_token_ids = _eos_token_ids(model_path, self.limits.vocab_size)
@@ -124,8 +125,7 @@ class VllmEngine:
             temperature=1.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True,
             detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
         )  # fmt: skip
-        # Before all that waits: the learner may wait for the answer.
-        (output,) = [output async for output in self._run(token_ids, params, priority=-1, replica=replica)]
+        (output,) = [output async for output in self._run(token_ids, params, priority=SCORES, replica=replica)]
         logprobs = np.asarray(output.prompt_logprobs.logprobs, dtype=np.float32)
         label = output.outputs[0].weight_versions[0].version
         return logprobs, None if label == UNTOUCHED else int(label)

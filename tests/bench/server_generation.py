@@ -209,11 +209,15 @@ def cores_of_the_client() -> Iterator[None]:
 def pushed_link(server: ServedModel) -> GroupLink:
     """A link to a server that has weights: its own once more, which a push brings bit for bit."""
     link = GroupLink(server)
-    policy = load_policy(resolve_model(server.model), gradient_checkpointing=False)
-    pusher = Pusher(link.fleet, Trainee(policy, num_tokens=1), PushConfig())
+    push_own_weights(link.fleet, server.model)
+    return link
+
+
+def push_own_weights(fleet: Fleet, model: str) -> None:
+    policy = load_policy(resolve_model(model), gradient_checkpointing=False)
+    pusher = Pusher(fleet, Trainee(policy, num_tokens=1), PushConfig())
     pusher.push(0)
     pusher.close()
-    return link
 
 
 def turn(link: GroupLink, bare: BareVllm, order: Order, *, server_first: bool) -> Turn:

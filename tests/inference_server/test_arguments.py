@@ -40,7 +40,6 @@ REASONS = {
     "weights that are elsewhere": "offload_backend cpu_offload_gb offload_group_size enable_eplb enable_sleep_mode "
     "enable_cumem_allocator",
     "server's own pushes": "weight_transfer_config worker_cls",
-    "labelled with their version": "scheduler_cls",
     "keys and values of old weights": "kv_transfer_config kv_offloading_size ec_transfer_config",
     "turn groups away": "max_num_queued_reqs max_num_queued_tokens",
     "several servers": "nnodes node_rank master_addr master_port enable_elastic_ep data_parallel_rank "
@@ -53,6 +52,8 @@ REASONS = {
 OURS = {
     "model": "model", "served_model_name": "model", "dtype": "server.dtype", "seed": "seed",
     "max_model_len": "server.max_model_len", "max_num_seqs": "server.max_concurrent_sequences",
+    "max_num_active_seqs": "server.max_concurrent_sequences", "scheduler_cls": "server.reserved_sequences",
+    "reasoning_parser": "server.reasoning_parser",
     "kv_cache_memory_bytes": "server.kv_cache_memory_mib", "block_size": "server.block_size",
     "gpu_memory_utilization": "server.gpu_memory_utilization", "enforce_eager": "server.enforce_eager",
     "tensor_parallel_size": "server.tensor_parallel_size", "data_parallel_size": "server.data_parallel_size",
@@ -92,7 +93,7 @@ def test_an_argument_arrives_as_vllms_own_type_and_beside_what_the_server_sets()
     assert (made.max_num_batched_tokens, made.async_scheduling) == (300, False)
     assert isinstance(made.compilation_config, CompilationConfig)
     assert made.compilation_config.cudagraph_capture_sizes == [1, 8]
-    assert (made.model, made.dtype, made.seed, made.max_num_seqs) == ("/model", "float32", 3, 9)
+    assert (made.model, made.dtype, made.seed, made.max_num_seqs) == ("/model", "float32", 3, 10)
     assert (made.kv_cache_memory_bytes, made.block_size, made.logprobs_mode) == (2 << 20, None, "processed_logprobs")
 
 
@@ -178,7 +179,8 @@ def test_doctor_and_planner_read_a_file_with_arguments_of_vllm(tmp_path: Path) -
 
 
 def test_the_readmes_example_passes() -> None:
-    (example,) = re.findall(r"^```toml\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+    examples = re.findall(r"^```toml\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+    (example,) = (example for example in examples if "[server.vllm]" in example)
     given = tomllib.loads(example)["server"]["vllm"]
     assert {name for name in given if getattr(arguments(given), name) is not None} == set(given)
 
@@ -204,5 +206,5 @@ def test_what_vllm_itself_says_against_an_argument_ends_the_start(tmp_path: Path
         assert server.process.wait(timeout=START_TIMEOUT_S) == 2
     finally:
         server.kill()
-    assert "max_num_batched_tokens (8) must be greater than or equal to max_num_seqs (256)" in server.log
+    assert "max_num_batched_tokens (8) must be greater than or equal to max_num_seqs (264)" in server.log
     assert "keys of [server]" in server.log and "Traceback" not in server.log

@@ -217,7 +217,9 @@ def test_two_processes_of_one_run_do_not_take_the_server_from_each_other() -> No
         for _ in range(3):
             answer = await second.greet()
             assert isinstance(answer, Refused) and answer.is_busy and answer.free_in_s is None
-            assert "another process of run run-a has held the server" in answer.reason and first.learner in answer.reason
+            assert (
+                "another process of run run-a has held the server" in answer.reason and first.learner in answer.reason
+            )
             await first.generate("g", [1])
             await first.receive(Pulse)
         await first.receive(Group)

