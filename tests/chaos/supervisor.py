@@ -233,7 +233,8 @@ class Supervisor:
         strike(run.holder(fault).pid, signal.SIGCONT)
 
         def has_server() -> bool:
-            return run.first("server ready", place.process.started_at, place.number) is not None
+            both_started_at = max(place.process.started_at, run.learner.started_at)
+            return run.first("server ready", both_started_at, place.number) is not None
 
         self._until(has_server, f"a server that the run has before: {fault}", fruitless_s=FRUITLESS_S)
         if not has_server() or self._is_over:
