@@ -362,7 +362,7 @@ def test_a_push_that_has_not_begun_when_another_run_is_served_is_not_begun() -> 
             return True
 
         engine = ScriptedEngine()
-        pushes = Pushes(engine, deliver, pause_timeout_s=60.0)
+        pushes = Pushes(engine, deliver, deliver, pause_timeout_s=60.0)
         pushes.begin_run("run-a")
         async with pushes._lock:
             pushing = asyncio.create_task(pushes.push(begin(3)))
