@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from inference_server.config import ServerConfig
+from inference_server.listener import http_host
 from protocol.endpoint import is_loopback
 from protocol.errors import ConfigError
 from protocol.secret_file import read_secret
@@ -26,7 +27,7 @@ def read_api_key(config: ServerConfig, *, insecure: bool) -> str | None:
     if config.api_key_file is not None:
         return read_secret(Path(config.api_key_file), "server.api_key_file")
     key = os.environ.get("VLLM_API_KEY") or None
-    if config.http_port and key is None and not insecure and not is_loopback(config.http_host):
+    if config.http_port and key is None and not insecure and not is_loopback(http_host(config)):
         raise ConfigError(
             f"server.http_host = {config.http_host!r} leaves this machine, and without a key anyone there could use the model; "
             "set server.api_key_file, or http_port = 0 to turn HTTP off, or say insecure = true"

@@ -32,7 +32,7 @@ from protocol.checkup import (
     unknown,
 )
 from protocol.config import load_config
-from protocol.endpoint import split_endpoint
+from protocol.endpoint import join_address, split_endpoint
 from protocol.errors import ConfigError
 from protocol.messages import PROTOCOL_VERSION
 from protocol.model_files import fingerprint, local_model
@@ -109,7 +109,7 @@ def http(run: ServerRun) -> Finding:
         return ok("http", "off (server.http_port = 0)")
     with listener:
         host, number = listener.getsockname()[:2]
-    return ok("http", f"{host}:{number} is free, {'with' if key else 'without'} an API key")
+    return ok("http", f"{join_address(host, number)} is free, {'with' if key else 'without'} an API key")
 
 
 def keys(directory: str | None) -> Finding:

@@ -40,6 +40,8 @@ class GpuChoice(NamedTuple):
     has_gpu: bool
     reason: str
     """In one sentence, for the log and for whoever expected the other answer."""
+    num_gpus: int = 0
+    """That this process may use."""
 
 
 def has_gpu() -> bool:
@@ -56,22 +58,12 @@ def gpu_choice() -> GpuChoice:
     if num_gpus == 0:
         return GpuChoice(False, f"there is no GPU: {source}")
     if visible is not None and (num_gpus := _num_visible(visible, num_gpus)) == 0:
-        return GpuChoice(False, f"there is no GPU to use: {VISIBLE} = {visible!r} begins with none that is here, {source}")
+        return GpuChoice(
+            False, f"there is no GPU to use: {VISIBLE} = {visible!r} begins with none that is here, {source}"
+        )
     if _has_torch_for_cpus():
         return GpuChoice(False, f"there is a GPU, but the installed torch is built for CPUs only ({source})")
-    return GpuChoice(True, f"there is a GPU: {source}, {num_gpus} to use")
-
-
-def cuda_of_driver() -> tuple[int, int] | None:
-    """Return the newest CUDA version that the driver runs, as (12, 8); None without a driver."""
-    try:
-        nvml = ctypes.CDLL(NVML)
-    except OSError:
-        return None
-    version = ctypes.c_int()
-    if nvml.nvmlSystemGetCudaDriverVersion_v2(ctypes.byref(version)) != 0:
-        return None
-    return version.value // 1000, version.value % 1000 // 10
+    return GpuChoice(True, f"there is a GPU: {source}, {num_gpus} to use", num_gpus)
 
 
 def _num_visible(visible: str, num_gpus: int) -> int:
@@ -136,7 +128,8 @@ def dtype_choice() -> DtypeChoice:
     if gpu.has_gpu:
         return DtypeChoice("bfloat16", gpu.reason)
     if (unit := _bfloat16_unit()) is not None:
-        return DtypeChoice("bfloat16", f"this CPU has {unit}, which multiplies bfloat16 faster than float32")
+        reason = f"this CPU has {unit}, which multiplies bfloat16 faster than float32; {gpu.reason}"
+        return DtypeChoice("bfloat16", reason)
     return DtypeChoice("float32", f"{gpu.reason}; and this CPU has neither {' nor '.join(BFLOAT16_UNITS)}")
 
 
