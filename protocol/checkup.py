@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from protocol.hardware import Dtype, dtype_choice
+from protocol.installation import DISTRIBUTION
 
 GIB = 1 << 30
 MEMINFO = Path("/proc/meminfo")
@@ -74,7 +75,7 @@ def tell(findings: Iterable[Finding], *, as_json: bool) -> int:
 def package_version() -> str:
     """Of Slipstream; "unknown" where it runs from sources that were never installed."""
     try:
-        return importlib.metadata.version("slipstream-rl")
+        return importlib.metadata.version(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
         return "unknown"
 

