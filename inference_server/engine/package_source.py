@@ -8,6 +8,7 @@ condition count: whether a platform takes one of them is not known here.
 
 import ast
 import zipfile
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,14 +27,15 @@ class Definition(msgspec.Struct, frozen=True):
     parameters: tuple[str, ...] | None = None
     """In order, without `self`; of a class, those of its constructor. None: not callable, or not known."""
     takes_any: bool = False
-    """Whether it takes further ones, as `**kwargs`, or has a base class outside the package that may name some."""
+    """Whether it takes further ones, as `**kwargs`."""
 
 
 class Module(msgspec.Struct, frozen=True, eq=False):
     """A module's own names: functions, classes, imports (as the pair of module and name), and what is assigned."""
 
     name: str
-    names: dict[str, Any]
+    names: dict[str, list[Any]]
+    """Several for a name that the branches of a condition define differently, the last one first."""
     stars: tuple[str, ...]
     """The modules it takes every name from."""
 
@@ -78,7 +80,7 @@ class PackageSource:
             return None
         # Bytes: ast reads the encoding, and a stray character is not worth a failure.
         tree = ast.parse((package if is_package else file).read_bytes())
-        names: dict[str, Any] = {}
+        names: dict[str, list[Any]] = defaultdict(list)
         stars: list[str] = []
         for statement in _flat(tree.body):
             if isinstance(statement, ast.ImportFrom):
@@ -87,36 +89,34 @@ class PackageSource:
                     if alias.name == "*":
                         stars.append(source)
                     else:
-                        names[alias.asname or alias.name] = (source, alias.name)
+                        names[alias.asname or alias.name].insert(0, (source, alias.name))
             elif isinstance(statement, ast.Import):
                 for alias in statement.names:
-                    names[alias.asname or alias.name.partition(".")[0]] = (alias.name, "")
+                    names[alias.asname or alias.name.partition(".")[0]].insert(0, (alias.name, ""))
             else:
-                names.update(_defined_by(statement))
-        return Module(name, names, tuple(stars))
+                for defined, node in _defined_by(statement).items():
+                    names[defined].insert(0, node)
+        return Module(name, dict(names), tuple(stars))
 
     def _resolve(self, module: str, name: str, hops: int = 0) -> tuple[str, ast.AST | None]:
         """Return the module in which a name is defined, and its node; None if it is not there."""
         found = self._module(module)
         if found is None or hops > MAX_HOPS:
             return module, None
-        match found.names.get(name):
-            case (source, original):
-                if self._module(f"{source}.{original}".rstrip(".")) is not None and not self._has(source, original):
-                    return module, ast.Pass()  # a module is a name too
-                return self._resolve(source, original, hops + 1)
-            case None:
-                for source in found.stars:
-                    place, node = self._resolve(source, name, hops + 1)
-                    if node is not None:
-                        return place, node
-                return module, ast.Pass() if self._module(f"{module}.{name}") is not None else None
-            case node:
-                return module, node
-
-    def _has(self, module: str, name: str) -> bool:
-        found = self._module(module)
-        return found is not None and name in found.names
+        candidates = [*found.names.get(name, ()), *((source, name) for source in found.stars)]
+        for candidate in candidates:
+            if not isinstance(candidate, tuple):
+                return module, candidate
+            place, node = self._resolve(*candidate, hops + 1)
+            if node is not None:
+                return place, node
+        # A module is a name too: one that was imported, or one that lies in this package.
+        modules = (
+            ".".join(filter(None, candidate))
+            for candidate in [*candidates, (module, name)]
+            if isinstance(candidate, tuple)
+        )
+        return module, ast.Pass() if any(self._module(one) is not None for one in modules) else None
 
     def _member(self, place: str, node: ast.ClassDef, name: str) -> tuple[str, ast.AST | None]:
         """Look in a class, then in its bases in turn, as nearly as Python does."""
@@ -147,9 +147,9 @@ class PackageSource:
                 return self._resolve_expression(place, value)
             case ast.Attribute(value=ast.Name(id=name), attr=attribute):
                 found = self._module(place)
-                source = found.names.get(name) if found is not None else None
-                if isinstance(source, tuple):
-                    return self._resolve(f"{source[0]}.{source[1]}".rstrip("."), attribute)
+                for source in found.names.get(name, ()) if found is not None else ():
+                    if isinstance(source, tuple):
+                        return self._resolve(".".join(filter(None, source)), attribute)
         return place, None
 
     def _definition(self, place: str, node: ast.AST) -> Definition:

@@ -86,7 +86,7 @@ PUBLIC: Names = {
         "CompletionOutput.token_ids": "", "CompletionOutput.weight_versions": "",
         "RequestOutput": "",
         "RequestOutput.num_cached_tokens": "", "RequestOutput.outputs": "", "RequestOutput.prompt_logprobs": "",
-        "WeightVersionSpan": "version, start, end /",
+        "WeightVersionSpan.end": "", "WeightVersionSpan.start": "", "WeightVersionSpan.version": "",
     },
     "vllm.platforms": {"current_platform": "", "Platform.is_cpu": ""},
     "vllm.sampling_params": {
