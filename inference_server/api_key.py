@@ -25,7 +25,7 @@ OPEN_PATHS = {"/health", "/ping", "/metrics", "/version", "/load", "/status"}
 def read_api_key(config: ServerConfig, *, insecure: bool) -> str | None:
     """Return the key of server.api_key_file or VLLM_API_KEY, if any. Raises ConfigError where one is needed."""
     if config.api_key_file is not None:
-        return read_secret(Path(config.api_key_file), "server.api_key_file")
+        return read_secret(Path(config.api_key_file), f"server.api_key_file = {config.api_key_file!r}")
     key = os.environ.get("VLLM_API_KEY") or None
     if config.http_port and key is None and not insecure and not is_loopback(http_host(config)):
         raise ConfigError(

@@ -108,8 +108,12 @@ def load_config(config_type: type[C], argv: Sequence[str], program: str, switche
             'head_dtype = "bfloat16" with dtype = "float32": a head is never coarser than what is before it. Remove head_dtype, or set dtype '
             'to "bfloat16"'
         )
-    for endpoint in (config.endpoint, *config.endpoints):
-        check_endpoint(endpoint, has_keys=config.keys is not None, insecure=config.insecure)
+    check_endpoint(config.endpoint, has_keys=config.keys is not None, insecure=config.insecure)
+    for endpoint in config.endpoints:
+        try:
+            check_endpoint(endpoint, has_keys=config.keys is not None, insecure=config.insecure)
+        except ConfigError as error:
+            raise ConfigError(f"endpoints = {list(config.endpoints)}: {error}") from error
     return config
 
 
@@ -214,7 +218,7 @@ def _explain(message: str, raw: dict[str, Any]) -> str:
         came = [(f"{at}.{name}", value.get(name)) if isinstance(value, dict) else (at, value) for at, value in came]
         if index and isinstance(came[0][1], dict):  # one of a table of sections: msgspec does not say which
             came = [(f"{at}.{one}", section) for at, table in came for one, section in table.items()]
-    if not any(isinstance(value, dict) for _, value in came):
+    if problem.startswith("Expected") or not any(isinstance(value, dict) for _, value in came):
         said = [f"{at[1:]} = {value!r}" for at, value in came if value is not None or len(came) == 1]
         return f"{', '.join(said)}: {problem}"
     # A section's own checks begin with one of its keys, msgspec's with a capital letter.
