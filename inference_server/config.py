@@ -11,8 +11,9 @@ from protocol.errors import ConfigError
 from protocol.hardware import Dtype, has_gpu
 
 CPU_KV_MIB = 2048
-Tokens = Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
-"""vLLM counts them in 32 bits."""
+Tokens = Annotated[int, msgspec.Meta(ge=2, lt=1 << 31)]
+"""A prompt and a completion; vLLM counts them in 32 bits."""
+BlockSize = Annotated[int, msgspec.Meta(gt=0, le=4096)]
 Places = Annotated[int, msgspec.Meta(gt=0, le=1 << 16)]
 """vLLM has tables with a row for each."""
 Copies = Annotated[int, msgspec.Meta(gt=0, le=1024)]
@@ -31,8 +32,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache_memory_mib: Mebibytes | None = msgspec.field(default_factory=lambda: None if has_gpu() else CPU_KV_MIB)
     """Memory for keys and values on each worker. Unset: what gpu_memory_utilization leaves over; 2,048 on a machine without a GPU, whose
     memory others need too."""
-    block_size: Tokens | None = None
-    """Tokens per KV block, the grain in which completions share their prompt; 32 suits short prompts on a CPU."""
+    block_size: BlockSize | None = None
+    """Tokens per KV block, the grain in which completions share their prompt; 32 suits short prompts on a CPU, where it must be a multiple of 32."""
     dtype: Dtype | None = None
     """In which this server computes, where that is not the run's `dtype`: a fast server in bfloat16 beside an exact one. Weights come in
     the run's dtype all the same, and the learner holds this server to the bounds of the coarser of the two."""

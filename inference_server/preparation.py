@@ -28,6 +28,7 @@ from protocol.model_files import fingerprint, resolve_model
 log = logging.getLogger(__name__)
 
 MIB = 1 << 20
+CPU_BLOCK = 32
 WORKER_BYTES = 256 * MIB
 """Of a worker on a CPU beside its weights and its KV cache: Python, torch and vLLM."""
 
@@ -58,8 +59,19 @@ def prepare(run: ServerRun, open_things: contextlib.ExitStack) -> Prepared:
     check_vllm()
     model_path = resolve_model(run.model)
     model = fingerprint(model_path)
+    check_block_size(run)
     check_room(run, model_path)
     return Prepared(keys, api_key, listener, model_path, model)
+
+
+def check_block_size(run: ServerRun) -> None:
+    """Raises ConfigError for what vLLM's attention on a CPU would fail of, once the model is loaded."""
+    block_size = run.server.block_size
+    if not gpu_choice().has_gpu and block_size is not None and block_size % CPU_BLOCK:
+        raise ConfigError(
+            f"server.block_size = {block_size}: on a CPU vLLM's attention takes multiples of {CPU_BLOCK}; set it to "
+            f"{max(CPU_BLOCK, round(block_size / CPU_BLOCK) * CPU_BLOCK)}"
+        )
 
 
 def check_room(run: ServerRun, model_path: Path) -> None:

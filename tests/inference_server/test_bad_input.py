@@ -188,8 +188,8 @@ def means_something(run: ServerRun) -> bool:
         all(0 < seconds <= 1e8 for seconds in (*finite, server.start_timeout_s))
         and 0 <= run.seed < 2**32
         and 0 < server.max_concurrent_sequences <= 1 << 16
-        and (server.max_model_len is None or 0 < server.max_model_len < 1 << 31)
-        and (server.block_size is None or 0 < server.block_size < 1 << 31)
+        and (server.max_model_len is None or 1 < server.max_model_len < 1 << 31)
+        and (server.block_size is None or (server.block_size % 32 == 0 and 0 < server.block_size <= 4096))
         and 0 < server.gpu_memory_utilization <= 1
         and 0 <= server.http_port < 1 << 16
         and server.http_host != ""
