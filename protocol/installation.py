@@ -29,9 +29,16 @@ def install_command(extra: str) -> str:
 
 def module_command(module: str) -> tuple[str, ...]:
     """Return the command that runs one of Slipstream's modules in a new process."""
-    # With -m the working directory comes first, so a user's own protocol.py or deploy/ there would be imported instead.
-    safe_path = () if Path.cwd().resolve() == ROOT else ("-P",)
-    return (sys.executable, *safe_path, "-m", module)
+    return (sys.executable, *(("-P",) if is_elsewhere() else ()), "-m", module)
+
+
+def is_elsewhere() -> bool:
+    """Whether the working directory is not the checkout.
+
+    Python started with -m or -c imports from the working directory first: in the checkout that is right, elsewhere a user's own
+    protocol.py or deploy/ would be imported in place of ours, unless it is started with -P (PYTHONSAFEPATH).
+    """
+    return Path.cwd().resolve() != ROOT
 
 
 def _installer() -> str:

@@ -16,6 +16,7 @@ from learner.children import Forked, end_with_the_learner
 from learner.config import EnvironmentConfig
 from learner.environments.host import serve
 from protocol.errors import ConfigError
+from protocol.installation import is_elsewhere
 
 OWN_INTERPRETER = Path(__file__).with_name("own_interpreter.py")
 # Forked from a process that has imported this module and nothing else: the learner's threads, sockets and tensors must not
@@ -49,9 +50,8 @@ def start(config: EnvironmentConfig, *, takes_text: bool) -> tuple[Connection, B
 def _forked(config: EnvironmentConfig, takes_text: bool) -> tuple[Connection, Begun]:
     CONTEXT.set_forkserver_preload(PRELOADED)  # for all of this process, so not before it is needed
     safe_path = os.environ.get(SAFE_PATH)
-    # multiprocessing begins its server with `python -c`, where the working directory comes first: a user's protocol.py there would be
-    # imported in place of ours.
-    os.environ[SAFE_PATH] = "1"
+    if is_elsewhere():  # multiprocessing begins its server with `python -c`, and passes on only what the environment says
+        os.environ[SAFE_PATH] = "1"
     try:
         forkserver.ensure_running()
     finally:
