@@ -48,8 +48,8 @@ lock:  ## resolve deploy/cpu.lock anew
 keys: $(STAMP)  ## make CURVE keys for server and learner in keys/ (ARGS=DIR: elsewhere)
 	@$(PY) -m protocol.channel.keys $(or $(ARGS),keys)
 
-clean:  ## remove .venv, runs/ and all caches
-	@rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean:  ## remove .venv and all caches; runs/ stays, with its checkpoints: delete what you no longer need by hand
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml deploy/cpu.lock

@@ -26,10 +26,10 @@ from protocol.config import load_config, to_toml, until_its_reader_leaves
 from protocol.cores import halves
 from protocol.errors import ConfigError, SlipstreamError
 from protocol.hardware import has_gpu
+from protocol.installation import module_command
 
 PROGRAM = "python -m deploy.colocate"
 SWITCHES = ("--resume", "--dry-run")
-MODULE = (sys.executable, "-m")
 
 
 def main() -> None:
@@ -63,8 +63,8 @@ def colocate(arguments: list[str]) -> int:
     config = with_cores(config, server_run, learner_run)
     node = Node(
         config=config, learner_run=learner_run, logs=make_logs(Path(learner_run.run_dir)),
-        server=(*MODULE, "inference_server", *config_file, *flags_of["server"], *manner),
-        learner=(*MODULE, "learner", "train", *config_file, *flags_of["learner"], *manner),
+        server=(*module_command("inference_server"), *config_file, *flags_of["server"], *manner),
+        learner=(*module_command("learner"), "train", *config_file, *flags_of["learner"], *manner),
         resume="--resume" in switches,
     )  # fmt: skip
     servers = {place.name: partial(node.start, node.server, place) for place in server_places(config, server_run)}

@@ -176,7 +176,7 @@ def lock() -> None:
 
 
 def pip_command(venv: Path, arguments: "list[str]") -> "list[str]":
-    return [str(venv / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", *arguments]
+    return [str(venv / "bin" / "python"), "-P", "-m", "pip", "--disable-pip-version-check", *arguments]
 
 
 def install_packages(venv: Path, what: str, arguments: "list[str]", num_packages: int = 0) -> None:

@@ -20,12 +20,12 @@ import msgspec
 from inference_server.config import ServerRun
 from inference_server.ending import SIGNALS, until_ended
 from inference_server.engine.socket_directory import socket_directory
-from inference_server.listener import listen
 from protocol import console
 from protocol.config import load_config, to_toml, until_its_reader_leaves
 from protocol.cores import share_of_cores
-from protocol.endpoint import exposure
 from protocol.errors import SlipstreamError
+from protocol.hardware import gpu_choice
+from protocol.installation import install_command
 
 log = logging.getLogger("inference_server")
 
@@ -70,8 +70,8 @@ def main() -> None:
         console.say_error(error)
         sys.exit(2)
     except ModuleNotFoundError as error:
-        extras = "[server-gpu], or make install for the CPU"
-        console.say_error(f"{error.name} is not installed; pip install slipstream-rl{extras}")
+        extra = "server-gpu" if gpu_choice().has_gpu else "server-cpu"
+        console.say_error(f"{error.name} is not installed; install it with: {install_command(extra)}")
         sys.exit(2)
 
 
@@ -101,6 +101,16 @@ def _on_own_cores(run: ServerRun) -> ServerRun:
     return msgspec.structs.replace(run, server=msgspec.structs.replace(run.server, cpu_cores=cores))
 
 
+def _on_what(run: ServerRun) -> str:
+    """What was found to compute on, why, and what follows where the config is silent."""
+    server = run.server
+    kv = "what is left" if server.kv_cache_memory_mib is None else f"{server.kv_cache_memory_mib} MiB"
+    return (
+        f"{gpu_choice().reason}. dtype = {run.computes_in}, server.enforce_eager = {str(server.enforce_eager).lower()}, memory for keys and "
+        f"values: {kv}"
+    )
+
+
 def _set_environment(run: ServerRun) -> None:
     """Settings that vLLM and torch, also those of child processes, read from the environment."""
     os.environ.update(
@@ -115,40 +125,30 @@ def _set_environment(run: ServerRun) -> None:
 
 async def _serve(run: ServerRun) -> None:
     """Start everything in the order in which it can fail cheaply, serve, and take it down again."""
-    from inference_server.api_key import read_api_key
-    from protocol.channel.keys import server_keys
+    from inference_server.listener import address_of
+    from inference_server.preparation import prepare
     from protocol.channel.sockets import ServerChannel
-    from protocol.model_files import fingerprint, resolve_model
 
     started_at = time.monotonic()
     with contextlib.ExitStack() as open_things:
         open_things.enter_context(socket_directory())
-        keys = server_keys(run.keys) if run.keys is not None else None
-        api_key = read_api_key(run.server, insecure=run.insecure)
-        # Only to fail now if it cannot. Open while the engine starts, which keeps the loop from reading, it would fill with the Hellos
-        # of a learner that waits, and libzmq may abort over what comes of that.
-        ServerChannel(run.endpoint, keys, insecure=run.insecure).close()
-        if note := exposure(run.endpoint, has_keys=keys is not None):
-            log.warning(note)
-        listener = listen(run.server)
-        if listener is not None:
-            open_things.callback(listener.close)
-        model_path = resolve_model(run.model)
-        model = fingerprint(model_path)
+        log.info(_on_what(run))
+        prepared = prepare(run, open_things)
+        listener = prepared.listener
         os.environ["HF_HUB_OFFLINE"] = "1"  # the model's files are here now
         run = _on_own_cores(run)
         log.info("starting vLLM with %s", run.model)
         from inference_server.engine.vllm_engine import VllmEngine
 
-        engine = VllmEngine(run, model_path)
+        engine = VllmEngine(run, prepared.model_path)
         open_things.callback(engine.close)
-        channel = ServerChannel(run.endpoint, keys, insecure=run.insecure)
+        channel = ServerChannel(run.endpoint, prepared.keys, insecure=run.insecure)
         open_things.callback(channel.close)
         from inference_server.http import build_http
         from inference_server.server import Server
 
-        server = Server(channel, engine, model, run.server)
-        where = f"http://{run.server.http_host}:{run.server.http_port}" if listener else "off"
+        server = Server(channel, engine, prepared.model, run.server)
+        where = f"http://{address_of(run.server)}" if listener else "off"
 
         def tell_ready() -> None:
             log.info(
@@ -158,7 +158,7 @@ async def _serve(run: ServerRun) -> None:
 
         parts = [server.serve(tell_ready)]
         if listener is not None:
-            http = await build_http(engine.llm, run, model_path, server.status, api_key)
+            http = await build_http(engine.llm, run, prepared.model_path, server.status, prepared.api_key)
             engine.on_restart = http.answer_from
             server.drain.num_requests = lambda: http.num_requests
             parts.append(http.serve_on(listener))

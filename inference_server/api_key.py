@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from inference_server.config import ServerConfig
+from inference_server.listener import http_host
 from inference_server.routes import OPEN_PATHS
 from protocol.endpoint import is_loopback
 from protocol.errors import ConfigError
@@ -23,9 +24,9 @@ from protocol.secret_file import read_secret
 def read_api_key(config: ServerConfig, *, insecure: bool) -> str | None:
     """Return the key of server.api_key_file or VLLM_API_KEY, if any. Raises ConfigError where one is needed."""
     if config.api_key_file is not None:
-        return read_secret(Path(config.api_key_file), "server.api_key_file")
+        return read_secret(Path(config.api_key_file), f"server.api_key_file = {config.api_key_file!r}")
     key = os.environ.get("VLLM_API_KEY") or None
-    if config.http_port and key is None and not insecure and not is_loopback(config.http_host):
+    if config.http_port and key is None and not insecure and not is_loopback(http_host(config)):
         raise ConfigError(
             f"server.http_host = {config.http_host!r} leaves this machine, and without a key anyone there could use the model; "
             "set server.api_key_file, or http_port = 0 to turn HTTP off, or say insecure = true"

@@ -14,6 +14,7 @@ from pathlib import Path
 from inference_server.api_key import read_api_key
 from inference_server.config import ServerRun
 from inference_server.engine.memory import gpu_memory_bytes, num_gpus
+from inference_server.engine.vllm_names import SUPPORTED, all_names, check_vllm, installed_version
 from inference_server.listener import listen
 from protocol.builtin_models import cache_dir
 from protocol.channel.keys import learner_keys, server_keys
@@ -32,8 +33,8 @@ from protocol.checkup import (
     unknown,
 )
 from protocol.config import load_config
-from protocol.endpoint import split_endpoint
-from protocol.errors import ConfigError
+from protocol.endpoint import is_loopback, join_address, split_endpoint
+from protocol.errors import ConfigError, PushError
 from protocol.messages import PROTOCOL_VERSION
 from protocol.model_files import fingerprint, local_model
 
@@ -59,7 +60,11 @@ def examine(run: ServerRun) -> Iterator[Finding]:
     yield unknown("clock", "compared, like keys and bandwidth, by `learner doctor` while this server runs")
     yield of_dtype(run.computes_in)
     yield from resources(run)
-    if run.server.vllm:
+    if (found := nccl(run)) is not None:
+        yield found
+    found = vllm_names()
+    yield found
+    if found.verdict == "ok" and run.server.vllm:
         yield vllm_arguments(run)
     if run.server.openai_keys:
         yield openai_options(run)
@@ -111,7 +116,7 @@ def http(run: ServerRun) -> Finding:
         return ok("http", "off (server.http_port = 0)")
     with listener:
         host, number = listener.getsockname()[:2]
-    return ok("http", f"{host}:{number} is free, {'with' if key else 'without'} an API key")
+    return ok("http", f"{join_address(host, number)} is free, {'with' if key else 'without'} an API key")
 
 
 def keys(directory: str | None) -> Finding:
@@ -176,6 +181,30 @@ def resources(run: ServerRun) -> Iterator[Finding]:
     yield of_memory(f"{config.gpu_memory_utilization:.0%} of the GPU for the server", share, free, remedy)
     remedy = "raise server.tensor_parallel_size or server.gpu_memory_utilization"
     yield of_memory("a worker's weights", weights // config.tensor_parallel_size + of_kv, share, remedy)
+
+
+def nccl(run: ServerRun) -> Finding | None:
+    """Whether a push between GPUs could travel by NCCL; None where none would."""
+    wanted = run.learner.get("push", {}).get("transport", "auto")
+    if gpu_memory_bytes() is None or wanted not in ("auto", "nccl"):
+        return None
+    from protocol.collective.nccl import why_not_installed
+
+    reason = why_not_installed()
+    if reason is None:
+        return ok("nccl", "cupy finds a libnccl that answers")
+    if wanted == "auto" and num_gpus() == 1 and is_loopback(split_endpoint(run.endpoint)[0]):
+        return ok("nccl", "not here, nor needed: the learner on this machine has the same GPU (ipc)")
+    return problem_of("nccl", PushError(reason), 'set learner.push.transport = "gloo"')
+
+
+def vllm_names() -> Finding:
+    """Whether the installed vLLM is one that the server knows, down to the parameters of its functions."""
+    try:
+        check_vllm()
+    except ConfigError as error:
+        return problem_of("vllm_names", error, f"install vllm{SUPPORTED}")
+    return ok("vllm_names", f"{installed_version()} has all {len([*all_names()])} names that the server uses")
 
 
 def vllm_arguments(run: ServerRun) -> Finding:

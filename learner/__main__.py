@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from protocol import console
 from protocol.errors import ConfigError, ParityError, SlipstreamError
+from protocol.installation import install_command
 
 if TYPE_CHECKING:
     from learner.config import LearnerRun
@@ -83,7 +84,7 @@ def main() -> None:
         console.say_error(error)
         sys.exit(2)
     except ModuleNotFoundError as error:
-        console.say_error(f"{error.name} is not installed; pip install 'slipstream-rl[learner]'")
+        console.say_error(f"{error.name} is not installed; install it with: {install_command('learner')}")
         sys.exit(2)
     except KeyboardInterrupt:
         sys.stdout.flush()

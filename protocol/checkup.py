@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from protocol.hardware import Dtype, dtype_choice
+from protocol.installation import DISTRIBUTION
 
 GIB = 1 << 30
 MEMINFO = Path("/proc/meminfo")
@@ -74,23 +75,40 @@ def tell(findings: Iterable[Finding], *, as_json: bool) -> int:
 def package_version() -> str:
     """Of Slipstream; "unknown" where it runs from sources that were never installed."""
     try:
-        return importlib.metadata.version("slipstream-rl")
+        return importlib.metadata.version(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
         return "unknown"
 
 
 def free_memory_bytes() -> int | None:
     """What this process may still take: of the machine's memory, or of its container's if that is less. None off Linux."""
+    free, limit = _of_meminfo("MemAvailable:"), _of_cgroup("memory.max")
+    if free is None or limit is None:
+        return free
+    return min(free, limit - (_of_cgroup("memory.current") or 0))
+
+
+def total_memory_bytes() -> int | None:
+    """All that this process could ever take: of the machine's memory, or of its container's if that is less. None off Linux."""
+    total, limit = _of_meminfo("MemTotal:"), _of_cgroup("memory.max")
+    return total if total is None or limit is None else min(total, limit)
+
+
+def _of_meminfo(field: str) -> int | None:
     try:
         lines = MEMINFO.read_text().splitlines()
     except OSError:
         return None
-    free = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
+
+
+def _of_cgroup(name: str) -> int | None:
+    """None without a container, without cgroups of version 2, or without a limit."""
     try:
-        limit, used = ((CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
-    except OSError:  # no container, or none with cgroups of version 2
-        return free
-    return free if limit == "max" else min(free, int(limit) - int(used))
+        text = (CGROUP / name).read_text().strip()
+    except OSError:
+        return None
+    return None if text == "max" else int(text)
 
 
 def of_dtype(dtype: Dtype) -> Finding:

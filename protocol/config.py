@@ -7,6 +7,7 @@ types its own section and leaves the others unread. Precedence: flag > file > de
 import contextlib
 import difflib
 import io
+import math
 import os
 import re
 import sys
@@ -25,6 +26,15 @@ from protocol.hardware import Dtype, dtype_here
 
 T = TypeVar("T")
 
+MAX_SECONDS = 1e8
+"""Three years: what is longer was meant as never, which a wait of the operating system may not be."""
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)]
+"""The type of a key that bounds a wait."""
+Text = Annotated[str, msgspec.Meta(min_length=1)]
+"""The type of a key that names something."""
+SEEDS = 1 << 32
+"""Numpy takes no more."""
+
 MAY_CHANGE = "may change at a resume"
 MayChange = Annotated[T, MAY_CHANGE]
 """The type of a key that a resume may change: one that does not decide what is learned, or one that an error or a warning
@@ -41,18 +51,18 @@ DEFAULT_ENDPOINT = "tcp://127.0.0.1:5757"
 class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Keys that server and learner must agree on."""
 
-    model: str
+    model: Text
     """A local directory, a hub name, or a built-in model made at first use: `tiny:digits` (0.1M parameters, random weights) or
     `smollm2:135m-instruct` (pretrained; from the package index, for machines without a hub)."""
-    run_dir: MayChange[str]
+    run_dir: MayChange[Text]
     """Directory of this run: metrics, ledger, checkpoints, report."""
-    endpoint: MayChange[str] = DEFAULT_ENDPOINT
+    endpoint: MayChange[Text] = DEFAULT_ENDPOINT
     """Where the server listens and the learner connects; an IPv6 address stands in brackets: tcp://[::1]:5757."""
-    endpoints: MayChange[tuple[str, ...]] = ()
+    endpoints: MayChange[tuple[Text, ...]] = ()
     """Of several servers, in place of `endpoint`; each of them is told its own: `inference-server run.toml --endpoint …`."""
-    endpoints_from: MayChange[str | None] = None
+    endpoints_from: MayChange[Text | None] = None
     """Likewise, when servers come and go: file:PATH (one endpoint a line) or dns:NAME:PORT; the learner reads it again every 5 s."""
-    keys: MayChange[str | None] = None
+    keys: MayChange[Text | None] = None
     """Directory of the CURVE keys that `make keys` made; needed where endpoint is not loopback."""
     insecure: MayChange[bool] = False
     """Allow an endpoint beyond loopback without keys, and server.http_host without an API key: only on a network that is
@@ -63,7 +73,7 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     head_dtype: Dtype | None = None
     """In which both sides compute logits from the last hidden states. "float32" with dtype = "bfloat16" keeps logits from being rounded, so
     the two sides differ less; a CPU's server generates more slowly with it. Unset: dtype."""
-    seed: int = 0
+    seed: Annotated[int, msgspec.Meta(ge=0, lt=SEEDS)] = 0
     """Seeds the data order, the sampling and the learner."""
 
     @property
@@ -91,14 +101,19 @@ def load_config(config_type: type[C], argv: Sequence[str], program: str, switche
     path, flags = _split(argv, program)
     base = _from_file(config_type, path) if path else None
     config = _with_flags(config_type, base, flags, f"{program} run.toml {switches}".strip())
+    _refuse_unusable(msgspec.to_builtins(config))
     config.check()
     if config.dtype == "float32" and config.head_dtype == "bfloat16":
         raise ConfigError(
             'head_dtype = "bfloat16" with dtype = "float32": a head is never coarser than what is before it. Remove head_dtype, or set dtype '
             'to "bfloat16"'
         )
-    for endpoint in (config.endpoint, *config.endpoints):
-        check_endpoint(endpoint, has_keys=config.keys is not None, insecure=config.insecure)
+    check_endpoint(config.endpoint, has_keys=config.keys is not None, insecure=config.insecure)
+    for endpoint in config.endpoints:
+        try:
+            check_endpoint(endpoint, has_keys=config.keys is not None, insecure=config.insecure)
+        except ConfigError as error:
+            raise ConfigError(f"endpoints = {list(config.endpoints)}: {error}") from error
     return config
 
 
@@ -203,11 +218,34 @@ def _explain(message: str, raw: dict[str, Any]) -> str:
         came = [(f"{at}.{name}", value.get(name)) if isinstance(value, dict) else (at, value) for at, value in came]
         if index and isinstance(came[0][1], dict):  # one of a table of sections: msgspec does not say which
             came = [(f"{at}.{one}", section) for at, table in came for one, section in table.items()]
-    if not any(isinstance(value, dict) for _, value in came):
+    if problem.startswith("Expected") or not any(isinstance(value, dict) for _, value in came):
         said = [f"{at[1:]} = {value!r}" for at, value in came if value is not None or len(came) == 1]
         return f"{', '.join(said)}: {problem}"
     # A section's own checks begin with one of its keys, msgspec's with a capital letter.
     return ".".join([*keys, problem]) if problem[0].islower() else message
+
+
+def _refuse_unusable(value: Any, key: str = "") -> None:
+    """Refuse what is of the right type and can mean nothing, wherever it stands. Raises ConfigError."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            _refuse_unusable(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            _refuse_unusable(inner, key)
+    elif isinstance(value, float) and math.isnan(value):
+        raise ConfigError(f"{key} = nan is not a number; set it to one, or leave it out")
+    elif isinstance(value, str) and ("\0" in value or not _is_unicode(value)):
+        raise ConfigError(f"{key} = {value!r} has a character that no name or path may have; leave it out")
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether it can be written as UTF-8: a flag may hold bytes that cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _with_flags(config_type: type[C], base: C | None, flags: list[str], program: str) -> C:

@@ -42,7 +42,7 @@ def is_loopback(host: str) -> bool:
 def split_endpoint(endpoint: str) -> tuple[str, str]:
     """Return host, without brackets, and port, a number or `*`. Raises ConfigError."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    is_port = port == "*" or (port.isdigit() and int(port) < 65536)
+    is_port = port == "*" or is_port_number(port)
     if not endpoint.startswith("tcp://") or not host or not is_port:
         raise ConfigError(
             f"endpoint is {endpoint!r}; expected tcp://HOST:PORT, for example tcp://127.0.0.1:5757 or tcp://[::1]:5757"
@@ -50,6 +50,11 @@ def split_endpoint(endpoint: str) -> tuple[str, str]:
     if ":" in host or "[" in host or "]" in host:
         host = _ipv6(host, endpoint)
     return host, port
+
+
+def is_port_number(text: str) -> bool:
+    """Whether a text is a port in ASCII digits; `str.isdigit` alone is true of ² and ٣ too."""
+    return len(text) <= 5 and text.isascii() and text.isdigit() and int(text) < 65536
 
 
 def join_address(host: str, port: int) -> str:

@@ -27,6 +27,9 @@ _TOKENIZER_FILES = {
     "vocab.json",
     "vocab.txt",
 }
+_QUANTIZED_KEYS = ("quantization_config", "compression_config")
+_QUANTIZED_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+"""Of ModelOpt, AutoGPTQ and AutoAWQ; vLLM reads them too."""
 _TEXT_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _DOWNLOADED = [*_TEXT_FILES, "*.safetensors"]
 
@@ -36,21 +39,21 @@ def resolve_model(name: str) -> Path:
 
     Raises ConfigError if it is none of these.
     """
-    path = Path(name).expanduser()
-    if is_builtin(name) and not path.is_dir():
+    path = _as_directory(name)
+    if is_builtin(name) and path is None:
         return builtin_model(name)
-    if path.is_dir():
+    if path is not None:
         if not (path / "config.json").is_file():
             raise ConfigError(
                 f"model = {name!r} is a directory without config.json; expected the files of a Hugging Face model, "
                 "as `save_pretrained` writes them"
             )
-        return _with_safetensors(path.resolve(), name)
+        return _trainable(path.resolve(), name)
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ConfigError(
             f"model = {name!r}: there is no such directory; set model to one that exists or to a hub name"
         )
-    return _with_safetensors(_download(name), name)
+    return _trainable(_download(name), name)
 
 
 def local_model(name: str) -> Path | None:
@@ -58,24 +61,47 @@ def local_model(name: str) -> Path | None:
 
     Raises ConfigError as `resolve_model` does.
     """
-    if Path(name).expanduser().is_dir():
+    if _as_directory(name) is not None:
         return resolve_model(name)
     if is_builtin(name):
         return builtin_model(name) if is_at_hand(name) else None
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=_DOWNLOADED, local_files_only=True))
+        path = Path(snapshot_download(name, allow_patterns=_DOWNLOADED, local_files_only=True))
     except (OSError, ValueError):  # not in its cache, or no name of the hub
         return None
+    return _trainable(path, name)
 
 
-def _with_safetensors(path: Path, name: str) -> Path:
-    """Older weight files are pickles, which may run code when they are read."""
+def _as_directory(name: str) -> Path | None:
+    """Return the directory of this name; None if there is none. Raises ConfigError for one that may not be looked at."""
+    try:
+        path = Path(name).expanduser()
+        if not path.is_dir():
+            return None
+        next(path.iterdir(), None)  # what may not be listed fails here, and what may not be entered on the next line
+        (path / "config.json").is_file()
+        return path
+    except (OSError, RuntimeError) as error:  # RuntimeError: ~USER of somebody unknown
+        raise ConfigError(
+            f"model = {name!r} cannot be read ({error}); set model to one that this user may read"
+        ) from error
+
+
+def _trainable(path: Path, name: str) -> Path:
+    """Return the path of a model whose weights can be read and trained. Raises ConfigError for others."""
+    # Older weight files are pickles, which may run code when they are read.
     if not any(path.glob("*.safetensors")):
         raise ConfigError(
             f"model = {name!r} has no weights in *.safetensors, the only format that is read; load it where you trust it and "
             "save it again with `save_pretrained`"
+        )
+    if (method := quantization(path)) is not None:
+        raise ConfigError(
+            f"model = {name!r} is quantized ({method}); expected weights in bfloat16, float16 or float32, for training changes the weights "
+            "themselves, and a quantized server's logprobs would be another policy's. Set model to the checkpoint that it was made from, or "
+            "load it with transformers, call `dequantize()` and save it with `save_pretrained`"
         )
     return path
 
@@ -83,7 +109,7 @@ def _with_safetensors(path: Path, name: str) -> Path:
 def fingerprint(path: Path) -> ModelFingerprint:
     """Return what must be equal on both sides; it depends on the files' contents only, not on their order or dates."""
     config = _read_config(path)
-    text_config = config.get("text_config", config)
+    text_config = config.get("text_config") or config
     architectures = config.get("architectures") or [config.get("model_type", "unknown")]
     vocab_size = config.get("vocab_size", text_config.get("vocab_size"))
     layers = text_config.get("num_hidden_layers", text_config.get("n_layer", "unknown"))
@@ -106,11 +132,49 @@ def text_files(path: Path) -> list[Path]:
     return sorted(file for file in files if not file.name.endswith(".safetensors.index.json"))
 
 
+def quantization(path: Path) -> str | None:
+    """Return the method by which a checkpoint's weights are quantized, as its files name it; None for one that is not."""
+    config = _read_config(path)
+    for key in _QUANTIZED_KEYS:
+        if settings := _nested(config, key):
+            return _method_of(settings, key)
+    for name in _QUANTIZED_FILES:  # of tools that leave config.json alone
+        if (path / name).is_file():
+            settings = _read_json(path / name)
+            return f"{_method_of(settings.get('quantization') or settings, name)}, in {name}"
+    return None
+
+
+def _nested(config: dict[str, Any], key: str) -> Any:
+    """Look in the config itself, then in those of its parts: text_config, vision_config, llm_config, ..."""
+    parts = (part for name, part in config.items() if name.endswith("config") and name not in _QUANTIZED_KEYS)
+    return config.get(key) or next(
+        (found for part in parts if isinstance(part, dict) and (found := _nested(part, key))), None
+    )
+
+
+def _method_of(settings: Any, where: str) -> str:
+    """Return the method's name, of the form that libraries write, or where it stands."""
+    if not isinstance(settings, dict):
+        return str(settings)
+    for key in ("quant_method", "quant_algo", "quant_type", "format"):
+        if isinstance(name := settings.get(key), str):
+            return name
+    return "bitsandbytes" if settings.get("load_in_4bit") or settings.get("load_in_8bit") else where
+
+
 def _read_config(path: Path) -> dict[str, Any]:
+    return _read_json(path / "config.json")
+
+
+def _read_json(file: Path) -> dict[str, Any]:
     try:
-        return json.loads((path / "config.json").read_text())
+        read = json.loads(file.read_text())
+        if not isinstance(read, dict):
+            raise ValueError(f"it holds {type(read).__name__}, not an object")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path / 'config.json'} cannot be read: {error}; expected a Hugging Face model") from error
+        raise ConfigError(f"{file} cannot be read: {error}; expected a Hugging Face model") from error
+    return read
 
 
 def _hash_tokenizer(path: Path) -> str:

@@ -1,6 +1,7 @@
 """A file that only its owner may read: CURVE's secret keys and the key of the OpenAI API."""
 
 import os
+import stat
 from pathlib import Path
 
 from protocol.errors import ConfigError
@@ -9,8 +10,10 @@ from protocol.errors import ConfigError
 def read_secret(path: Path, purpose: str) -> str:
     """Return the file's text, stripped. Raises ConfigError when it is missing, empty or open to group or others."""
     try:
-        mode = path.stat().st_mode & 0o777
-        text = path.read_text().strip()
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # to open a pipe would wait for somebody to write
+            raise ConfigError(f"{path} ({purpose}) is no regular file; name one that holds the secret")
+        mode, text = status.st_mode & 0o777, path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} ({purpose}) cannot be read: {error}") from error
     if mode & 0o077:

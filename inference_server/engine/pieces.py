@@ -21,7 +21,6 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.outputs import LogprobsLists
-from vllm.v1.request import Request
 
 
 class Piece(msgspec.Struct):
@@ -51,8 +50,8 @@ class Piece(msgspec.Struct):
 class Pieces:
     """Of all requests of one engine."""
 
-    def __init__(self, requests: Mapping[str, Request]) -> None:
-        """`requests` are the engine's own, without those that have just ended."""
+    def __init__(self, requests: Mapping[str, Any]) -> None:
+        """`requests` are the engine's own, by their ids, without those that have just ended."""
         self._requests = requests
         self._held: dict[str, Piece] = {}
 

@@ -16,7 +16,6 @@ from typing import Any
 from vllm.envs import disable_envs_cache, enable_envs_cache
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
-from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerBase
 
@@ -128,7 +127,7 @@ def start_llm(run: ServerRun, model_path: Path) -> VersionedLLM:
             llm = VersionedLLM.from_engine_args(args)
     except (ValueError, RuntimeError, OSError) as error:
         raise ConfigError(
-            f"vLLM cannot serve model {run.model}: {_reason(error)} Look at the keys of [server]: max_model_len, "
+            f"vLLM cannot serve model {run.model}: {_reason(error)} Look at the keys of [server]: max_model_len, max_concurrent_sequences, "
             "kv_cache_memory_mib, block_size, tensor_parallel_size, data_parallel_size, gpu_memory_utilization, vllm."
         ) from error
     _settle()
@@ -139,7 +138,8 @@ def _settle() -> None:
     """What is here by now stays as it is, so it is not looked at again: objects by the garbage collector, variables of the environment
     with each token, a twelfth of what this process computes during the demo."""
     gc.unfreeze()  # what an engine before this one has left
-    freeze_gc_heap()
+    gc.collect()
+    gc.freeze()
     enable_envs_cache()
 
 

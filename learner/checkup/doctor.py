@@ -23,8 +23,8 @@ from protocol.channel.keys import learner_keys
 from protocol.channel.sockets import LearnerChannel
 from protocol.checkup import Finding, in_one_line, of_dtype, ok, package_version, problem, problem_of, unknown
 from protocol.collective.group import Meeting, address_towards
-from protocol.collective.nccl import ranks_may_share_a_gpu
-from protocol.collective.transport import choose_transport, offered_transports, own_device_name
+from protocol.collective.nccl import ranks_may_share_a_gpu, why_not_installed
+from protocol.collective.transport import choose_transport, offered_transports, own_device_name, why_over_cpus
 from protocol.collective.trial import MAX_TRIAL_S, send_trial
 from protocol.errors import ConfigError, HandshakeRefused, PushError
 from protocol.messages import PROTOCOL_VERSION, ModelFingerprint, Transport, Trial, TrialEnded, Vitals
@@ -184,6 +184,14 @@ def transport(run: LearnerRun, vitals: Vitals) -> Finding:
         )
     except (ConfigError, PushError) as error:
         return problem_of("transport", error, 'set learner.push.transport = "auto"')
+    detour = why_over_cpus(
+        own_device_name(device), vitals.devices, learner_transports=offered, server_transports=vitals.transports
+    )
+    if chosen == "gloo" and run.learner.push.transport == "auto" and detour is not None:
+        return problem(
+            "transport", f"weights will travel by gloo, over the CPUs: {detour}",
+            f"{why_not_installed() or 'run `inference-server doctor` on the machine of the server'}, or accept it: learner.push.transport = \"gloo\"",
+        )  # fmt: skip
     return ok("transport", f"weights will travel by {chosen} to {len(vitals.devices)} worker(s)")
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from learner.environments.host import Call
 from learner.prompts.chat_template import ChatTemplate, Message
 from protocol.errors import ConfigError
+from protocol.installation import install_command
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -99,7 +100,7 @@ def renderer_of(tokenizer: "PreTrainedTokenizerBase", name: str) -> Any:
         from renderers import configs
         from renderers.base import create_renderer
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{key} needs the package {error.name}: pip install 'slipstream-rl[renderers]'") from error
+        raise ConfigError(f"{key} needs the package {error.name}: {install_command('renderers')}") from error
     try:
         config = configs.config_from_name(name)
     except ValueError as error:

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import subprocess
 from contextlib import suppress
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Protocol
@@ -15,12 +16,14 @@ from learner.children import Forked, end_with_the_learner
 from learner.config import EnvironmentConfig
 from learner.environments.host import serve
 from protocol.errors import ConfigError
+from protocol.installation import is_elsewhere
 
 OWN_INTERPRETER = Path(__file__).with_name("own_interpreter.py")
 # Forked from a process that has imported this module and nothing else: the learner's threads, sockets and tensors must not
 # come along, and importing it in each of dozens would take seconds.
 CONTEXT = multiprocessing.get_context("forkserver")
 PRELOADED = [__name__]
+SAFE_PATH = "PYTHONSAFEPATH"
 
 
 class Begun(Protocol):
@@ -46,16 +49,32 @@ def start(config: EnvironmentConfig, *, takes_text: bool) -> tuple[Connection, B
 
 def _forked(config: EnvironmentConfig, takes_text: bool) -> tuple[Connection, Begun]:
     CONTEXT.set_forkserver_preload(PRELOADED)  # for all of this process, so not before it is needed
+    safe_path = os.environ.get(SAFE_PATH)
+    if is_elsewhere():  # multiprocessing begins its server with `python -c`, and passes on only what the environment says
+        os.environ[SAFE_PATH] = "1"
+    try:
+        forkserver.ensure_running()
+    finally:
+        _set_safe_path(safe_path)
     pipe, theirs = CONTEXT.Pipe()
-    process = CONTEXT.Process(
-        target=_serve_forked, args=(theirs, config.factory, config.tools, takes_text), name="environment"
-    )
+    arguments = (theirs, safe_path, config.factory, config.tools, takes_text)
+    process = CONTEXT.Process(target=_serve_forked, args=arguments, name="environment")
     begun = Forked(process)
     theirs.close()
     return pipe, begun
 
 
-def _serve_forked(pipe: Connection, factory: str | None, tools: tuple[str, ...], takes_text: bool) -> None:
+def _set_safe_path(value: str | None) -> None:
+    if value is None:
+        os.environ.pop(SAFE_PATH, None)
+    else:
+        os.environ[SAFE_PATH] = value
+
+
+def _serve_forked(
+    pipe: Connection, safe_path: str | None, factory: str | None, tools: tuple[str, ...], takes_text: bool
+) -> None:
+    _set_safe_path(safe_path)  # of what an environment starts, that is the user's affair
     end_with_the_learner()
     serve(pipe, factory, tools, takes_text)
 

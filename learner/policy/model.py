@@ -77,13 +77,6 @@ def _switch_off_dropout(config: PreTrainedConfig) -> None:
 
 def _check_trainable(config: PreTrainedConfig, path: Path) -> None:
     text = config.get_text_config()
-    quantization = getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None)
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise ConfigError(
-            f"model: {path} is quantized ({method}), and its scales would be missing in every push of trained weights; load it "
-            "dequantized with transformers, `save_pretrained` it without quantization_config, and set model to that"
-        )
     models: dict[type, Any] = AutoModelForCausalLM._model_mapping
     if type(config) not in models or (text is not config and models[type(config)].config_class is type(config)):
         raise ConfigError(

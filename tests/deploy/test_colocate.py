@@ -18,6 +18,7 @@ from deploy import colocate
 from deploy.colocate import flags_by_section, with_cores
 from deploy.config import DeployConfig
 from deploy.processes import GRACE_S
+from protocol.hardware import has_gpu
 from tests.deploy.test_placement import a_learner, a_server
 from tests.ports import free_port
 
@@ -38,7 +39,7 @@ def test_private_flags_go_to_their_side_and_shared_ones_to_all() -> None:
 def test_cores_are_halved_unless_the_config_names_any() -> None:
     num_cores = len(os.sched_getaffinity(0))
     config = with_cores(DeployConfig(), a_server(), a_learner())
-    if num_cores >= 2 and not Path("/dev/nvidia0").exists():
+    if num_cores >= 2 and not has_gpu():
         assert sorted([*config.server_cores[0], *config.learner_cores[0]]) == list(range(num_cores))
     assert with_cores(DeployConfig(), a_server(cpu_cores=[0]), a_learner()) == DeployConfig()
     named = DeployConfig(learner_cores=((0,),))

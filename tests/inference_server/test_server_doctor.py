@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from inference_server.config import ServerRun
-from inference_server.doctor import examine
+from inference_server.doctor import examine, nccl, vllm_names
+from inference_server.engine.vllm_names import all_names, installed_at
 from protocol.channel.keys import make_keys
+from protocol.checkup import Finding
 from protocol.config import load_config
 from protocol.messages import MAX_TRIAL_BYTES, Rendezvous, Trial, TrialEnded
 from tests.fakes import ScriptedEngine, serving
@@ -102,6 +104,7 @@ def test_replicas_need_memory_each(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_workers_without_a_gpu_each_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference_server.doctor.gpu_memory_bytes", lambda: (70 << 30, 80 << 30))
     monkeypatch.setattr("inference_server.doctor.num_gpus", lambda: 2)
+    monkeypatch.setattr("protocol.collective.nccl.why_not_installed", lambda: None)
     flags = (
         "--endpoint",
         free_endpoint(),
@@ -114,6 +117,48 @@ def test_workers_without_a_gpu_each_are_counted(monkeypatch: pytest.MonkeyPatch)
     assert problems(*flags) == {}
     found = problems(*flags, "--server.tensor-parallel-size", "2")
     assert set(found) == {"gpus"} and "2 can be seen, and 4 workers want one each" in found["gpus"]
+
+
+def of_nccl(monkeypatch: pytest.MonkeyPatch, *flags: str, num_gpus: int = 2, reason: str | None) -> Finding | None:
+    """What a machine with GPUs is told, whose NCCL cannot be used for a reason."""
+    monkeypatch.setattr("inference_server.doctor.gpu_memory_bytes", lambda: (70 << 30, 80 << 30) if num_gpus else None)
+    monkeypatch.setattr("inference_server.doctor.num_gpus", lambda: num_gpus)
+    monkeypatch.setattr("protocol.collective.nccl.why_not_installed", lambda: reason)
+    return nccl(load_config(ServerRun, [str(ROOT / RECIPE), *flags], "test"))
+
+
+REMOTE = ("--endpoint", "tcp://10.0.0.5:5757", "--insecure")
+NO_CUPY = "the transport nccl needs cupy (No module named 'cupy'); pip install it"
+
+
+def test_a_gpu_without_nccl_is_a_problem_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = of_nccl(monkeypatch, *REMOTE, reason=NO_CUPY)
+    assert found is not None and (found.verdict, found.remedy) == ("problem", "pip install it")
+    found = of_nccl(monkeypatch, *REMOTE, num_gpus=1, reason=NO_CUPY)
+    assert found is not None and found.verdict == "problem"
+    found = of_nccl(monkeypatch, *REMOTE, reason=None)
+    assert found is not None and found.verdict == "ok"
+
+
+def test_nccl_is_not_asked_for_where_it_would_not_be_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = of_nccl(monkeypatch, num_gpus=1, reason=NO_CUPY)
+    assert found is not None and found.verdict == "ok" and "has the same GPU (ipc)" in found.text
+    assert of_nccl(monkeypatch, *REMOTE, num_gpus=0, reason=NO_CUPY) is None
+    config = tmp_path / "run.toml"
+    config.write_text('model = "tiny:digits"\nrun_dir = "r"\n[learner.push]\ntransport = "gloo"\n')
+    assert nccl(load_config(ServerRun, [str(config)], "test")) is None
+
+
+def test_vllms_names_are_looked_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if installed_at() is not None:
+        found = vllm_names()
+        assert found.verdict == "ok" and f"has all {len([*all_names()])} names" in found.text
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm/__init__.py").touch()
+    monkeypatch.setattr("inference_server.engine.vllm_names.installed_at", lambda: tmp_path)
+    found = vllm_names()
+    assert found.verdict == "problem" and "is not a vLLM that this server knows" in found.text
+    assert found.remedy.startswith("install one that it knows: ")
 
 
 def test_the_command_exits_1_with_a_problem_and_0_without() -> None:

@@ -11,11 +11,12 @@ from inference_server.__main__ import _on_own_cores
 from inference_server.config import ServerRun
 from protocol.config import load_config
 from protocol.cores import halves, share_of_cores
+from protocol.hardware import has_gpu
 
 RECIPE = str(Path(__file__).parent.parent.parent / "deploy/recipes/reverse.toml")
 LOOPBACK = ("tcp://127.0.0.1:5757",)
 
-pytestmark = pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="cores are shared on machines without a GPU")
+pytestmark = pytest.mark.skipif(has_gpu(), reason="cores are shared on machines without a GPU")
 
 
 @pytest.fixture(autouse=True)

@@ -20,6 +20,7 @@ from protocol.collective.nccl import FAMILY, INTERFACE, SHARED_GPU_SWITCH, is_in
 from protocol.collective.transport import offered_transports, own_device_name
 from protocol.collective.watch import watched
 from protocol.errors import PushError
+from protocol.installation import install_command
 from protocol.messages import Manifest, Rendezvous, Transport
 from protocol.weights.buckets import cut, make_manifest
 from protocol.weights.checksum import checksum_of
@@ -148,7 +149,7 @@ def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """Each transport that this machine can test."""
     if request.param == "nccl":
         if not is_installed():
-            pytest.skip('no cupy with a libnccl: pip install "slipstream-rl[nccl]"')
+            pytest.skip(f"no cupy with a libnccl: {install_command('nccl')}")
         if torch.cuda.device_count() < 2:
             monkeypatch.setenv(SHARED_GPU_SWITCH, "1")
             if not ranks_may_share_a_gpu():
@@ -267,7 +268,7 @@ def test_failed_epochs_leave_no_memory_on_the_gpu(transport: Transport, epochs: 
 
 def test_nccl_goes_by_the_interface_by_which_the_ranks_meet(epochs: Epochs, monkeypatch: pytest.MonkeyPatch) -> None:
     if not is_installed():
-        pytest.skip('no cupy with a libnccl: pip install "slipstream-rl[nccl]"')
+        pytest.skip(f"no cupy with a libnccl: {install_command('nccl')}")
     if torch.cuda.device_count() < 2:
         pytest.skip("what it is used for needs two GPUs")
     try:

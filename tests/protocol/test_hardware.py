@@ -1,40 +1,138 @@
-"""Which dtype a machine computes fastest in: told by its GPU or its processor's flags, and by what oneDNN may use."""
+"""Whether a machine has a GPU to use, and which dtype it computes fastest in: told by NVML or device files, and by its processor."""
 
+import re
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from protocol import hardware
 from protocol.checkup import of_dtype
 from protocol.config import SharedConfig
-from protocol.hardware import dtype_choice
+from protocol.hardware import dtype_choice, gpu_choice, has_gpu
 
 AMX = "processor\t: 0\nflags\t\t: fpu avx512f amx_bf16 amx_tile amx_int8\nbugs\t\t:\n"
 AVX512 = "processor\t: 0\nflags\t\t: fpu avx2 avx512f avx512_bf16\n"
 PLAIN = "processor\t: 0\nflags\t\t: fpu avx2 avx512f\n"
 
 
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Make this machine one with a GPU or not, with the given /proc/cpuinfo, without limits of oneDNN."""
+NVML = """
+static unsigned count = {count};
+int nvmlInit_v2(void) {{ return {init}; }}
+int nvmlShutdown(void) {{ return 0; }}
+int nvmlDeviceGetCount_v2(unsigned *found) {{ *found = count; return 0; }}
+const char *nvmlErrorString(int code) {{ return code == 18 ? "Driver/library version mismatch" : "?"; }}
+"""
+"""A driver's library that says what it is told to."""
 
-    def make(cpu_info: str | None, *, has_gpu: bool = False) -> None:
-        monkeypatch.setattr(hardware, "GPU", tmp_path / "nvidia0")
-        monkeypatch.setattr(hardware, "CPU_INFO", tmp_path / "cpuinfo")
-        for name in hardware.ONEDNN_LIMITS:
-            monkeypatch.delenv(name, raising=False)
-        if has_gpu:
-            (tmp_path / "nvidia0").touch()
+
+def forget() -> None:
+    """What is looked up once in a process."""
+    hardware._gpus_of_machine.cache_clear()
+    hardware._has_torch_for_cpus.cache_clear()
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator:
+    """Make this machine one with the given device files, /proc/cpuinfo and NVML, with a torch for GPUs and without limits of oneDNN."""
+    monkeypatch.setattr(hardware, "DEVICES", tmp_path)
+    monkeypatch.setattr(hardware, "NVML", str(tmp_path / "libnvidia-ml.so.1"))
+    monkeypatch.setattr(hardware, "CPU_INFO", tmp_path / "cpuinfo")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name in hardware.ONEDNN_LIMITS:
+        monkeypatch.delenv(name, raising=False)
+
+    def make(
+        cpu_info: str | None = None,
+        *,
+        devices: tuple[str, ...] = (),
+        nvml: int | None = None,
+        init: int = 0,
+        visible: str | None = None,
+    ) -> None:
+        for name in devices:
+            (tmp_path / name).touch()
         if cpu_info is not None:
             (tmp_path / "cpuinfo").write_text(cpu_info)
+        if nvml is not None:
+            source = tmp_path / "nvml.c"
+            source.write_text(NVML.format(count=nvml, init=init))
+            subprocess.run(["cc", "-shared", "-fPIC", "-o", hardware.NVML, str(source)], check=True)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        forget()
+        monkeypatch.setattr(hardware, "_has_torch_for_cpus", lambda: False)
 
-    return make
+    yield make
+    monkeypatch.undo()
+    forget()
+
+
+@pytest.mark.parametrize(
+    ("devices", "nvml", "visible", "num_gpus", "reason"),
+    [
+        (
+            ("nvidia0", "nvidiactl"),
+            None,
+            None,
+            1,
+            "there is a GPU: .*/nvidia0 is here, though no .*libnvidia-ml.so.1 to ask, 1 to use",
+        ),
+        (("nvidia6", "nvidiactl", "nvidia-uvm"), None, None, 1, "nvidia6 is here"),
+        (("nvidiactl", "nvidia-uvm"), None, None, 0, "libnvidia-ml.so.1 is not here, nor a .*/nvidia"),
+        ((), None, None, 0, "there is no GPU: the driver's"),
+        ((), 1, None, 1, "there is a GPU: NVML finds 1, 1 to use"),
+        (("nvidia0",), 0, None, 0, "there is no GPU: NVML finds 0"),
+        ((), 8, "", 0, "there is no GPU to use: CUDA_VISIBLE_DEVICES = '' hides them all"),
+        ((), 8, "-1", 0, "CUDA_VISIBLE_DEVICES = '-1' hides them all"),
+        ((), 8, "6", 1, "NVML finds 8, 1 to use"),
+        ((), 8, "2, 3,5", 3, "NVML finds 8, 3 to use"),
+        ((), 8, "0,-1,1", 1, "1 to use"),
+        ((), 1, "6", 0, "CUDA_VISIBLE_DEVICES = '6' begins with none that is here, NVML finds 1"),
+        ((), 8, "NoDevFiles", 0, "begins with none that is here"),
+        ((), 8, "²", 0, "begins with none that is here"),
+        ((), 8, "GPU-8e2a,MIG-77", 2, "2 to use"),
+    ],
+)
+def test_a_gpu_is_one_that_the_driver_has_and_this_process_may_use(
+    machine, devices: tuple[str, ...], nvml: int | None, visible: str | None, num_gpus: int, reason: str
+) -> None:
+    machine(devices=devices, nvml=nvml, visible=visible)
+    found = gpu_choice()
+    assert (found.has_gpu, found.num_gpus) == (num_gpus > 0, num_gpus) and has_gpu() is found.has_gpu
+    assert re.search(reason, found.reason)
+
+
+def test_a_driver_that_does_not_start_has_no_gpu_and_says_why(machine) -> None:
+    machine(devices=("nvidia0",), nvml=1, init=18)
+    assert gpu_choice() == (False, "there is no GPU: NVML cannot start (Driver/library version mismatch)", 0)
+
+
+def test_a_torch_for_cpus_has_no_use_for_a_gpu(machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(nvml=2)
+    monkeypatch.setattr(hardware, "_has_torch_for_cpus", lambda: True)
+    assert gpu_choice().reason == "there is a GPU, but the installed torch is built for CPUs only (NVML finds 2)"
+    assert not has_gpu()
+
+
+def test_what_the_installed_torch_is_built_for_is_read_from_its_files() -> None:
+    forget()
+    assert hardware._has_torch_for_cpus() is (torch.version.cuda is None)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")
+def test_nvml_counts_as_many_gpus_as_torch() -> None:
+    forget()
+    assert gpu_choice().num_gpus == torch.cuda.device_count()
 
 
 @pytest.mark.parametrize(
     ("cpu_info", "has_gpu", "dtype", "reason"),
     [
-        (PLAIN, True, "bfloat16", "there is a GPU"),
+        (PLAIN, True, "bfloat16", "there is a GPU: "),
         (AMX, False, "bfloat16", "this CPU has AMX"),
         (AVX512, False, "bfloat16", "this CPU has AVX-512 BF16"),
         (PLAIN, False, "float32", "this CPU has neither AMX nor AVX-512 BF16"),
@@ -44,7 +142,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 def test_the_default_is_what_the_machine_multiplies_fastest(
     machine, cpu_info: str | None, has_gpu: bool, dtype: str, reason: str
 ) -> None:
-    machine(cpu_info, has_gpu=has_gpu)
+    machine(cpu_info, devices=("nvidia0",) if has_gpu else ())
     assert SharedConfig(model="m", run_dir="r").dtype == dtype == dtype_choice().dtype
     assert reason in dtype_choice().reason
     assert SharedConfig(model="m", run_dir="r", dtype="float32").dtype == "float32"

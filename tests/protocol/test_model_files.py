@@ -11,7 +11,7 @@ import pytest
 
 from protocol.builtin_models.tiny_digits import CHARACTERS
 from protocol.errors import ConfigError
-from protocol.model_files import fingerprint, resolve_model
+from protocol.model_files import fingerprint, local_model, resolve_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -148,3 +148,46 @@ def test_a_name_that_is_nothing_says_what_it_could_be(monkeypatch):
         resolve_model("nobody/none")
     with pytest.raises(ConfigError, match="neither a local directory nor"):
         resolve_model("no such name")
+
+
+@pytest.mark.parametrize(
+    ("file", "settings", "method"),
+    [
+        ("config.json", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
+        ("config.json", {"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
+        ("config.json", {"quantization_config": {"load_in_4bit": True}}, "bitsandbytes"),
+        ("config.json", {"quantization_config": {"quant_algo": "NVFP4"}}, "NVFP4"),
+        ("config.json", {"quantization_config": {"weights": "int8"}}, "quantization_config"),
+        ("config.json", {"compression_config": {"format": "pack-quantized"}}, "pack-quantized"),
+        ("config.json", {"text_config": {"quantization_config": {"quant_method": "fp8"}}}, "fp8"),
+        ("config.json", {"thinker_config": {"text_config": {"quantization_config": {"quant_method": "awq"}}}}, "awq"),
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "FP8"}}, "FP8, in hf_quant_config.json"),
+        ("quantize_config.json", {"bits": 4}, "quantize_config.json, in quantize_config.json"),
+    ],
+)
+def test_a_quantized_checkpoint_is_refused_by_both_sides_with_its_method(tiny, tmp_path, file, settings, method):
+    quantized = shutil.copytree(tiny, tmp_path / "quantized")
+    known = json.loads((quantized / file).read_text()) if (quantized / file).exists() else {}
+    (quantized / file).write_text(json.dumps(known | settings))
+    for look in (resolve_model, local_model):
+        with pytest.raises(ConfigError) as refused:
+            look(str(quantized))
+        assert f"model = {str(quantized)!r} is quantized ({method}); expected weights in bfloat16" in str(refused.value)
+        assert "Set model to the checkpoint that it was made from" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"quantization_config": None}, {"quantization_config": {}}, {"text_config": None}]
+)
+def test_a_checkpoint_whose_quantization_is_empty_is_none(tiny, tmp_path, settings):
+    plain = shutil.copytree(tiny, tmp_path / "plain")
+    (plain / "config.json").write_text(json.dumps(json.loads((plain / "config.json").read_text()) | settings))
+    assert fingerprint(resolve_model(str(plain))) == fingerprint(tiny)
+
+
+@pytest.mark.parametrize("text", ["[]", "7", "{", "\xff"])
+def test_a_config_that_is_no_object_is_an_error_that_names_the_file(tiny, tmp_path, text):
+    broken = shutil.copytree(tiny, tmp_path / "broken")
+    (broken / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"broken/config.json cannot be read: .*; expected a Hugging Face model"):
+        resolve_model(str(broken))

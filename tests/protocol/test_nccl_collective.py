@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import sys
 import threading
 import time
@@ -19,6 +20,7 @@ from protocol.collective.nccl import (
     is_installed,
     ranks_may_share_a_gpu,
     use_interface_of,
+    why_not_installed,
 )
 from protocol.collective.transport import offered_transports
 from protocol.errors import PushError
@@ -83,6 +85,7 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedNccl]:
     library = ScriptedNccl()
     cuda = types.ModuleType("cupy.cuda")
     cuda.nccl = library  # type: ignore[attr-defined]
+    cuda.runtime = types.SimpleNamespace(runtimeGetVersion=lambda: 13000, driverGetVersion=lambda: 13000)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "cupy", types.ModuleType("cupy"))
     monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
 
@@ -378,6 +381,44 @@ def test_nccl_is_installed_where_a_libnccl_answers_and_not_where_cupy_alone_is(
     assert not is_installed()
 
 
+@pytest.mark.parametrize(
+    ("of_torch", "installed", "of_cupy", "of_driver", "expected"),
+    [
+        ("13.0", "cupy-cuda13x", 13000, 13000, None),
+        ("12.8", "cupy-cuda12x", 12090, 12080, None),
+        ("12.8", "cupy-cuda12x", 12090, 13000, None),
+        (
+            "12.8",
+            "cupy-cuda13x",
+            13000,
+            12080,
+            "built for CUDA 13, and the driver runs CUDA 12 at most; pip uninstall cupy-cuda13x, then .*nccl-cuda12",
+        ),
+        ("13.0", "cupy-cuda12x", None, 13000, "is built for CUDA 12 and torch here for CUDA 13; .*nccl\\]"),
+        ("12.8", "cupy-cuda13x", None, 12080, "is built for CUDA 13 and torch here for CUDA 12; .*nccl-cuda12\\]"),
+    ],
+)
+def test_a_cupy_for_another_cuda_is_told_with_the_extra_for_this_one(
+    nccl: ScriptedNccl,
+    monkeypatch: pytest.MonkeyPatch,
+    of_torch: str,
+    installed: str,
+    of_cupy: int | None,
+    of_driver: int,
+    expected: str | None,
+) -> None:
+    """`of_cupy`: None where its libnccl does not answer."""
+    monkeypatch.setattr(torch.version, "cuda", of_torch)
+    monkeypatch.setattr(nccl_collective, "_is_distribution", lambda name: name == installed)
+    nccl.available = of_cupy is not None
+    runtime = sys.modules["cupy.cuda"].runtime
+    monkeypatch.setattr(runtime, "runtimeGetVersion", lambda: of_cupy)
+    monkeypatch.setattr(runtime, "driverGetVersion", lambda: of_driver)
+    found = why_not_installed()
+    assert (found is None and expected is None) or re.search(expected, found)
+    assert is_installed() is (expected is None)
+
+
 @pytest.fixture
 def interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two that this machine might have, and an environment that says nothing of any."""
@@ -436,7 +477,7 @@ def test_without_cupy_the_error_says_what_to_install(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setitem(sys.modules, "cupy.cuda", None)
     meeting = Meeting(HOST, timeout_s=1)
-    with pytest.raises(PushError, match=r'pip install "slipstream-rl\[nccl\]"'):
+    with pytest.raises(PushError, match=r"needs cupy .*; .*pip install .*\[nccl\]'"):
         meeting.rendezvous(num_workers=1, transport="nccl")
     meeting.close()
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from learner.checkup import doctor, reach, resources
-from learner.checkup.doctor import examine
+from learner.checkup.doctor import examine, transport
 from learner.config import LearnerRun, PushConfig
 from protocol.channel.keys import make_keys, server_keys
 from protocol.channel.sockets import ServerChannel
@@ -293,6 +293,31 @@ def test_a_transport_that_one_side_lacks(tmp_path: Path) -> None:
     with ServerThread(ScriptedEngine(), model=TINY) as server:
         line = the_problem(run_at(server.endpoint, tmp_path, "--learner.push.transport", "nccl"))
     assert "transport  weights cannot travel by nccl" in line
+
+
+def test_gpus_whose_weights_would_go_over_the_cpus_are_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("learner.checkup.doctor.offered_transports", lambda: ["gloo", "tcp", "ipc"])
+    monkeypatch.setattr("learner.checkup.doctor.own_device_name", lambda device: "a/1")
+    monkeypatch.setattr(
+        "learner.checkup.doctor.why_not_installed", lambda: "the transport nccl needs cupy; pip install it"
+    )
+    theirs = msgspec.structs.replace(
+        healthy(Probe(probe_id="p")), transports=["gloo", "tcp", "ipc", "nccl"], devices=["a/2"]
+    )
+    found = transport(run_at("tcp://127.0.0.1:1", tmp_path), theirs)
+    assert found.verdict == "problem" and "by gloo, over the CPUs: not by ipc because it needs" in found.text
+    assert (
+        "not by nccl because the learner does not offer it" in found.text
+        and "pip install it, or accept" in found.remedy
+    )
+    by_name = run_at("tcp://127.0.0.1:1", tmp_path, "--learner.push.transport", "gloo")
+    assert transport(by_name, theirs).verdict == "ok"
+    assert (
+        transport(run_at("tcp://127.0.0.1:1", tmp_path), msgspec.structs.replace(theirs, devices=["cpu"])).verdict
+        == "ok"
+    )
 
 
 def test_a_link_too_slow_for_a_bucket() -> None:

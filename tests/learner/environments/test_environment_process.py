@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from learner.environments.pool import Environments
 from learner.environments.process import EnvironmentProcess, Trouble, tools_of
 from protocol.errors import ConfigError
 
+ROOT = Path(__file__).parents[3]
 USER = "tests.learner.environments.user_environments"
 TIMEOUT_S = 1.0
 CPU_TIMES = """
@@ -59,6 +61,32 @@ def test_one_instance_plays_one_episode_after_another() -> None:
     assert process.is_usable
     process.kill()
     assert not process.is_usable
+
+
+PLAY_ONE = """
+import os
+from learner.config import EnvironmentConfig
+from learner.environments.host import Reset
+from learner.environments.process import EnvironmentProcess
+if __name__ == "__main__":
+    process = EnvironmentProcess(EnvironmentConfig(factory="mine.py:Mine"), takes_text=True)
+    print(process.ask(Reset({})).text, os.environ.get("PYTHONSAFEPATH"))
+    process.kill()
+"""
+
+
+def test_a_users_own_protocol_beside_the_run_is_not_imported_in_place_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/protocol.py").write_text("raise SystemExit('the user\\'s own')")
+    (tmp_path / "run/mine.py").write_text(
+        "import os\nclass Mine:\n    def reset(self): return str(os.environ.get('PYTHONSAFEPATH'))\n    def step(self, said): ...\n"
+    )
+    (tmp_path / "play.py").write_text(PLAY_ONE)
+    done = subprocess.run(  # a script elsewhere, as `learner` is: the working directory is not on its path
+        [sys.executable, str(tmp_path / "play.py")], cwd=tmp_path / "run", env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.stdout.strip(), done.returncode) == ("None None", 0), done.stderr
 
 
 def test_a_forked_process_finds_its_modules_imported() -> None:

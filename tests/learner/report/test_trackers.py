@@ -103,9 +103,7 @@ def test_one_whose_package_is_absent_is_refused_with_what_installs_it(
     (tmp_path / name).mkdir()  # as W&B leaves it behind
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(
-        ConfigError, match=rf"'{name}', which is not installed; pip install 'slipstream-rl\[{EXTRAS[name]}\]'"
-    ):
+    with pytest.raises(ConfigError, match=rf"'{name}', which is not installed; .*pip install .*\[{EXTRAS[name]}\]'"):
         Trackers([name], "p", run_dir)
 
 

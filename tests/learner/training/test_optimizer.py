@@ -148,7 +148,5 @@ def test_moments_of_8_bits_take_a_quarter_and_resume_exactly(accelerator: Accele
 def test_without_its_library_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     monkeypatch.delitem(sys.modules, "bitsandbytes.optim", raising=False)
-    with pytest.raises(
-        ConfigError, match=r'adamw_8bit" needs bitsandbytes .*pip install "slipstream-rl\[adamw-8bit\]"'
-    ):
+    with pytest.raises(ConfigError, match=r"adamw_8bit. needs bitsandbytes .*pip install .*\[adamw-8bit\]'"):
         make_optimizer(holder(nn.Parameter(torch.ones(3))), IN_8_BITS.learner.optimizer, 1e-3)

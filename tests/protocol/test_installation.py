@@ -1,0 +1,97 @@
+"""What is advised to install works for the installation at hand, and what is started is the Slipstream that starts it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from protocol import installation
+from protocol.installation import install_command, module_command
+
+ROOT = Path(__file__).parent.parent.parent
+PIP = f"{sys.executable} -m pip install"
+
+
+def installed(site: Path, direct_url: dict[str, object] | None) -> None:
+    """A site-packages with the package and what pip leaves beside it."""
+    (site / "protocol").mkdir()
+    (site / "protocol/__init__.py").touch()
+    (site / "protocol/installation.py").write_text((ROOT / "protocol/installation.py").read_text())
+    about = site / "slipstream_rl-0.1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: slipstream-rl\nVersion: 0.1.0\n")
+    if direct_url is not None:
+        (about / "direct_url.json").write_text(json.dumps(direct_url))
+
+
+def test_a_checkout_installs_an_extra_of_itself() -> None:
+    assert install_command("learner,nccl") == f"{PIP} -e '{ROOT}[learner,nccl]'"
+    assert install_command("server-cpu") == f"make -C {ROOT} install"
+
+
+@pytest.mark.parametrize(
+    ("direct_url", "expected"),
+    [
+        (None, "'slipstream-rl[nccl]'"),
+        ({"url": "file:///src/slipstream", "dir_info": {}}, "'slipstream-rl[nccl] @ file:///src/slipstream'"),
+        ({"url": "file:///w/slipstream_rl-0.1.0-py3-none-any.whl", "archive_info": {}},
+         "'slipstream-rl[nccl] @ file:///w/slipstream_rl-0.1.0-py3-none-any.whl'"),
+        ({"url": "https://git.example/s.git", "vcs_info": {"vcs": "git", "commit_id": "abc123"}},
+         "'slipstream-rl[nccl] @ git+https://git.example/s.git@abc123'"),
+    ],
+)  # fmt: skip
+def test_an_installed_package_is_installed_from_where_it_came(
+    tmp_path: Path, direct_url: dict[str, object] | None, expected: str
+) -> None:
+    installed(tmp_path, direct_url)
+    program = "from protocol.installation import install_command; print(install_command('nccl'))"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == f"{PIP} {expected}"
+
+
+def test_an_environment_without_pip_is_served_by_uv(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installation.importlib.util, "find_spec", lambda name: None)
+    assert install_command("learner") == f"uv pip install --python {sys.executable} -e '{ROOT}[learner]'"
+
+
+def test_no_message_names_a_package_that_no_index_has() -> None:
+    packages = ("protocol", "inference_server", "learner", "deploy")
+    files = [
+        path for package in packages for path in (ROOT / package).rglob("*") if path.suffix in (".py", ".md", ".sh")
+    ]
+    files += [ROOT / "README.md"]
+    assert [str(path) for path in files if "slipstream-rl[" in path.read_text()] == []
+
+
+@pytest.fixture
+def beside_user_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory of somebody who has modules of the same names."""
+    for package in ("deploy", "learner", "inference_server"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("raise SystemExit('the user\\'s own')")
+    (tmp_path / "protocol.py").write_text("raise SystemExit('the user\\'s own')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # so that the tests' own checkout is the one that is installed
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [("inference_server", ["--help"]), ("learner", ["--help"]), ("deploy.colocate", ["--help"])],
+)
+@pytest.mark.usefixtures("beside_user_files")
+def test_a_module_is_started_whatever_lies_in_the_working_directory(module: str, arguments: list[str]) -> None:
+    done = subprocess.run([*module_command(module), *arguments], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "the user's own" not in done.stdout + done.stderr
+
+
+def test_in_the_checkout_itself_the_checkout_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    assert module_command("learner") == (sys.executable, "-m", "learner")
