@@ -29,7 +29,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Longest prompt + completion in tokens; by default what the model's config allows."""
     max_concurrent_sequences: Places = 256
     """Sequences in one decoding step of each replica; further ones wait inside the engine."""
-    reserved_sequences: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    reserved_sequences: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)] | None = None
     """Places beside max_concurrent_sequences, in each replica, for requests of /v1 alone, so that they are answered
     however much the learner asks for. 0: they wait until no group does. Unset: one for each 32 of
     max_concurrent_sequences, at least one."""
@@ -62,13 +62,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     api_key_file: Text | None = None
     """File with the key that clients of the OpenAI API must send, mode 600; by default VLLM_API_KEY of the environment, if
     set. Needed where http_host is not loopback."""
-    tool_call_parser: str | None = None
+    tool_call_parser: Text | None = None
     """Format of the model's tool calls in the OpenAI API, as in `vllm serve`: hermes, llama3_json, mistral, ... Unset:
     requests with tools are refused."""
-    reasoning_parser: str | None = None
+    reasoning_parser: Text | None = None
     """Format of the model's reasoning in the OpenAI API, as in `vllm serve`: qwen3, deepseek_r1, ... Unset: part of
     the answer."""
-    chat_template: str | None = None
+    chat_template: Text | None = None
     """Chat template of the OpenAI API, as in `vllm serve`: a file, or the template itself. Unset: the tokenizer's, in
     which the learner renders its prompts in any case."""
     cpu_cores: Cores | None = None
