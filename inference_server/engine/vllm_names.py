@@ -55,7 +55,8 @@ PUBLIC: Names = {
         "ModelConfig": "",
         "ModelConfig.dtype": "", "ModelConfig.get_vocab_size": "", "ModelConfig.is_moe": "", "ModelConfig.max_model_len": "",
         "ParallelConfig.data_parallel_index": "", "ParallelConfig.world_size": "",
-        "SchedulerConfig.max_num_seqs": "",
+        "SchedulerConfig.get_scheduler_cls": "", "SchedulerConfig.max_num_active_seqs": "", "SchedulerConfig.max_num_seqs": "",
+        "SchedulerConfig.scheduler_cls": "", "VllmConfig": "",
         "VllmConfig.model_config": "", "VllmConfig.parallel_config": "", "VllmConfig.scheduler_config": "",
         "set_current_vllm_config": "vllm_config /",
     },
@@ -88,11 +89,20 @@ PUBLIC: Names = {
         "RequestOutput.num_cached_tokens": "", "RequestOutput.outputs": "", "RequestOutput.prompt_logprobs": "",
         "WeightVersionSpan.end": "", "WeightVersionSpan.start": "", "WeightVersionSpan.version": "",
     },
+    "vllm.parser.parser_manager": {
+        "ParserManager": "",
+        "ParserManager.get_parser": "tool_parser_name, reasoning_parser_name / enable_auto_tools, tokenizer",
+    },
     "vllm.platforms": {"current_platform": "", "Platform.is_cpu": ""},
+    "vllm.reasoning": {"ReasoningParserManager": "", "ReasoningParserManager.list_registered": ""},
+    "vllm.renderers.chat_utils": {"load_chat_template": "chat_template /"},
     "vllm.sampling_params": {
         "RequestOutputKind": "", "RequestOutputKind.DELTA": "", "RequestOutputKind.FINAL_ONLY": "",
         "SamplingParams": "", "SamplingParams.stop": "", "SamplingParams.stream_interval": "",
     },
+    "vllm.tasks": {"SupportedTask": ""},
+    "vllm.tokenizers": {"get_tokenizer": "tokenizer_name /"},
+    "vllm.tool_parsers": {"ToolParserManager": "", "ToolParserManager.list_registered": ""},
     "vllm.utils.argparse_utils": {"FlexibleArgumentParser": "", "FlexibleArgumentParser.parse_args": ""},
     "vllm.v1.engine.async_llm": {
         "AsyncLLM": "/ log_stats, stat_loggers",
@@ -119,9 +129,7 @@ PRIVATE: tuple[Private, ...] = (
         {
             "vllm.v1.engine": {
                 "EngineCoreOutput": "request_id, new_token_ids /",
-                "EngineCoreOutput.events": "", "EngineCoreOutput.finish_reason": "", "EngineCoreOutput.kv_transfer_params": "",
-                "EngineCoreOutput.new_logprobs": "", "EngineCoreOutput.new_prompt_logprobs_tensors": "",
-                "EngineCoreOutput.new_sampling_mask": "", "EngineCoreOutput.prefill_stats": "", "EngineCoreOutput.routed_experts": "",
+                "EngineCoreOutput.new_logprobs": "",
                 "EngineCoreOutputs": "/ outputs",
             },
             "vllm.v1.engine.core": {
@@ -146,6 +154,24 @@ PRIVATE: tuple[Private, ...] = (
                 "AsyncMPClient.pause_scheduler_async": "/ mode, clear_cache",
                 "DPLBAsyncMPClient.core_engines": "",
                 "DPLBAsyncMPClient.engine_inflight": "",
+            },
+        },
+    ),
+    Private(
+        "vLLM has no places that only some requests get: a request of /v1 would wait until no group does",
+        {
+            "vllm.v1.core.sched.request_queue": {
+                "PriorityRequestQueue": "", "RequestQueue": "",
+                "RequestQueue.__bool__": "", "RequestQueue.__iter__": "", "RequestQueue.__len__": "",
+                "RequestQueue.add_request": "request /", "RequestQueue.peek_request": "", "RequestQueue.pop_request": "",
+                "RequestQueue.prepend_request": "request /", "RequestQueue.prepend_requests": "requests /",
+                "RequestQueue.remove_request": "request /", "RequestQueue.remove_requests": "requests /",
+            },
+            "vllm.v1.core.sched.scheduler": {
+                "Scheduler.max_num_active_reqs": "", "Scheduler.running": "", "Scheduler.waiting": "",
+            },
+            "vllm.v1.request": {
+                "Request": "", "Request.priority": "", "Request.status": "", "RequestStatus": "", "RequestStatus.RUNNING": "",
             },
         },
     ),
