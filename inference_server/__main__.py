@@ -18,7 +18,7 @@ from typing import NoReturn
 import msgspec
 
 from inference_server.config import ServerRun
-from inference_server.ending import SIGNALS, until_ended
+from inference_server.ending import until_ended
 from inference_server.engine.socket_directory import socket_directory
 from inference_server.listener import listen
 from protocol import console
@@ -26,6 +26,7 @@ from protocol.config import load_config, to_toml, until_its_reader_leaves
 from protocol.cores import share_of_cores
 from protocol.endpoint import exposure
 from protocol.errors import SlipstreamError
+from protocol.signals import signals_to_end
 
 log = logging.getLogger("inference_server")
 
@@ -47,8 +48,8 @@ ENVIRONMENT = {
 
 
 def main() -> None:
-    for signal_number in SIGNALS:
-        signal.signal(signal_number, _quit_while_starting)
+    for number in signals_to_end():
+        signal.signal(number, _quit_while_starting)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
@@ -125,8 +126,8 @@ async def _serve(run: ServerRun) -> None:
         open_things.enter_context(socket_directory())
         keys = server_keys(run.keys) if run.keys is not None else None
         api_key = read_api_key(run.server, insecure=run.insecure)
-        # Only to fail now if it cannot. Open while the engine starts, which keeps the loop from reading, it would fill with the Hellos
-        # of a learner that waits, and libzmq may abort over what comes of that.
+        # Only to fail now if it cannot. Open while the engine starts, when nobody reads, it would fill with the Hellos of a learner
+        # that waits, and libzmq may abort over what comes of that.
         ServerChannel(run.endpoint, keys, insecure=run.insecure).close()
         if note := exposure(run.endpoint, has_keys=keys is not None):
             log.warning(note)
@@ -140,7 +141,8 @@ async def _serve(run: ServerRun) -> None:
         log.info("starting vLLM with %s", run.model)
         from inference_server.engine.vllm_engine import VllmEngine
 
-        engine = VllmEngine(run, model_path)
+        # In a thread that no signal reaches, which what is started there inherits; the main thread hears of them as before.
+        engine = await asyncio.to_thread(VllmEngine, run, model_path)
         open_things.callback(engine.close)
         channel = ServerChannel(run.endpoint, keys, insecure=run.insecure)
         open_things.callback(channel.close)

@@ -25,6 +25,7 @@ from inference_server.engine.arguments import engine_arguments, is_in_engine_pro
 from inference_server.engine.replicas import replicas_as_ours
 from protocol.cores import bound_to_cores
 from protocol.errors import ConfigError
+from protocol.signals import held_from_children
 
 FIRST_OF_CLIENTS = 1
 """The lower a priority, the sooner a request is begun. Groups have 0."""
@@ -123,6 +124,7 @@ def start_llm(run: ServerRun, model_path: Path) -> VersionedLLM:
         # The engine's process alone: this one only passes on, and runs wherever there is room, such as on the core of a learner
         # that waits.
         with (
+            held_from_children(),
             bound_to_cores(server.cpu_cores),
             replicas_as_ours(num_replicas, divide_cores=server.cpu_cores is not None),
         ):
