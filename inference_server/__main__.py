@@ -126,8 +126,8 @@ async def _serve(run: ServerRun) -> None:
         open_things.enter_context(socket_directory())
         keys = server_keys(run.keys) if run.keys is not None else None
         api_key = read_api_key(run.server, insecure=run.insecure)
-        # Only to fail now if it cannot. Open while the engine starts, when nobody reads, it would fill with the Hellos of a learner
-        # that waits, and libzmq may abort over what comes of that.
+        # Only to fail now if it cannot. Open while the engine starts, when nobody reads, it would fill with the Hellos
+        # of a learner that waits, and libzmq may abort over what comes of that.
         ServerChannel(run.endpoint, keys, insecure=run.insecure).close()
         if note := exposure(run.endpoint, has_keys=keys is not None):
             log.warning(note)
@@ -141,7 +141,7 @@ async def _serve(run: ServerRun) -> None:
         log.info("starting vLLM with %s", run.model)
         from inference_server.engine.vllm_engine import VllmEngine
 
-        # In a thread that no signal reaches, which what is started there inherits; the main thread hears of them as before.
+        # In a thread: it blocks signals for vLLM's processes to inherit, and the main thread must still get them.
         engine = await asyncio.to_thread(VllmEngine, run, model_path)
         open_things.callback(engine.close)
         channel = ServerChannel(run.endpoint, keys, insecure=run.insecure)

@@ -1,6 +1,7 @@
 """A server's parts, from their start until it is told to end: the first signal drains it, another ends it at once.
 
-    SIGTERM, SIGINT, SIGHUP ─▶ drain ─▶ parts cancelled          SIGTERM or SIGINT once more, or a part that ends by itself ─▶ parts cancelled
+    SIGTERM, SIGINT, SIGHUP ─▶ drain ─▶ parts cancelled
+    SIGTERM or SIGINT once more, or a part that ends by itself ─▶ parts cancelled
 
 Between the command and what it runs. Invariant: when `until_ended` is over, so is every part.
 """
