@@ -17,10 +17,7 @@ server and has ended, one reads the exit code 255, whatever it was."""
 
 
 def start_child(process: BaseProcess) -> None:
-    with (
-        _LOOKING,
-        held_from_children(),
-    ):  # until it can leave them to the learner itself; a server that forks it, for good
+    with _LOOKING, held_from_children():  # until it calls end_with_the_learner; a fork server for good
         process.start()
 
 
@@ -62,7 +59,7 @@ def limit_waits(pipe: connection.Connection, timeout_s: float) -> None:
 
 
 def end_with_the_learner() -> None:
-    """Called in the process: from now on it leads what it starts, which ends with it; signals to end are the learner's alone."""
+    """Lead a session of its own that ends with the learner, and leave signals to the learner. Call it in the process."""
     leave_to_parent()
     os.setsid()
     parent = multiprocessing.parent_process()

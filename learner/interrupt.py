@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and a closed terminal: the step is finished and a checkpoint written; once more, the learner stops now."""
+"""Ctrl-C, SIGTERM and a closed terminal: once, finish the step and write a checkpoint; twice, stop the learner now."""
 
 import logging
 import signal

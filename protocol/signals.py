@@ -1,11 +1,13 @@
-"""Which signals end a process in order, and how what it has started goes on until it has.
+"""Which signals end a process in order, and how its children go on until it has ended.
 
-    terminal closed, ssh lost   SIGHUP to the process group, often more than once      Ctrl-C    SIGINT to the process group
-    nohup                       SIGHUP is ignored from the start                       systemd   SIGTERM to every process of the unit
-    docker, Kubernetes          SIGTERM to the first process, in the end SIGKILL
+    terminal closed, ssh lost   SIGHUP to the process group, often more than once
+    Ctrl-C                      SIGINT to the process group
+    nohup                       SIGHUP is ignored from the start
+    systemd                     SIGTERM to every process of the unit (KillMode=control-group)
+    docker, Kubernetes          SIGTERM to the first process, then SIGKILL
 
-Invariant: only the process that knows what is to be finished first acts on such a signal. Its children get them too, and would take
-with them what it still waits for.
+Invariant: only the process that knows what to finish first acts on such a signal. Its children get the signal too; if they
+ended, they would take with them what it still waits for.
 """
 
 import signal
@@ -33,13 +35,13 @@ def is_impatient(number: int) -> bool:
 
 @contextmanager
 def held_from_children() -> Iterator[None]:
-    """What this thread starts meanwhile, and what that starts, gets no signal to end: its parent ends it, by SIGKILL or a word.
+    """Start processes that get no signal to end, nor do their children: this process must end them, by SIGKILL or a message.
 
-    Other threads get them as before, so a start that takes long belongs into another than the main one.
+    Blocks the signals in this thread alone. A start that takes long belongs in a thread, so that the main one gets them.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
     try:
-        # First: it is started along with the first process, holds back SIGINT and SIGTERM itself, and then lets them through.
+        # Before SIGINT and SIGTERM are blocked: the start of the tracker, which the first process needs, unblocks both.
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, TO_END)
         yield
@@ -48,9 +50,9 @@ def held_from_children() -> Iterator[None]:
 
 
 def leave_to_parent() -> None:
-    """In a process that runs the user's code: do nothing on these signals, which what it starts gets as usual."""
+    """Ignore signals to end, in a process that runs the user's code. Its own children get them as usual."""
     for number in TO_END:
-        signal.signal(number, _do_nothing)  # not SIG_IGN, nor held back: those are inherited
+        signal.signal(number, _do_nothing)  # SIG_IGN and a blocked signal would be inherited
     signal.pthread_sigmask(signal.SIG_UNBLOCK, TO_END)
 
 

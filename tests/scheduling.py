@@ -1,7 +1,7 @@
-"""What becomes of the tests of a pytest worker that is killed: the one that ran has failed, all others of its files go on.
+"""What becomes of the tests of a pytest worker that is killed: the running one has failed, all others of its files go on.
 
-xdist itself gives the one that ran to the next worker too, which it may kill as well, until no worker may be started any more; what is
-left of the files is then never run, nor said to be missing.
+xdist itself gives the running one to the next worker, which it may kill as well, until no more workers may be started.
+The rest of its files is then never run, and nothing says so.
 """
 
 import pytest
@@ -26,7 +26,7 @@ class LoadFilesOnce(LoadFileScheduling):
         return killed_in
 
     def _reschedule(self, node: WorkerController) -> None:
-        """Give a worker files until it has three tests to run: it keeps the last one back until it knows what comes after it."""
+        """Give a worker files until it has three tests: it does not run its last one before it knows the next."""
         num_files = -1
         while len(self.workqueue) != num_files:
             num_files = len(self.workqueue)

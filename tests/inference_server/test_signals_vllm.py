@@ -1,4 +1,4 @@
-"""Signals that users send to a whole process group, vLLM's processes in it: what is under way is answered, and nothing is left."""
+"""Signals to a whole process group, vLLM's processes in it: what is under way is answered, and nothing is left."""
 
 import concurrent.futures
 import json
