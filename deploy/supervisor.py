@@ -16,6 +16,7 @@ from typing import Protocol
 
 from deploy.config import DeployConfig
 from deploy.processes import Process, end, wait_for
+from protocol.signals import signals_to_end
 
 POLL_S = 0.2
 RANKS_END_S = 30.0
@@ -45,7 +46,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Return the exit code of the learner, or 1 when a server ended before it."""
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in signals_to_end():
             signal.signal(number, lambda number, frame: self._pass_on(number))
         try:
             for name, start in self._start_server.items():

@@ -18,7 +18,7 @@ from typing import NoReturn
 import msgspec
 
 from inference_server.config import ServerRun
-from inference_server.ending import SIGNALS, until_ended
+from inference_server.ending import until_ended
 from inference_server.engine.socket_directory import socket_directory
 from protocol import console
 from protocol.config import load_config, to_toml, until_its_reader_leaves
@@ -26,6 +26,7 @@ from protocol.cores import share_of_cores
 from protocol.errors import SlipstreamError
 from protocol.hardware import gpu_choice
 from protocol.installation import install_command
+from protocol.signals import signals_to_end
 
 log = logging.getLogger("inference_server")
 
@@ -47,8 +48,8 @@ ENVIRONMENT = {
 
 
 def main() -> None:
-    for signal_number in SIGNALS:
-        signal.signal(signal_number, _quit_while_starting)
+    for number in signals_to_end():
+        signal.signal(number, _quit_while_starting)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
@@ -140,7 +141,8 @@ async def _serve(run: ServerRun) -> None:
         log.info("starting vLLM with %s", run.model)
         from inference_server.engine.vllm_engine import VllmEngine
 
-        engine = VllmEngine(run, prepared.model_path)
+        # In a thread: it blocks signals for vLLM's processes to inherit, and the main thread must still get them.
+        engine = await asyncio.to_thread(VllmEngine, run, prepared.model_path)
         open_things.callback(engine.close)
         channel = ServerChannel(run.endpoint, prepared.keys, insecure=run.insecure)
         open_things.callback(channel.close)

@@ -1,32 +1,34 @@
 """A server's parts, from their start until it is told to end: the first signal drains it, another ends it at once.
 
-    SIGTERM, SIGINT, SIGHUP ─▶ drain ─▶ parts cancelled          one more, or a part that ends by itself ─▶ parts cancelled
+    SIGTERM, SIGINT, SIGHUP ─▶ drain ─▶ parts cancelled
+    SIGTERM or SIGINT once more, or a part that ends by itself ─▶ parts cancelled
 
 Between the command and what it runs. Invariant: when `until_ended` is over, so is every part.
 """
 
 import asyncio
 import logging
-import signal
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from inference_server.engine.interface import EngineDead
+from protocol.signals import is_impatient, signals_to_end
 
 log = logging.getLogger(__name__)
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 async def until_ended(parts: Sequence[Coroutine[Any, Any, None]], drain: Callable[[], Awaitable[None]]) -> None:
     """Run all parts until a signal has come and `drain` has ended, or another has come; raise the error of one that ends before."""
     told, told_again = asyncio.Event(), asyncio.Event()
 
-    def tell() -> None:
-        (told_again if told.is_set() else told).set()
+    def tell(number: int) -> None:
+        if not told.is_set():
+            told.set()
+        elif is_impatient(number):
+            told_again.set()
 
-    for signal_number in SIGNALS:
-        asyncio.get_running_loop().add_signal_handler(signal_number, tell)
+    for number in signals_to_end():
+        asyncio.get_running_loop().add_signal_handler(number, tell, number)
     ending = asyncio.create_task(_end(told, told_again, drain))
     tasks = [asyncio.create_task(part) for part in parts]
     done, _ = await asyncio.wait([ending, *tasks], return_when=asyncio.FIRST_COMPLETED)

@@ -1,8 +1,8 @@
 """The groups of the one learner: sampled by the engine, kept until the learner has acknowledged them.
 
 Generate ──▶ running ──▶ finished ──▶ Ack ▸ forgotten
-                │           └── sent again on a new connection, never twice on one: what waits on a slow link would only grow;
-                │               so many bytes at a time (MAX_UNACKED_BYTES), the rest as Acks come
+                │           └── sent again on a new connection, at most MAX_UNACKED_BYTES before their Acks;
+                │               never twice on one: what waits on a slow link would only grow
                 └── GroupFailed: said once, the learner asks again
 
 A group that loses completions, to an error or to its deadline, goes on with those that had ended if they are two or more: one
@@ -29,8 +29,8 @@ MAX_COMPLETIONS = 16_384
 MIN_COMPLETIONS = 2
 """Of a group that was to have as many or more."""
 MAX_UNACKED_BYTES = 128 << 20
-"""Of finished groups that were handed to the learner's connection. All that a long run of the learner's has left unacknowledged may be
-gigabytes, each a copy in the connection's queue; one group is sent however large it is."""
+"""Size of the groups that wait in the learner's connection or for their Acks. Without a limit a reconnect could queue
+gigabytes at once. A single group may be larger."""
 
 Deliver = Callable[[Message], Awaitable[bool]]
 """Sends a message to the learner; False if it cannot be reached now."""

@@ -210,7 +210,7 @@ class Server:
                 self._life.spawn(self._pushes.abort(message), "the end of an epoch")
 
     async def _fail(self, message: LearnerMessage | ProtocolError, why: str) -> None:
-        """Answer a message that an unexpected exception has cost. Those without an answer are said again, or their loss is noticed."""
+        """Answer a message whose handling raised. Messages without an answer are repeated by the peer, or not missed."""
         match message:
             case Generate(group_id=group_id):
                 await self._groups.fail(group_id, why)
@@ -235,7 +235,8 @@ class Server:
             await self._groups.deliver_rest()
         elif self._tenancy.is_due(time.monotonic()):
             log.warning(
-                "run %s has not been reached for %g s (server.orphan_timeout_s): %d running and %d finished groups dropped",
+                "run %s has not been reached for %g s (server.orphan_timeout_s): "
+                "%d running and %d finished groups dropped",
                 self._served_run, self._config.orphan_timeout_s, self._groups.num_running, self._groups.num_unacked,
             )  # fmt: skip
             self._free()

@@ -9,13 +9,15 @@ import threading
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 
+from protocol.signals import held_from_children, leave_to_parent
+
 _LOOKING = threading.Lock()
 """multiprocessing looks at all of its processes whenever it starts one. Of two threads that look at once at one that was forked by its
 server and has ended, one reads the exit code 255, whatever it was."""
 
 
 def start_child(process: BaseProcess) -> None:
-    with _LOOKING:
+    with _LOOKING, held_from_children():  # until it calls end_with_the_learner; a fork server for good
         process.start()
 
 
@@ -57,7 +59,8 @@ def limit_waits(pipe: connection.Connection, timeout_s: float) -> None:
 
 
 def end_with_the_learner() -> None:
-    """Called in the process: from now on it leads what it starts, which ends with it; Ctrl-C is the learner's alone."""
+    """Lead a session of its own that ends with the learner, and leave signals to the learner. Call it in the process."""
+    leave_to_parent()
     os.setsid()
     parent = multiprocessing.parent_process()
     assert parent is not None

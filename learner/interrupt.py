@@ -1,9 +1,11 @@
-"""Ctrl-C, SIGTERM and a closed terminal: once, the step is finished and a checkpoint written; twice, the learner stops now."""
+"""Ctrl-C, SIGTERM and a closed terminal: once, finish the step and write a checkpoint; twice, stop the learner now."""
 
 import logging
 import signal
 from types import FrameType, TracebackType
 from typing import Any
+
+from protocol.signals import is_impatient, signals_to_end
 
 log = logging.getLogger(__name__)
 
@@ -16,7 +18,7 @@ class Interrupt:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "Interrupt":
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in signals_to_end():
             self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
@@ -28,6 +30,8 @@ class Interrupt:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
-            raise KeyboardInterrupt
+            if is_impatient(number):
+                raise KeyboardInterrupt
+            return
         self.requested = True
         log.warning("stopping after this step, with a checkpoint; once more to stop now")

@@ -7,10 +7,12 @@ those of the whole system, which lie at the top.
 
 import os
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
 from tests.inference_server.forked_server import fork_server
+from tests.scheduling import make_scheduler
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
 # Without AMX and AVX-512 BF16, so that the default of `dtype` is float32 on every machine; tests in bfloat16 set it.
@@ -29,6 +31,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     if OPEN in config.stash:
         config.stash[OPEN].close()
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    return make_scheduler(config, log)
 
 
 @pytest.fixture(autouse=True, scope="session")

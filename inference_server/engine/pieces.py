@@ -91,7 +91,7 @@ def _size_of_pieces(params: SamplingParams | None) -> int:
 
 
 def _has_tokens_alone(output: EngineCoreOutput) -> bool:
-    """Whether nothing else would come later with it, or be lost: every other field, of whatever version of vLLM, has its default."""
+    """Whether every other field has its default, also those that a later vLLM adds: what is held loses them."""
     return all(map(is_, _others_of(output), _DEFAULTS))
 
 

@@ -25,6 +25,7 @@ from inference_server.engine.guests import FIRST_OF_GUESTS
 from inference_server.engine.replicas import replicas_as_ours
 from protocol.cores import bound_to_cores
 from protocol.errors import ConfigError
+from protocol.signals import held_from_children
 
 UNTOUCHED = "default"
 """What vLLM calls the version of the weights that it has loaded itself."""
@@ -121,6 +122,7 @@ def start_llm(run: ServerRun, model_path: Path) -> VersionedLLM:
         # The engine's process alone: this one only passes on, and runs wherever there is room, such as on the core of a learner
         # that waits.
         with (
+            held_from_children(),
             bound_to_cores(server.cpu_cores),
             replicas_as_ours(num_replicas, divide_cores=server.cpu_cores is not None),
         ):

@@ -19,6 +19,8 @@ PACKAGE = Path(__file__).parents[1]
 def main(pipe: str, lifeline: str, factory: str, takes_text: str, *tools: str) -> None:
     """Serve until the learner is gone; `start.py` has made this process the leader of its group."""
     sys.path[0] = os.getcwd()  # not the folder of this file
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)  # such as systemd sends to all: they are the learner's to act on
     threading.Thread(target=end_with, args=(int(lifeline),), daemon=True).start()
     spec = importlib.util.spec_from_file_location("learner", PACKAGE / "__init__.py")
     assert spec is not None

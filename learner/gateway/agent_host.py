@@ -32,6 +32,8 @@ def main(fd: str, kind: str, spec: str) -> None:
     channel = socket.socket(fileno=int(fd))
     os.set_inheritable(channel.fileno(), False)  # else what the agent starts would hold it open
     sys.path[0] = os.getcwd()  # not the folder of this file
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)  # such as systemd sends to all: they are the learner's to act on
     orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=read_orders, args=(channel, orders), daemon=True).start()
     try:

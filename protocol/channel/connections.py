@@ -59,7 +59,7 @@ class Connections:
     def __init__(
         self, is_one: Callable[[socket.socket], bool], dead_after_ms: int, max_unfinished_bytes: float
     ) -> None:
-        """`is_one` tells whether a descriptor is still that of such a connection: its number may be another file's by now."""
+        """`is_one` tells whether a socket is such a connection: a descriptor may be another file's by now."""
         self._is_one, self._dead_after_ms, self._max_unfinished_bytes = is_one, dead_after_ms, max_unfinished_bytes
         self._finished: set[int] = set()
         """Descriptors that have brought a whole message since the last look."""

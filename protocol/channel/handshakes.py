@@ -1,4 +1,4 @@
-"""Why connections fail before their first message, which are up, and when they break: what libzmq tells a socket's monitor."""
+"""What libzmq tells a socket's monitor: why handshakes fail, which connections are up, and when they break."""
 
 from enum import Enum
 from typing import Any

@@ -36,8 +36,8 @@ CHECK_INTERVAL_S = 0.05
 JOIN_SLACK_S = 1.0
 """A join waits this much longer than its parts, so that the part that knows what is missing speaks first."""
 MAX_STUCK_JOINS = 64
-"""A join that hangs in NCCL cannot be ended: it keeps a thread until its process ends. More than one for each server of a large
-fleet is no single outage."""
+"""A join that hangs in NCCL cannot be ended and keeps a thread until its process ends. One outage may leave one for each
+server of a fleet."""
 
 
 class Collective(Protocol):

@@ -4,10 +4,12 @@
                                                                     └ yes ──────────────────────┘
 
 Without it every worker would keep the whole model in host memory and decode all changes. The memory is a file of the host's
-shared memory, which loses its name once all workers have it, so that it goes with them. Each worker holds a lock on the file for as
-long as it uses it: a file without one was left by workers that were killed, whatever process ids mean where it is looked at. Invariant:
-a bucket is marked with the number of pushes it holds and, while it changes, with none: who finds another number than its own fails the
-push, and with it the epoch.
+shared memory, which loses its name once all workers have it, so that it goes with them. Each worker holds a lock on the
+file while it uses it. A file without a lock was left by workers that were killed: process ids cannot tell, since containers
+may share this memory and not their process ids.
+
+Invariant: a bucket is marked with the number of pushes it holds and, while it changes, with none: who finds another number
+than its own fails the push, and with it the epoch.
 """
 
 import fcntl

@@ -1,10 +1,10 @@
-"""What a learner with many links, and a server with many connections, spend on looking at them: `python -m tests.bench.links [--json]`.
+"""What looking at many connections costs, at a learner and at a server: `python -m tests.bench.links [--json]`.
 
     N servers with the scripted engine, in a process of their own ◀── N links in one event loop: Hello, pulses, looks
     one server ◀── N connections
 
-Shares of one core: `look_frac` and `server_look_frac` of two looks a second at each connection, `links_frac` of all that the links
-do, pulses included.
+Shares of one core: `look_frac` and `server_look_frac` of two looks a second at each connection, `links_frac` of all that
+the links do, pulses included.
 """
 
 import argparse

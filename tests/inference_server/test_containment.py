@@ -1,4 +1,4 @@
-"""An exception that nobody expects costs its own request: thrown at each call of a task in turn, for each kind of message."""
+"""An unexpected exception costs its own request: thrown at each call of a task in turn, for each kind of message."""
 
 import asyncio
 import contextlib
@@ -280,8 +280,8 @@ async def story(ask: Ask, number: int, *, afterwards: bool, **options: Any) -> b
 
 @pytest.mark.parametrize("afterwards", [False, True])
 @pytest.mark.parametrize(("kind", "options", "num_calls"), [
-    ("Hello", {}, 2), ("Generate", {}, 2), ("Score", {}, 2), ("PushBegin", {}, 6), ("PushBegin", {"receive_overlap": True}, 7),
-    ("PushAbort", {}, 1), ("Ack", {}, 0), ("Cancel", {}, 0), ("Farewell", {}, 0), ("Probe", {}, 1), ("Trial", {}, 1),
+    ("Hello", {}, 2), ("Generate", {}, 2), ("Score", {}, 2), ("PushBegin", {}, 6),
+    ("PushBegin", {"receive_overlap": True}, 7), ("PushAbort", {}, 1), ("Ack", {}, 0), ("Cancel", {}, 0), ("Farewell", {}, 0), ("Probe", {}, 1), ("Trial", {}, 1),
 ])  # fmt: skip
 def test_an_exception_at_any_call_costs_its_own_request_alone(
     kind: str, options: dict[str, Any], num_calls: int, afterwards: bool

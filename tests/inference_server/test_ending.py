@@ -6,8 +6,9 @@ import signal
 
 import pytest
 
-from inference_server.ending import SIGNALS, until_ended
+from inference_server.ending import until_ended
 from inference_server.engine.interface import EngineDead
+from protocol.signals import TO_END
 
 TIMEOUT_S = 20.0
 
@@ -31,7 +32,7 @@ def tell(number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("number", TO_END)
 def test_the_first_signal_drains_and_then_every_part_ends(number: signal.Signals) -> None:
     async def run() -> None:
         part, drains, is_drained = Part(), asyncio.Event(), asyncio.Event()
@@ -53,7 +54,7 @@ def test_the_first_signal_drains_and_then_every_part_ends(number: signal.Signals
     asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_another_signal_ends_what_drains(number: signal.Signals) -> None:
     async def run() -> None:
         part, drains, is_given_up = Part(), asyncio.Event(), asyncio.Event()
@@ -73,6 +74,24 @@ def test_another_signal_ends_what_drains(number: signal.Signals) -> None:
         await ending
         await is_given_up.wait()
         assert part.is_cancelled
+
+    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
+
+
+@pytest.mark.parametrize("first", TO_END)
+def test_a_terminal_that_closes_says_so_more_than_once_and_ends_nothing_sooner(first: signal.Signals) -> None:
+    """Both the kernel and the shell send SIGHUP, and systemd may send one after its SIGTERM."""
+
+    async def run() -> None:
+        part, is_drained = Part(), asyncio.Event()
+        ending = asyncio.create_task(until_ended([part.run()], is_drained.wait))
+        await asyncio.sleep(0)
+        for number in (first, signal.SIGHUP, signal.SIGHUP):
+            tell(number)
+            await asyncio.sleep(0.05)
+        assert not ending.done() and not part.is_cancelled
+        is_drained.set()
+        await ending
 
     asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
 

@@ -151,7 +151,7 @@ def hold_until_killed(owner_pid: int, is_held: Event) -> None:
 def test_what_killed_servers_left_goes_with_the_next_epoch_and_a_living_ones_stays(
     shared: list[SharedBaseline],
 ) -> None:
-    """Whatever their process ids mean here: a server in a container is process 1, and a dead one's number may be somebody else's."""
+    """Whatever process ids mean here: a server in a container is process 1, as may be another beside it."""
     not_here = 1 << 22  # more than the kernel gives out
     left = DIRECTORY / f"{PREFIX}-{os.getpid()}-0"
     left.touch()

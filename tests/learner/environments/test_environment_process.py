@@ -4,6 +4,7 @@ import asyncio
 import importlib.util
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from learner.environments.host import Rate, Rated, Reset, Said, Turn
 from learner.environments.pool import Environments
 from learner.environments.process import EnvironmentProcess, Trouble, tools_of
 from protocol.errors import ConfigError
+from protocol.signals import TO_END
 
 ROOT = Path(__file__).parents[3]
 USER = "tests.learner.environments.user_environments"
@@ -262,6 +264,15 @@ def test_what_an_interpreter_of_its_own_lacks_is_told(tmp_path: Path, capfd: pyt
         tools_of(EnvironmentConfig(factory=factory, python=interpreter(tmp_path, "msgspec")))
     with pytest.raises(ConfigError, match=r"learner.environment.python = '/no/python' cannot be started"):
         Environments(EnvironmentConfig(factory=factory, python="/no/python"), takes_text=True)
+
+
+@pytest.mark.parametrize("number", TO_END)
+def test_signals_to_end_are_the_learners_and_an_environment_goes_on(
+    treacherous: EnvironmentProcess, number: signal.Signals
+) -> None:
+    """The learner, told to end too, waits for what it plays to finish its step."""
+    os.kill(treacherous.pid or 0, number)
+    assert treacherous.ask(Reset({})) == Said("") and treacherous.is_usable
 
 
 def test_closing_ends_the_processes_and_the_calls_that_wait() -> None:

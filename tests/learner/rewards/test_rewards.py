@@ -17,6 +17,7 @@ from learner.prompts.prompts import Prompt
 from learner.rewards.builtin import exact_match, last_number, math_equivalence, share_right, think_format
 from learner.rewards.workers import GroupRewards, RewardWorkers
 from protocol.errors import RewardError
+from protocol.signals import TO_END
 
 USER = "tests.learner.rewards.user_rewards"
 USER_FILE = Path(__file__).parent / "user_rewards.py"
@@ -151,6 +152,17 @@ def test_a_process_that_is_killed_from_outside_costs_nothing():
         for pid in processes():  # idle
             os.kill(pid, signal.SIGKILL)
         assert workers.submit(prompt(seconds=0), ["a"], [[1]]).result(DEADLINE_S).rewards == [0.0]
+
+
+@pytest.mark.parametrize("number", TO_END)
+def test_signals_to_end_are_the_learners_and_its_reward_processes_go_on(number):
+    with RewardWorkers(RewardConfig(functions=(f"{USER}:slow_if_told",), num_workers=2)) as workers:
+        futures = [workers.submit(prompt(seconds=0.05), ["a"], [[1]]) for _ in range(10)]
+        began_with = processes()
+        for pid in began_with:
+            os.kill(pid, number)
+        assert [future.result(DEADLINE_S).rewards for future in futures] == [[0.0]] * 10
+        assert processes() == began_with
 
 
 def test_a_process_that_is_stopped_is_killed_in_time_however_large_the_group():

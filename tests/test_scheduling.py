@@ -1,0 +1,62 @@
+"""A pytest worker that is killed: which test did it is told, and every other test of its files is run once."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TIMEOUT_S = 120.0
+FILES = {
+    "conftest.py": "from tests.scheduling import make_scheduler as pytest_xdist_make_scheduler\n",
+    "test_kills.py": """
+import os, signal
+import pytest
+
+@pytest.mark.parametrize("number", range(6))
+def test_one(number):
+    with open(os.environ["BEGUN"], "a") as file:
+        file.write(f"kills {number}\\n")
+    if number in KILLS:
+        os.kill(os.getpid(), signal.SIGKILL)
+""",
+    "test_other.py": """
+import os, time
+import pytest
+
+@pytest.mark.parametrize("number", range(6))
+def test_one(number):
+    with open(os.environ["BEGUN"], "a") as file:
+        file.write(f"other {number}\\n")
+    time.sleep(0.05)
+""",
+}
+
+
+@pytest.mark.parametrize("killed_in", [(5,), (1, 2, 4)])
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_the_test_that_killed_its_worker_has_failed_and_the_rest_goes_on(
+    killed_in: tuple[int, ...], num_workers: int, tmp_path: Path
+) -> None:
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text.replace("KILLS", f"{killed_in}"))
+    begun = tmp_path / "begun"
+    command = [
+        sys.executable, "-m", "pytest", "-n", str(num_workers), "--dist", "loadfile", "--no-loadscope-reorder",
+        "-p", "no:cacheprovider", "-rA", "--rootdir", ".", ".",
+    ]  # fmt: skip
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    run = subprocess.run(
+        command, cwd=tmp_path, env=environment | {"PYTHONPATH": str(ROOT), "BEGUN": str(begun)}, timeout=TIMEOUT_S,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    failed = [f"test_kills.py::test_one[{number}]" for number in killed_in]
+    assert sorted(re.findall(r"^FAILED (\S+) - worker '\w+' crashed", run.stdout, re.MULTILINE)) == failed, run.stdout
+    assert f"{len(failed)} failed, {12 - len(failed)} passed" in run.stdout
+    assert sorted(begun.read_text().split("\n")[:-1]) == sorted(
+        f"{file} {n}" for file in ("kills", "other") for n in range(6)
+    )
+    assert run.returncode == 1
