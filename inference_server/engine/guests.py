@@ -17,7 +17,6 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.request_queue import PriorityRequestQueue, RequestQueue
-from vllm.v1.request import Request, RequestStatus
 
 SCHEDULER = f"{__name__}.scheduler_with_guests"
 """What vLLM is told to make its scheduler with."""
@@ -49,11 +48,11 @@ class PlaceQueue(RequestQueue):
         """`scheduler.running` are the requests that have a place."""
         self._scheduler, self._num_places, self._num_reserved = scheduler, num_places, num_reserved
         self._groups, self._guests = PriorityRequestQueue(), PriorityRequestQueue()
-        self._admitted: set[Request] = set()
+        self._admitted: set[Any] = set()
         """Guests that have left the queue; those of them that run have a place."""
 
     def _num_guests_running(self) -> int:
-        self._admitted = {guest for guest in self._admitted if guest.status == RequestStatus.RUNNING}
+        self._admitted = {guest for guest in self._admitted if guest.status.name == "RUNNING"}
         return len(self._admitted)
 
     def _next(self) -> PriorityRequestQueue | None:
@@ -69,10 +68,10 @@ class PlaceQueue(RequestQueue):
     def __bool__(self) -> bool:
         return self._next() is not None
 
-    def peek_request(self) -> Request:
+    def peek_request(self) -> Any:
         return self._of_next().peek_request()
 
-    def pop_request(self) -> Request:
+    def pop_request(self) -> Any:
         queue = self._of_next()
         request = queue.pop_request()
         if queue is self._guests:
@@ -87,24 +86,24 @@ class PlaceQueue(RequestQueue):
             raise IndexError("no waiting request has a place to go to")
         return queue
 
-    def _of(self, request: Request) -> PriorityRequestQueue:
+    def _of(self, request: Any) -> PriorityRequestQueue:
         is_guest = request.priority >= FIRST_OF_GUESTS or request.priority == IN_RESERVED_PLACE
         return self._guests if is_guest else self._groups
 
-    def add_request(self, request: Request) -> None:
+    def add_request(self, request: Any) -> None:
         self._of(request).add_request(request)
 
-    def prepend_request(self, request: Request) -> None:
+    def prepend_request(self, request: Any) -> None:
         self.add_request(request)
 
-    def prepend_requests(self, requests: Iterable[Request]) -> None:
+    def prepend_requests(self, requests: Iterable[Any]) -> None:
         for request in requests:
             self.add_request(request)
 
-    def remove_request(self, request: Request) -> None:
+    def remove_request(self, request: Any) -> None:
         self._of(request).remove_request(request)
 
-    def remove_requests(self, requests: Iterable[Request]) -> None:
+    def remove_requests(self, requests: Iterable[Any]) -> None:
         gone = set(requests)
         for queue in (self._groups, self._guests):
             queue.remove_requests(gone)
@@ -112,6 +111,6 @@ class PlaceQueue(RequestQueue):
     def __len__(self) -> int:
         return len(self._groups) + len(self._guests)
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[Any]:
         yield from self._guests
         yield from self._groups

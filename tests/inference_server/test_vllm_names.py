@@ -37,6 +37,8 @@ for _, one, parameters in all_names():
 PRIVATE_NAMES = {(module, name) for group in PRIVATE for module, names in group.names.items() for name in names}
 MOST_PRIVATE = 26
 """Imported or replaced by the server in November 2026, before there was a table."""
+INTERFACES = {"RequestQueue"}
+"""Classes that are implemented here as a whole: each counts as one name."""
 DOWNLOAD_TIMEOUT_S = 240
 
 OBJECTS = {
@@ -156,7 +158,8 @@ def test_fewer_private_names_are_imported_or_replaced_than_before(vllm: PackageS
     reached = used(vllm) & PRIVATE_NAMES
     # A class that is imported only for what is replaced in it is counted with that.
     classes = {name.rpartition(".")[0] for _, name in reached if "." in name}
-    private = {name for _, name in reached if name not in classes}
+    owner = {name: name.partition(".")[0] for _, name in reached}
+    private = {owner[name] if owner[name] in INTERFACES else name for name in owner} - (classes - INTERFACES)
     record_property("names", len(TABLE))
     record_property("private", sorted(private))
     assert len(private) < MOST_PRIVATE, sorted(private)
