@@ -60,11 +60,11 @@ def examine(run: ServerRun) -> Iterator[Finding]:
     yield unknown("clock", "compared, like keys and bandwidth, by `learner doctor` while this server runs")
     yield of_dtype(run.computes_in)
     yield from resources(run)
-    if (found := nccl(run)) is not None:
-        yield found
-    found = vllm_names()
-    yield found
-    if found.verdict == "ok" and run.server.vllm:
+    if (of_nccl := nccl(run)) is not None:
+        yield of_nccl
+    known = vllm_names()
+    yield known
+    if known.verdict == "ok" and run.server.vllm:
         yield vllm_arguments(run)
     if run.server.openai_keys:
         yield openai_options(run)
