@@ -60,8 +60,8 @@ def examine(run: ServerRun) -> Iterator[Finding]:
     yield unknown("clock", "compared, like keys and bandwidth, by `learner doctor` while this server runs")
     yield of_dtype(run.computes_in)
     yield from resources(run)
-    if (found := nccl(run)) is not None:
-        yield found
+    if (of_nccl := nccl(run)) is not None:
+        yield of_nccl
     found = vllm_names()
     yield found
     if found.verdict == "ok" and run.server.vllm:
