@@ -73,8 +73,9 @@ class PackageSource:
     def _read(self, name: str) -> Module | None:
         if name.partition(".")[0] != self._package:
             return None
-        path = self._root.joinpath(*name.split("."))
-        package, file = path / "__init__.py", path.parent / f"{path.name}.py"
+        parts = name.split(".")
+        package = self._root.joinpath(*parts, "__init__.py")
+        file = self._root.joinpath(*parts[:-1], f"{parts[-1]}.py")
         is_package = package.is_file()
         if not is_package and not file.is_file():
             return None
@@ -107,7 +108,8 @@ class PackageSource:
         for candidate in candidates:
             if not isinstance(candidate, tuple):
                 return module, candidate
-            place, node = self._resolve(*candidate, hops + 1)
+            source, original = candidate
+            place, node = self._resolve(source, original, hops + 1)
             if node is not None:
                 return place, node
         # A module is a name too: one that was imported, or one that lies in this package.
