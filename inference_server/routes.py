@@ -50,8 +50,8 @@ SERVED = {
     "/version": Kind.MONITORING,
     "/load": Kind.MONITORING,
 }
-"""Every route that is served, as FastAPI writes its path. Placeholders are in our own routes alone: in one of vLLM's, a sibling
-would match too. Answers of /v1/responses are not stored, as is vLLM's default, so none can be asked for later."""
+"""Every route that is served, as FastAPI writes its path. Placeholders are in our own routes alone: in one of vLLM's, a
+sibling would match too. Answers of /v1/responses are not stored, as is vLLM's default, so none can be asked for."""
 OPEN_PATHS = {path for path, kind in SERVED.items() if kind is not Kind.WORK}
 """Without the key."""
 _PATTERNS = [(compile_path(path)[0], kind) for path, kind in SERVED.items() if "{" in path]

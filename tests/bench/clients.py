@@ -39,6 +39,8 @@ class Window(NamedTuple):
 
     tokens_per_s: float
     """Of the learner's groups."""
+    tokens_per_cpu_s: float
+    """The same by the engine's time on its core, which other work on the machine disturbs less."""
     answers_s: list[float]
     """What the client waited for each answer."""
 
@@ -127,30 +129,40 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             for with_client in (False, True) if repetition % 2 == 0 else (True, False):
                 say(f"repetition {repetition + 1}, {'with' if with_client else 'without'} the client")
                 client = Client(f"http://127.0.0.1:{port}", model) if with_client else None
-                (beside if with_client else alone).append(window(link, client, options.seconds))
+                (beside if with_client else alone).append(window(link, server, client, options.seconds))
     return compare(alone, beside) | {"seconds": options.seconds, "num_places": NUM_PLACES, "num_groups": NUM_GROUPS,
                                      "num_completions": NUM_COMPLETIONS}  # fmt: skip
 
 
-def window(link: Any, client: Client | None, seconds: float) -> Window:
+def window(link: Any, server: Any, client: Client | None, seconds: float) -> Window:
     """Look on for so long."""
     with client.asking() if client is not None else ExitStack():
-        num_before, began_at = link.num_tokens, time.perf_counter()
+        num_before, cpu_before, began_at = link.num_tokens, engine_cpu_s(server), time.perf_counter()
         time.sleep(seconds)
-        tokens_per_s = (link.num_tokens - num_before) / (time.perf_counter() - began_at)
-    return Window(tokens_per_s, client.answers_s if client is not None else [])
+        num_tokens, elapsed_s = link.num_tokens - num_before, time.perf_counter() - began_at
+        cpu_s = engine_cpu_s(server) - cpu_before
+    return Window(num_tokens / elapsed_s, num_tokens / cpu_s, client.answers_s if client is not None else [])
+
+
+def engine_cpu_s(server: Any) -> float:
+    _, *engine = server.processes
+    return sum(sum(process.cpu_times()[:2]) for process in engine)
 
 
 def compare(alone: list[Window], beside: list[Window]) -> dict[str, Any]:
     """The learner's share is the median of the repetitions, each of which has a window of either kind."""
     answers_s = [second for one in beside for second in one.answers_s]
-    shares = [one.tokens_per_s / other.tokens_per_s for one, other in zip(beside, alone, strict=True)]
+    pairs = [*zip(beside, alone, strict=True)]
+    shares = [one.tokens_per_s / other.tokens_per_s for one, other in pairs]
+    cpu_shares = [one.tokens_per_cpu_s / other.tokens_per_cpu_s for one, other in pairs]
     return {
         "slowest_answer_s": max(answers_s),
         "median_answer_s": statistics.median(answers_s),
         "num_answers": len(answers_s),
         "learners_share": statistics.median(shares),
+        "learners_share_by_cpu": statistics.median(cpu_shares),
         "learners_share_by_repetition": shares,
+        "learners_share_by_cpu_by_repetition": cpu_shares,
         "learners_tokens_per_s": {
             "alone": [one.tokens_per_s for one in alone],
             "with_client": [one.tokens_per_s for one in beside],

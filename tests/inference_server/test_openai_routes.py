@@ -24,7 +24,8 @@ HEALTHY = {"unavailable": None, "policy_version": 3}
 TORN = {"unavailable": "the weights are torn", "policy_version": 3}
 ACTING = {
     "/invocations", "/generative_scoring", "/scale_elastic_ep", "/is_scaling_elastic_ep", "/collective_rpc", "/sleep",
-    "/pause", "/update_weights", "/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/responses/render", "/openapi.json",
+    "/pause", "/update_weights", "/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/responses/render",
+    "/openapi.json",
 }  # fmt: skip
 """Some of what vLLM has and we do not serve."""
 
