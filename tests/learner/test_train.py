@@ -619,7 +619,7 @@ def test_a_server_that_has_forgotten_the_run_is_given_the_weights_again(tmp_path
             await super().set_version(version)
             if version == 2 and not self.forgot:
                 self.forgot = True
-                self.server.server._learner = None
+                self.server.server._free()
 
         forgot = False
         server: Any
