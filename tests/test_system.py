@@ -155,7 +155,8 @@ def test_two_sides_that_were_told_no_cores_run_on_a_half_each(server: Server, tm
     if half and not has_gpu():
         assert learner.process.pid is not None
         assert psutil.Process(learner.process.pid).cpu_affinity() == cores[half:]
-        (engine,) = psutil.Process(server.pid).children()
+        children = psutil.Process(server.pid).children()
+        (engine,) = (child for child in children if "EngineCore" in " ".join(child.cmdline()))
         assert engine.cpu_affinity() == cores[:half]
         assert "so that the learner has its own; server.cpu_cores says which" in server.log.read_text()
     learner.finish()
