@@ -107,8 +107,8 @@ def _on_what(run: ServerRun) -> str:
     server = run.server
     kv = "what is left" if server.kv_cache_memory_mib is None else f"{server.kv_cache_memory_mib} MiB"
     return (
-        f"{gpu_choice().reason}. dtype = {run.computes_in}, server.enforce_eager = {str(server.enforce_eager).lower()}, memory for keys and "
-        f"values: {kv}"
+        f"{gpu_choice().reason}. dtype = {run.computes_in}, server.enforce_eager = {str(server.enforce_eager).lower()}, "
+        f"memory for keys and values: {kv}"
     )
 
 
@@ -133,8 +133,8 @@ async def _serve(run: ServerRun) -> None:
     started_at = time.monotonic()
     with contextlib.ExitStack() as open_things:
         open_things.enter_context(socket_directory())
-        log.info(_on_what(run))
         prepared = prepare(run, open_things)
+        log.info(_on_what(run))
         listener = prepared.listener
         os.environ["HF_HUB_OFFLINE"] = "1"  # the model's files are here now
         run = _on_own_cores(run)

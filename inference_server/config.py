@@ -37,7 +37,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Memory for keys and values on each worker. Unset: what gpu_memory_utilization leaves over; 2,048 on a machine without a GPU, whose
     memory others need too."""
     block_size: BlockSize | None = None
-    """Tokens per KV block, the grain in which completions share their prompt; 32 suits short prompts on a CPU, where it must be a multiple of 32."""
+    """Tokens per KV block, the grain in which completions share their prompt. On a CPU a multiple of 32; 32 suits short
+    prompts there."""
     dtype: Dtype | None = None
     """In which this server computes, where that is not the run's `dtype`: a fast server in bfloat16 beside an exact one. Weights come in
     the run's dtype all the same, and the learner holds this server to the bounds of the coarser of the two."""
@@ -56,7 +57,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Receive a push while generation goes on and pause only to load it (on a CPU it is loaded beside generation too, and the
     pause only exchanges the two); costs the memory of one more copy of the weights, on a GPU's server host memory. One worker only."""
     http_host: Text = "127.0.0.1"
-    """Address of the OpenAI API, /status and /metrics: a name, IPv4 or IPv6 (::1, with or without brackets; :: for both kinds)."""
+    """Address of the OpenAI API, /status and /metrics: a name, IPv4 or IPv6 (::1, with or without brackets; :: listens at
+    both kinds)."""
     http_port: Annotated[int, msgspec.Meta(ge=0, lt=65536)] = 8000
     """Port of the OpenAI API, /status and /metrics; 0 turns them off."""
     api_key_file: Text | None = None

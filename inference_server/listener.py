@@ -9,7 +9,8 @@ from protocol.endpoint import join_address
 from protocol.errors import ConfigError
 
 REMEDIES = {
-    errno.EADDRINUSE: "Stop the process that holds the port, or choose another with server.http_port (0 turns HTTP off).",
+    errno.EADDRINUSE: "Stop the process that holds the port, or choose another with server.http_port (0 turns HTTP "
+    "off).",
     errno.EADDRNOTAVAIL: "Set server.http_host to an address of this machine, or to 0.0.0.0 or :: for all of them.",
     errno.EACCES: "Set server.http_port to 1024 or more: those below belong to root.",
 }
@@ -32,7 +33,8 @@ def listen(config: ServerConfig) -> socket.socket | None:
         number = error.errno if isinstance(error, OSError) and not isinstance(error, socket.gaierror) else None
         reason = os.strerror(number) if number else str(error)
         raise ConfigError(
-            f"cannot listen on {address_of(config)} (server.http_host = {config.http_host!r}): {reason}. {REMEDIES.get(number or 0, OTHERWISE)}"
+            f"cannot listen on {address_of(config)} (server.http_host = {config.http_host!r}): {reason}. "
+            f"{REMEDIES.get(number or 0, OTHERWISE)}"
         ) from error
 
 

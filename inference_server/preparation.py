@@ -1,4 +1,4 @@
-"""What a server needs before it may load a model: all that can fail within a second or two is looked at, the cheapest first.
+"""What a server needs before it may load a model: all that can fail within seconds, the cheapest first.
 
     keys ─▶ endpoint ─▶ HTTP port ─▶ vLLM's names ─▶ the model's files ─▶ enough GPUs or memory ─▶ Prepared
 
@@ -48,8 +48,8 @@ def prepare(run: ServerRun, open_things: contextlib.ExitStack) -> Prepared:
     """Look at everything and take what must be held. Raises ConfigError."""
     keys = server_keys(run.keys) if run.keys is not None else None
     api_key = read_api_key(run.server, insecure=run.insecure)
-    # Only to fail now if it cannot. Open while the engine starts, which keeps the loop from reading, it would fill with the Hellos
-    # of a learner that waits, and libzmq may abort over what comes of that.
+    # Only to fail now if it cannot. Open while the engine starts, which keeps the loop from reading, it would fill with
+    # the Hellos of a learner that waits, and libzmq may abort over what comes of that.
     ServerChannel(run.endpoint, keys, insecure=run.insecure).close()
     if note := exposure(run.endpoint, has_keys=keys is not None):
         log.warning(note)
@@ -77,12 +77,15 @@ def check_block_size(run: ServerRun) -> None:
 def check_room(run: ServerRun, model_path: Path) -> None:
     """Refuse more workers than there are GPUs, and on a CPU more memory than the machine has. Raises ConfigError."""
     server, gpu = run.server, gpu_choice()
-    sizes = f"server.tensor_parallel_size = {server.tensor_parallel_size} times server.data_parallel_size = {server.data_parallel_size}"
+    sizes = (
+        f"server.tensor_parallel_size = {server.tensor_parallel_size} times server.data_parallel_size = "
+        f"{server.data_parallel_size}"
+    )
     if gpu.has_gpu:
         if server.num_workers > gpu.num_gpus:
             raise ConfigError(
-                f"{sizes} wants {server.num_workers} GPUs, one for each worker, and there are {gpu.num_gpus} ({gpu.reason}). Lower one of "
-                "the two, or show the server more with CUDA_VISIBLE_DEVICES"
+                f"{sizes} wants {server.num_workers} GPUs, one for each worker, and there are {gpu.num_gpus} "
+                f"({gpu.reason}). Lower one of the two, or show the server more with CUDA_VISIBLE_DEVICES"
             )
         return
     total = total_memory_bytes()
@@ -92,5 +95,6 @@ def check_room(run: ServerRun, model_path: Path) -> None:
     if total is not None and needed > total:
         raise ConfigError(
             f"server.kv_cache_memory_mib = {server.kv_cache_memory_mib} for each worker ({sizes}) and the weights need "
-            f"{needed / GIB:.1f} GiB, this machine has {total / GIB:.1f} GiB. Lower one of the three, or choose a smaller model"
+            f"{needed / GIB:.1f} GiB, this machine has {total / GIB:.1f} GiB. Lower one of the three, or choose a smaller "
+            "model"
         )

@@ -89,7 +89,7 @@ def free_memory_bytes() -> int | None:
 
 
 def total_memory_bytes() -> int | None:
-    """All that this process could ever take: of the machine's memory, or of its container's if that is less. None off Linux."""
+    """All that this process could ever take: of the machine's memory, or of its container's if less. None off Linux."""
     total, limit = _of_meminfo("MemTotal:"), _of_cgroup("memory.max")
     return total if total is None or limit is None else min(total, limit)
 

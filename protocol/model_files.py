@@ -75,7 +75,7 @@ def local_model(name: str) -> Path | None:
 
 
 def _as_directory(name: str) -> Path | None:
-    """Return the directory of this name; None if there is none. Raises ConfigError for one that may not be looked at."""
+    """Return the directory of this name, None if there is none. Raises ConfigError for one that cannot be read."""
     try:
         path = Path(name).expanduser()
         if not path.is_dir():
@@ -99,9 +99,9 @@ def _trainable(path: Path, name: str) -> Path:
         )
     if (method := quantization(path)) is not None:
         raise ConfigError(
-            f"model = {name!r} is quantized ({method}); expected weights in bfloat16, float16 or float32, for training changes the weights "
-            "themselves, and a quantized server's logprobs would be another policy's. Set model to the checkpoint that it was made from, or "
-            "load it with transformers, call `dequantize()` and save it with `save_pretrained`"
+            f"model = {name!r} is quantized ({method}); expected weights in bfloat16, float16 or float32, for training "
+            "changes the weights themselves, and a quantized server's logprobs would be another policy's. Set model to the "
+            "checkpoint that it was made from, or load it with transformers, call `dequantize()` and save it with `save_pretrained`"
         )
     return path
 
@@ -133,7 +133,7 @@ def text_files(path: Path) -> list[Path]:
 
 
 def quantization(path: Path) -> str | None:
-    """Return the method by which a checkpoint's weights are quantized, as its files name it; None for one that is not."""
+    """Return the method by which a checkpoint is quantized, as its files name it; None for one that is not."""
     config = _read_config(path)
     for key in _QUANTIZED_KEYS:
         if settings := _nested(config, key):

@@ -1,9 +1,9 @@
-"""The names and signatures of a package, read from its source: nothing of it is imported, so nothing of it has to run here.
+"""The names and signatures of a package, read from its source without importing it.
 
-    a folder of site-packages, or a wheel ─▶ PackageSource.find("pkg.module", "Class.method") ─▶ Definition, with its parameters
+    site-packages, or a wheel ─▶ PackageSource.find("pkg.module", "Class.method") ─▶ Definition, with its parameters
 
-Follows imports from one module of the package to another, and looks for members in the base classes too. All branches of a
-condition count: whether a platform takes one of them is not known here.
+Follows imports from one module of the package to another, and looks for members in the base classes too. All branches of
+a condition count: whether a platform takes one of them is not known here.
 """
 
 import ast

@@ -1,10 +1,11 @@
-"""Every name of vLLM that the server uses, and the parameters it gives: one table, held against an installed vLLM before a model is loaded.
+"""Every name of vLLM that the server uses: one table, checked before a model is loaded.
 
     PUBLIC, PRIVATE ─▶ missing_names(source of a vLLM) ─▶ check_vllm: one ConfigError that names them, or nothing
 
-A name is "Class.member" where it is one, under the module it is imported from, or several, of which one has it. The parameters before a `/` are given by position
-and must come first, in this order; those behind it are given by name. Public is what vLLM documents or exports for others
-(`__all__`, EngineClient, the exceptions a client sees); everything else is private, and has a reason.
+A name stands under the module that has it, or several of which one does ("a or b"), as "Class.member" where it is one.
+Parameters before a `/` are given by position: they must be the first ones, in this order. Those behind it are given by
+name. Public is what vLLM documents or exports for others (`__all__`, EngineClient, the exceptions that a client sees).
+Everything else is private, and has a reason.
 Invariant: what the packages import of vLLM, patch or override stands here (tests/inference_server/test_vllm_names.py).
 """
 
@@ -48,12 +49,14 @@ class Version(NamedTuple):
 
 PUBLIC: Names = {
     "vllm": {
-        "SamplingParams": "/ n, seed, temperature, top_p, top_k, max_tokens, stop_token_ids, logprobs, prompt_logprobs, flat_logprobs, stop, "
-        "detokenize, skip_special_tokens, output_kind, stream_interval, skip_clone",
+
+        "SamplingParams": "/ n, seed, temperature, top_p, top_k, max_tokens, stop_token_ids, logprobs, prompt_logprobs, "
+        "flat_logprobs, stop, detokenize, skip_special_tokens, output_kind, stream_interval, skip_clone",
     },
     "vllm.config": {
         "ModelConfig": "",
-        "ModelConfig.dtype": "", "ModelConfig.get_vocab_size": "", "ModelConfig.is_moe": "", "ModelConfig.max_model_len": "",
+        "ModelConfig.dtype": "", "ModelConfig.get_vocab_size": "", "ModelConfig.is_moe": "",
+        "ModelConfig.max_model_len": "",
         "ParallelConfig.data_parallel_index": "", "ParallelConfig.world_size": "",
         "SchedulerConfig.get_scheduler_cls": "", "SchedulerConfig.max_num_active_seqs": "", "SchedulerConfig.max_num_seqs": "",
         "SchedulerConfig.scheduler_cls": "", "VllmConfig": "",
@@ -61,9 +64,12 @@ PUBLIC: Names = {
         "set_current_vllm_config": "vllm_config /",
     },
     "vllm.engine.arg_utils": {
-        "AsyncEngineArgs": "/ model, served_model_name, dtype, seed, hf_overrides, max_model_len, max_num_seqs, kv_cache_memory_bytes, "
-        "block_size, gpu_memory_utilization, enforce_eager, tensor_parallel_size, data_parallel_size, distributed_executor_backend, "
-        "disable_log_stats, use_tqdm_on_load, enable_prefix_caching, scheduling_policy, logprobs_mode, generation_config, "
+
+        "AsyncEngineArgs": "/ model, served_model_name, dtype, seed, hf_overrides, max_model_len, max_num_seqs, "
+        "kv_cache_memory_bytes, block_size, gpu_memory_utilization, enforce_eager, tensor_parallel_size, data_parallel_size, "
+        "distributed_executor_backend, "
+        "disable_log_stats, use_tqdm_on_load, enable_prefix_caching, scheduling_policy, logprobs_mode, "
+        "generation_config, "
         "worker_extension_cls",
         "AsyncEngineArgs.create_model_config": "",
     },
@@ -71,7 +77,9 @@ PUBLIC: Names = {
     "vllm.entrypoints.common.cli_args or vllm.entrypoints.launchers.cli_args": {
         "FrontendArgs.api_key": "", "FrontendArgs.disable_uvicorn_access_log": "",
     },
-    "vllm.entrypoints.launchers.api_server.app_state": {"init_app_state": "engine_client, state, args, supported_tasks /"},
+    "vllm.entrypoints.launchers.api_server.app_state": {
+        "init_app_state": "engine_client, state, args, supported_tasks /",
+    },
     "vllm.entrypoints.launchers.app": {"build_app": "args, supported_tasks, model_config /"},
     "vllm.entrypoints.openai.models.serving": {"OpenAIServingModels.show_available_models": ""},
     "vllm.exceptions": {"VLLMClientError": ""},
@@ -108,24 +116,30 @@ PUBLIC: Names = {
         "AsyncLLM": "/ log_stats, stat_loggers",
         "AsyncLLM.errored": "", "AsyncLLM.from_engine_args": "engine_args /",
         "AsyncLLM.generate": "prompt, sampling_params, request_id / priority, data_parallel_rank",
-        "AsyncLLM.get_supported_tasks": "", "AsyncLLM.model_config": "", "AsyncLLM.pause_generation": "/ mode, clear_cache",
-        "AsyncLLM.resume_generation": "", "AsyncLLM.shutdown": "/ timeout", "AsyncLLM.update_weight_version": "new_version /",
+        "AsyncLLM.get_supported_tasks": "", "AsyncLLM.model_config": "",
+        "AsyncLLM.pause_generation": "/ mode, clear_cache",
+        "AsyncLLM.resume_generation": "", "AsyncLLM.shutdown": "/ timeout",
+        "AsyncLLM.update_weight_version": "new_version /",
         "AsyncLLM.vllm_config": "",
     },
     "vllm.v1.engine.exceptions": {"EngineDeadError": "", "EngineGenerateError": ""},
     "vllm.v1.metrics.loggers": {
-        "StatLoggerBase": "vllm_config, engine_index /", "StatLoggerBase.log_engine_initialized": "", "StatLoggerBase.record": "",
+        "StatLoggerBase": "vllm_config, engine_index /", "StatLoggerBase.log_engine_initialized": "",
+        "StatLoggerBase.record": "",
     },
     "vllm.envs": {
-        "VLLM_API_KEY": "", "VLLM_CONFIGURE_LOGGING": "", "VLLM_CPU_OMP_THREADS_BIND": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "",
-        "VLLM_ENGINE_READY_TIMEOUT_S": "", "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "", "VLLM_LOGGING_LEVEL": "", "VLLM_NO_USAGE_STATS": "",
+        "VLLM_API_KEY": "", "VLLM_CONFIGURE_LOGGING": "", "VLLM_CPU_OMP_THREADS_BIND": "",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "",
+        "VLLM_ENGINE_READY_TIMEOUT_S": "", "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "", "VLLM_LOGGING_LEVEL": "",
+        "VLLM_NO_USAGE_STATS": "",
         "VLLM_RPC_BASE_PATH": "",
     },
 }  # fmt: skip
 
 PRIVATE: tuple[Private, ...] = (
     Private(
-        "vLLM has no public way to send several tokens of a request together out of the engine's process, which costs a tenth less",
+        "vLLM has no public way to send several tokens of a request together out of the engine's process, which "
+        "costs a tenth less",
         {
             "vllm.v1.engine": {
                 "EngineCoreOutput": "request_id, new_token_ids /",
@@ -133,7 +147,8 @@ PRIVATE: tuple[Private, ...] = (
                 "EngineCoreOutputs": "/ outputs",
             },
             "vllm.v1.engine.core": {
-                "EngineCore": "", "EngineCore._attach_weight_version": "outputs /", "EngineCore.set_weight_version": "weight_version /",
+                "EngineCore": "", "EngineCore._attach_weight_version": "outputs /",
+                "EngineCore.set_weight_version": "weight_version /",
                 "EngineCore.scheduler": "", "EngineCoreProc.output_queue": "",
             },
             "vllm.v1.core.sched.scheduler": {"Scheduler.requests": ""},
@@ -144,7 +159,8 @@ PRIVATE: tuple[Private, ...] = (
         },
     ),
     Private(
-        "the public collective_rpc asks the workers of the first replica only, pause_generation sleeps 20 ms of each push, and a turn "
+        "the public collective_rpc asks the workers of the first replica only, pause_generation sleeps 20 ms of each "
+        "push, and a turn "
         "goes to the replica that has its prefix",
         {
             "vllm.v1.engine.async_llm": {"AsyncLLM.engine_core": ""},
@@ -180,7 +196,8 @@ PRIVATE: tuple[Private, ...] = (
         "engine must hear of its death before the next one starts",
         {
             "vllm.v1.engine.async_llm": {
-                "AsyncLLM._run_output_handler": "", "AsyncLLM.log_stats": "", "AsyncLLM.output_handler": "", "AsyncLLM.output_processor": "",
+                "AsyncLLM._run_output_handler": "", "AsyncLLM.log_stats": "", "AsyncLLM.output_handler": "",
+                "AsyncLLM.output_processor": "",
             },
             "vllm.v1.engine.output_processor": {"OutputProcessor.log_stats": ""},
         },
@@ -193,7 +210,8 @@ PRIVATE: tuple[Private, ...] = (
         },
     ),
     Private(
-        "vLLM's own weight update is silently wrong on a CPU for tied heads and experts, misses parameters that never came, and loads only "
+        "vLLM's own weight update is silently wrong on a CPU for tied heads and experts, misses parameters that "
+        "never came, and loads only "
         "while generation is paused",
         {
             "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method": {
@@ -203,7 +221,9 @@ PRIVATE: tuple[Private, ...] = (
             "vllm.model_executor.layers.quantization.base_config": {
                 "QuantizeMethodBase": "", "QuantizeMethodBase.process_weights_after_loading": "layer /",
             },
-            "vllm.model_executor.layers.vocab_parallel_embedding": {"ParallelLMHead": "", "UnquantizedEmbeddingMethod": ""},
+            "vllm.model_executor.layers.vocab_parallel_embedding": {
+                "ParallelLMHead": "", "UnquantizedEmbeddingMethod": "",
+            },
             "vllm.model_executor.model_loader.reload.layerwise": {
                 "get_layerwise_info": "layer /", "initialize_online_processing": "layer /",
             },
@@ -212,11 +232,14 @@ PRIVATE: tuple[Private, ...] = (
             },
             "vllm.model_executor.model_loader.reload.sanitize": {"restore_layer_refs": "tensor, layer /"},
             "vllm.model_executor.model_loader.reload.types": {
-                "LayerReloadingInfo.can_load": "", "LayerReloadingInfo.load_numel": "", "LayerReloadingInfo.load_numel_total": "",
+                "LayerReloadingInfo.can_load": "", "LayerReloadingInfo.load_numel": "",
+                "LayerReloadingInfo.load_numel_total": "",
                 "LayerReloadingInfo.restore_metadata": "",
             },
             "vllm.model_executor.models.interfaces": {"SupportsMultiModal._tower_model_names": ""},
-            "vllm.v1.worker.gpu_worker": {"Worker.device": "", "Worker.model_runner": "", "Worker.rank": "", "Worker.vllm_config": ""},
+            "vllm.v1.worker.gpu_worker": {
+                "Worker.device": "", "Worker.model_runner": "", "Worker.rank": "", "Worker.vllm_config": "",
+            },
             "vllm.v1.worker.gpu.model_runner": {"GPUModelRunner.model": "", "GPUModelRunner.reset_lora_state": ""},
             "vllm.v1.worker.gpu_model_runner": {"GPUModelRunner.model": "", "GPUModelRunner.reset_lora_state": ""},
         },
@@ -233,7 +256,8 @@ PRIVATE: tuple[Private, ...] = (
         },
     ),
     Private(
-        "prompts come as checked token ids, and vLLM's renderer would look at each again; environment variables are looked up with each token",
+        "prompts come as checked token ids, and vLLM's renderer would look at each again; environment variables are "
+        "looked up with each token",
         {
             "vllm.envs": {"disable_envs_cache": "", "enable_envs_cache": ""},
             "vllm.inputs.engine": {"tokens_input": "prompt_token_ids / cache_salt"},
@@ -258,8 +282,8 @@ def check_vllm() -> None:
         raise ConfigError(f"vLLM is not installed in this environment, expected vllm{SUPPORTED}; {_remedy()}")
     if missing := missing_names(PackageSource("vllm", root)):
         raise ConfigError(
-            f"{installed_version()} is not a vLLM that this server knows, expected vllm{SUPPORTED}: it has no {', no '.join(missing)}; "
-            f"{_remedy()}"
+            f"{installed_version()} is not a vLLM that this server knows, expected vllm{SUPPORTED}: it has no "
+            f"{', no '.join(missing)}; {_remedy()}"
         )
 
 

@@ -188,10 +188,9 @@ def transport(run: LearnerRun, vitals: Vitals) -> Finding:
         own_device_name(device), vitals.devices, learner_transports=offered, server_transports=vitals.transports
     )
     if chosen == "gloo" and run.learner.push.transport == "auto" and detour is not None:
-        return problem(
-            "transport", f"weights will travel by gloo, over the CPUs: {detour}",
-            f"{why_not_installed() or 'run `inference-server doctor` on the machine of the server'}, or accept it: learner.push.transport = \"gloo\"",
-        )  # fmt: skip
+        remedy = why_not_installed() or "run `inference-server doctor` on the machine of the server"
+        text = f"weights will travel by gloo, over the CPUs: {detour}"
+        return problem("transport", text, f'{remedy}, or accept it: learner.push.transport = "gloo"')
     return ok("transport", f"weights will travel by {chosen} to {len(vitals.devices)} worker(s)")
 
 

@@ -50,9 +50,7 @@ def start(config: EnvironmentConfig, *, takes_text: bool) -> tuple[Connection, B
 def _forked(config: EnvironmentConfig, takes_text: bool) -> tuple[Connection, Begun]:
     CONTEXT.set_forkserver_preload(PRELOADED)  # for all of this process, so not before it is needed
     safe_path = os.environ.get(SAFE_PATH)
-    if (
-        is_elsewhere()
-    ):  # multiprocessing begins its server with `python -c`, and passes on only what the environment says
+    if is_elsewhere():  # multiprocessing begins its server with `python -c`, and only the environment reaches that
         os.environ[SAFE_PATH] = "1"
     try:
         forkserver.ensure_running()

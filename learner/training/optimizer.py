@@ -46,7 +46,7 @@ def _adamw_8bit() -> Any:
         from bitsandbytes.optim import AdamW8bit
     except ImportError as error:
         raise ConfigError(
-            f'learner.optimizer.kind = "adamw_8bit" needs bitsandbytes ({error}): {install_command("adamw-8bit")}, or set '
-            'kind to "adamw"'
+            f'learner.optimizer.kind = "adamw_8bit" needs bitsandbytes ({error}): '
+            f'{install_command("adamw-8bit")}, or set kind to "adamw"'
         ) from error
     return AdamW8bit

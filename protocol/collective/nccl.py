@@ -48,7 +48,8 @@ def is_installed() -> bool:
 def why_not_installed() -> str | None:
     """Return what keeps NCCL from being used here, with what to do about it; None where nothing does.
 
-    Cupy must find a libnccl that answers, to find cupy alone says nothing of it; and the driver must run the CUDA that cupy is built for.
+    Cupy must find a libnccl that answers: to find cupy alone says nothing of it. And the driver must run the CUDA that
+    cupy is built for.
     """
     try:
         _bindings().get_version()
@@ -96,8 +97,8 @@ def _obstacle_of_driver() -> str | None:
     if of_cupy <= of_driver:
         return None
     return (
-        f"cupy is built for CUDA {of_cupy}, and the driver runs CUDA {of_driver} at most; pip uninstall cupy-cuda{of_cupy}x, then "
-        f"{install_command(f'nccl-cuda{of_driver}' if of_driver == 12 else 'nccl')}"
+        f"cupy is built for CUDA {of_cupy}, and the driver runs CUDA {of_driver} at most; pip uninstall "
+        f"cupy-cuda{of_cupy}x, then {install_command(f'nccl-cuda{of_driver}' if of_driver == 12 else 'nccl')}"
     )
 
 
@@ -130,8 +131,8 @@ def _bindings() -> Any:
         from cupy.cuda import nccl
     except ImportError as error:
         raise PushError(
-            f"the transport nccl needs cupy ({error}){_mismatch()}; {install_command(extra_for_nccl())}, on both sides, or set "
-            'learner.push.transport = "gloo"'
+            f"the transport nccl needs cupy ({error}){_mismatch()}; {install_command(extra_for_nccl())}, on both sides, or "
+            'set learner.push.transport = "gloo"'
         ) from error
     if not nccl.available:
         raise PushError(

@@ -82,7 +82,7 @@ def why_over_cpus(
     learner_transports: Sequence[str],
     server_transports: Sequence[str],
 ) -> str | None:
-    """Return why weights between GPUs take the slow way, over the CPUs; None where they need not, or where a side has no GPU."""
+    """Return why weights between GPUs go over the CPUs, slowly; None where they need not, or where a side has no GPU."""
     devices = [learner_device, *worker_devices]
     if CPU in devices:
         return None

@@ -1,5 +1,5 @@
-"""Every key that a server reads, with everything that may stand there: it is taken, and means something, or it is refused before the
-model is loaded, in one ConfigError that names the key, shows the value and says what to do.
+"""Every key that a server reads, with everything that may stand there: it is taken, and means something, or it is refused
+before the model is loaded, in one ConfigError that names the key, shows the value and says what to do.
 
     (key, value) ─▶ load_config ─▶ prepare, without a model or ports of others ─▶ a ServerRun, or a ConfigError
 """

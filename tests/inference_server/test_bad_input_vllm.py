@@ -1,4 +1,4 @@
-"""What only vLLM can judge of a server's keys is refused by its own checks, before a model is loaded, as one ConfigError."""
+"""What only vLLM can judge of a server's keys is refused by its own checks, before a model is loaded."""
 
 from pathlib import Path
 from typing import Any

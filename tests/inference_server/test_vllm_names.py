@@ -1,4 +1,4 @@
-"""The table of vLLM's names is complete, and true of the vLLM that is installed, of 0.33.0 and of the newest on the package index."""
+"""The table of vLLM's names is complete, and true of the installed vLLM, of 0.33.0 and of the newest on the index."""
 
 import ast
 import re
@@ -147,7 +147,7 @@ def test_every_variable_of_vllms_that_is_set_or_read_is_in_the_table() -> None:
 
 
 def test_the_table_has_nothing_that_is_used_no_more(vllm: PackageSource) -> None:
-    """What is not imported, such as a method, must at least be written somewhere; an argument of a command may be, with hyphens."""
+    """What is not imported, such as a method, must at least be written somewhere, with hyphens perhaps."""
     imported = used(vllm)
     text = "\n".join(path.read_text() for path in PRODUCT if path.name != "vllm_names.py")
     words = set(re.findall(r"\w+", text)) | {word.replace("-", "_") for word in re.findall(r"\w[\w-]+", text)}
@@ -188,7 +188,7 @@ def test_a_wheel_of_the_package_index_has_every_name(requirement: str) -> None:
 
 
 def downloaded(requirement: str) -> tuple[str, PackageSource]:
-    """Return version and source of a wheel. Only its Python files are kept, in the cache; skips where there is no network."""
+    """Return version and source of a wheel, of which only Python files are kept, in the cache; skips without network."""
     name, _, version = requirement.partition("==")
     version = version or newest(name)
     kept = cache_dir() / "sources" / f"{name}-{version}.zip"

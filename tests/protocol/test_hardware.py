@@ -1,4 +1,4 @@
-"""Whether a machine has a GPU to use, and which dtype it computes fastest in: told by NVML or device files, and by its processor."""
+"""Whether a machine has a GPU to use, and which dtype it computes fastest in."""
 
 import re
 import subprocess
@@ -36,7 +36,7 @@ def forget() -> None:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator:
-    """Make this machine one with the given device files, /proc/cpuinfo and NVML, with a torch for GPUs and without limits of oneDNN."""
+    """Make this machine one with the given files and NVML, with a torch for GPUs and without limits of oneDNN."""
     monkeypatch.setattr(hardware, "DEVICES", tmp_path)
     monkeypatch.setattr(hardware, "NVML", str(tmp_path / "libnvidia-ml.so.1"))
     monkeypatch.setattr(hardware, "CPU_INFO", tmp_path / "cpuinfo")

@@ -1,4 +1,4 @@
-"""What is advised to install works for the installation at hand, and what is started is the Slipstream that starts it."""
+"""What is advised to install works for this installation, and what is started is the Slipstream that starts it."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def test_an_installed_package_is_installed_from_where_it_came(
 
 
 def test_an_environment_without_pip_is_served_by_uv(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installation.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(installation, "_has_pip", lambda: False)
     assert install_command("learner") == f"uv pip install --python {sys.executable} -e '{ROOT}[learner]'"
 
 
