@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.v1.core.sched.request_queue import PriorityRequestQueue, RequestQueue
+from vllm.v1.core.sched.request_queue import PriorityRequestQueue
 
 SCHEDULER = f"{__name__}.scheduler_with_guests"
 """What vLLM is told to make its scheduler with."""
@@ -41,7 +41,7 @@ def scheduler_with_guests(vllm_config: VllmConfig, **options: Any) -> Any:
     return scheduler
 
 
-class PlaceQueue(RequestQueue):
+class PlaceQueue(PriorityRequestQueue):
     """Two queues by priority that look like one, which is empty while no request in them has a place to go to."""
 
     def __init__(self, scheduler: Any, num_places: int, num_reserved: int) -> None:

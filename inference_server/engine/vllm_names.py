@@ -177,17 +177,17 @@ PRIVATE: tuple[Private, ...] = (
         "vLLM has no places that only some requests get: a request of /v1 would wait until no group does",
         {
             "vllm.v1.core.sched.request_queue": {
-                "PriorityRequestQueue": "", "RequestQueue": "",
-                "RequestQueue.__bool__": "", "RequestQueue.__iter__": "", "RequestQueue.__len__": "",
-                "RequestQueue.add_request": "request /", "RequestQueue.peek_request": "", "RequestQueue.pop_request": "",
-                "RequestQueue.prepend_request": "request /", "RequestQueue.prepend_requests": "requests /",
-                "RequestQueue.remove_request": "request /", "RequestQueue.remove_requests": "requests /",
+                "PriorityRequestQueue": "",
+                "PriorityRequestQueue.__bool__": "", "PriorityRequestQueue.__iter__": "", "PriorityRequestQueue.__len__": "",
+                "PriorityRequestQueue.add_request": "request /", "PriorityRequestQueue.peek_request": "", "PriorityRequestQueue.pop_request": "",
+                "PriorityRequestQueue.prepend_request": "request /", "PriorityRequestQueue.prepend_requests": "requests /",
+                "PriorityRequestQueue.remove_request": "request /", "PriorityRequestQueue.remove_requests": "requests /",
             },
             "vllm.v1.core.sched.scheduler": {
                 "Scheduler.max_num_active_reqs": "", "Scheduler.running": "", "Scheduler.waiting": "",
             },
             "vllm.v1.request": {
-                "Request": "", "Request.priority": "", "Request.status": "", "RequestStatus": "", "RequestStatus.RUNNING": "",
+                "Request": "", "Request.priority": "", "Request.status": "", "RequestStatus.RUNNING": "",
             },
         },
     ),

@@ -13,7 +13,7 @@ from tests.chaos.traps import Event, Traps
 def test_on_several_servers_each_is_struck_and_the_list_changes() -> None:
     faults = [fault for leg in schedule(0, 130, "fake", 3) for fault in leg.faults]
     assert {fault.server for fault in faults} == {0, 1, 2}
-    assert {fault.target for fault in faults} == {"server", "learner", "reward worker", "link", "call", "list"}
+    assert {fault.target for fault in faults} == {"server", "learner", "reward worker", "link", "call", "list", "rival"}
     assert {state.label for state in STATES} < {fault.state.label for fault in faults}
     assert {fault.target for fault in faults if fault.kind == "drain"} == {"server"}
     assert not any(fault.kind == "drain" for leg in schedule(0, 130, "fake") for fault in leg.faults)

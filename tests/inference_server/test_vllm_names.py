@@ -37,7 +37,7 @@ for _, one, parameters in all_names():
 PRIVATE_NAMES = {(module, name) for group in PRIVATE for module, names in group.names.items() for name in names}
 MOST_PRIVATE = 26
 """Imported or replaced by the server in November 2026, before there was a table."""
-INTERFACES = {"RequestQueue"}
+INTERFACES = {"PriorityRequestQueue"}
 """Classes that are implemented here as a whole: each counts as one name."""
 DOWNLOAD_TIMEOUT_S = 240
 
