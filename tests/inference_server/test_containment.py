@@ -172,6 +172,11 @@ async def greet_anew(engine: ScriptedEngine, learner: ScriptedLearner) -> None:
     endpoint = learner.channel.endpoint
     learner.channel.close()
     learner.channel, learner.unread = LearnerChannel(endpoint), []
+    await greet(learner)
+
+
+async def greet(learner: ScriptedLearner) -> None:
+    """Until it is welcomed, as a learner does."""
     while True:
         await learner.hello()
         with contextlib.suppress(TimeoutError):
@@ -245,9 +250,10 @@ async def serves_on(engine: HoldingEngine, running: Serving, learner: ScriptedLe
     for message in learner.unread:
         if isinstance(message, GroupFailed):
             await ask_again(learner, message)
+    learner.channel.close()  # while it is connected, no other process of its run gets the server
     another = ScriptedLearner(running.endpoint)
     try:
-        await another.join()
+        await greet(another)
         await all_come(another, {"kept", "next", "held"})
     finally:
         another.close()
