@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -33,10 +34,12 @@ ACTING = {
 @pytest.fixture(scope="module")
 def vllms() -> Iterator[FastAPI]:
     """With the routes that vLLM has for developers too, which a variable of the environment turns on."""
+    level = logging.getLogger().level
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_SERVER_DEV_MODE", "1")
         patch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
         yield build_application(application_arguments("m", "m"), ("generate",), None, lambda: HEALTHY)
+    logging.getLogger().setLevel(level)  # which vLLM's application has raised, for all tests of this process
 
 
 def paths_of(routes: Iterable[Any], prefix: str = "") -> Iterator[str]:
