@@ -148,16 +148,18 @@ def test_a_terminal_that_closes_stops_a_learner_after_its_step_however_often_it_
 
 def test_the_process_that_keeps_count_of_shared_memory_outlives_a_closed_terminal(tmp_path: Path) -> None:
     script = """
-import os, signal, sys
+import os, signal, sys, time
 from multiprocessing import resource_tracker
 from protocol.signals import held_from_children
-signal.signal(signal.SIGHUP, lambda *_: None)
+told = []
+signal.signal(signal.SIGHUP, lambda *_: told.append(True))
 with held_from_children():
     pass
 tracker = resource_tracker._resource_tracker._pid
 print(tracker, flush=True)
 sys.stdin = open("/dev/null")
-signal.pause()
+while not told:
+    time.sleep(0.01)
 print(os.waitpid(tracker, os.WNOHANG), flush=True)
 """
     with group_of(script, directory=tmp_path) as process:
