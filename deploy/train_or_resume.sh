@@ -24,10 +24,14 @@ if [ -e "$run_dir/config.toml" ]; then
     resume=(--resume)
 fi
 
-pid='' interrupted=no
-for name in TERM INT HUP USR1; do
-    trap 'interrupted=yes; [ -z "$pid" ] || kill -TERM "$pid" 2>/dev/null' "$name"
-done
+pid='' interrupted=no hung_up=no
+interrupt() {
+    interrupted=yes
+    [ -z "$pid" ] || kill -TERM "$pid" 2>/dev/null
+}
+trap interrupt TERM INT USR1
+# A terminal that closes says so more than once, which is no second signal.
+trap '[ "$hung_up" = yes ] || { hung_up=yes; interrupt; }' HUP
 
 # In a session of its own: a signal to the whole process group would come twice, and the second one ends a learner at once.
 setsid "${learner[@]}" train "$config" --run-dir "$run_dir" "${resume[@]}" "$@" &

@@ -32,19 +32,19 @@ class TellVersions:
         is_stream = False
         run_before, _ = self._serving()
 
-        def known() -> dict[str, str]:
+        def final_headers() -> dict[str, str]:
             """Nothing of what no policy has sampled: a list, an error."""
             run, _ = self._serving()
-            return header_of_runs(run_before, run) | _known(labels) if labels else {}
+            return header_of_runs(run_before, run) | _version_headers(labels) if labels else {}
 
         async def tell(message: Message) -> None:
             nonlocal is_stream
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 is_stream = headers.get("content-type", "").startswith("text/event-stream")
-                headers.update(self._current() if is_stream else known())
+                headers.update(self._initial_headers() if is_stream else final_headers())
             elif is_stream and labels and not message.get("more_body", False):
-                message = {**message, "body": message.get("body", b"") + _comment(known())}
+                message = {**message, "body": message.get("body", b"") + _comment(final_headers())}
             await send(message)
 
         token = sampled_by.set(labels)
@@ -53,12 +53,12 @@ class TellVersions:
         finally:
             sampled_by.reset(token)
 
-    def _current(self) -> dict[str, str]:
+    def _initial_headers(self) -> dict[str, str]:
         run, version = self._serving()
         return header_of_runs(run) | {START: str(NO_VERSION if version is None else version)}
 
 
-def _known(labels: Collection[str]) -> dict[str, str]:
+def _version_headers(labels: Collection[str]) -> dict[str, str]:
     versions = [NO_VERSION if label == UNTOUCHED else int(label) for label in labels]
     return {START: str(min(versions)), END: str(max(versions))}
 

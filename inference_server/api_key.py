@@ -1,7 +1,6 @@
 """The key of the HTTP side: where it comes from, and the gate that asks for it.
 
-vLLM's own --api-key guards the paths under /v1 and a few others; /invocations generates without it, and
-/scale_elastic_ep acts on the engine. So here everything is guarded but what monitoring reads.
+vLLM's own --api-key guards /v1 and a few others. Here every route but those of monitoring is guarded (routes.py).
 """
 
 import hashlib

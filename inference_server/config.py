@@ -79,8 +79,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     orphan_timeout_s: Seconds = 30.0
     """How long the server, and the groups in it, are kept for a run whose learner is gone; until then another run waits."""
     drain_timeout_s: Seconds = 60.0
-    """How long a server that was told to end (SIGTERM, Ctrl-C) finishes what it has begun, groups and requests of /v1, before it ends
-    all the same. Told once more it ends at once. Whoever kills what does not end must wait for longer than this."""
+    """How long a server that was told to end (SIGTERM, SIGHUP, Ctrl-C) finishes what it has begun, groups and requests of /v1, before it
+    ends all the same. Another SIGTERM or Ctrl-C ends it at once. Whoever kills what does not end must wait for longer than this."""
     start_timeout_s: Annotated[int, msgspec.Meta(gt=0, le=int(MAX_SECONDS))] = 600
     """Longest time for loading the model and warming up, also after the engine has died."""
     max_engine_restarts: Annotated[int, msgspec.Meta(ge=0)] = 3
@@ -102,7 +102,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def openai_keys(self) -> list[str]:
-        """Keys that are set of how the OpenAI API reads answers and writes prompts."""
+        """Names of the OpenAI options that are set."""
         keys = ("tool_call_parser", "reasoning_parser", "chat_template")
         return [key for key in keys if getattr(self, key) is not None]
 

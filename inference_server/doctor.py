@@ -13,9 +13,10 @@ from pathlib import Path
 
 from inference_server.api_key import read_api_key
 from inference_server.config import ServerRun
-from inference_server.engine.memory import gpu_memory_bytes, num_gpus
+from inference_server.engine.memory import gpu_memory_bytes
 from inference_server.engine.vllm_names import SUPPORTED, all_names, check_vllm, installed_version
 from inference_server.listener import listen
+from inference_server.preparation import MIB, check_block_size, check_room, needed_bytes
 from protocol.builtin_models import cache_dir
 from protocol.channel.keys import learner_keys, server_keys
 from protocol.channel.sockets import ServerChannel
@@ -35,10 +36,9 @@ from protocol.checkup import (
 from protocol.config import load_config
 from protocol.endpoint import is_loopback, join_address, split_endpoint
 from protocol.errors import ConfigError, PushError
+from protocol.hardware import gpu_choice
 from protocol.messages import PROTOCOL_VERSION
-from protocol.model_files import fingerprint, local_model
-
-MIB = 1 << 20
+from protocol.model_files import fingerprint, local_model, weight_bytes
 
 
 def doctor_command(arguments: Sequence[str]) -> int:
@@ -159,22 +159,20 @@ def resources(run: ServerRun) -> Iterator[Finding]:
         yield of_disk(cache_dir(), "the download, as far as is known,", 0)
         return
     config = run.server
-    weights = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    of_kv = (config.kv_cache_memory_mib or 0) * MIB
+    try:
+        check_block_size(run, path)
+        check_room(run, path)
+    except ConfigError as error:
+        yield problem_of("resources", error, "lower what it names")
+        return
     gpu = gpu_memory_bytes()
     if gpu is None:
         fewer = "lower server.data_parallel_size, " if config.data_parallel_size > 1 else ""
         remedy = f"{fewer}lower server.kv_cache_memory_mib, or choose a smaller model"
-        needed = config.data_parallel_size * weights + config.num_workers * of_kv
-        yield of_memory("the server", needed, free_memory_bytes(), remedy)
+        yield of_memory("the server", needed_bytes(run, path), free_memory_bytes(), remedy)
         return
-    if num_gpus() < config.num_workers:
-        yield problem(
-            "gpus",
-            f"{num_gpus()} can be seen, and {config.num_workers} workers want one each (server.tensor_parallel_size = "
-            f"{config.tensor_parallel_size} times server.data_parallel_size = {config.data_parallel_size})",
-            "lower one of the two, or show the server more with CUDA_VISIBLE_DEVICES",
-        )
+    weights = weight_bytes(path, run.computes_in)
+    of_kv = (config.kv_cache_memory_mib or 0) * MIB
     free, total = gpu
     share = int(total * config.gpu_memory_utilization)
     remedy = "lower server.gpu_memory_utilization, or end what else uses the GPU"
@@ -193,7 +191,7 @@ def nccl(run: ServerRun) -> Finding | None:
     reason = why_not_installed()
     if reason is None:
         return ok("nccl", "cupy finds a libnccl that answers")
-    if wanted == "auto" and num_gpus() == 1 and is_loopback(split_endpoint(run.endpoint)[0]):
+    if wanted == "auto" and gpu_choice().num_gpus == 1 and is_loopback(split_endpoint(run.endpoint)[0]):
         return ok("nccl", "not here, nor needed: the learner on this machine has the same GPU (ipc)")
     return problem_of("nccl", PushError(reason), 'set learner.push.transport = "gloo"')
 

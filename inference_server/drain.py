@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
-from inference_server.engine.containment import survived
+from inference_server.engine.containment import log_unexpected
 from inference_server.engine.life import EngineLife
 from inference_server.groups import Groups
 from inference_server.push import Pushes
@@ -55,7 +55,7 @@ class Drain:
             "draining for up to %g s (server.drain_timeout_s): %s; told once more it ends at once",
             self._timeout_s, self._left() or "nothing is under way",
         )  # fmt: skip
-        with survived("telling the learner that the server drains"):
+        with log_unexpected("telling the learner that the server drains"):
             await self._tell()
         await self._groups.hand_back(also_begun=False)
         while left := self._left():

@@ -18,7 +18,7 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from inference_server.engine.containment import Fail, contained
+from inference_server.engine.containment import Fail, run_contained
 from inference_server.engine.interface import Engine, EngineFailed, EngineLimits, Sampled
 from protocol.messages import Completion, Generate, Group, GroupFailed, Message, Sampling
 
@@ -158,7 +158,7 @@ class Groups:
     async def deliver_rest(self) -> None:
         """Send what the learner could not be reached for, or what had to wait for Acks."""
         for group_id in list(self._undelivered):
-            await contained(self._send(group_id), f"sending group {group_id}", partial(self.fail, group_id))
+            await run_contained(self._send(group_id), f"sending group {group_id}", partial(self.fail, group_id))
             if group_id in self._undelivered:
                 return
 

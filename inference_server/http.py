@@ -133,7 +133,9 @@ def _serving(status: Status) -> tuple[str | None, int | None]:
 
 
 async def _model(app: FastAPI, status: Status, model: str) -> dict[str, Any] | JSONResponse:
-    """One of them, which vLLM does not answer."""
+    """One of them, which vLLM does not answer; for /v1/models/ all."""
+    if not model:
+        return await _models(app, status)
     listed = (await _models(app, status))["data"]
     unknown = error_answer(404, "NotFoundError", f"The model `{model}` does not exist.", "model")
     return next((known for known in listed if known["id"] == model), unknown)
@@ -154,7 +156,11 @@ class _Metrics(Collector):
             [status["weights_run"] or ""], -1 if status["policy_version"] is None else status["policy_version"]
         )
         yield version
-        tenancy = GaugeMetricFamily("slipstream_tenancy", "1 for the run that has the server", labels=["state", "run"])
+        tenancy = GaugeMetricFamily(
+            "slipstream_tenancy",
+            "1, with the server's state and the run that holds it (empty: none)",
+            labels=["state", "run"],
+        )
         tenancy.add_metric([status["tenancy"]["state"], status["tenancy"]["run"] or ""], 1)
         yield tenancy
         yield GaugeMetricFamily("slipstream_groups_running", "Groups being sampled", status["groups_running"])
@@ -167,6 +173,9 @@ class _Metrics(Collector):
         yield CounterMetricFamily("slipstream_tokens", "Tokens sampled for groups", status["tokens_generated"])
         yield CounterMetricFamily(
             "slipstream_messages_refused", "Malformed or uncalled-for messages", status["messages_refused"]
+        )
+        yield CounterMetricFamily(
+            "slipstream_busy_answers", "Learners told, once a second each, to wait for a server", status["busy_answers"]
         )
         yield CounterMetricFamily(
             "slipstream_handshakes_failed", "Connections without a listed key", status["handshakes_failed"]

@@ -1,8 +1,8 @@
-"""What a server needs before it may load a model: all that can fail within seconds, the cheapest first.
+"""Everything that can fail before a model is loaded, the cheapest first; a model may be downloaded on the way.
 
-    keys ─▶ endpoint ─▶ HTTP port ─▶ vLLM's names ─▶ the model's files ─▶ enough GPUs or memory ─▶ Prepared
+    keys ─▶ API key ─▶ endpoint ─▶ HTTP port ─▶ vLLM's names ─▶ the model's files ─▶ block size ─▶ GPUs or memory ─▶ StartupResources
 
-Invariant: nothing heavy has been imported, and every error is a ConfigError that names a key.
+Invariant: vLLM has not been imported, and every error is a ConfigError with its remedy.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from protocol.endpoint import exposure
 from protocol.errors import ConfigError
 from protocol.hardware import gpu_choice
 from protocol.messages import ModelFingerprint
-from protocol.model_files import fingerprint, resolve_model
+from protocol.model_files import fingerprint, has_latent_attention, resolve_model, weight_bytes
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ WORKER_BYTES = 256 * MIB
 """Of a worker on a CPU beside its weights and its KV cache: Python, torch and vLLM."""
 
 
-class Prepared(msgspec.Struct, frozen=True, eq=False):
+class StartupResources(msgspec.Struct, frozen=True, eq=False):
     """What `prepare` has found and taken."""
 
     keys: ServerKeys | None
@@ -44,7 +44,7 @@ class Prepared(msgspec.Struct, frozen=True, eq=False):
     model: ModelFingerprint
 
 
-def prepare(run: ServerRun, open_things: contextlib.ExitStack) -> Prepared:
+def prepare(run: ServerRun, open_things: contextlib.ExitStack) -> StartupResources:
     """Look at everything and take what must be held. Raises ConfigError."""
     keys = server_keys(run.keys) if run.keys is not None else None
     api_key = read_api_key(run.server, insecure=run.insecure)
@@ -59,15 +59,17 @@ def prepare(run: ServerRun, open_things: contextlib.ExitStack) -> Prepared:
     check_vllm()
     model_path = resolve_model(run.model)
     model = fingerprint(model_path)
-    check_block_size(run)
+    check_block_size(run, model_path)
     check_room(run, model_path)
-    return Prepared(keys, api_key, listener, model_path, model)
+    return StartupResources(keys, api_key, listener, model_path, model)
 
 
-def check_block_size(run: ServerRun) -> None:
+def check_block_size(run: ServerRun, model_path: Path) -> None:
     """Raises ConfigError for what vLLM's attention on a CPU would fail of, once the model is loaded."""
     block_size = run.server.block_size
-    if not gpu_choice().has_gpu and block_size is not None and block_size % CPU_BLOCK:
+    if gpu_choice().has_gpu or block_size is None or has_latent_attention(model_path):
+        return  # for latent attention vLLM sets its own
+    if block_size % CPU_BLOCK:
         raise ConfigError(
             f"server.block_size = {block_size}: on a CPU vLLM's attention takes multiples of {CPU_BLOCK}; set it to "
             f"{max(CPU_BLOCK, round(block_size / CPU_BLOCK) * CPU_BLOCK)}"
@@ -88,13 +90,17 @@ def check_room(run: ServerRun, model_path: Path) -> None:
                 f"({gpu.reason}). Lower one of the two, or show the server more with CUDA_VISIBLE_DEVICES"
             )
         return
-    total = total_memory_bytes()
-    weights = sum(file.stat().st_size for file in model_path.glob("*.safetensors"))
-    of_kv = (server.kv_cache_memory_mib or 0) * MIB
-    needed = server.data_parallel_size * weights + server.num_workers * (of_kv + WORKER_BYTES)
+    total, needed = total_memory_bytes(), needed_bytes(run, model_path)
     if total is not None and needed > total:
         raise ConfigError(
             f"server.kv_cache_memory_mib = {server.kv_cache_memory_mib} for each worker ({sizes}) and the weights need "
             f"{needed / GIB:.1f} GiB, this machine has {total / GIB:.1f} GiB. Lower one of the three, or choose a smaller "
             "model"
         )
+
+
+def needed_bytes(run: ServerRun, model_path: Path) -> int:
+    """What the server takes of a CPU's memory: each replica its weights, each worker its KV cache and itself."""
+    server, weights = run.server, weight_bytes(model_path, run.computes_in)
+    of_kv = (server.kv_cache_memory_mib or 0) * MIB
+    return server.data_parallel_size * weights + server.num_workers * (of_kv + WORKER_BYTES)

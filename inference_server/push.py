@@ -18,7 +18,7 @@ import time
 from collections.abc import Awaitable, Sequence
 from typing import Literal, TypeVar
 
-from inference_server.engine.containment import in_words, note
+from inference_server.engine.containment import describe, record_unexpected
 from inference_server.engine.interface import Engine, EngineDead, PushOrder, WorkerReport
 from inference_server.engine.life import in_time
 from inference_server.groups import Deliver, Tell
@@ -60,11 +60,11 @@ class Pushes:
         """Set once the learner has given up the epoch there is."""
         self._weights_intact = True
         self._run: str | None = None
-        """That is served."""
+        """Run that is served."""
         self._term = 0
-        """Counts the runs that were served, and the engines."""
+        """Counts the runs served and the engines started: weights of an earlier term are not this run's."""
         self._weights_term: int | None = None
-        """In which the weights came that are served."""
+        """Term in which the current weights were pushed; None before the first push."""
         self._paused_at: float | None = None
         """Set while nothing is generated."""
         self.version: int | None = None
@@ -139,8 +139,8 @@ class Pushes:
         except EngineDead:
             raise
         except Exception as error:
-            note(error, f"receiving version {begin.version}")
-            return await self._give_up(begin, in_words(error), retryable=True)
+            record_unexpected(error, f"receiving version {begin.version}")
+            return await self._give_up(begin, describe(error), retryable=True)
         self.num_done += 1
         return done
 
@@ -264,8 +264,8 @@ class Pushes:
         except EngineDead:
             raise
         except Exception as error:
-            note(error, "resuming generation")
-            raise EngineDead(f"generation could not be resumed after a push: {in_words(error)}") from error
+            record_unexpected(error, "resuming generation")
+            raise EngineDead(f"generation could not be resumed after a push: {describe(error)}") from error
         self.state = "idle"
         assert self._paused_at is not None
         stall_s = time.monotonic() - self._paused_at

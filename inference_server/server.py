@@ -6,8 +6,8 @@ learner ◀── Welcome, Refused, Group, GroupFailed, Scores, PushReady, PushD
 learner ◀── Pulse ── pulse, every 0.4 s
 
 receive   consumes messages; starts tasks and never waits for the engine; ends with the server
-pulse     consumes nothing; says that the server is alive, sends the groups that could not be sent, drops the groups of a
-          learner that cannot be reached
+pulse     consumes nothing; says that the server is alive, sends the groups that could not be sent, frees the server of a
+          learner that stays away
 tasks     wait for the engine, each with a deadline; unblocked by its answer, a Cancel, the deadline or its death
 An exception that nobody expected costs its own request, message or look (containment.py).
 
@@ -26,7 +26,7 @@ from typing import Any
 
 from inference_server.config import ServerConfig
 from inference_server.drain import REASON, Drain
-from inference_server.engine.containment import contained, note, survived
+from inference_server.engine.containment import log_unexpected, record_unexpected, run_contained
 from inference_server.engine.interface import Engine, EngineDead
 from inference_server.engine.life import EngineLife
 from inference_server.engine.stall import StallWatch
@@ -36,7 +36,7 @@ from inference_server.refusals import Refusals
 from inference_server.scores import no_scores, scores_of
 from inference_server.tenancy import Holder, Tenancy
 from inference_server.visits import Visits
-from protocol.channel.sockets import Sent, ServerChannel
+from protocol.channel.sockets import SendResult, ServerChannel
 from protocol.errors import ProtocolError
 from protocol.messages import (
     PROTOCOL_VERSION,
@@ -82,6 +82,7 @@ class Server:
         """Answers that could not be sent over the learner's present connection yet."""
         self._ignored_peers: deque[bytes] = deque(maxlen=MAX_IGNORED_PEERS)
         self._refusals = Refusals()
+        self._num_busy_answers = 0
         self._tasks = asyncio.TaskGroup()
         self._life = EngineLife(engine, self._tasks, config.max_engine_restarts, self._look, self._forget_engine)
         self._pushes = Pushes(
@@ -132,6 +133,7 @@ class Server:
             "draining": self.drain.is_draining,
             "unavailable": self._why_unavailable(),
             "messages_refused": self._refusals.num_messages + self._channel.num_shut_out,
+            "busy_answers": self._num_busy_answers,
             "handshakes_failed": self._refusals.num_handshakes,
         }
 
@@ -162,12 +164,12 @@ class Server:
                 num_failures += 1
                 if num_failures == MAX_RECEIVE_FAILURES:
                     raise
-                note(error, "receiving a message")
+                record_unexpected(error, "receiving a message")
                 await asyncio.sleep(RECEIVE_PAUSE_S)
                 continue
             num_failures = 0
             doing = f"handling a message ({type(message).__name__})"
-            await contained(self._take(peer, message), doing, partial(self._fail, message))
+            await run_contained(self._take(peer, message), doing, partial(self._fail, message))
 
     async def _take(self, peer: bytes, message: LearnerMessage | ProtocolError) -> None:
         if peer in self._ignored_peers:
@@ -222,11 +224,11 @@ class Server:
     async def _pulse(self) -> None:
         while True:
             await asyncio.sleep(PULSE_INTERVAL_S)
-            with survived("looking at the connections"):
+            with log_unexpected("looking at the connections"):
                 self._refusals.handshakes(self._channel.take_failed_handshakes())
                 self._refusals.note()
                 self._channel.look_at_connections()
-            with survived("sending a pulse"):
+            with log_unexpected("sending a pulse"):
                 await self._pulse_once()
 
     async def _pulse_once(self) -> None:
@@ -245,11 +247,14 @@ class Server:
 
     async def _greet(self, peer: bytes, hello: Hello) -> None:
         if (refused := self._why_refused(hello)) is not None:
-            cause = "Hello of a learner that has to wait" if refused.is_busy else "Hello"
-            self._refusals.message(cause, f"run {hello.run}: {refused.reason}")
+            if refused.is_busy:
+                self._num_busy_answers += 1
+            else:
+                self._refusals.message("Hello", f"run {hello.run}: {refused.reason}")
             await self._channel.send(peer, refused)
             return
         if not self._life.is_alive or self._pushes.is_ending or self.drain.is_draining:
+            self._tenancy.hear(hello.run, time.monotonic())
             return  # said again until it is answered, by the next server here if this one ends
         before = self._tenancy.holder
         if self._tenancy.hold(Holder(run=hello.run, learner=hello.learner, peer=peer), time.monotonic()):
@@ -307,15 +312,15 @@ class Server:
         if holder is None:
             return False
         is_ignored = holder.peer in self._ignored_peers
-        sent = Sent.GONE if is_ignored else await self._channel.send(holder.peer, message)
-        if sent is Sent.GONE:
+        sent = SendResult.PEER_GONE if is_ignored else await self._channel.send(holder.peer, message)
+        if sent is SendResult.PEER_GONE:
             self._tenancy.lose(time.monotonic())
         return bool(sent)
 
     async def _tell(self, message: Message) -> None:
         """Deliver now or, where that cannot be, after the next pulse that can."""
         is_told = False
-        with survived(f"sending {type(message).__name__}"):
+        with log_unexpected(f"sending {type(message).__name__}"):
             is_told = await self._deliver(message)
         if not is_told:
             self._untold.append(message)

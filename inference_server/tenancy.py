@@ -28,6 +28,11 @@ class Holder(msgspec.Struct, frozen=True):
     peer: bytes
     """Its newest connection."""
 
+    @property
+    def process(self) -> str:
+        """Host and process id, for people. Who knows the rest of the name can take the server over."""
+        return self.learner.rpartition(":")[0] or self.learner
+
 
 class Busy(msgspec.Struct, frozen=True):
     """Why a learner has to wait."""
@@ -62,17 +67,17 @@ class Tenancy:
             return None
         if state == "away":
             reason = (
-                f"the server is kept for run {holder.run}, whose learner {holder.learner} was lost {since_s:.0f} s ago: for "
+                f"the server is kept for run {holder.run}, whose learner {holder.process} was last heard of {since_s:.0f} s ago: for "
                 f"{self._orphan_timeout_s:g} s in all (server.orphan_timeout_s). Wait, or start another server"
             )
         elif holder.run == run:
             reason = (
-                f"another process of run {run} has held the server for {since_s:.0f} s: {holder.learner} (host:process id:name). "
+                f"another process of run {run} has held the server for {since_s:.0f} s: {holder.process} (host:process id). "
                 "Stop one of the two"
             )
         else:
             reason = (
-                f"the server is busy with run {holder.run}, whose learner {holder.learner} has held it for {since_s:.0f} s. Wait for its "
+                f"the server is busy with run {holder.run}, whose learner {holder.process} has held it for {since_s:.0f} s. Wait for its "
                 "end, stop it, or start another server"
             )
         return Busy(reason, self.free_in_s(now))
@@ -91,6 +96,11 @@ class Tenancy:
         """The holder's connection is gone."""
         if self.state == "held":
             self._is_away, self._since = True, now
+
+    def hear(self, run: str, now: float) -> None:
+        """A learner says Hello that cannot be welcomed yet: if the server is kept for its run, the timeout begins again."""
+        if self.state == "away" and self.holder is not None and self.holder.run == run:
+            self._since = now
 
     def is_due(self, now: float) -> bool:
         """Whether the holder has been away for too long."""
@@ -127,7 +137,7 @@ class Tenancy:
         return {
             "state": self.state,
             "run": self.holder.run if self.holder else None,
-            "learner": self.holder.learner if self.holder else None,
+            "learner": self.holder.process if self.holder else None,
             "since_s": round(now - self._since, 3),
             "free_in_s": None if free_in_s is None else round(free_in_s, 3),
         }

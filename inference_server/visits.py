@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Awaitable
 
-from inference_server.engine.containment import contained
+from inference_server.engine.containment import run_contained
 from inference_server.engine.interface import Engine
 from inference_server.engine.life import EngineLife
 from protocol.channel.sockets import ServerChannel
@@ -46,7 +46,7 @@ class Visits:
         def fail(why: str) -> Awaitable[object]:
             return self._channel.send(peer, TrialEnded(trial_id=trial.trial_id, error=why))
 
-        await contained(self._try_transfer(peer, trial), "trying the way for weights", fail)
+        await run_contained(self._try_transfer(peer, trial), "trying the way for weights", fail)
 
     async def _try_transfer(self, peer: bytes, trial: Trial) -> None:
         if self._is_trying:

@@ -6,7 +6,7 @@ import signal
 import socket
 import struct
 import threading
-from multiprocessing import connection
+from multiprocessing import connection, forkserver
 from multiprocessing.process import BaseProcess
 
 from protocol.signals import held_from_children, leave_to_parent
@@ -17,8 +17,14 @@ server and has ended, one reads the exit code 255, whatever it was."""
 
 
 def start_child(process: BaseProcess) -> None:
-    with _LOOKING, held_from_children():  # until it calls end_with_the_learner; a fork server for good
+    with _LOOKING, held_from_children():  # the child unblocks them in end_with_the_learner
         process.start()
+
+
+def start_fork_server() -> None:
+    """Start the process that forks others, if there is none. With it the learner would lose sight of all of them, so no signal ends it."""
+    with _LOOKING, held_from_children():
+        forkserver.ensure_running()
 
 
 class Forked:

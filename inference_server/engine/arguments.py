@@ -24,6 +24,8 @@ from inference_server.engine.guests import SCHEDULER
 from inference_server.engine.openai_options import check_openai_options
 from protocol.errors import ConfigError
 
+TOKENS_PER_STEP = 2048
+"""vLLM's own max_num_batched_tokens; it refuses to start with more sequences than that."""
 MAX_EXPLANATION = 400
 """Characters: vLLM lists every name that would do, of an attention backend 40 paths."""
 
@@ -121,7 +123,10 @@ def engine_arguments(run: ServerRun, model_path: Path) -> AsyncEngineArgs:
     """Raises ConfigError for what [server.vllm] must not have, and what vLLM's OpenAI application could not use."""
     own = own_arguments(run, model_path)
     check_openai_options(run.server, model_path)
-    return AsyncEngineArgs(**{name: value for name, (value, _) in own.items()}, **added_arguments(run.server.vllm, own))
+    arguments = {name: value for name, (value, _) in own.items()} | added_arguments(run.server.vllm, own)
+    if (num_sequences := arguments["max_num_seqs"]) > TOKENS_PER_STEP:
+        arguments.setdefault("max_num_batched_tokens", num_sequences)
+    return AsyncEngineArgs(**arguments)
 
 
 def own_arguments(run: ServerRun, model_path: Path) -> dict[str, Own]:
@@ -146,7 +151,7 @@ def own_arguments(run: ServerRun, model_path: Path) -> dict[str, Own]:
         ),
         "scheduler_cls": Own(
             SCHEDULER if server.num_reserved else None,
-            "it stays: it keeps server.reserved_sequences for requests of /v1",
+            "it stays: versions of tokens and reserved places rely on vLLM's own scheduler",
         ),
         "kv_cache_memory_bytes": Own(kv_cache_bytes, "set server.kv_cache_memory_mib"),
         "block_size": Own(server.block_size, "set server.block_size"),
@@ -160,7 +165,9 @@ def own_arguments(run: ServerRun, model_path: Path) -> dict[str, Own]:
         "disable_log_stats": Own(server.http_port == 0, "statistics are kept unless server.http_port = 0"),
         "use_tqdm_on_load": Own(sys.stderr.isatty(), "there is a progress bar wherever there is a terminal"),
         "enable_prefix_caching": Own(True, "it stays on: the completions of a group share their prompt"),
-        "scheduling_policy": Own("priority", "it stays: the learner's groups go before the clients of /v1"),
+        "scheduling_policy": Own(
+            "priority", "it stays: groups, scores and requests of /v1 are told apart by their priority"
+        ),
         "reasoning_parser": Own(server.reasoning_parser or "", "set server.reasoning_parser"),
         "logprobs_mode": Own("processed_logprobs", "it stays: these are the logprobs of what was sampled from"),
         "generation_config": Own("vllm", "it stays: sampling is what a request says; for groups set learner.sampling"),

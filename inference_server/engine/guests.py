@@ -13,6 +13,7 @@ vLLM preempts when KV blocks run out.
 """
 
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -25,7 +26,7 @@ FIRST_OF_GUESTS = 1
 SCORES = -1
 """Before the groups that wait: the learner may wait for the answer."""
 IN_RESERVED_PLACE = -2
-"""What a guest's priority becomes as it gets one."""
+"""A guest's priority while it has one."""
 
 
 def scheduler_with_guests(vllm_config: VllmConfig, **options: Any) -> Any:
@@ -48,11 +49,15 @@ class PlaceQueue(PriorityRequestQueue):
         """`scheduler.running` are the requests that have a place."""
         self._scheduler, self._num_places, self._num_reserved = scheduler, num_places, num_reserved
         self._groups, self._guests = PriorityRequestQueue(), PriorityRequestQueue()
-        self._admitted: set[Any] = set()
-        """Guests that have left the queue; those of them that run have a place."""
+        self._admitted: dict[Any, int] = {}
+        """Guests that have left the queue, with the priority that they came with; those of them that run have a place."""
 
     def _num_guests_running(self) -> int:
-        self._admitted = {guest for guest in self._admitted if guest.status.name == "RUNNING"}
+        """Count the guests that have a place; the reserved ones belong to those that have had theirs for longest."""
+        # A guest that vLLM took out of the queue only to pass it over, because its grammar is not compiled yet, does not run.
+        self._admitted = {guest: asked for guest, asked in self._admitted.items() if guest.status.name == "RUNNING"}
+        for guest in islice(self._admitted, self._num_reserved):
+            guest.priority = IN_RESERVED_PLACE
         return len(self._admitted)
 
     def _next(self) -> PriorityRequestQueue | None:
@@ -75,9 +80,7 @@ class PlaceQueue(PriorityRequestQueue):
         queue = self._of_next()
         request = queue.pop_request()
         if queue is self._guests:
-            if len(self._admitted) < self._num_reserved:
-                request.priority = IN_RESERVED_PLACE
-            self._admitted.add(request)
+            self._admitted[request] = request.priority
         return request
 
     def _of_next(self) -> PriorityRequestQueue:
@@ -87,10 +90,11 @@ class PlaceQueue(PriorityRequestQueue):
         return queue
 
     def _of(self, request: Any) -> PriorityRequestQueue:
-        is_guest = request.priority >= FIRST_OF_GUESTS or request.priority == IN_RESERVED_PLACE
-        return self._guests if is_guest else self._groups
+        return self._guests if request.priority >= FIRST_OF_GUESTS else self._groups
 
     def add_request(self, request: Any) -> None:
+        """Also of a guest that was preempted, and has its place no more."""
+        request.priority = self._admitted.pop(request, request.priority)
         self._of(request).add_request(request)
 
     def prepend_request(self, request: Any) -> None:

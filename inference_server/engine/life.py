@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import TypeVar
 
-from inference_server.engine.containment import Fail, contained, note, survived
+from inference_server.engine.containment import Fail, log_unexpected, record_unexpected, run_contained
 from inference_server.engine.interface import Engine, EngineDead, WorkerPlace
 from protocol.errors import SlipstreamError
 
@@ -106,7 +106,7 @@ class EngineLife:
             await self._engine.restart()
         except Exception as error:
             if not isinstance(error, SlipstreamError):
-                note(error, "starting the engine again")
+                record_unexpected(error, "starting the engine again")
             raise EngineDead(f"the engine could not be started again: {error}") from error
         self.num_restarts += 1
 
@@ -125,7 +125,7 @@ class EngineLife:
             for task in self._work:
                 task.cancel()
             await asyncio.gather(*self._work, return_exceptions=True)
-            with survived("telling the learner of the engine's death"):
+            with log_unexpected("telling the learner of the engine's death"):
                 await self._on_death()
             raise
 
@@ -145,19 +145,19 @@ class EngineLife:
         except EngineDead:
             raise
         except Exception as error:
-            note(error, "asking the engine's workers where they are")
+            record_unexpected(error, "asking the engine's workers where they are")
             raise EngineDead(f"the engine's workers could not be asked where they are: {error}") from error
 
     async def _until_death(self, work: Coroutine[None, None, None], doing: str, fail: Fail | None) -> None:
         try:
-            await contained(work, doing, fail)
+            await run_contained(work, doing, fail)
         except EngineDead as dead:
             self._reason = str(dead)
             self._death.set()
 
     async def _wait_for_death(self) -> None:
         while not self._death.is_set():
-            with survived("looking at the engine"):
+            with log_unexpected("looking at the engine"):
                 self._engine.check_alive()
                 self._look()
             with contextlib.suppress(TimeoutError):

@@ -16,6 +16,8 @@ from vllm.v1.engine.coordinator import DPCoordinatorProc
 
 SERVER_PID = "SLIPSTREAM_SERVER_PID"
 """In the environment of every process the server starts."""
+COORDINATOR = "VLLM_DP_Coordinator"
+"""The name of its process."""
 RUN_COORDINATOR = DPCoordinatorProc.run_coordinator
 """vLLM's own, before replicas.py puts `coordinate` into its place."""
 
@@ -33,8 +35,7 @@ def coordinate(*args: Any, **kwargs: Any) -> None:
 
 
 def forget_handlers() -> None:
-    """In a process that may have been forked from the server, whose loop would take a signal to this process for one to itself: vLLM
-    sends SIGTERM to what is left when one replica has died."""
+    """In a process that may have been forked from the server, whose loop would take a signal to this process for one to itself."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -48,10 +48,6 @@ class PackageSource:
         self._modules: dict[str, Module | None] = {}
         self._classes: dict[ast.ClassDef, dict[str, ast.AST]] = {}
 
-    @classmethod
-    def of_wheel(cls, package: str, wheel: Path) -> "PackageSource":
-        return cls(package, zipfile.Path(zipfile.ZipFile(wheel)))
-
     def find(self, module: str, name: str) -> Definition | None:
         """Return what `name` of a module is, "Class.member" of a class; None where there is no such name."""
         first, *members = name.split(".")
@@ -61,7 +57,10 @@ class PackageSource:
         return None if node is None else self._definition(place, node)
 
     def members(self, module: str, name: str) -> set[str]:
-        """Return the methods and fields of a class, without those of its bases; empty where there is no such class."""
+        """Return the methods and fields of a class, without those of its bases; empty where there is no such class.
+
+        The table's test asks for them: what a class here overrides is a name that is used.
+        """
         _, node = self._resolve(module, name)
         return set(self._names_of(node)) if isinstance(node, ast.ClassDef) else set()
 

@@ -130,7 +130,7 @@ def start_llm(run: ServerRun, model_path: Path) -> VersionedLLM:
     except (ValueError, RuntimeError, OSError) as error:
         raise ConfigError(
             f"vLLM cannot serve model {run.model}: {_reason(error)} Look at the keys of [server]: max_model_len, "
-            "max_concurrent_sequences, kv_cache_memory_mib, block_size, tensor_parallel_size, data_parallel_size, gpu_memory_utilization, vllm."
+            "max_concurrent_sequences, reserved_sequences, kv_cache_memory_mib, block_size, tensor_parallel_size, data_parallel_size, gpu_memory_utilization, vllm."
         ) from error
     _settle()
     return llm

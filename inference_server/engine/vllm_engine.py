@@ -37,6 +37,7 @@ from inference_server.engine.interface import (
     WorkerReport,
 )
 from inference_server.engine.life import in_time
+from inference_server.engine.orphans import COORDINATOR
 from inference_server.engine.processes import EngineProcesses
 from inference_server.engine.replicas import replica_of_turn, salt_at
 from inference_server.engine.versioned_llm import UNTOUCHED, start_llm
@@ -225,7 +226,11 @@ class VllmEngine:
         self._version = -1
 
     def close(self) -> None:
-        # There is nothing to save in the engine's process, and left alone it takes 3 s to unload.
+        # There is nothing to save in the engine's process, and left alone it takes 3 s to unload. The coordinator, from which SIGTERM is
+        # held too, would be waited for for 5 s.
+        for child in multiprocessing.active_children():
+            if child.name == COORDINATOR:
+                child.kill()
         self.llm.shutdown(timeout=0.5)
 
 

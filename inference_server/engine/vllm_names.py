@@ -37,7 +37,7 @@ class Private(NamedTuple):
     names: Names
 
 
-class Version(NamedTuple):
+class InstalledVllm(NamedTuple):
     """What is installed."""
 
     distribution: str
@@ -49,7 +49,6 @@ class Version(NamedTuple):
 
 PUBLIC: Names = {
     "vllm": {
-
         "SamplingParams": "/ n, seed, temperature, top_p, top_k, max_tokens, stop_token_ids, logprobs, prompt_logprobs, "
         "flat_logprobs, stop, detokenize, skip_special_tokens, output_kind, stream_interval, skip_clone",
     },
@@ -64,13 +63,10 @@ PUBLIC: Names = {
         "set_current_vllm_config": "vllm_config /",
     },
     "vllm.engine.arg_utils": {
-
         "AsyncEngineArgs": "/ model, served_model_name, dtype, seed, hf_overrides, max_model_len, max_num_seqs, "
         "kv_cache_memory_bytes, block_size, gpu_memory_utilization, enforce_eager, tensor_parallel_size, data_parallel_size, "
-        "distributed_executor_backend, "
-        "disable_log_stats, use_tqdm_on_load, enable_prefix_caching, scheduling_policy, logprobs_mode, "
-        "generation_config, "
-        "worker_extension_cls",
+        "distributed_executor_backend, disable_log_stats, use_tqdm_on_load, enable_prefix_caching, scheduling_policy, "
+        "logprobs_mode, generation_config, worker_extension_cls, max_num_active_seqs, max_num_batched_tokens, scheduler_cls, reasoning_parser",
         "AsyncEngineArgs.create_model_config": "",
     },
     "vllm.entrypoints.cli.serve": {"make_arg_parser": "parser /"},  # its own module was renamed in 0.33
@@ -160,8 +156,7 @@ PRIVATE: tuple[Private, ...] = (
     ),
     Private(
         "the public collective_rpc asks the workers of the first replica only, pause_generation sleeps 20 ms of each "
-        "push, and a turn "
-        "goes to the replica that has its prefix",
+        "push, and a turn goes to the replica that has its prefix",
         {
             "vllm.v1.engine.async_llm": {"AsyncLLM.engine_core": ""},
             "vllm.v1.engine.core": {"EngineCore.collective_rpc": "method, timeout, args, kwargs /"},
@@ -211,8 +206,7 @@ PRIVATE: tuple[Private, ...] = (
     ),
     Private(
         "vLLM's own weight update is silently wrong on a CPU for tied heads and experts, misses parameters that "
-        "never came, and loads only "
-        "while generation is paused",
+        "never came, and loads only while generation is paused",
         {
             "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method": {
                 "UnquantizedFusedMoEMethod": "", "UnquantizedFusedMoEMethod.moe_kernel": "",
@@ -261,8 +255,11 @@ PRIVATE: tuple[Private, ...] = (
         {
             "vllm.envs": {"disable_envs_cache": "", "enable_envs_cache": ""},
             "vllm.inputs.engine": {"tokens_input": "prompt_token_ids / cache_salt"},
-            "vllm.v1.metrics.prometheus": {"get_prometheus_registry": ""},
         },
+    ),
+    Private(
+        "the server's own metrics must be in the registry that vLLM's /metrics shows",
+        {"vllm.v1.metrics.prometheus": {"get_prometheus_registry": ""}},
     ),
 )  # fmt: skip
 
@@ -293,13 +290,13 @@ def installed_at() -> Path | None:
     return None if spec is None or spec.origin is None else Path(spec.origin).parents[1]
 
 
-def installed_version() -> Version:
+def installed_version() -> InstalledVllm:
     for distribution in DISTRIBUTIONS:
         try:
-            return Version(distribution, importlib.metadata.version(distribution))
+            return InstalledVllm(distribution, importlib.metadata.version(distribution))
         except importlib.metadata.PackageNotFoundError:
             continue
-    return Version("vllm", "of unknown version")
+    return InstalledVllm("vllm", "of unknown version")
 
 
 def missing_names(vllm: PackageSource) -> list[str]:

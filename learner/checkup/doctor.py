@@ -28,7 +28,7 @@ from protocol.collective.transport import choose_transport, offered_transports, 
 from protocol.collective.trial import MAX_TRIAL_S, send_trial
 from protocol.errors import ConfigError, HandshakeRefused, PushError
 from protocol.messages import PROTOCOL_VERSION, ModelFingerprint, Transport, Trial, TrialEnded, Vitals
-from protocol.model_files import fingerprint, local_model
+from protocol.model_files import fingerprint, local_model, weight_bytes
 
 MAX_CLOCK_OFFSET_S = 5.0
 EVALUATION_TIMEOUT_S = 3.0
@@ -224,7 +224,7 @@ async def bandwidth(run: LearnerRun, channel: LearnerChannel) -> Finding:
                 (await sending).close()
     if ended.error is not None:
         return problem("bandwidth", f"weights would not arrive: {in_one_line(ended.error)}", remedy)
-    found = fast_enough(TRIAL_BYTES / max(ended.receive_s, 1e-6), weights_bytes(run), push)
+    found = fast_enough(TRIAL_BYTES / max(ended.receive_s, 1e-6), pushed_bytes(run), push)
     return msgspec.structs.replace(found, text=f"{found.text}, workers call {called} back")
 
 
@@ -240,7 +240,7 @@ def fast_enough(rate: float, num_bytes: int | None, push: PushConfig) -> Finding
     return ok("bandwidth", text)
 
 
-def weights_bytes(run: LearnerRun) -> int | None:
-    """Of the model's files; None if they are not on this machine yet."""
+def pushed_bytes(run: LearnerRun) -> int | None:
+    """None if the model's files are not on this machine yet."""
     path = local_model(run.model)
-    return None if path is None else sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    return None if path is None else weight_bytes(path, run.dtype)

@@ -7,12 +7,11 @@ import multiprocessing
 import os
 import subprocess
 from contextlib import suppress
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Protocol
 
-from learner.children import Forked, end_with_the_learner
+from learner.children import Forked, end_with_the_learner, start_fork_server
 from learner.config import EnvironmentConfig
 from learner.environments.host import serve
 from protocol.errors import ConfigError
@@ -53,7 +52,7 @@ def _forked(config: EnvironmentConfig, takes_text: bool) -> tuple[Connection, Be
     if is_elsewhere():  # multiprocessing begins its server with `python -c`, and only the environment reaches that
         os.environ[SAFE_PATH] = "1"
     try:
-        forkserver.ensure_running()
+        start_fork_server()
     finally:
         _set_safe_path(safe_path)
     pipe, theirs = CONTEXT.Pipe()
@@ -74,7 +73,7 @@ def _set_safe_path(value: str | None) -> None:
 def _serve_forked(
     pipe: Connection, safe_path: str | None, factory: str | None, tools: tuple[str, ...], takes_text: bool
 ) -> None:
-    _set_safe_path(safe_path)  # of what an environment starts, that is the user's affair
+    _set_safe_path(safe_path)  # processes that the environment starts get the user's own setting
     end_with_the_learner()
     serve(pipe, factory, tools, takes_text)
 

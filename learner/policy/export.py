@@ -26,7 +26,7 @@ from learner.config import LearnerRun
 from learner.policy.lora import ADAPTER_NAME, has_adapter
 from learner.policy.published import PublishedPolicy
 from learner.policy.shards import Tensors
-from protocol.model_files import text_files
+from protocol.model_files import text_files, weight_files
 
 # One line per file it saves, by a logger that is named after its file.
 logging.getLogger(inspect.getfile(save_torch_state_dict)).setLevel(logging.WARNING)
@@ -59,7 +59,7 @@ class Export(msgspec.Struct, frozen=True, kw_only=True):
         if not self.keeps_towers:
             return {}
         tensors: Tensors = {}
-        for file in sorted(self.model_path.glob("*.safetensors")):
+        for file in weight_files(self.model_path):
             tensors |= load_file(file)
         return {name: tensor for name, tensor in tensors.items() if name not in self.model}
 

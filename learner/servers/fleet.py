@@ -130,14 +130,11 @@ class Fleet:
         """The error when none has answered, or been free, for `learner.connect_timeout_s`."""
         patience_s = self._run.learner.connect_timeout_s
         if busy := [f"{one.endpoint}: {one.link.busy.reason}" for one in self.members if one.link.busy is not None]:
-            others = (
-                ""
-                if len(busy) == len(self.members)
-                else f", and the other {len(self.members) - len(busy)} do not answer"
-            )
+            silent = sum(one.state(self.version) == "joining" and one.link.busy is None for one in self.members)
+            others = f" {silent} of {len(self.members)} servers do not answer." if silent else ""
             return DeadlineExceeded(
-                f"run {self.hello.run} had to wait for {patience_s:.0f} s for a server that another learner has{others}. "
-                f"{'. '.join(busy)}, or raise learner.connect_timeout_s"
+                f"run {self.hello.run} waited {patience_s:.0f} s (learner.connect_timeout_s) for a server that another learner "
+                f"has.{others} {'. '.join(busy)}. Raise learner.connect_timeout_s to wait longer"
             )
         handshakes_fail = any(member.link.handshakes_fail for member in self.members)
         keys = " and `keys` (what listens there ends every handshake)" if handshakes_fail else ""

@@ -57,16 +57,16 @@ def _open(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) -> 
     return opened
 
 
-class Sent(enum.Enum):
+class SendResult(enum.Enum):
     """What became of a message to a peer; true if it is on its way."""
 
-    YES = enum.auto()
-    FULL = enum.auto()
+    SENT = enum.auto()
+    QUEUE_FULL = enum.auto()
     """The peer is there, and its queue is full."""
-    GONE = enum.auto()
+    PEER_GONE = enum.auto()
 
     def __bool__(self) -> bool:
-        return self is Sent.YES
+        return self is SendResult.SENT
 
 
 class ServerChannel:
@@ -159,17 +159,17 @@ class ServerChannel:
         """Count the connections that failed before their first message, since the last call."""
         return Counter(self._monitor.take())
 
-    async def send(self, peer: bytes, message: Message) -> Sent:
+    async def send(self, peer: bytes, message: Message) -> SendResult:
         """Send without waiting; what is not sent is lost (the caller keeps what matters)."""
         try:
             self._messages.send_now([peer, *encode(message)])
         except zmq.Again:
-            return Sent.FULL
+            return SendResult.QUEUE_FULL
         except zmq.ZMQError as error:
             if error.errno == zmq.EHOSTUNREACH:
-                return Sent.GONE
+                return SendResult.PEER_GONE
             raise
-        return Sent.YES
+        return SendResult.SENT
 
     def close(self) -> None:
         self._messages.close()
@@ -265,6 +265,11 @@ class LearnerChannel:
                 "set the same `keys` on both sides, or on neither"
             )
         return bool(failures)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether there is a connection, as of the last look."""
+        return bool(self._monitor.descriptors)
 
     @property
     def num_broken(self) -> int:

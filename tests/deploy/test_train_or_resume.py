@@ -21,7 +21,7 @@ AGAIN = 75
 """Exit status of a learner that a signal has ended."""
 
 LIVE = """
-trap 'echo "{name} TERM" >> "$STORY"; exit "${DIES_WITH:-0}"' TERM
+trap 'echo "{name} TERM" >> "$STORY"; [ -n "${KEEPS_ON:-}" ] || exit "${DIES_WITH:-0}"' TERM
 echo "{name} begins" >> "$STORY"
 while [ ! -e "$STORY.{name}-ends" ]; do sleep 0.05; done
 exit "$(cat "$STORY.{name}-ends")"
@@ -122,6 +122,18 @@ def test_a_signal_reaches_the_learner_once_and_asks_for_another_start(
     with stage.play(SCRIPT) as script:
         stage.wait_for("learner begins")
         (os.killpg if is_whole_group else os.kill)(script.pid, number)
+        assert script.wait(TIMEOUT_S) == AGAIN
+    assert stage.story() == ["learner begins", "learner TERM"]
+
+
+def test_a_terminal_that_closes_says_so_twice_and_the_learner_hears_it_once(stage: Stage) -> None:
+    with stage.play(SCRIPT, KEEPS_ON="yes") as script:
+        stage.wait_for("learner begins")
+        script.send_signal(signal.SIGHUP)
+        stage.wait_for("learner TERM")
+        script.send_signal(signal.SIGHUP)
+        time.sleep(0.5)
+        stage.end("learner", 0)
         assert script.wait(TIMEOUT_S) == AGAIN
     assert stage.story() == ["learner begins", "learner TERM"]
 

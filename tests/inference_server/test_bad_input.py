@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from inference_server.config import ServerConfig, ServerRun
-from inference_server.preparation import check_room, prepare
+from inference_server.preparation import check_block_size, check_room, prepare
 from protocol.channel.keys import make_keys
 from protocol.config import SharedConfig, load_config
 from protocol.errors import ConfigError
@@ -226,6 +226,15 @@ def test_more_memory_than_the_machine_has_is_refused(home: Path, monkeypatch: py
         ConfigError, match=r"kv_cache_memory_mib = 1500 .* need 6\.9 GiB, this machine has 4\.0 GiB\. Lower one"
     ):
         check_room(run, home / "model")
+
+
+def test_a_block_size_that_only_latent_attention_takes_is_vllms_own_affair(home: Path) -> None:
+    run = ServerRun(model=str(home / "model"), run_dir="r", server=ServerConfig(block_size=16))
+    with pytest.raises(ConfigError, match=r"server.block_size = 16: .* set it to 32"):
+        check_block_size(run, home / "model")
+    (home / "deepseek").mkdir()
+    (home / "deepseek" / "config.json").write_text('{"kv_lora_rank": 512}')
+    check_block_size(run, home / "deepseek")
 
 
 def test_more_workers_than_gpus_are_refused(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,7 @@ class Thrower:
 
 @pytest.fixture(autouse=True)
 def every_traceback_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(containment, "_noted", {})
+    monkeypatch.setattr(containment, "_reports", {})
     monkeypatch.setattr("inference_server.server.PULSE_INTERVAL_S", 0.02)
     monkeypatch.setattr("inference_server.server.RECEIVE_PAUSE_S", 0.001)
 
@@ -396,7 +396,7 @@ def test_a_group_that_takes_long_to_end_at_its_deadline_ends_nothing_else(monkey
             await push(engine, learner, 1, "first")
             await learner.generate("slow", [1], deadline_s=0.01)
             await asyncio.sleep(0.2)  # many looks after its deadline
-            assert not containment._noted
+            assert not containment._reports
             ended.set()
             assert (await learner.receive(GroupFailed)).code == "deadline"
             learner.close()
@@ -421,17 +421,17 @@ def test_one_place_that_raises_is_logged_with_its_traceback_at_most_once_a_minut
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def one() -> None:
-        with containment.survived("testing"):
+        with containment.log_unexpected("testing"):
             raising()
 
     for _ in range(3):
         one()
-    with containment.survived("testing"):
+    with containment.log_unexpected("testing"):
         raise ValueError("another place")
     first, other = caplog.records
     assert first.message.startswith("unexpected Boom while testing") and first.exc_info and first.exc_info[0] is Boom
     assert "ValueError" in other.message
-    monkeypatch.setattr(containment, "NOTE_INTERVAL_S", 0.0)
+    monkeypatch.setattr(containment, "REPORT_INTERVAL_S", 0.0)
     one()
     assert "2 more since the last report" in caplog.records[-1].message
 
@@ -442,8 +442,8 @@ def test_the_engines_death_and_a_cancellation_are_not_contained() -> None:
             raise EngineDead("it is gone")
 
         with pytest.raises(EngineDead):
-            await containment.contained(die(), "testing")
-        waiting = asyncio.create_task(containment.contained(asyncio.Event().wait(), "testing"))
+            await containment.run_contained(die(), "testing")
+        waiting = asyncio.create_task(containment.run_contained(asyncio.Event().wait(), "testing"))
         await asyncio.sleep(0)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -28,7 +28,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from inference_server.config import ServerConfig, ServerRun
 from inference_server.engine.arguments import engine_arguments
-from inference_server.engine.guests import FIRST_OF_GUESTS, SCORES, scheduler_with_guests
+from inference_server.engine.guests import FIRST_OF_GUESTS, IN_RESERVED_PLACE, SCORES, scheduler_with_guests
 from protocol.messages import Ack, Group
 from tests.inference_server import tiny_gpt2
 from tests.inference_server.real_server import push, running_server, with_learner
@@ -219,6 +219,42 @@ def test_a_guest_that_waits_for_its_grammar_does_not_lose_its_place_to_a_group(v
     assert engine.num_running([guest]) == 1
 
 
+def test_guests_that_wait_for_their_grammar_are_in_no_reserved_place(vllm_config: VllmConfig) -> None:
+    engine = Engine(vllm_config)
+    guests = [
+        engine.ask(FIRST_OF_GUESTS + number % 2, structured_outputs=StructuredOutputsParams(regex="a+"))
+        for number in range(20)
+    ]
+    engine.step(3)
+    assert engine.num_running(guests) == 0
+    assert [guest.priority for guest in guests] == [FIRST_OF_GUESTS, FIRST_OF_GUESTS + 1] * 10
+
+
+def test_the_reserved_places_of_guests_that_have_ended_go_to_those_that_run(vllm_config: VllmConfig) -> None:
+    engine = Engine(vllm_config, num_blocks=7)  # of which vLLM keeps one
+    short, reserved, others = engine.guests(2), engine.guests(2, num_tokens=58), engine.guests(2, num_tokens=58)
+    engine.step()
+    groups = engine.groups(12, num_tokens=58)
+    for _ in range(300):
+        engine.step()
+        if all(guest.is_finished() for guest in reserved):
+            break
+    assert all(guest.is_finished() for guest in (*short, *reserved))
+    assert [guest.num_preemptions for guest in reserved] == [0, 0]
+    assert all(guest.num_preemptions > 0 for guest in others) and any(group.num_preemptions for group in groups)
+
+
+def test_a_guest_that_was_preempted_waits_with_the_priority_that_it_came_with(vllm_config: VllmConfig) -> None:
+    engine = Engine(vllm_config)
+    guest = engine.ask(FIRST_OF_GUESTS + 3, num_tokens=30)
+    engine.step()
+    assert guest.priority == IN_RESERVED_PLACE
+    engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert guest.priority == FIRST_OF_GUESTS + 3
+    engine.step()
+    assert guest.priority == IN_RESERVED_PLACE
+
+
 def test_a_pause_that_recomputes_gives_every_place_back_to_whom_it_belongs(
     vllm_config: VllmConfig, is_async: bool
 ) -> None:
@@ -271,6 +307,17 @@ def test_places_are_reserved_unless_there_is_no_http() -> None:
     run = ServerRun(model="m", run_dir="r", server=ServerConfig(reserved_sequences=0))
     made = engine_arguments(run, Path("/m"))
     assert (made.max_num_seqs, made.max_num_active_seqs, made.scheduler_cls) == (256, None, None)
+
+
+@pytest.mark.parametrize("num_places", [1986, 2048, 5000])
+def test_more_sequences_than_vllm_has_tokens_in_a_step_by_default_are_served(
+    vllm_config: VllmConfig, num_places: int
+) -> None:
+    server = ServerConfig(max_concurrent_sequences=num_places, block_size=BLOCK, kv_cache_memory_mib=8)
+    path = Path(vllm_config.model_config.model)
+    made = engine_arguments(ServerRun(model=str(path), run_dir="r", server=server), path).create_engine_config()
+    assert made.scheduler_config.max_num_seqs == num_places + num_places // 32
+    assert made.scheduler_config.max_num_batched_tokens == max(2048, num_places + num_places // 32)
 
 
 # --- the real server --------------------------------------------------------------------------------------------------

@@ -236,3 +236,4 @@ def test_a_model_can_be_asked_for_by_its_name(server: RealServer) -> None:
         assert (found.id, found.policy_version) == (listed.id, None) and found.object == "model"
         with pytest.raises(openai.NotFoundError, match="The model `gpt-5` does not exist"):
             client.models.retrieve("gpt-5")
+        assert [model["id"] for model in json.loads(server.get("/v1/models/"))["data"]] == [listed.id]

@@ -79,7 +79,7 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> PackageSource:
         with zipfile.ZipFile(tmp_path / "pkg-1-py3-none-any.whl", "w") as wheel:
             for name, text in files.items():
                 wheel.writestr(name, text)
-        return PackageSource.of_wheel("pkg", tmp_path / "pkg-1-py3-none-any.whl")
+        return PackageSource("pkg", zipfile.Path(tmp_path / "pkg-1-py3-none-any.whl"))
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -216,4 +217,16 @@ def test_nothing_outlives_a_server_that_is_killed(tmp_path: Path) -> None:
         server.process.send_signal(signal.SIGKILL)
         server.process.wait(timeout=60)
         _, alive = psutil.wait_procs(family, timeout=10)
+        assert not alive
+
+
+def test_a_server_that_is_told_to_end_does_not_wait_for_vllms_coordinator(tmp_path: Path) -> None:
+    """vLLM would for 5 s: it sends SIGTERM, which is held from all of its processes."""
+    for server in running_server(tmp_path, *FLAGS):
+        family = server.family()
+        told_at = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(timeout=60) == 0
+        assert time.monotonic() - told_at < 4.0
+        _, alive = psutil.wait_procs(family, timeout=1)
         assert not alive

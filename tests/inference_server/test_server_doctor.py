@@ -16,6 +16,7 @@ from inference_server.engine.vllm_names import all_names, installed_at
 from protocol.channel.keys import make_keys
 from protocol.checkup import Finding
 from protocol.config import load_config
+from protocol.hardware import GpuChoice
 from protocol.messages import MAX_TRIAL_BYTES, Rendezvous, Trial, TrialEnded
 from tests.fakes import ScriptedEngine, serving
 from tests.inference_server.scripted_learner import ScriptedLearner
@@ -90,7 +91,8 @@ def test_a_model_that_is_none_and_one_that_does_not_fit(tmp_path: Path) -> None:
     flags = ("--endpoint", free_endpoint(), *HTTP_OFF)
     assert "directory without config.json" in problems(*flags, "--model", str(tmp_path))["model"]
     found = problems(*flags, "--server.kv-cache-memory-mib", str(1 << 30))
-    assert "lower server.kv_cache_memory_mib" in found["memory"]
+    assert "server.kv_cache_memory_mib = 1073741824" in found["resources"]
+    assert "server.block_size = 16" in problems(*flags, "--server.block-size", "16")["resources"]
 
 
 def test_replicas_need_memory_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,9 +103,15 @@ def test_replicas_need_memory_each(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(found) == {"memory"} and "lower server.data_parallel_size" in found["memory"]
 
 
+def see_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    choice = GpuChoice(count > 0, "of the test", count)
+    for module in ("doctor", "preparation"):
+        monkeypatch.setattr(f"inference_server.{module}.gpu_choice", lambda: choice)
+
+
 def test_workers_without_a_gpu_each_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference_server.doctor.gpu_memory_bytes", lambda: (70 << 30, 80 << 30))
-    monkeypatch.setattr("inference_server.doctor.num_gpus", lambda: 2)
+    see_gpus(monkeypatch, 2)
     monkeypatch.setattr("protocol.collective.nccl.why_not_installed", lambda: None)
     flags = (
         "--endpoint",
@@ -116,13 +124,13 @@ def test_workers_without_a_gpu_each_are_counted(monkeypatch: pytest.MonkeyPatch)
     )
     assert problems(*flags) == {}
     found = problems(*flags, "--server.tensor-parallel-size", "2")
-    assert set(found) == {"gpus"} and "2 can be seen, and 4 workers want one each" in found["gpus"]
+    assert set(found) == {"resources"} and "wants 4 GPUs, one for each worker, and there are 2" in found["resources"]
 
 
 def of_nccl(monkeypatch: pytest.MonkeyPatch, *flags: str, num_gpus: int = 2, reason: str | None) -> Finding | None:
     """What a machine with GPUs is told, whose NCCL cannot be used for a reason."""
     monkeypatch.setattr("inference_server.doctor.gpu_memory_bytes", lambda: (70 << 30, 80 << 30) if num_gpus else None)
-    monkeypatch.setattr("inference_server.doctor.num_gpus", lambda: num_gpus)
+    see_gpus(monkeypatch, num_gpus)
     monkeypatch.setattr("protocol.collective.nccl.why_not_installed", lambda: reason)
     return nccl(load_config(ServerRun, [str(ROOT / RECIPE), *flags], "test"))
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from inference_server.config import ServerConfig
+from inference_server.engine.interface import EngineDead
 from inference_server.push import Pushes
 from inference_server.tenancy import Holder, Tenancy
 from protocol.codec import encode
@@ -60,7 +61,13 @@ def test_the_states_say_who_holds_the_server_since_when_and_when_it_is_free() ->
     assert not tenancy.is_due(119.9) and tenancy.is_due(120.0)
     assert not tenancy.hold(holder(peer=b"another connection"), 115.0)
     assert status(116.0) == ("held", "a", "1", 1.0, None)
+    tenancy.lose(116.0)
+    tenancy.hear("b", 120.0)
+    assert tenancy.free_in_s(120.0) == 6.0
+    tenancy.hear("a", 120.0)
+    assert tenancy.free_in_s(120.0) == TIMEOUT_S
     tenancy.free(117.0)
+    tenancy.hear("a", 117.0)
     assert status(118.0) == ("free", None, None, 1.0, 0.0)
 
 
@@ -71,7 +78,12 @@ def test_the_states_say_who_holds_the_server_since_when_and_when_it_is_free() ->
         ("b", "1", False, "the server is busy with run a"),
         ("a", "2", False, "another process of run a has held the server for 7 s: 1 "),
         ("a", "1", False, None),
-        ("b", "2", True, "kept for run a, whose learner 1 was lost 7 s ago: for 10 s in all (server.orphan_timeout_s)"),
+        (
+            "b",
+            "2",
+            True,
+            "kept for run a, whose learner 1 was last heard of 7 s ago: for 10 s in all (server.orphan_timeout_s)",
+        ),
         ("a", "2", True, None),
         ("a", "1", True, None),
     ],
@@ -247,18 +259,67 @@ def test_a_learner_whose_connection_is_made_again_before_the_server_has_noticed_
     run_with_server(test, FOR_EVER)
 
 
+def test_a_run_that_says_hello_while_the_engine_starts_again_keeps_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference_server.server.PULSE_INTERVAL_S", 0.05)
+
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        await join_and_push(engine, learner)
+        await learner.generate("g", [1])
+        await learner.receive(Group)
+        engine.release_restart.clear()
+        engine.fail_with = EngineDead("scripted death")
+        await until(lambda: "restart" in engine.calls)
+        learner.close()
+        await until(lambda: running.server.status()["tenancy"]["state"] == "away")
+        again, rival = ScriptedLearner(running.endpoint), ScriptedLearner(running.endpoint, run="run-b")
+        for _ in range(30):
+            await again.hello()
+            await asyncio.sleep(0.05)
+        assert isinstance(await rival.greet(), Refused)
+        engine.fail_with = None
+        engine.release_restart.set()
+        await until(
+            lambda: (
+                running.server.status()["unavailable"] is None or "weights" in running.server.status()["unavailable"]
+            )
+        )
+        await again.join()
+        assert (await again.receive(Group)).group_id == "g"
+        again.close()
+        rival.close()
+
+    run_with_server(test, ServerConfig(orphan_timeout_s=0.5))
+
+
+def test_the_name_by_which_a_process_may_take_the_server_over_is_told_to_nobody() -> None:
+    secret = "9f3ac2d1"
+
+    async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
+        learner.learner = f"node7:4242:{secret}"
+        await learner.join()
+        assert running.server.status()["tenancy"]["learner"] == "node7:4242"
+        for run in (learner.run, "run-b"):
+            other = ScriptedLearner(running.endpoint, run)
+            answer = await other.greet()
+            assert isinstance(answer, Refused) and "node7:4242" in answer.reason and secret not in answer.reason
+            other.close()
+        assert secret not in str(running.server.status())
+
+    run_with_server(test, FOR_EVER)
+
+
 def test_a_full_queue_is_no_lost_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else another process of the run could take the server from one on a slow link."""
-    from protocol.channel.sockets import Sent, ServerChannel
+    from protocol.channel.sockets import SendResult, ServerChannel
 
     monkeypatch.setattr("inference_server.server.PULSE_INTERVAL_S", 0.02)
     send, num_refused = ServerChannel.send, 0
 
-    async def full(channel: ServerChannel, peer: bytes, message: Message) -> Sent:
+    async def full(channel: ServerChannel, peer: bytes, message: Message) -> SendResult:
         nonlocal num_refused
         if isinstance(message, Pulse):
             num_refused += 1
-            return Sent.FULL
+            return SendResult.QUEUE_FULL
         return await send(channel, peer, message)
 
     async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from inference_server.config import ServerRun
 from inference_server.engine import vllm_names
 from inference_server.engine.package_source import PackageSource
 from inference_server.engine.vllm_names import (
@@ -177,6 +178,14 @@ def test_the_versions_are_those_of_the_project() -> None:
     assert requirement == f"vllm{SUPPORTED}"
 
 
+def test_every_argument_that_the_server_passes_is_in_the_table() -> None:
+    from inference_server.engine.arguments import own_arguments  # which imports vLLM
+
+    passed = own_arguments(ServerRun(model="m", run_dir="r"), Path("/m"))
+    of_table = PUBLIC["vllm.engine.arg_utils"]["AsyncEngineArgs"].removeprefix("/ ").split(", ")
+    assert {*passed, "max_num_batched_tokens"} == set(of_table)
+
+
 def test_the_installed_vllm_has_every_name(vllm: PackageSource) -> None:
     assert missing_names(vllm) == []
 
@@ -203,7 +212,7 @@ def downloaded(requirement: str) -> tuple[str, PackageSource]:
         aside.rename(kept)
         wheel.unlink()
         wheel.parent.rmdir()
-    return version, PackageSource.of_wheel("vllm", kept)
+    return version, PackageSource("vllm", zipfile.Path(kept))
 
 
 def newest(name: str) -> str:
@@ -239,7 +248,7 @@ def other_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm/__init__.py").write_text("raise RuntimeError('a check imports nothing')")
     monkeypatch.setattr(vllm_names, "installed_at", lambda: tmp_path)
-    monkeypatch.setattr(vllm_names, "installed_version", lambda: vllm_names.Version("vllm", "0.99.0"))
+    monkeypatch.setattr(vllm_names, "installed_version", lambda: vllm_names.InstalledVllm("vllm", "0.99.0"))
     return tmp_path / "vllm"
 
 

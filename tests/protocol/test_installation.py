@@ -27,9 +27,12 @@ def installed(site: Path, direct_url: dict[str, object] | None) -> None:
         (about / "direct_url.json").write_text(json.dumps(direct_url))
 
 
-def test_a_checkout_installs_an_extra_of_itself() -> None:
+def test_a_checkout_installs_an_extra_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     assert install_command("learner,nccl") == f"{PIP} -e '{ROOT}[learner,nccl]'"
+    monkeypatch.setattr(sys, "prefix", str(ROOT / ".venv"))
     assert install_command("server-cpu") == f"make -C {ROOT} install"
+    monkeypatch.setattr(sys, "prefix", "/an/environment/of/the/users")
+    assert install_command("server-cpu") == f"make -C {ROOT} install, and start {ROOT}/.venv/bin/inference-server"
 
 
 @pytest.mark.parametrize(

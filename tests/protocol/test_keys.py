@@ -1,8 +1,10 @@
 """Key files: made once and for their owner alone, refused when others may read them."""
 
+import errno
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -58,6 +60,21 @@ def test_files_that_hold_no_key_are_errors_that_name_the_file(keys: Path) -> Non
         server_keys(str(keys))
     with pytest.raises(ConfigError, match=r"keys = '.*none' cannot be read"):
         server_keys(str(keys / "none"))
+
+
+def test_a_directory_that_may_be_entered_need_not_be_one_that_may_be_listed(
+    keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that belongs to root and the user's group, with mode 710."""
+    iterdir = Path.iterdir
+
+    def refuse(folder: Path) -> Iterator[Path]:
+        if folder == keys:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return iterdir(folder)
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    assert learner_keys(str(keys)).server == server_keys(str(keys)).public
 
 
 def test_a_server_that_would_let_nobody_in_does_not_start(keys: Path) -> None:

@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from protocol.builtin_models.tiny_digits import CHARACTERS
 from protocol.errors import ConfigError
-from protocol.model_files import fingerprint, local_model, resolve_model
+from protocol.model_files import fingerprint, local_model, resolve_model, weight_bytes, weight_files
 
 ROOT = Path(__file__).parents[2]
 
@@ -183,6 +185,39 @@ def test_a_checkpoint_whose_quantization_is_empty_is_none(tiny, tmp_path, settin
     plain = shutil.copytree(tiny, tmp_path / "plain")
     (plain / "config.json").write_text(json.dumps(json.loads((plain / "config.json").read_text()) | settings))
     assert fingerprint(resolve_model(str(plain))) == fingerprint(tiny)
+
+
+def test_the_bytes_of_weights_are_those_that_are_loaded_in_the_dtype_that_is_computed_in(tiny, tmp_path):
+    tensors = load_file(tiny / "model.safetensors")
+    num_parameters = sum(tensor.numel() for tensor in tensors.values())
+    assert weight_bytes(tiny, "float32") == 4 * num_parameters and weight_bytes(tiny, "bfloat16") == 2 * num_parameters
+    sharded = shutil.copytree(tiny, tmp_path / "sharded")
+    names = sorted(tensors)
+    shards = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, of_file in shards.items():
+        save_file({name: tensors[name] for name in of_file}, sharded / file, metadata={"format": "pt"})
+    (sharded / "model.safetensors").rename(sharded / "consolidated.safetensors")
+    weight_map = {name: file for file, of_file in shards.items() for name in of_file}
+    (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert weight_bytes(sharded, "bfloat16") == 2 * num_parameters
+    assert [file.name for file in weight_files(sharded)] == sorted(shards)
+    save_file({"steps": torch.zeros(3, dtype=torch.int64), "weight": torch.zeros(5)}, tmp_path / "model.safetensors")
+    assert weight_bytes(tmp_path, "bfloat16") == 3 * 8 + 5 * 2
+    (sharded / "model-00001-of-00002.safetensors").write_bytes(b"half of it")
+    with pytest.raises(ConfigError, match=r"model-00001-of-00002.safetensors cannot be read as safetensors"):
+        weight_bytes(sharded, "float32")
+
+
+def test_a_model_of_which_the_cache_holds_the_tokenizer_alone_is_not_on_this_machine(tiny, tmp_path, monkeypatch):
+    snapshot = tmp_path / "models--one--of-them" / "snapshots" / "0123abcd"
+    shutil.copytree(tiny, snapshot, ignore=shutil.ignore_patterns("*.safetensors"))
+    (tmp_path / "models--one--of-them" / "refs").mkdir()
+    (tmp_path / "models--one--of-them" / "refs" / "main").write_text("0123abcd")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub._snapshot_download.constants.HF_HUB_CACHE", str(tmp_path))
+    assert local_model("one/of-them") is None
+    shutil.copy(tiny / "model.safetensors", snapshot)
+    assert local_model("one/of-them") == snapshot
 
 
 @pytest.mark.parametrize("text", ["[]", "7", "{", "\xff"])

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 
 import psutil
@@ -273,6 +274,16 @@ def test_signals_to_end_are_the_learners_and_an_environment_goes_on(
     """The learner, told to end too, waits for what it plays to finish its step."""
     os.kill(treacherous.pid or 0, number)
     assert treacherous.ask(Reset({})) == Said("") and treacherous.is_usable
+
+
+@pytest.mark.parametrize("number", TO_END)
+def test_signals_to_end_leave_the_process_that_forks_environments_alone(
+    treacherous: EnvironmentProcess, number: signal.Signals
+) -> None:
+    """With it the learner would lose sight of every environment, and take each for ended."""
+    os.kill(forkserver._forkserver._forkserver_pid, number)  # type: ignore[attr-defined]
+    time.sleep(0.2)
+    assert treacherous.is_usable and treacherous.ask(Reset({})) == Said("")
 
 
 def test_closing_ends_the_processes_and_the_calls_that_wait() -> None:

@@ -1,6 +1,7 @@
 """The link to a server that is slow, silent, restarted or refuses: every wait ends, and says what happened."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -27,6 +28,7 @@ from protocol.messages import (
 from tests.fakes import ScriptedEngine, Serving, report, serving
 from tests.fingerprint import MODEL
 from tests.link import Link
+from tests.ports import free_port
 
 TIMEOUT_S = 60.0
 # The scripted engine reports on a push without joining anything.
@@ -301,8 +303,9 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference_server.server.PULSE_INTERVAL_S", 0.05)
 
 
-def num_refused(server: Serving) -> int:
-    return server.server.status()["messages_refused"]
+def num_busy_answers(server: Serving) -> int:
+    assert server.server.status()["messages_refused"] == 0, "who waits its turn does nothing wrong"
+    return server.server.status()["busy_answers"]
 
 
 @pytest.mark.usefixtures("impatient")
@@ -316,16 +319,16 @@ def test_a_link_waits_for_a_server_that_another_run_has_and_gets_it_when_that_is
             await until(lambda: one.connected)
             async with link_to(server.endpoint, "other") as other:
                 other.on_busy = told.append
-                await until(lambda: num_refused(server) >= 5)
+                await until(lambda: num_busy_answers(server) >= 5)
                 assert not other.connected and other.busy is not None and "busy with run one" in other.busy.reason
                 assert one.connected and one._connection == 1
                 await one.leave()
                 await until(lambda: other.connected)
                 assert other.busy is None and len(told) == 1
-                before = num_refused(server)
+                before = num_busy_answers(server)
                 one._connected = False  # as after the silence of a server that does not pulse for it any more
                 await asyncio.sleep(0.3)
-                assert num_refused(server) == before, "the one that has left says Hello no more"
+                assert num_busy_answers(server) == before, "the one that has left says Hello no more"
 
     asyncio.run(run())
 
@@ -352,6 +355,28 @@ def test_a_link_that_was_welcomed_before_waits_while_another_run_has_its_server(
     asyncio.run(run())
 
 
+def test_a_server_that_is_started_again_goes_to_the_run_that_had_it_not_to_one_that_waits() -> None:
+    async def run() -> None:
+        endpoint = f"tcp://127.0.0.1:{free_port()}"
+        async with contextlib.AsyncExitStack() as first:
+            await first.enter_async_context(serving(ScriptedEngine(), endpoint=endpoint))
+            async with link_to(endpoint, "one") as one, link_to(endpoint, "rival", "another") as rival:
+                await until(lambda: one.connected or rival.connected)
+                has, waits = (one, rival) if one.connected else (rival, one)
+                await until(lambda: waits.busy is not None)
+                await first.aclose()
+                for away_s in (0.0, 1.0, 3.0):  # the first to come back is found by chance, so several times
+                    await until(lambda: not has.connected)
+                    await asyncio.sleep(away_s)
+                    async with serving(ScriptedEngine(), endpoint=endpoint):
+                        await until(lambda: has.connected or waits.connected)
+                        assert has.connected
+                        await until(lambda: waits._busy is not None and waits._busy[1] > time.monotonic() - 0.5)
+                        assert not waits.connected
+
+    asyncio.run(run())
+
+
 @pytest.mark.usefixtures("impatient")
 def test_the_second_process_of_a_run_waits_until_the_first_has_gone() -> None:
     async def run() -> None:
@@ -360,7 +385,7 @@ def test_the_second_process_of_a_run_waits_until_the_first_has_gone() -> None:
             async with linked(wire) as first:
                 await until(lambda: first.connected)
                 async with link_to(server.endpoint, learner="second") as second:
-                    await until(lambda: num_refused(server) >= 20)
+                    await until(lambda: num_busy_answers(server) >= 20)
                     assert first.connected and first._connection == 1
                     assert not second.connected and second.busy is not None
                     assert "another process of run r has held the server" in second.busy.reason
