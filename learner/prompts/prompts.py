@@ -19,12 +19,16 @@ from learner.config import DataConfig
 from learner.prompts.chat_template import ChatTemplate
 from learner.prompts.encoding import encode_source, with_system_prompt
 from learner.prompts.sources import open_source
+from learner.rewards.answers import OPENS_REASONING
 from protocol.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
+
+END_TOKENS = 8
+"""Enough for `<think>` and the line break behind it, also where these are several tokens."""
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +44,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     columns: dict[str, Any]
     """Every other column of the row, for the reward functions."""
+    opens_reasoning: bool = False
+    """Whether its last text is `<think>`, so that what follows begins within the reasoning."""
 
 
 class Prompts:
@@ -119,7 +125,12 @@ class Prompts:
         row = self.row_at(position)
         columns = self._source.row(row)
         prompt = with_system_prompt(columns.pop(self._config.prompt_column), self._config)
-        return Prompt(prompt_id=row, prompt=prompt, token_ids=self._encoded.prompt_ids(row), columns=columns)
+        token_ids = self._encoded.prompt_ids(row)
+        end = self.template.tokenizer.decode(token_ids[-END_TOKENS:]).rstrip()
+        return Prompt(
+            prompt_id=row, prompt=prompt, token_ids=token_ids, columns=columns,
+            opens_reasoning=end.endswith(OPENS_REASONING),
+        )  # fmt: skip
 
     def _find_too_long(self) -> np.ndarray:
         """Return the rows above the limit. Raises DataError where they are refused."""

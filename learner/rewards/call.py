@@ -41,6 +41,8 @@ class Call(msgspec.Struct, frozen=True):
     state: TrainerState = TrainerState()
     environment_rewards: list[float | None] | None = None
     """Per completion, what the environment said of its episode; None: there is no environment."""
+    opens_reasoning: bool = False
+    """Whether the completions begin within reasoning that the prompt has opened."""
     environments: list[dict[str, Any]] | None = None
     """Per completion, what the environment's instance held at the end, for a function that asks for it."""
 
@@ -102,7 +104,8 @@ async def await_function(call: Call, reserved: frozenset[str]) -> Answer | str:
 def _arguments(call: Call, log: Log) -> dict[str, Any]:
     num_completions, completions = len(call.completions), call.completions
     is_conversation = not isinstance(call.prompt, str)
-    given = {"trainer_state": call.state, "log_extra": log.columns, "log_metric": log.metric}
+    given: dict[str, Any] = {"trainer_state": call.state, "log_extra": log.columns, "log_metric": log.metric}
+    given["opens_reasoning"] = call.opens_reasoning
     if call.environment_rewards is not None:
         given["environment_rewards"] = call.environment_rewards
     if call.environments is not None:

@@ -169,6 +169,7 @@ class RewardWorkers:
                     ids,
                     state,
                     environment_rewards,
+                    prompt.opens_reasoning and all(isinstance(one, str) for one in completions),
                     environments if function in self.with_environments else None,
                 ),
                 Future(),

@@ -315,6 +315,61 @@ def test_built_in_functions_score_plain_and_conversational_completions():
     assert exact_match(completions=completions, answer=answer) == [1.0, 1.0, 0.0, 0.0, 1.0]
     assert share_right(completions=["123", "", "124", "1234", "3"], answer=answer) == [1.0, 0.0, 3 / 4, 3 / 4, 0.0]
     assert think_format(completions=["<think>a\nb</think>\n<answer>c</answer>", "<answer>c</answer>"]) == [1.0, 0.0]
+    assert think_format(completions=["a</think><answer>c</answer>\n"], opens_reasoning=True) == [1.0]
+    assert think_format(completions=["a</think><answer>c</answer>\n"]) == [0.0]
+
+
+TOOL_SAYS = [
+    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {}}}]},
+    {"role": "tool", "content": "7"},
+]
+
+
+def test_only_what_the_assistant_said_is_rated():
+    said = [*TOOL_SAYS, {"role": "assistant", "content": "7", "reasoning_content": "it says 7"}]
+    for function in (exact_match, last_number, math_equivalence, share_right):
+        assert function(completions=[TOOL_SAYS, said, said[:1], []], answer=[7] * 4) == [0.0, 1.0, 0.0, 0.0]
+    parts = [{"role": "assistant", "content": [{"type": "text", "text": "so "}, {"type": "text", "text": "7"}]}]
+    assert last_number(completions=[parts], answer=[7]) == [1.0]
+    thinks = [{"role": "assistant", "content": "<answer>7</answer>", "reasoning_content": "well"}]
+    assert think_format(completions=[thinks]) == [1.0]
+
+
+def test_an_answer_within_reasoning_that_does_not_end_is_none():
+    for function in (exact_match, last_number, math_equivalence, share_right):
+        unfinished, ended = ["<think>7", "<think>8</think>7"]
+        assert function(completions=[unfinished, ended], answer=["7", "7"]) == [0.0, 1.0]
+        assert function(completions=["7", "8</think>7"], answer=["7", "7"], opens_reasoning=True) == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("gold", "right", "wrong"),
+    [
+        (42, "42", "24"),
+        (42.0, "42", "420"),
+        (42.0, "42.0", "42.5"),
+        (1e-05, "0.00001", "0.0001"),
+        (1e22, "1" + "0" * 22, "1" + "0" * 21),
+        (["4", 5], "5", "6"),
+        (True, "true", "false"),
+    ],
+)
+def test_a_gold_may_be_of_any_json_type(gold, right, wrong):
+    for function in (exact_match, math_equivalence):
+        assert function(completions=[right, wrong], answer=[gold, gold]) == [1.0, 0.0], function
+    assert share_right(completions=[right], answer=[gold]) == [1.0]
+
+
+@pytest.mark.parametrize("gold", [None, "", [], [None]])
+def test_without_a_gold_nothing_can_be_scored(gold):
+    for function in (exact_match, last_number, math_equivalence, share_right):
+        assert function(completions=["None", ""], answer=[gold, gold]) == [None, None], function
+
+
+@pytest.mark.parametrize(("opens_reasoning", "expected"), [(False, [1.0, 1.0]), (True, [0.0, 1.0])])
+def test_functions_that_ask_are_told_whether_the_prompt_has_opened_the_reasoning(opens_reasoning, expected):
+    opened = msgspec.structs.replace(prompt("21>", answer="12"), opens_reasoning=opens_reasoning)
+    assert score(["exact_match"], ["12", "21</think>12"], opened).rewards == expected
 
 
 @pytest.mark.parametrize(

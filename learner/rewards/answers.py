@@ -1,0 +1,126 @@
+"""What a completion answers, and what its `answer` column says is right, as text. Read by the built-in rewards.
+
+    completion ─▶ the assistant's last message ─▶ what follows its reasoning ─▶ answer_of
+    `answer`, of any JSON type ─────────────────────────────────────────────▶ golds_of, each of which is right
+
+Invariant: reasoning that never ends answers nothing, and what a tool has said is nobody's answer. Pure.
+"""
+
+import json
+import re
+from decimal import Decimal
+from typing import Any
+
+OPENS_REASONING, CLOSES_REASONING = "<think>", "</think>"
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
+_WORDS = re.compile(r"[^\W\d_][^\W\d_'’.\-]*(?:[ ,]+[^\W\d_][^\W\d_'’.\-]*)*")
+_CONCLUDES = re.compile(r"(?:####|\banswer\s+is\b|\banswer\s*:)[\s:*]*([^\n]+)", re.IGNORECASE)
+_HEDGED = re.compile(r"\d\S*\s+or\s+\S*\d", re.IGNORECASE)
+_MIXED = re.compile(r"(?<![\w.,/^\\{])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\w.,/])")
+
+
+def completion_text(completion: Any, *, opens_reasoning: bool = False) -> str:
+    """Return what the assistant said last: the completion itself, or its last message of a conversational one, reasoning included."""
+    if isinstance(completion, str):
+        return OPENS_REASONING + completion if opens_reasoning else completion
+    said = next((message for message in reversed(completion) if message.get("role", "assistant") == "assistant"), {})
+    text, reasoning = _content(said.get("content")), said.get("reasoning_content")
+    if reasoning:
+        return f"{OPENS_REASONING}{reasoning}{CLOSES_REASONING}{text}"
+    return OPENS_REASONING + text if opens_reasoning else text
+
+
+def answer_of(completion: Any, *, opens_reasoning: bool = False) -> str:
+    """Return what follows the reasoning, without white space around it; "" if the reasoning has not ended.
+
+    `opens_reasoning`: the prompt ends with `<think>`, so that the completion begins within the reasoning.
+    """
+    answer = completion_text(completion, opens_reasoning=opens_reasoning).rpartition(CLOSES_REASONING)[2]
+    return "" if OPENS_REASONING in answer else answer.strip()
+
+
+def golds_of(gold: Any) -> list[str]:
+    """Return the texts that are right: those of a list are alternatives. None and an empty text or list: nothing is known."""
+    match gold:
+        case None:
+            return []
+        case bool():
+            return [str(gold).lower()]
+        case float():
+            return list(dict.fromkeys((_plainly(gold), repr(gold))))
+        case list() | tuple():
+            return list(dict.fromkeys(text for one in gold for text in golds_of(one)))
+        case dict():
+            return [json.dumps(gold, sort_keys=True, ensure_ascii=False)]
+    text = str(gold).strip()
+    return [text] if text else []
+
+
+def _content(content: Any) -> str:
+    """Of a message: a text, a list of parts, or None where there are only calls."""
+    if isinstance(content, list):
+        return "".join(part.get("text") or "" for part in content if isinstance(part, dict))
+    return content or ""
+
+
+def _plainly(number: float) -> str:
+    """Without an exponent, which LaTeX reads as Euler's number: 1e-05 is 0.00001, 42.0 is 42."""
+    decimal = Decimal(repr(number))
+    if not decimal.is_finite():
+        return repr(number)
+    text = format(decimal, "f")
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def last_box(text: str) -> str | None:
+    r"""Return what the last `\boxed{…}` holds: "" if it does not end, None if there is none."""
+    begins = [match.end() for match in _BOX.finditer(text)]
+    if not begins:
+        return None
+    depth = 1
+    for place in range(begins[-1], len(text)):
+        is_escaped = place > 0 and text[place - 1] == "\\"
+        depth += 0 if is_escaped else {"{": 1, "}": -1}.get(text[place], 0)
+        if depth == 0:
+            return text[begins[-1] : place]
+    return ""
+
+
+def num_boxes(text: str) -> int:
+    return len(_BOX.findall(text))
+
+
+def is_words(gold: str) -> bool:
+    r"""Whether a gold is a word or several, "Paris" or `\text{not enough}`, and no product of variables, `ab`."""
+    words = _without_commands(gold)
+    return _WORDS.fullmatch(words) is not None and max(map(len, words.split())) > 2
+
+
+def concluded(text: str) -> str:
+    """Return the last thing that a text without a box says is its answer: after `####` or "answer is", else its last line."""
+    marked = _CONCLUDES.findall(text)
+    return (marked[-1] if marked else text.rpartition("\n")[2]).strip()
+
+
+def is_hedged(text: str) -> bool:
+    """Whether it names one number or another."""
+    return _HEDGED.search(concluded(text)) is not None
+
+
+def same_words(one: str, other: str) -> bool:
+    """Compare without case, white space, punctuation at the ends and LaTeX's commands for text."""
+    return _normalised(one) == _normalised(other)
+
+
+def with_mixed_numbers(text: str) -> str:
+    r"""Write `11 5/6` as `11\frac{5}{6}`, which is read as one number."""
+    return _MIXED.sub(r"\1\\frac{\2}{\3}", text)
+
+
+def _without_commands(text: str) -> str:
+    return _TEXT_COMMAND.sub(r"\1", text).replace("\\ ", " ").strip(" $.\n")
+
+
+def _normalised(text: str) -> str:
+    return " ".join(_without_commands(text).casefold().split()).strip(" .,;:!?()[]{}\"'`*$")
