@@ -42,6 +42,8 @@ def _import(module_name: str) -> Any:
 def _import_file(path: Path) -> Any:
     name = f"slipstream_user_{path.stem}_{abs(hash(path)):x}"
     if name not in sys.modules:
+        if str(path.parent) not in sys.path:  # what stands beside it, as for a script
+            sys.path.append(str(path.parent))
         module_spec = importlib.util.spec_from_file_location(name, path)
         if module_spec is None or module_spec.loader is None:
             raise ImportError(f"{path} is not a Python file")

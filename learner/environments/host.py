@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing import connection
-from typing import Any
+from typing import Any, SupportsFloat
 
 import msgspec
 
@@ -118,6 +118,8 @@ class Host:
                 f"{twice.pop()} is both a tool and a method of the class; the policy calls them by name, rename one"
             )
         self._instance: Any = None
+        self._loop = asyncio.Runner()
+        """One for all coroutines, for what a client has opened belongs to its loop."""
 
     def answer(self, order: Order) -> Answer:
         try:
@@ -148,13 +150,13 @@ class Host:
 
     def _reset(self, row: dict[str, Any]) -> Said | Wrong:
         self._make_instance()
-        return Said("") if self._instance is None else self._said(self._instance.reset(**row), "reset")
+        return Said("") if self._instance is None else self._said(self._awaited(self._instance.reset(**row)), "reset")
 
     def _turn(self, text: str) -> Said | Wrong:
         assert self._factory is not None
         method = method_of_turns(self._factory)
         try:
-            said = getattr(self._instance, method)(text)
+            said = self._awaited(getattr(self._instance, method)(text))
         except (Exception, SystemExit) as error:  # as in TRL: the policy reads what was wrong, and may do better
             return Said(str(error) or type(error).__name__, self._is_done, has_failed=True)
         return self._said(said, method)
@@ -164,12 +166,13 @@ class Host:
         try:
             if name not in self._tools:
                 raise ValueError(f"Tool {name} not found.")
-            said = self._tools[name](**arguments)
-            if inspect.iscoroutine(said):
-                said = asyncio.run(said)
+            said = self._awaited(self._tools[name](**arguments))
         except (Exception, SystemExit) as error:
             return Said(str({"error": str(error) or type(error).__name__}), self._is_done, has_failed=True)
         return Said(str(said), self._is_done)
+
+    def _awaited(self, result: Any) -> Any:
+        return self._loop.run(result) if inspect.iscoroutine(result) else result
 
     def _said(self, said: Any, method: str) -> Said | Wrong:
         if said is not None and not isinstance(said, str):
@@ -178,10 +181,8 @@ class Host:
 
     def _rated(self, asks_attributes: bool) -> Rated | Wrong:
         rate = getattr(self._instance, "get_reward", None)
-        reward = None if rate is None else rate()
-        if inspect.iscoroutine(reward):
-            reward = asyncio.run(reward)
-        if reward is not None and not (isinstance(reward, (int, float)) and math.isfinite(reward)):
+        reward = None if rate is None else self._awaited(rate())
+        if reward is not None and not (isinstance(reward, SupportsFloat) and math.isfinite(float(reward))):
             return Wrong(f"get_reward returned {shorten(reward)}, expected a finite number or None")
         return Rated(
             None if reward is None else float(reward), attributes_of(self._instance) if asks_attributes else None

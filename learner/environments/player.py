@@ -130,7 +130,11 @@ class Player:
             answers = await progress.call_all(seat, orders)
             if answers is None:
                 return None
-            heard, said = talk.hear(answers), answers
+            try:
+                heard, said = talk.hear(answers), answers
+            except DataError as error:  # such as of two calls, where the template knows one a turn
+                log.debug("a turn of prompt %d: %s", progress.prompt.prompt_id, error)
+                return progress.end("parse_error")
         progress.end("finished")
         progress.hear(heard)
         return None

@@ -1,6 +1,6 @@
 """The processes of the environments that are played at once. Between the player, in the event loop, and process.py.
 
-    seat ─▶ (wait for a free process) ─▶ ask, ask, … ─▶ free again, or replaced where it has ended
+    seat ─▶ (wait for a free process) ─▶ ask, ask, … ─▶ free again, or replaced where it has ended or was not waited for
 
 Invariant: an instance plays one episode at a time, and a process that has ended costs its own episode alone.
 """
@@ -25,9 +25,14 @@ class Seat:
 
     def __init__(self, process: EnvironmentProcess, threads: ThreadPoolExecutor) -> None:
         self.process, self._threads = process, threads
+        self.owes_answer = False
+        """It was asked, and nobody waited for what it says."""
 
     async def ask(self, order: Order) -> Answer | Trouble:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self.process.ask, order)
+        self.owes_answer = True
+        answer = await asyncio.get_running_loop().run_in_executor(self._threads, self.process.ask, order)
+        self.owes_answer = False
+        return answer
 
 
 class Environments:
@@ -55,14 +60,14 @@ class Environments:
     async def seat(self) -> AsyncIterator[Seat]:
         """Whoever waited longest is next."""
         async with self._room:
-            process = self._take() or self._start()
+            seat = Seat(self._take() or self._start(), self._threads)
             try:
-                yield Seat(process, self._threads)
+                yield seat
             finally:
-                if process.is_usable:
-                    self._free.append(process)
+                if seat.process.is_usable and not seat.owes_answer:
+                    self._free.append(seat.process)
                 else:
-                    self._all.discard(process)
+                    self._forget(seat.process)
 
     def close(self) -> None:
         """Kill all, whatever they do; calls that wait come back."""
@@ -78,8 +83,12 @@ class Environments:
             process = self._free.pop()
             if process.is_usable:
                 return process
-            self._all.discard(process)
+            self._forget(process)
         return None
+
+    def _forget(self, process: EnvironmentProcess) -> None:
+        process.kill()
+        self._all.discard(process)
 
     def _start(self) -> EnvironmentProcess:
         if self._is_closed:

@@ -56,6 +56,8 @@ class ChatTalk:
     def __init__(self, template: ChatTemplate, messages: Sequence[Message]) -> None:
         self._template, self._messages, self._num_before = template, list(messages), len(messages)
         self._calls: list[Call] = []
+        self._call_ids: list[str] = []
+        self._num_calls = 0
         self._last_token = -1
         """Of the last turn."""
 
@@ -72,11 +74,19 @@ class ChatTalk:
         try:
             message = read_answer(self._template, prompt, token_ids)
             self._calls, self._last_token = calls_of(message), token_ids[-1]
+            self._name_calls(message)
         except Unreadable:
             self.cut_off(token_ids)
             raise
         self._messages.append(message)
         return self._calls
+
+    def _name_calls(self, message: Message) -> None:
+        """Some templates refuse a call without an id of nine letters and digits, and an answer that names none."""
+        for call in message.get("tool_calls") or ():
+            self._num_calls += 1
+            call.setdefault("id", f"call{self._num_calls:05}")
+        self._call_ids = [call["id"] for call in message.get("tool_calls") or ()]
 
     @property
     def messages(self) -> list[Message]:
@@ -91,8 +101,8 @@ class ChatTalk:
     def hear(self, said: list[Said]) -> Heard:
         """`said`: to each call, in order; to the last ones nothing, if the environment was done before."""
         answers = [
-            {"role": "tool", "name": call.name, "content": one.text}
-            for call, one in zip(self._calls, said, strict=False)
+            {"role": "tool", "name": call.name, "tool_call_id": call_id, "content": one.text}
+            for call, call_id, one in zip(self._calls, self._call_ids, said, strict=False)
         ]
         heard = continued(self._template, self._messages, answers, self._last_token)
         self._messages += answers

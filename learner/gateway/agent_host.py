@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 
@@ -62,7 +62,9 @@ def load(spec: str) -> Callable[..., Any]:
     """What `learner.environment.agent` names."""
     module_name, _, name = spec.rpartition(":")
     if module_name.endswith(".py"):
-        module_spec = importlib.util.spec_from_file_location("agent_of_the_run", os.path.expanduser(module_name))
+        path = os.path.abspath(os.path.expanduser(module_name))
+        sys.path.append(os.path.dirname(path))  # what stands beside it, as for a script
+        module_spec = importlib.util.spec_from_file_location("agent_of_the_run", path)
         assert module_spec is not None and module_spec.loader is not None
         module = importlib.util.module_from_spec(module_spec)
         sys.modules[module_spec.name] = module
@@ -77,23 +79,41 @@ def load(spec: str) -> Callable[..., Any]:
 
 def outcome(run: Callable[..., Any], order: dict[str, Any]) -> dict[str, Any]:
     try:
-        return {"reward": checked(asyncio.run(play(run, order)))}
+        return {
+            "reward": checked(asyncio.run(play(run, order)) if is_asynchronous(run) else play_without_loop(run, order))
+        }
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         return {"problem": f"raised {describe(error)}"}
 
 
+def is_asynchronous(run: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(run) or inspect.iscoroutinefunction(type(run).__call__)
+
+
 async def play(run: Callable[..., Any], order: dict[str, Any]) -> Any:
     async with http_client() as client:
+        return await run(order["row"], base_url=order["base_url"], api_key=order["api_key"], http_client=client)
+
+
+def play_without_loop(run: Callable[..., Any], order: dict[str, Any]) -> Any:
+    """Of a synchronous function, which may start a loop of its own."""
+    with http_client(is_asynchronous=False) as client:
         reward = run(order["row"], base_url=order["base_url"], api_key=order["api_key"], http_client=client)
-        return await reward if inspect.isawaitable(reward) else reward
+    return asyncio.run(awaited(reward)) if inspect.isawaitable(reward) else reward
 
 
-def http_client() -> Any:
+async def awaited(reward: Awaitable[Any]) -> Any:
+    return await reward
+
+
+def http_client(*, is_asynchronous: bool = True) -> Any:
     """httpx's, else that of aiohttp, else None: whichever this interpreter has. The learner's deadline is the only one."""
     with contextlib.suppress(ImportError):
         import httpx
 
-        return httpx.AsyncClient(timeout=None)
+        return httpx.AsyncClient(timeout=None) if is_asynchronous else httpx.Client(timeout=None)
+    if not is_asynchronous:
+        return contextlib.nullcontext()
     with contextlib.suppress(ImportError):
         import aiohttp
 

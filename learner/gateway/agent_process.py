@@ -130,6 +130,9 @@ class AgentProcess:
         try:
             async with asyncio.timeout(timeout_s):
                 line = await self._streams[0].readline()
+        except asyncio.CancelledError:
+            self.kill()  # else the next episode would read what this one comes to
+            raise
         except TimeoutError:
             self.kill()
             return Trouble("timed_out", f"did not return within {timeout_s:g} s, {limit}")

@@ -44,8 +44,6 @@ class ChatTemplate(msgspec.Struct, frozen=True, eq=False):
         return list(self.tokenizer.encode(self.text(messages, opens_turn=opens_turn), add_special_tokens=False))
 
     def _apply(self, messages: Sequence[Message], opens_turn: bool, *, tokenize: bool) -> Any:
-        import jinja2
-
         if self.tokenizer.chat_template is None:
             raise DataError(
                 f"the prompt is a conversation (or learner.data.system_prompt is set), but the tokenizer of "
@@ -58,5 +56,5 @@ class ChatTemplate(msgspec.Struct, frozen=True, eq=False):
                 list(messages), tokenize=tokenize, return_dict=False, add_generation_prompt=opens_turn,
                 **more,
             )  # fmt: skip
-        except (jinja2.TemplateError, ValueError, TypeError) as error:
+        except Exception as error:  # of the template's code, or of what it makes of a message that the policy wrote
             raise DataError(f"the conversation does not go through the chat template: {error}") from error

@@ -1,14 +1,19 @@
 """Conversations with tools: a scripted policy, real environments in processes, real chat templates; every token is checked against
 the template's own rendering."""
 
+import contextlib
+import json
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from learner.config import EnvironmentConfig
-from learner.environments.answer import HERMES
+from learner.environments.answer import HERMES, Unreadable, calls_of, read_answer
 from learner.environments.episode import Episode, PlayedGroup
 from learner.environments.player import Asked
 from learner.environments.process import tools_of
@@ -17,7 +22,7 @@ from learner.rewards.builtin import exact_match
 from learner.rewards.call import Call, Log, _arguments
 from protocol.errors import ConfigError
 from protocol.messages import Completion
-from tests.learner.environments.chat_tokenizer import DROPPING, END, KEEPING, call, chat_tokenizer
+from tests.learner.environments.chat_tokenizer import CHARACTERS, DROPPING, END, KEEPING, call, chat_tokenizer
 from tests.learner.environments.play import USER, completion, played
 
 QUESTION = [{"role": "user", "content": "How much?"}]
@@ -138,12 +143,87 @@ def test_a_call_that_fails_is_told_to_the_policy_and_counted(keeping: ChatTempla
         '<tool_call>{"name": "add", "arguments"</tool_call>', "<tool_call>[1]</tool_call>",
         '<tool_call>{"name": 3}</tool_call>', '<tool_call>{"name": "add", "arguments": [2]}</tool_call>',
         '<tool_call>{"name": "add", "arguments": "{2"}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"number": ' + "[" * 60 + "]" * 60 + "}</tool_call>",
+        '<tool_call>{"name": "add", "arguments": {"number": 18446744073709551616}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": "{\\"number\\": 18446744073709551616}"}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"number": "\\ud800"}}</tool_call>',
+        '<tool_call>{"name": "\\udfff", "arguments": {}}</tool_call>',
     ],
 )  # fmt: skip
 def test_a_call_that_nobody_can_read_ends_the_episode_which_is_rated(keeping: ChatTemplate, turn: str) -> None:
     episode, _ = conversed(keeping, turn, columns={"start": 3})
     assert (episode.course.state, episode.course.num_calls, episode.reward) == ("parse_error", 0, 3.0)
     assert episode.messages == [{"role": "assistant", "content": turn}]
+
+
+@pytest.mark.parametrize("brackets", ["[", '{"a":'])
+@pytest.mark.parametrize("is_text", [False, True])
+def test_a_call_as_deep_as_a_policy_likes_is_one_that_nobody_can_read(
+    keeping: ChatTemplate, brackets: str, is_text: bool
+) -> None:
+    ends = "]" if brackets == "[" else "}"
+    deep = '{"number": ' + brackets * 3000 + "1" + ends * 3000 + "}"
+    arguments = json.dumps(deep) if is_text else deep
+    turn = f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>{END}'
+    ids = keeping.tokenizer.encode(turn, add_special_tokens=False)
+    group, _ = played(
+        lambda asked: completion(ids, version=4), "Calculator", prompt=QUESTION, template=keeping, max_tokens=100_000
+    )
+    assert {episode.course.state for episode in group.episodes} == {"parse_error"}
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(
+        st.one_of(
+            st.text(alphabet="".join(CHARACTERS), max_size=20),
+            st.sampled_from(
+                [
+                    "<think>",
+                    "</think>",
+                    "<tool_call>",
+                    "</tool_call>",
+                    '{"name": "add", "arguments": ',
+                    "}",
+                    "null",
+                    "1e999",
+                    "-",
+                ]
+            ),
+            st.recursive(
+                st.none() | st.integers() | st.floats() | st.text(),
+                lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+            ).map(json.dumps),
+        ),
+        max_size=12,
+    ).map("".join)
+)
+def test_whatever_a_policy_writes_is_read_or_unreadable(keeping: ChatTemplate, turn: str) -> None:
+    ids = keeping.tokenizer.encode(turn + END, add_special_tokens=False)
+    with contextlib.suppress(Unreadable):
+        message = read_answer(keeping, [], ids)
+        msgspec.msgpack.encode([message, [(call.name, call.arguments) for call in calls_of(message)]])
+
+
+def test_a_turn_that_the_template_cannot_show_ends_its_episode_alone() -> None:
+    """As those of Llama 3 do with two calls, and Mistral's without ids of nine characters."""
+    one_call = (
+        "{%- for message in messages %}{%- if (message.tool_calls or []) | length > 1 %}"
+        '{{ raise_exception("This model only supports single tool-calls at once!") }}{% endif %}{% endfor %}'
+    )
+    with_ids = (
+        "{%- for message in messages %}{%- for call in message.tool_calls or [] %}{%- if call.id is undefined or call.id | length != 9 %}"
+        '{{ raise_exception("Tool call IDs should be alphanumeric strings with length 9!") }}{% endif %}{% endfor %}'
+        '{%- if message.role == "tool" and message.tool_call_id is undefined %}{{ raise_exception("Which call?") }}{% endif %}{% endfor %}'
+    )
+    twice = call("add", number=1) + call("add", number=2)
+    episode, _ = conversed(template(one_call + KEEPING), twice, "done")
+    assert (episode.course.state, episode.course.num_calls, episode.reward) == ("parse_error", 2, 3.0)
+    episode, _ = conversed(template(with_ids + KEEPING), twice, call("add", number=4), "done")
+    assert (episode.course.state, episode.course.num_calls, episode.reward) == ("finished", 3, 7.0)
+    ids = [each["id"] for message in episode.messages for each in message.get("tool_calls", ())]
+    assert len(set(ids)) == 3 and all(len(one) == 9 and one.isalnum() for one in ids)
+    assert [message["tool_call_id"] for message in episode.messages if message["role"] == "tool"] == ids
 
 
 def test_a_turn_that_is_cut_off_is_told_as_text_and_nothing_in_it_is_called(keeping: ChatTemplate) -> None:

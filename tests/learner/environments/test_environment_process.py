@@ -217,6 +217,51 @@ def test_as_many_are_played_at_once_as_may_be_and_one_that_has_ended_is_replaced
     assert most == 2
 
 
+def test_an_episode_that_is_cancelled_leaves_no_answer_to_the_next() -> None:
+    environments = Environments(EnvironmentConfig(factory=f"{USER}:Slow", timeout_s=TIMEOUT_S), takes_text=True)
+    process_ids: list[int] = []
+
+    async def play(word: str) -> object:
+        async with environments.seat() as seat:
+            process_ids.append(seat.process.pid)
+            await seat.ask(Reset({}))
+            return await seat.ask(Turn(word))
+
+    async def one_after_the_other() -> list[object]:
+        answers = []
+        for number in range(3):
+            cancelled = asyncio.create_task(play("cancelled"))
+            await asyncio.sleep(0.1)  # of the 0.2 s that the environment takes for a turn
+            cancelled.cancel()
+            await asyncio.gather(cancelled, return_exceptions=True)
+            answers.append(await play(f"{number}"))
+        return answers
+
+    answers = asyncio.run(one_after_the_other())
+    environments.close()
+    assert answers == [Said(f"<{number}>") for number in range(3)]
+    assert len(set(process_ids)) == 4, "two threads that wait at one pipe each get the answer that comes first"
+
+
+def test_what_is_asynchronous_shares_one_loop_and_a_reward_may_be_numpys() -> None:
+    environment = EnvironmentProcess(EnvironmentConfig(factory=f"{USER}:Asynchronous"), takes_text=True)
+    told = [environment.ask(order) for order in (Reset({}), Turn("a"), Turn("b"), Rate())]
+    environment.kill()
+    assert told == [Said("begun"), Said("a in the same loop"), Said("b in the same loop"), Rated(0.5)]
+
+
+def test_a_file_may_import_what_stands_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "beside_it.py").write_text("SAYS = 'hello'\n")
+    (tmp_path / "mine.py").write_text(
+        "from beside_it import SAYS\n\nclass Mine:\n    def reset(self, **row):\n        return SAYS\n\n"
+        "    def tell(self, text):\n        return text\n"
+    )
+    environment = EnvironmentProcess(EnvironmentConfig(factory=f"{tmp_path}/mine.py:Mine"), takes_text=True)
+    said = environment.ask(Reset({}))
+    environment.kill()
+    assert said == Said("hello")
+
+
 ALONE = """
 import importlib.util
 

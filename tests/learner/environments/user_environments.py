@@ -1,5 +1,6 @@
 """Environments as users write them, good and bad. Each file of tests names them as `tests.learner.environments.user_environments:Class`."""
 
+import asyncio
 import os
 import random
 import signal
@@ -8,6 +9,8 @@ import sys
 import time
 from contextlib import suppress
 from typing import Any
+
+import numpy as np
 
 
 class Echo:
@@ -36,6 +39,20 @@ class Slow(Echo):
     def tell(self, text: str) -> str:
         time.sleep(0.2)
         return super().tell(text)
+
+
+class Asynchronous:
+    """Holds on to what belongs to one loop."""
+
+    async def reset(self, **row: Any) -> str:
+        self._loop = asyncio.get_running_loop()
+        return "begun"
+
+    async def tell(self, text: str) -> str:
+        return f"{text} in {'the same' if asyncio.get_running_loop() is self._loop else 'another'} loop"
+
+    async def get_reward(self) -> Any:
+        return np.float32(0.5)
 
 
 class Treacherous(Echo):

@@ -1,5 +1,6 @@
 """Agents in their processes, good ones and bad ones, against a real gateway with a scripted policy: every episode ends, and in which state."""
 
+import asyncio
 import subprocess
 import sys
 import time
@@ -8,7 +9,10 @@ from typing import Any
 
 import pytest
 
+from learner.config import EnvironmentConfig
 from learner.environments.episode import Episode, PlayedGroup
+from learner.gateway.agent_process import Order, Rewarded
+from learner.gateway.agents import Agents
 from protocol.errors import ConfigError
 from tests.learner.gateway.asking import OnceOnly, config_of, played_by_agent
 
@@ -41,6 +45,39 @@ def test_an_agent_plays_its_episodes_and_says_what_they_are_worth() -> None:
 def test_the_plain_openai_client_and_code_that_is_not_asynchronous_will_do() -> None:
     assert [episode.reward for episode in played("with_openai").episodes] == [4.0, 4.0]
     assert [episode.reward for episode in played("synchronous").episodes] == [0.5, 0.5]
+    assert [episode.reward for episode in played("with_loop_of_its_own", {"worth": 0.25}).episodes] == [0.25, 0.25]
+
+
+def test_a_file_may_import_what_stands_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "beside_it.py").write_text("WORTH = 0.75\n")
+    (tmp_path / "mine.py").write_text(
+        f"from beside_it import WORTH\nfrom {USER} import ask\n\n"
+        "async def play(data, *, base_url, api_key, http_client, **extra):\n"
+        "    await ask(base_url, api_key, http_client)\n    return WORTH\n"
+    )
+    assert [episode.reward for episode in played(f"{tmp_path}/mine.py:play").episodes] == [0.75, 0.75]
+
+
+@pytest.mark.parametrize("when", ["as it starts", "as it plays"])
+def test_an_episode_that_is_cancelled_leaves_no_reward_to_the_next(tmp_path: Path, when: str) -> None:
+    begun = tmp_path / "begun"
+
+    async def cancel_and_play() -> object:
+        agents = Agents(EnvironmentConfig(agent=f"{USER}:worth_after", max_concurrent=1))
+        try:
+            async with agents.seat() as agent:
+                row = {"after_s": 600, "worth": 0.0, "begun": str(begun)}
+                playing = asyncio.create_task(agent.play(Order(row, "", ""), 600.0))
+                while not (begun.exists() if when == "as it plays" else agent._streams is not None):
+                    await asyncio.sleep(0.01)
+                playing.cancel()
+                await asyncio.gather(playing, return_exceptions=True)
+            async with agents.seat() as agent:
+                return await agent.play(Order({"after_s": 0, "worth": 1.0, "begun": str(begun)}, "", ""), 60.0)
+        finally:
+            agents.close()
+
+    assert asyncio.run(cancel_and_play()) == Rewarded(1.0)
 
 
 def test_rewards_by_completion_are_averaged() -> None:

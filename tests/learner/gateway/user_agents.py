@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -44,6 +45,22 @@ def synchronous(data: dict[str, Any], *, base_url: str, api_key: str, **extra: A
     with httpx.Client() as client:
         client.post(f"{base_url}/completions", headers={"Authorization": f"Bearer {api_key}"}, json={"prompt": "x"})
     return 0.5
+
+
+def with_loop_of_its_own(data: dict[str, Any], *, base_url: str, api_key: str, **extra: Any) -> float:
+    """As `run_sync` of many libraries."""
+
+    async def both() -> float:
+        async with httpx.AsyncClient() as client:
+            return await two_turns(data, base_url=base_url, api_key=api_key, http_client=client)
+
+    return asyncio.run(both())
+
+
+async def worth_after(data: dict[str, Any], **extra: Any) -> float:
+    Path(data["begun"]).touch()
+    await asyncio.sleep(data["after_s"])
+    return data["worth"]
 
 
 async def by_completion(data: dict[str, Any], *, base_url: str, api_key: str, http_client: Any, **extra: Any) -> Any:
