@@ -27,7 +27,8 @@ class RewardConfig(Section):
     """Leave special tokens (ends, channels, tool tags) out of the text that functions see. false: they see all of it, the end of
     the sequence too; completion_ids have every token either way."""
     timeout_s: MayChange[float] = 10.0
-    """Deadline of one call of one function on one group; a function that exceeds it is killed, an asynchronous one cancelled."""
+    """Deadline of one call of one function on one group; a function that exceeds it is killed, an asynchronous one cancelled. Built-in
+    functions then rate the completions one by one, and those that they are still too slow for get 0."""
     num_workers: MayChange[int] = 1
     """Processes that call synchronous functions, each one function on one group at a time."""
     max_concurrent_calls: MayChange[int] = 64

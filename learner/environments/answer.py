@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from learner.environments.host import Call
-from learner.prompts.chat_template import ChatTemplate, Message
-from learner.rewards.answers import OPENS_REASONING
+from learner.prompts.chat_template import OPENS_REASONING, ChatTemplate, Message
 from protocol.errors import ConfigError
 from protocol.installation import install_command
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, Any]
+OPENS_REASONING, CLOSES_REASONING = "<think>", "</think>"
 
 
 class ChatTemplate(msgspec.Struct, frozen=True, eq=False):

@@ -16,10 +16,9 @@ import msgspec
 import numpy as np
 
 from learner.config import DataConfig
-from learner.prompts.chat_template import ChatTemplate
+from learner.prompts.chat_template import OPENS_REASONING, ChatTemplate
 from learner.prompts.encoding import encode_source, with_system_prompt
 from learner.prompts.sources import open_source
-from learner.rewards.answers import OPENS_REASONING
 from protocol.errors import DataError
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ import re
 from decimal import Decimal
 from typing import Any
 
-OPENS_REASONING, CLOSES_REASONING = "<think>", "</think>"
+from learner.prompts.chat_template import CLOSES_REASONING, OPENS_REASONING
+
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
 _WORDS = re.compile(r"[^\W\d_][^\W\d_'’.\-]*(?:[ ,]+[^\W\d_][^\W\d_'’.\-]*)*")

@@ -91,7 +91,7 @@ def math_equivalence(
 
     Of a GSM8K gold only what follows `####` counts. Ask in the prompt for answers in `\\boxed{}` or `$…$`: of LaTeX without
     delimiters math-verify finds a number at most. What else it judges wrongly is marked in the tests' math_pairs.tsv.
-    Its own timeouts are off, for they need signals; the deadline of the reward function ends what does not end by itself.
+    Its own timeouts are off, for they need signals; a completion such as `\\boxed{9^{9^{9}}}` costs itself alone (lanes.py).
     """
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of every timeout that is off
     rewards: list[float | None] = []

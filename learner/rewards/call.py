@@ -11,7 +11,8 @@ from typing import Any, SupportsFloat
 import msgspec
 
 from learner.environments.attributes import Remembered
-from learner.rewards.function import accepts, load_function
+from learner.rewards.builtin import BUILT_IN
+from learner.rewards.function import accepts, load_function, names
 from learner.user_code import describe, shorten
 
 Extra = str | float | int | bool | None
@@ -45,6 +46,22 @@ class Call(msgspec.Struct, frozen=True):
     """Whether the completions begin within reasoning that the prompt has opened."""
     environments: list[dict[str, Any]] | None = None
     """Per completion, what the environment's instance held at the end, for a function that asks for it."""
+
+    @property
+    def is_by_completion(self) -> bool:
+        """Whether the function rates each completion by itself, as all built-in ones do. One of a user's may compare them."""
+        return self.function in BUILT_IN and len(self.completions) > 1
+
+    def only(self, place: int) -> "Call":
+        """Return the same of one completion."""
+        here = slice(place, place + 1)
+        return msgspec.structs.replace(
+            self,
+            completions=self.completions[here],
+            completion_ids=self.completion_ids[here],
+            environment_rewards=self.environment_rewards and self.environment_rewards[here],
+            environments=self.environments and self.environments[here],
+        )
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -105,7 +122,8 @@ def _arguments(call: Call, log: Log) -> dict[str, Any]:
     num_completions, completions = len(call.completions), call.completions
     is_conversation = not isinstance(call.prompt, str)
     given: dict[str, Any] = {"trainer_state": call.state, "log_extra": log.columns, "log_metric": log.metric}
-    given["opens_reasoning"] = call.opens_reasoning
+    if names(call.function, "opens_reasoning"):
+        given["opens_reasoning"] = call.opens_reasoning
     if call.environment_rewards is not None:
         given["environment_rewards"] = call.environment_rewards
     if call.environments is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from learner.rewards.builtin import BUILT_IN
+from learner.rewards.builtin import BUILT_IN, math_equivalence
 from learner.user_code import NotLoaded, load_named
 from protocol.errors import RewardError
 
@@ -63,6 +63,8 @@ class Loaded(msgspec.Struct, frozen=True):
 def load_all(functions: Sequence[str]) -> Loaded:
     """Load all functions."""
     try:
+        if math_equivalence.__name__ in functions:  # imports sympy, for longer than an answer may take
+            math_equivalence(completions=[r"\boxed{1}"], answer=["1"])
         return Loaded(
             asynchronous=frozenset(spec for spec in functions if is_asynchronous(load_function(spec))),
             with_environments=frozenset(spec for spec in functions if names(spec, "environments")),

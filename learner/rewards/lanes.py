@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 MAX_KILLED_CALLS = 3
 """A call whose process was killed so often has failed."""
+MOST_SHARES = 8
+"""Of timeout_s, where the completions of a call are rated one by one: an eighth is plenty for one that can be rated."""
 CANCEL_WAIT_S = 1.0
 """From the deadline of an asynchronous call to the word that it is cancelled; who needs longer blocks the event loop."""
 STOP_TIMEOUT_S = 5.0
@@ -90,10 +92,33 @@ class Serial:
         job.begun_at = time.monotonic()
         while True:
             answer = self._process(worker).call(job.call)
+            if isinstance(answer, Trouble) and answer.outcome == "timed_out" and job.call.is_by_completion:
+                return self._one_by_one(worker, job)
             if not isinstance(answer, Trouble) or answer.outcome != "killed":
                 return answer
             if self._closed or not job.is_to_repeat(answer):
                 return answer
+
+    def _one_by_one(self, worker: int, job: Job) -> Answer | Trouble:
+        """Each completion alone, with a share of the time: one that the function is still too slow for has a reward of 0."""
+        call, num_late = job.call, 0
+        timeout_s = self._config.timeout_s / min(len(call.completions), MOST_SHARES)
+        rewards: list[float | None] = []
+        for place in range(len(call.completions)):
+            answer = self._process(worker).call(call.only(place), timeout_s)
+            if isinstance(answer, Answer):
+                rewards += answer.rewards
+            elif answer.outcome == "timed_out":
+                rewards.append(0.0)
+                num_late += 1
+            else:
+                return answer
+        log.warning(
+            "reward function %s did not return within %g s: its %d completions were rated one by one, and %d that it was still too slow "
+            "for have a reward of 0 (learner.reward.timeout_s)",
+            job.name, self._config.timeout_s, len(rewards), num_late,
+        )  # fmt: skip
+        return Answer(rewards)
 
     def _process(self, worker: int) -> RewardProcess:
         """The worker's process, or a new one where that has ended or is worn out. Raises RewardError when closed."""

@@ -119,14 +119,14 @@ class RewardProcess:
         self._loaded = loaded
         return None
 
-    def call(self, call: Call) -> Answer | Trouble:
-        """Return the answer to a call that is alone in the process. After a Trouble that is not the function's own answer the
-        process is over.
+    def call(self, call: Call, timeout_s: float | None = None) -> Answer | Trouble:
+        """Return the answer to a call that is alone in the process, within learner.reward.timeout_s if nothing else is said. After a
+        Trouble that is not the function's own answer the process is over.
         """
         trouble = self.load() or self.send(0, call)
         if trouble is not None:
             return trouble
-        reply = self._wait_for(REPLY, time.monotonic() + self._config.timeout_s)
+        reply = self._wait_for(REPLY, time.monotonic() + (timeout_s or self._config.timeout_s))
         if isinstance(reply, Trouble):
             return reply
         return answer_of(reply, self._config) if reply is not None else self.killed_late()
