@@ -11,11 +11,13 @@ from statistics import NormalDist
 import msgspec
 import numpy as np
 
+from learner.rewards.answers import short_answer
+
 LEVEL = 0.95
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """Example: mean=0.51, low=0.47, high=0.55. Without an interval where one problem is all there is."""
+    """Example: mean=0.51, low=0.47, high=0.55. Without an interval where one problem is all there is, or all have the same value."""
 
     mean: float
     low: float | None = None
@@ -32,12 +34,14 @@ def estimate(values_PK: np.ndarray) -> Estimate | None:
     means_P = means_P[~np.isnan(means_P)]
     if not len(means_P):
         return None
-    if set(np.unique(means_P)) <= {
-        0.0,
-        1.0,
-    }:  # also where several samples never differed: their deviation of 0 would claim certainty
+    if is_binary(means_P):  # also where several samples never differed: their deviation of 0 would claim certainty
         return wilson(float(means_P.sum()), len(means_P))
     return of_means(means_P)
+
+
+def is_binary(values: np.ndarray) -> bool:
+    """Whether those that there are say right or wrong, and nothing else."""
+    return set(np.unique(values[~np.isnan(values)])) <= {0.0, 1.0}
 
 
 def problem_means(values_PK: np.ndarray) -> np.ndarray:
@@ -56,11 +60,15 @@ def wilson(num_right: float, count: int) -> Estimate:
 
 
 def of_means(values_P: np.ndarray) -> Estimate:
-    """Student's interval of the mean of independent values, such as the problems' means or their differences."""
+    """Student's interval of the mean of independent values, such as the problems' means or their differences.
+
+    Of values that are all the same there is none: they do not tell how far others may lie.
+    """
     mean, count = float(values_P.mean()), len(values_P)
-    if count < 2:
+    deviation = float(values_P.std(ddof=1)) if count > 1 else 0.0
+    if deviation == 0:
         return Estimate(mean)
-    half = t_quantile(count - 1) * float(values_P.std(ddof=1)) / math.sqrt(count)
+    half = t_quantile(count - 1) * deviation / math.sqrt(count)
     return Estimate(mean, mean - half, mean + half)
 
 
@@ -81,17 +89,24 @@ def t_quantile(num_free: int) -> float:
     return z + sum(terms)
 
 
-def pass_at(k: int, is_right_PK: np.ndarray) -> np.ndarray:
-    """For each problem the probability that one of k samples is right, without bias: 1 - C(K-c, k) / C(K, k) (arXiv 2107.03374, eq. 1)."""
-    num_samples = is_right_PK.shape[1]
-    num_right_P = is_right_PK.sum(axis=1)
-    return np.array([1 - math.comb(num_samples - int(right), k) / math.comb(num_samples, k) for right in num_right_P])
+def pass_at(k: int, values_PK: np.ndarray) -> np.ndarray:
+    """For each problem the probability that one of k samples is right, without bias: 1 - C(K-c, k) / C(K, k) (arXiv 2107.03374, eq. 1).
+
+    K is the number of its samples that have a value; nan where these are fewer than k.
+    """
+    num_rated_P, num_right_P = (~np.isnan(values_PK)).sum(axis=1), (values_PK == 1).sum(axis=1)
+    return np.array(
+        [
+            1 - math.comb(rated - right, k) / math.comb(rated, k) if rated >= k else math.nan
+            for rated, right in zip(num_rated_P.tolist(), num_right_P.tolist(), strict=True)
+        ]
+    )
 
 
 def of_majority(texts_PK: list[list[str]], values_PK: np.ndarray) -> np.ndarray:
-    """For each problem the value of the text that was given most often; of several the one that came first."""
+    """For each problem the value of the answer that was given most often, however it was come to; of several the one that came first."""
     majority_P = []
     for texts, values in zip(texts_PK, values_PK, strict=True):
-        stripped = [text.strip() for text in texts]
-        majority_P.append(values[stripped.index(max(stripped, key=stripped.count))])
+        answers = [short_answer(text) for text in texts]
+        majority_P.append(values[answers.index(max(answers, key=answers.count))])
     return np.array(majority_P)

@@ -7,6 +7,7 @@ on and a checkpoint in `vllm serve` will do. Invariant: every prompt is rated on
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -18,7 +19,7 @@ import numpy as np
 
 from learner.config import LearnerRun
 from learner.evaluation.asking import Answered, ask_all, completions_of
-from learner.evaluation.estimates import Estimate, estimate, of_majority, pass_at, problem_means
+from learner.evaluation.estimates import estimate, is_binary, of_majority, pass_at, problem_means
 from learner.evaluation.evaluation import FILE, Evaluation, note
 from learner.evaluation.playing import ends_of, episodes_of, open_players, rate_played
 from learner.evaluation.questions import Questions, sets_of
@@ -26,6 +27,8 @@ from learner.material import Material
 from learner.rewards.workers import GroupRewards, RewardWorkers
 from learner.servers.loop_thread import LoopThread
 from protocol.errors import RewardError
+
+log = logging.getLogger(__name__)
 
 Rating = Future[GroupRewards] | asyncio.Future[GroupRewards]
 SCORING_S = 60.0
@@ -124,8 +127,10 @@ async def _rated(questions: Questions, rating: "Rating") -> GroupRewards:
             f"answers were not rated within {limit_s:g} s; lower learner.reward.timeout_s ({config.timeout_s:g}), or raise num_workers"
         ) from error
     for function in group.functions:
-        if function.message is not None:
-            raise RewardError(function.message)
+        if function.outcome == "failed":
+            raise RewardError(function.message or function.name)
+        if function.outcome == "timed_out":
+            log.warning("one prompt of the evaluation has no reward: %s", function.message)
     return group
 
 
@@ -158,9 +163,13 @@ def summed_up(
         reward=estimate(values_PK),
         functions={name: estimate(table) for name, table in by_name.items()},
         pass_at={
-            name: {str(k): _estimated(pass_at(k, table == 1)) for k in _powers(config.num_samples)}
+            name: {
+                str(k): found
+                for k in _powers(config.num_samples)
+                if (found := estimate(pass_at(k, table)[:, None])) is not None
+            }
             for name, table in by_name.items()
-            if config.num_samples > 1 and set(np.unique(table)) <= {0.0, 1.0}
+            if config.num_samples > 1 and is_binary(table) and not np.isnan(table).all()
         },
         majority=estimate(of_majority(texts_PK, values_PK)[:, None])
         if config.num_samples > 2 and not is_played
@@ -176,12 +185,6 @@ def summed_up(
 
 def _table(rows: Iterable[list[float | None]]) -> np.ndarray:
     return np.array([[np.nan if value is None else value for value in row] for row in rows], float)
-
-
-def _estimated(values_P: np.ndarray) -> Estimate:
-    found = estimate(values_P[:, None])
-    assert found is not None
-    return found
 
 
 def _powers(most: int) -> list[int]:

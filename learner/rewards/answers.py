@@ -88,6 +88,13 @@ def last_box(text: str) -> str | None:
     return ""
 
 
+def short_answer(text: str) -> str:
+    """Return what a whole text answers: its last box, or what it marks as its answer, or else all that follows its reasoning."""
+    answer = answer_of(text)
+    box, marked = last_box(answer), _CONCLUDES.findall(answer)
+    return (answer if box is None and not marked else marked[-1] if box is None else box).strip(" .*$\n")
+
+
 def num_boxes(text: str) -> int:
     return len(_BOX.findall(text))
 

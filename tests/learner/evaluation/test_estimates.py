@@ -60,7 +60,18 @@ def test_pass_at_k_is_the_share_of_all_choices_of_k_samples_in_which_one_is_righ
     is_right_PK = np.random.default_rng(2).random((5, 6)) < 0.4
     for k in range(1, 7):
         by_choice = [np.mean([any(chosen) for chosen in itertools.combinations(row, k)]) for row in is_right_PK]
-        assert pass_at(k, is_right_PK) == pytest.approx(by_choice)
+        assert pass_at(k, is_right_PK.astype(float)) == pytest.approx(by_choice)
+
+
+def test_a_sample_that_was_not_scored_costs_pass_at_k_itself_alone() -> None:
+    nan = np.nan
+    values_PK = np.array([[1.0, 0.0, nan, 0.0], [nan, nan, nan, 1.0], [nan] * 4])
+    assert pass_at(1, values_PK) == pytest.approx([1 / 3, 1.0, nan], nan_ok=True)
+    assert pass_at(2, values_PK) == pytest.approx([2 / 3, nan, nan], nan_ok=True)
+
+
+def test_differences_that_are_all_the_same_have_no_interval() -> None:
+    assert of_means(np.zeros(50)) == Estimate(0.0) and str(of_means(np.zeros(50))) == "0"
 
 
 def test_what_was_not_scored_counts_for_nothing() -> None:
@@ -79,3 +90,8 @@ def test_samples_that_never_differ_do_not_claim_certainty() -> None:
 def test_the_majority_is_the_answer_given_most_often_and_of_several_the_first() -> None:
     texts = [["7", " 8", "8 "], ["1", "2", "3"]]
     assert of_majority(texts, np.array([[0.0, 1.0, 1.0], [1.0, 0.0, 0.0]])).tolist() == [1.0, 1.0]
+    texts = [
+        ["<think>first</think>so \\boxed{8}", "I guess \\boxed{7}.", "it must be \\boxed{8}"],
+        ["one way: 3", "The answer is 4.", "#### 4"],
+    ]
+    assert of_majority(texts, np.array([[1.0, 0.0, 1.0], [0.0, 1.0, 1.0]])).tolist() == [1.0, 1.0]

@@ -21,6 +21,8 @@ from tests.ports import free_port
 
 ROWS = [{"prompt": f"{n}>", "answer": str(n)} for n in range(20, 30)]
 REWARDS = """
+import time
+
 def right(completions, answer, **row):
     return [float(said == wanted) for said, wanted in zip(completions, answer)]
 
@@ -30,6 +32,11 @@ def length(completions, completion_ids, **row):
 
 def broken(completions, **row):
     raise KeyError("no such column")
+
+def late_once(completions, answer, **row):
+    if answer[0] == "23":
+        time.sleep(600)
+    return [1.0] * len(completions)
 """
 
 
@@ -163,6 +170,16 @@ def test_a_reward_function_that_fails_ends_it_and_nothing_is_noted(tmp_path: Pat
     with pytest.raises(RewardError, match="broken raised KeyError"):
         evaluate(a_run(tmp_path, server, functions=("right", "broken")))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_reward_that_comes_too_late_costs_its_own_prompt_alone(
+    tmp_path: Path, server: OpenAIServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = evaluate(a_run(tmp_path, server, "--learner.reward.timeout-s", "2", functions=("late_once",)))[0]
+    assert made.reward is not None and made.reward.mean == 1.0
+    assert sum(reward is None for reward in made.rewards_P) == 1
+    (told,) = [message for message in caplog.messages if "one prompt of the evaluation has no reward" in message]
+    assert "did not return within 2 s" in told
 
 
 def test_other_prompts_than_the_runs_own(tmp_path: Path, server: OpenAIServer) -> None:
