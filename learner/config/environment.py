@@ -33,6 +33,9 @@ class EnvironmentConfig(Section):
     unencrypted, and only their keys keep others out."""
     gateway_port: MayChange[int] = 0
     """0: any that is free."""
+    override_sampling: MayChange[bool] = False
+    """Leave out what an agent's requests say about sampling (temperature, top_p, seed, ...) and sample as the run does; else they are
+    refused."""
     max_turns: int = 8
     """Of an episode; sampling.max_tokens is a turn's."""
     max_episode_tokens: int | None = None
@@ -66,7 +69,7 @@ class EnvironmentConfig(Section):
     def lacking(self) -> dict[str, str]:
         lacking = {} if self.agent or self.factory or self.tools else {"python": "factory, tools or agent"}
         if not self.has_agent:
-            lacking |= dict.fromkeys(("gateway_host", "gateway_port"), "agent or command")
+            lacking |= dict.fromkeys(("gateway_host", "gateway_port", "override_sampling"), "agent or command")
         if not self.is_used:
             limits = ("max_turns", "max_episode_tokens", "episode_deadline_s", "max_concurrent", "max_memory_mib")
             lacking |= dict.fromkeys(("renderer", *limits), "factory, tools, agent or command")

@@ -21,7 +21,7 @@ from learner.environments.answer import Unreadable, calls_of, read_answer
 from learner.gateway.messages import REASONING, read_messages, spoken
 from learner.gateway.refusal import NO_RETRY, Refused, episode_over, unknown_key
 from learner.gateway.reply import Reply, chat_reply, events, text_reply
-from learner.gateway.request import Body, ChatBody, TextBody, cut_at, max_tokens_of, read_body, stops_of
+from learner.gateway.request import AnyBody, Body, ChatBody, TextBody, cut_at, max_tokens_of, read_body, stops_of
 from learner.gateway.session import Session, Turn
 from learner.prompts.chat_template import ChatTemplate, Message
 from protocol.errors import ConfigError, DataError
@@ -79,7 +79,7 @@ class Gateway:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session, sampling = self._session_of(request), self._config.sampling
-        body = read_body(ChatBody, await request.read(), sampling)
+        body = self._body(ChatBody, await request.read())
         template = self._template_of(body)
         stops = stops_of(body, sampling)
         messages, prompt = session.places.of_chat(template, read_messages(body.messages))
@@ -93,7 +93,7 @@ class Gateway:
 
     async def _text(self, request: web.Request) -> web.StreamResponse:
         session, sampling = self._session_of(request), self._config.sampling
-        body = read_body(TextBody, await request.read(), sampling)
+        body = self._body(TextBody, await request.read())
         stops = stops_of(body, sampling)
         prompt, before = self._text_prompt(session, body)
         turn = await session.turn(prompt, max_tokens_of(body, sampling), stops)
@@ -103,6 +103,10 @@ class Gateway:
         if before is not None:
             session.places.add_text(before + text, [*turn.prompt, *turn.token_ids])
         return await answered(request, text_reply(turn, text, body, self._model), body)
+
+    def _body(self, kind: type[AnyBody], content: bytes) -> AnyBody:
+        """Raises Refused."""
+        return read_body(kind, content, self._config.sampling, overrides=self._config.environment.override_sampling)
 
     async def _models(self, request: web.Request) -> web.Response:
         self._session_of(request)

@@ -51,13 +51,25 @@ def starts_with(messages: Sequence[Message], said: Sequence[Message]) -> bool:
 
 
 def _is_same(message: Message, said: Message) -> bool:
-    return message == {key: value for key, value in said.items() if key != REASONING or key in message}
+    """Clients give the policy a name, and strip what it has said: that changes nothing, for its tokens are those that were recorded."""
+    return _essence(message) == _essence(
+        {key: value for key, value in said.items() if key != REASONING or key in message}
+    )
+
+
+def _essence(message: Message) -> Message:
+    if message["role"] != "assistant" or not isinstance(message.get("content"), str):
+        return message
+    return {key: value for key, value in message.items() if key != "name"} | {"content": message["content"].strip()}
 
 
 def _read(message: dict[str, Any], where: str) -> Message:
     if not isinstance(message.get("role"), str):
         raise Refused(f"{where} has no role; expected one such as 'user'", parameter="messages")
-    read: Message = {"role": message["role"], "content": _text(message.get("content"), where)}
+    role = (
+        "system" if message["role"] == "developer" else message["role"]
+    )  # OpenAI's newer word, which few templates know
+    read: Message = {"role": role, "content": _text(message.get("content"), where)}
     for key in ("name", "tool_call_id", REASONING):
         if message.get(key):
             read[key] = message[key]

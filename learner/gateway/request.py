@@ -1,7 +1,7 @@
 """What an agent asks, checked: OpenAI's bodies of /v1/chat/completions and /v1/completions.
 
 Invariant: an agent never changes how the run samples, for the learner trains with the logprobs of that distribution: what differs is
-refused, what is the same or absent is not. Keys that change no token are ignored.
+refused, or left out with learner.environment.override_sampling; what is the same or absent is not. Keys that change no token are ignored.
 """
 
 import math
@@ -48,17 +48,35 @@ class TextBody(Body, kw_only=True):
 
 
 AnyBody = TypeVar("AnyBody", ChatBody, TextBody)
+OF_RUN = ("temperature", "top_p", "top_k")
+"""Keys of learner.sampling."""
 FIXED: dict[str, Any] = {
     "n": 1, "best_of": 1, "min_p": 0, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "logit_bias": {},
-    "echo": False, "suffix": "", "top_logprobs": 0, "min_tokens": 0, "ignore_eos": False,
+    "echo": False, "suffix": "", "top_logprobs": 0, "min_tokens": 0, "ignore_eos": False, "use_beam_search": False, "length_penalty": 1,
+    "stop_token_ids": [], "bad_words": [], "allowed_token_ids": [], "logits_processors": [], "repetition_detection": None,
+    "structured_outputs": None, "guided_json": None, "guided_regex": None, "guided_choice": None, "guided_grammar": None,
 }  # fmt: skip
 """What the run never has otherwise."""
+OTHERWISE: dict[str, tuple[Any, str]] = {
+    "functions": ([], "pass tools, which took their place"),
+    "function_call": ("auto", "pass tools, which took their place"),
+    "reasoning_effort": (None, "set what the template takes in learner.data.chat_template_kwargs"),
+    "chat_template": (None, "the episodes have that of the tokenizer"),
+    "documents": ([], "let them stand in the messages"),
+    "continue_final_message": (False, "end the messages with a user's or a tool's"),
+    "add_generation_prompt": (True, "it stays: the policy answers"),
+    "truncate_prompt_tokens": (None, "send fewer messages"),
+}
+"""Keys of OpenAI's and vLLM's that change the prompt: what changes nothing, and what to do instead."""
 
 
-def read_body(kind: type[AnyBody], content: bytes, sampling: SamplingConfig) -> AnyBody:
-    """Raises Refused."""
+def read_body(kind: type[AnyBody], content: bytes, sampling: SamplingConfig, *, overrides: bool = False) -> AnyBody:
+    """`overrides`: the run's sampling takes the place of what an agent asks for. Raises Refused."""
     try:
         raw = msgspec.json.decode(content, type=dict[str, Any])
+        _refuse_other_prompts(raw)
+        if overrides:
+            raw = {key: value for key, value in raw.items() if key not in OF_RUN and key not in FIXED and key != "seed"}
         _refuse_other_sampling(raw, sampling)
         body = msgspec.convert(raw, kind)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
@@ -99,12 +117,13 @@ def cut_at(text: str, stops: Sequence[str]) -> str:
 
 
 def _refuse_other_sampling(raw: dict[str, Any], sampling: SamplingConfig) -> None:
-    of_run = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k")}
+    of_run = {name: getattr(sampling, name) for name in OF_RUN}
     for name, expected in (of_run | FIXED).items():
         came = raw.get(name)
         if came is None or came == expected or (name == "top_k" and expected == 0 and came == -1):
             continue
         remedy = f"leave it out, or set learner.sampling.{name}" if name in of_run else "leave it out"
+        remedy += ", or have it left out with learner.environment.override_sampling = true"
         raise Refused(
             f"{name} = {came!r} came, expected {expected!r}: the run samples so, and its learner trains on what it has sampled; {remedy}",
             code="fixed_by_the_run",
@@ -117,6 +136,12 @@ def _refuse_other_sampling(raw: dict[str, Any], sampling: SamplingConfig) -> Non
             code="fixed_by_the_run",
             parameter="seed",
         )
+
+
+def _refuse_other_prompts(raw: dict[str, Any]) -> None:
+    for name, (expected, remedy) in OTHERWISE.items():
+        if (came := raw.get(name)) is not None and came != expected:
+            raise Refused(f"{name} = {str(came)[:200]} came, expected {expected!r}; {remedy}", parameter=name)
 
 
 def _refuse_forced_forms(body: ChatBody) -> None:

@@ -223,6 +223,14 @@ def test_an_episode_that_is_over_answers_nothing_and_records_nothing_more() -> N
         ({"response_format": {"type": "json_object"}}, "response_format of type 'json_object' came"),
         ({"max_tokens": 0}, "max_tokens = 0 must be at least 1"),
         ({"stop": [""]}, "texts of 1 to 256 characters"),
+        ({"extra_body": {"stop_token_ids": [3]}}, r"stop_token_ids = \[3\] came, expected \[\]"),
+        ({"extra_body": {"structured_outputs": {"regex": "a"}}}, "structured_outputs = .* came, expected None"),
+        ({"extra_body": {"guided_choice": ["a"]}}, "guided_choice = .* came"),
+        ({"extra_body": {"bad_words": ["a"]}}, "bad_words = .* came"),
+        ({"extra_body": {"allowed_token_ids": [3]}}, "allowed_token_ids = .* came"),
+        ({"extra_body": {"continue_final_message": True}}, "continue_final_message = True came, expected False"),
+        ({"reasoning_effort": "low"}, "reasoning_effort = low came, .* learner.data.chat_template_kwargs"),
+        ({"functions": [{"name": "add", "parameters": {}}]}, "functions = .* came, .* pass tools"),
         ({"messages": []}, "messages is empty"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "holds what is no text"),
         ({"messages": [{"content": "x"}]}, "has no role"),
@@ -246,6 +254,42 @@ def test_what_is_as_the_run_samples_is_not_refused() -> None:
         async with opened(says("one"), sampling={"temperature": 0.5}) as agent:
             same = {"temperature": 0.5, "top_p": 1, "n": 1, "presence_penalty": 0.0, "logit_bias": {}, "user": "me"}
             await agent.chat(QUESTION, **same, extra_body={"top_k": -1, "repetition_penalty": 1.0})
+
+    asyncio.run(run())
+
+
+def test_what_an_agent_says_about_sampling_may_be_left_out() -> None:
+    async def run() -> None:
+        async with opened(says("one"), override_sampling=True) as agent:
+            await agent.chat(QUESTION, temperature=0.7, top_p=0.9, seed=3, n=2, extra_body={"stop_token_ids": [3]})
+            assert len(agent.asked) == 1
+            with pytest.raises(openai.BadRequestError, match="reasoning_effort"):
+                await agent.chat(QUESTION, temperature=0.7, reasoning_effort="low")
+
+    asyncio.run(run())
+
+
+def test_a_developer_is_the_system_to_the_template() -> None:
+    async def run() -> None:
+        async with opened(says("one")) as agent:
+            await agent.chat([{"role": "developer", "content": "Be short."}, *QUESTION])
+            shown = TOKENIZER.decode(agent.asked[0].token_ids.tolist())
+        assert "<|im_start|>system\nBe short.<|im_end|>" in shown and "developer" not in shown
+
+    asyncio.run(run())
+
+
+def test_a_turn_that_comes_back_with_a_name_or_stripped_is_the_same_turn() -> None:
+    async def run() -> None:
+        async with opened(says(" one\n", "two", "three")) as agent:
+            await agent.chat(QUESTION)
+            told = [
+                *QUESTION,
+                {"role": "assistant", "name": "solver", "content": "one"},
+                {"role": "user", "content": "so"},
+            ]
+            await agent.chat(told)
+            assert len(agent.end().branches) == 1
 
     asyncio.run(run())
 
