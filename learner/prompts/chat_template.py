@@ -3,7 +3,9 @@
 Invariant: whoever renders the same messages gets the same tokens, whether they are a prompt or what an episode has come to.
 """
 
+import json
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -54,8 +56,41 @@ class ChatTemplate(msgspec.Struct, frozen=True, eq=False):
         more = ({"tools": self.tools} if self.tools else {}) | self.arguments
         try:
             return self.tokenizer.apply_chat_template(
-                list(messages), tokenize=tokenize, return_dict=False, add_generation_prompt=opens_turn,
+                [_without_nulls(message) for message in messages], tokenize=tokenize, return_dict=False, add_generation_prompt=opens_turn,
                 **more,
             )  # fmt: skip
         except Exception as error:  # of the template's code, or of what it makes of a message that the policy wrote
             raise DataError(f"the conversation does not go through the chat template: {error}") from error
+
+
+def _without_nulls(message: Message) -> Message:
+    """As a person would have written it. Files of columns, such as parquet, give every message each key that one of them has, and many data
+    sets hold the arguments of calls as JSON's text, which a template would encode once more."""
+    plain = {key: value for key, value in message.items() if value is not None}
+    plain["content"] = _as_text(message.get("content") or "")
+    if calls := plain.pop("tool_calls", None):
+        plain["tool_calls"] = [_call_without_nulls(call) for call in calls]
+    return plain
+
+
+def _as_text(content: Any) -> Any:
+    """Parts that are all texts as one text: templates of models that read nothing else print a list as Python does."""
+    if isinstance(content, list) and all(
+        isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
+    ):
+        return "".join(part["text"] for part in content)
+    return content
+
+
+def _call_without_nulls(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return call
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
+    if isinstance(arguments, dict):
+        arguments = {name: value for name, value in arguments.items() if value is not None}
+    rest = {key: value for key, value in call.items() if value is not None}
+    return rest | {"function": function | {"arguments": {} if arguments is None else arguments}}

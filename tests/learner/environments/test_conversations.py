@@ -288,6 +288,29 @@ def test_a_tokenizers_own_format_comes_before_ours() -> None:
     assert (episode.course.state, episode.course.num_calls) == ("finished", 1)
 
 
+def test_rows_as_parquet_has_them_are_shown_as_a_person_would_have_written_them(keeping: ChatTemplate) -> None:
+    nulls = {"name": None, "tool_calls": None, "tool_call_id": None, "reasoning_content": None}
+    arguments: list[Any] = [{"number": 2, "text": None}, '{"number": 2}']
+    for each in arguments:
+        rows = [
+            nulls | {"role": "user", "content": [{"type": "text", "text": "How "}, {"type": "text", "text": "much?"}]},
+            nulls | {"role": "assistant", "content": None, "tool_calls": [{"id": None, "function": {"name": "add", "arguments": each}}]},
+            nulls | {"role": "tool", "name": "add", "content": "2"},
+        ]  # fmt: skip
+        by_hand = [
+            {"role": "user", "content": "How much?"},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"function": {"name": "add", "arguments": {"number": 2}}}],
+            },
+            {"role": "tool", "name": "add", "content": "2"},
+        ]
+        shown = keeping.text(rows)
+        assert shown == keeping.text(by_hand) and "None" not in shown and "null" not in shown and '\\"' not in shown
+        assert rows[1]["content"] is None, "what reward functions are given stays as it is"
+
+
 def test_functions_are_tools_beside_a_class_and_without_one() -> None:
     config = EnvironmentConfig(tools=(f"{USER}:multiply",))
     told = ChatTemplate(chat_tokenizer(), {}, tools_of(config))
