@@ -125,10 +125,10 @@ class Prompts:
         columns = self._source.row(row)
         prompt = with_system_prompt(columns.pop(self._config.prompt_column), self._config)
         token_ids = self._encoded.prompt_ids(row)
-        end = self.template.tokenizer.decode(token_ids[-END_TOKENS:]).rstrip()
+        (end,) = self.template.tokenizer.batch_decode([token_ids[-END_TOKENS:]], skip_special_tokens=False)
         return Prompt(
             prompt_id=row, prompt=prompt, token_ids=token_ids, columns=columns,
-            opens_reasoning=end.endswith(OPENS_REASONING),
+            opens_reasoning=end.rstrip().endswith(OPENS_REASONING),
         )  # fmt: skip
 
     def _find_too_long(self) -> np.ndarray:

@@ -25,7 +25,9 @@ def completion_text(completion: Any, *, opens_reasoning: bool = False) -> str:
     """Return what the assistant said last: the completion itself, or its last message of a conversational one, reasoning included."""
     if isinstance(completion, str):
         return OPENS_REASONING + completion if opens_reasoning else completion
-    said = next((message for message in reversed(completion) if message.get("role", "assistant") == "assistant"), {})
+    said: dict[str, Any] = next(
+        (message for message in reversed(completion) if message.get("role", "assistant") == "assistant"), {}
+    )
     text, reasoning = _content(said.get("content")), said.get("reasoning_content")
     if reasoning:
         return f"{OPENS_REASONING}{reasoning}{CLOSES_REASONING}{text}"
