@@ -64,7 +64,7 @@ def _content(content: Any) -> str:
     """Of a message: a text, a list of parts, or None where there are only calls."""
     if isinstance(content, list):
         return "".join(part.get("text") or "" for part in content if isinstance(part, dict))
-    return content or ""
+    return content if isinstance(content, str) else ""
 
 
 def _plainly(number: float) -> str:
