@@ -25,13 +25,12 @@ if [ -e "$run_dir/config.toml" ]; then
 fi
 
 pid='' interrupted=no hung_up=no
-interrupt() {
-    interrupted=yes
-    [ -z "$pid" ] || kill -TERM "$pid" 2>/dev/null
-}
-trap interrupt TERM INT USR1
+interrupt='interrupted=yes; [ -z "$pid" ] || kill -TERM "$pid" 2>/dev/null'
+for name in TERM INT USR1; do
+    trap "$interrupt" "$name"
+done
 # A terminal that closes says so more than once, which is no second signal.
-trap '[ "$hung_up" = yes ] || { hung_up=yes; interrupt; }' HUP
+trap '[ "$hung_up" = yes ] || { hung_up=yes; eval "$interrupt"; }' HUP
 
 # In a session of its own: a signal to the whole process group would come twice, and the second one ends a learner at once.
 setsid "${learner[@]}" train "$config" --run-dir "$run_dir" "${resume[@]}" "$@" &

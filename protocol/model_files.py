@@ -32,6 +32,8 @@ _QUANTIZED_KEYS = ("quantization_config", "compression_config")
 _QUANTIZED_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 """Of ModelOpt, AutoGPTQ and AutoAWQ; vLLM reads them too."""
 _TEXT_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+MAX_HEADER_BYTES = 100_000_000
+"""As in safetensors itself."""
 _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 _DOWNLOADED = [*_TEXT_FILES, "*.safetensors"]
 
@@ -156,15 +158,17 @@ def weight_bytes(path: Path, dtype: str) -> int:
 def _bytes_in(file: Path, width: int) -> int:
     try:
         with file.open("rb") as opened:
-            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+            if (num_bytes := int.from_bytes(opened.read(8), "little")) > MAX_HEADER_BYTES:
+                raise ValueError(f"its header has {num_bytes} bytes")
+            header = json.loads(opened.read(num_bytes))
         tensors = [tensor for name, tensor in header.items() if name != "__metadata__"]
         return sum(
             math.prod(one["shape"]) * width if "F" in one["dtype"] else one["data_offsets"][1] - one["data_offsets"][0]
             for one in tensors
         )
-    except (OSError, OverflowError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{file} cannot be read as safetensors ({error}); download or save the model again"
+            f"{file}, of `model`, cannot be read as safetensors ({error}); let this user read it, or download or save it again"
         ) from error
 
 

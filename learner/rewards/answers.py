@@ -35,12 +35,14 @@ def completion_text(completion: Any, *, opens_reasoning: bool = False) -> str:
 
 
 def answer_of(completion: Any, *, opens_reasoning: bool = False) -> str:
-    """Return what follows the reasoning, without white space around it; "" if the reasoning has not ended.
+    """Return what follows the reasoning, or all where there is none; "" if the reasoning has not ended.
 
     `opens_reasoning`: the prompt ends with `<think>`, so that the completion begins within the reasoning.
     """
-    answer = completion_text(completion, opens_reasoning=opens_reasoning).rpartition(CLOSES_REASONING)[2]
-    return "" if OPENS_REASONING in answer else answer.strip()
+    _, has_reasoned, answer = completion_text(completion, opens_reasoning=opens_reasoning).rpartition(CLOSES_REASONING)
+    if OPENS_REASONING in answer:
+        return ""
+    return answer.strip() if has_reasoned else answer
 
 
 def golds_of(gold: Any) -> list[str]:
@@ -56,8 +58,8 @@ def golds_of(gold: Any) -> list[str]:
             return list(dict.fromkeys(text for one in gold for text in golds_of(one)))
         case dict():
             return [json.dumps(gold, sort_keys=True, ensure_ascii=False)]
-    text = str(gold).strip()
-    return [text] if text else []
+    text = str(gold)
+    return [text] if text.strip() else []
 
 
 def _content(content: Any) -> str:

@@ -37,7 +37,9 @@ def exact_match(
 ) -> list[float | None]:
     """1 if the answer, without surrounding white space, is the `answer` column; else 0; None if the column is empty."""
     return [
-        float(answer_of(completion, opens_reasoning=opens_reasoning) in golds) if (golds := golds_of(gold)) else None
+        float(answer_of(completion, opens_reasoning=opens_reasoning).strip() in map(str.strip, golds))
+        if (golds := golds_of(gold))
+        else None
         for completion, gold in zip(completions, answer, strict=True)
     ]
 
@@ -100,7 +102,7 @@ def math_equivalence(
         golds = known.get(key := repr(column))
         if golds is None:
             golds = known[key] = [_Gold(text.rpartition("####")[2].strip()) for text in golds_of(column)]
-        text = answer_of(completion, opens_reasoning=opens_reasoning)
+        text = answer_of(completion, opens_reasoning=opens_reasoning).strip()
         can_be_judged = any(gold.is_readable for gold in golds)
         rewards.append(float(any(gold.is_met_by(text) for gold in golds)) if can_be_judged else None)
     return rewards

@@ -9,7 +9,10 @@ Public keys follow from the secret ones, so a side needs no file of its own publ
 from files that nobody else may read.
 """
 
+import errno
 import logging
+import os
+import stat
 import sys
 from pathlib import Path
 
@@ -88,9 +91,12 @@ def make_keys(directory: Path) -> None:
 def _folder(directory: str) -> Path:
     """Raises ConfigError for what is no directory, or one of somebody else."""
     try:
-        (Path(directory) / "server.key").stat()  # a directory that may be entered need not be one that may be listed
-    except FileNotFoundError:
-        pass
+        if not stat.S_ISDIR(os.stat(directory).st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if not os.access(
+            directory, os.X_OK, effective_ids=True
+        ):  # one that may be entered need not be one that may be listed
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise ConfigError(
             f"keys = {directory!r} cannot be read ({error.strerror}); expected the directory that `make keys` made, of "

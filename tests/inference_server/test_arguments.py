@@ -52,14 +52,14 @@ REASONS = {
 OURS = {
     "model": "model", "served_model_name": "model", "dtype": "server.dtype", "seed": "seed",
     "max_model_len": "server.max_model_len", "max_num_seqs": "server.max_concurrent_sequences",
-    "max_num_active_seqs": "server.max_concurrent_sequences", "scheduler_cls": "server.reserved_sequences",
+    "max_num_active_seqs": "server.max_concurrent_sequences", "scheduler_cls": "reserved places",
     "reasoning_parser": "server.reasoning_parser",
     "kv_cache_memory_bytes": "server.kv_cache_memory_mib", "block_size": "server.block_size",
     "gpu_memory_utilization": "server.gpu_memory_utilization", "enforce_eager": "server.enforce_eager",
     "tensor_parallel_size": "server.tensor_parallel_size", "data_parallel_size": "server.data_parallel_size",
     "distributed_executor_backend": "server.tensor_parallel_size", "disable_log_stats": "server.http_port",
     "use_tqdm_on_load": "terminal", "enable_prefix_caching": "share their prompt",
-    "scheduling_policy": "learner's groups", "logprobs_mode": "sampled from", "generation_config": "learner.sampling",
+    "scheduling_policy": "by their priority", "logprobs_mode": "sampled from", "generation_config": "learner.sampling",
     "worker_extension_cls": "pushes", "hf_overrides": "head_dtype for the head",
 }  # fmt: skip
 """What the server sets, and what it says of where that comes from."""

@@ -78,6 +78,7 @@ def furnished(home: Path) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SLIPSTREAM_HOME", str(home / "made"))
         shutil.copytree(resolve_model("tiny:digits"), home / "model")
+    (home / "model/model.safetensors").chmod(0o644)  # safetensors itself lets only the owner read it
     make_keys(home / "keys")
     (home / "file").write_text("text\n")
     (home / "empty").touch()

@@ -45,7 +45,6 @@ def test_what_is_within_the_bounds_is_taken(model: Path, keys: dict[str, Any]) -
     [
         ({"max_model_len": 65}, r"max_model_len \(65\) is greater than the derived max_model_len"),
         ({"max_model_len": 2**31 - 1}, r"max_model_len \(2147483647\) is greater"),
-        ({"max_concurrent_sequences": 1 << 16}, r"max_num_batched_tokens \(2048\) must be .* max_num_seqs \(65536\)"),
         ({"tensor_parallel_size": 3}, r"heads \(2\) must be divisible by tensor parallel size \(3\)"),
     ],
 )
@@ -60,9 +59,9 @@ def test_what_the_model_cannot_be_served_with_is_vllms_error_with_the_value(
 def test_a_start_with_such_a_value_is_a_config_error(model: Path) -> None:
     from inference_server.engine.versioned_llm import start_llm
 
-    server = ServerConfig(max_concurrent_sequences=1 << 16, enforce_eager=True, kv_cache_memory_mib=64, block_size=32)
+    server = ServerConfig(max_model_len=65, enforce_eager=True, kv_cache_memory_mib=64, block_size=32)
     run = ServerRun(model=str(model), run_dir="r", dtype="float32", server=server)
     with pytest.raises(
-        ConfigError, match=r"max_num_seqs \(\d+\).* Look at the keys of \[server\]: .*max_concurrent_sequences"
+        ConfigError, match=r"max_model_len \(65\).* Look at the keys of \[server\]: max_model_len, .*reserved_sequences"
     ):
         start_llm(run, model)

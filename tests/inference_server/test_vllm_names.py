@@ -141,7 +141,11 @@ def test_every_variable_of_vllms_that_is_set_or_read_is_in_the_table() -> None:
     known = set(PUBLIC["vllm.envs"])
     for path in PRODUCT:
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"VLLM_\w+", node.value):
+            if (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and re.fullmatch(r"VLLM_[A-Z0-9_]+", node.value)
+            ):
                 assert node.value in known, f"{path.name}: {node.value}"
             if isinstance(node, ast.keyword) and (node.arg or "").startswith("VLLM_"):
                 assert node.arg in known, f"{path.name}: {node.arg}"

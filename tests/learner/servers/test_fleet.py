@@ -152,7 +152,7 @@ def test_a_run_waits_for_a_server_that_another_has_and_ends_with_who_has_it_and_
             pytest.raises(
                 DeadlineExceeded,
                 match=r"run other waited 1 s \(learner.connect_timeout_s\) .*busy with run one, whose learner learner of one has held it for \d+ s\. "
-                r"Wait for its end, stop it, or start another server, or raise learner\.connect_timeout_s",
+                r"Wait for its end, stop it, or start another server\. Raise learner\.connect_timeout_s to wait longer",
             ),
         ):
             waiting.wait()
