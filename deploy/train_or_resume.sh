@@ -25,12 +25,11 @@ if [ -e "$run_dir/config.toml" ]; then
 fi
 
 pid='' interrupted=no hung_up=no
-interrupt='interrupted=yes; [ -z "$pid" ] || kill -TERM "$pid" 2>/dev/null'
 for name in TERM INT USR1; do
-    trap "$interrupt" "$name"
+    trap 'interrupted=yes; [ -z "$pid" ] || kill -TERM "$pid" 2>/dev/null' "$name"
 done
 # A terminal that closes says so more than once, which is no second signal.
-trap '[ "$hung_up" = yes ] || { hung_up=yes; eval "$interrupt"; }' HUP
+trap '[ "$hung_up" = yes ] || { hung_up=yes interrupted=yes; [ -z "$pid" ] || kill -TERM "$pid" 2>/dev/null; }' HUP
 
 # In a session of its own: a signal to the whole process group would come twice, and the second one ends a learner at once.
 setsid "${learner[@]}" train "$config" --run-dir "$run_dir" "${resume[@]}" "$@" &
