@@ -8,7 +8,7 @@ and one step at a learning rate of 1e-6 changes the policy by a thousandth of th
 on both sides, as long as enough weights change. An engine that goes on with the old ones gives the very numbers that it gave before,
 unless its batches change meanwhile: a GPU's numbers then do not repeat, and nothing is known.
 
-Invariant: an answer is compared only with logprobs of the version that it is for.
+Invariant: an answer is compared only with logprobs of the version that it is for, and the checks take at most MAX_SHARE of the time.
 """
 
 import logging
@@ -36,6 +36,8 @@ LEAST_CHANGE = 1e-5
 """Nats by which a logprob must change at the learner to count."""
 MIN_CHANGED, MIN_CHANGED_FRAC = 12, 0.9
 """So many tokens, and this share of them, must change at the learner before their change is looked for at the server."""
+MAX_SHARE = 0.05
+"""Of the training's time, for these checks: where steps are so short that they would take more, some syncs are left out."""
 WAIT_SLACK_S, WAIT_SLICE_S = 10.0, 0.5
 MAX_UNANSWERED = 5
 """Checks in a row that a server's silence prevents, until the log says so."""
@@ -76,14 +78,18 @@ class SyncCheck:
         self._expected: Expected | None = None
         self._num_unanswered = 0
         """Checks in a row."""
+        self._spent_s = self._next_at = 0.0
+        """Of the main thread, for the check under way; and when the next may begin."""
 
     def begin(self, version: int, sequences: list[list[int]]) -> None:
         """Score texts of the step at the learner, before it trains the weights of `version`."""
         self._before = None
-        if self._every_steps > 0 and (version + 1) % self._every_steps == 0:
+        started_at = time.monotonic()
+        if self._every_steps > 0 and (version + 1) % self._every_steps == 0 and started_at >= self._next_at:
             longest = longest_scored(self._probe.fleet.max_model_len)
             sequences = [sequence[-longest:] for sequence in sequences]
             self._before = Before(version, sequences, self._probe.logprobs(sequences), {})
+            self._spent_s = time.monotonic() - started_at
 
     def ask_before(self, members: Collection[Member]) -> None:
         """Have the servers that still have that version score them, once, without waiting for it. From any thread.
@@ -103,10 +109,13 @@ class SyncCheck:
         before, self._before = self._before, None
         if before is None or before.version != version - 1:
             return None
+        started_at = time.monotonic()
         self._wait(before.answers, self._probe.patience_s)
         for late in (answer for each in before.answers.values() for answer in each):
             late.cancel()
-        return Expected(version, self._probe.logprobs(before.sequences), before)
+        logprobs_T = self._probe.logprobs(before.sequences)
+        self._spent_s += time.monotonic() - started_at
+        return Expected(version, logprobs_T, before)
 
     def ask(self, members: Collection[Member], expected: Expected | None) -> None:
         """Have servers score what is expected, without waiting for it. May be called from another thread.
@@ -122,6 +131,7 @@ class SyncCheck:
         self._asked, self._expected = {}, None
         if expected is None:
             return
+        started_at = time.monotonic()
         self._wait(asked, self._probe.patience_s + WAIT_SLACK_S)
         is_answered = bool(asked)
         for place, answers in asked.items():
@@ -134,6 +144,8 @@ class SyncCheck:
                     self._check_change(place, expected, before_T, theirs_T)
             is_answered &= scores is not None and before_T is not None
         self._count(is_answered)
+        ended_at = time.monotonic()
+        self._next_at = ended_at + (self._spent_s + ended_at - started_at) * (1 / MAX_SHARE - 1)
 
     def _count(self, is_answered: bool) -> None:
         """Say once that the check is never made."""

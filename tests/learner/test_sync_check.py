@@ -170,6 +170,33 @@ def test_a_wait_for_answers_keeps_the_other_ranks_patient(monkeypatch: pytest.Mo
     assert len(calls) > 3
 
 
+def test_where_steps_are_short_so_many_syncs_are_left_out_that_checks_take_their_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sync_check, "MAX_SHARE", 0.1)
+
+    def logprobs(sequences: list[list[int]]) -> torch.Tensor:
+        time.sleep(0.01)
+        return torch.zeros(62)
+
+    fleet = SimpleNamespace(on_wait=lambda: None, max_model_len=64, loop=SimpleNamespace(submit=None))
+    probe: Any = SimpleNamespace(fleet=fleet, patience_s=0.2, timeout_s=60.0, logprobs=logprobs, note=lambda _: None)
+    check = SyncCheck(probe, 1, lambda version, dtype: 1.0)
+    began_at, version, num_checks, spent_s = time.monotonic(), 0, 0, 0.0
+    while (total_s := time.monotonic() - began_at) < 1.5:
+        started_at = time.monotonic()
+        check.begin(version, [list(range(64))])
+        expected = check.expect(version + 1)
+        check.ask([], expected)
+        check.check()
+        spent_s += time.monotonic() - started_at
+        num_checks += expected is not None
+        version += 1
+        time.sleep(0.005)
+    assert num_checks >= 3 and spent_s / total_s < 0.15
+    assert version > 5 * num_checks
+
+
 def test_a_check_is_made_as_often_as_the_config_says(tmp_path: Path) -> None:
     for every_steps, steps in ((3, [3, 6]), (0, [])):
         with tiny_server(LosesOneSync(None)) as server:

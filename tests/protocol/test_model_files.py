@@ -204,7 +204,9 @@ def test_the_bytes_of_weights_are_those_that_are_loaded_in_the_dtype_that_is_com
     save_file({"steps": torch.zeros(3, dtype=torch.int64), "weight": torch.zeros(5)}, tmp_path / "model.safetensors")
     assert weight_bytes(tmp_path, "bfloat16") == 3 * 8 + 5 * 2
     (sharded / "model-00001-of-00002.safetensors").write_bytes(b"half of it")
-    with pytest.raises(ConfigError, match=r"model-00001-of-00002.safetensors, of `model`, cannot be read as safetensors"):
+    with pytest.raises(
+        ConfigError, match=r"model-00001-of-00002.safetensors, of `model`, cannot be read as safetensors"
+    ):
         weight_bytes(sharded, "float32")
 
 

@@ -100,7 +100,7 @@ def _through_the_system(server: RealServer, family: str, directory: Path, lora: 
         family=family,
         lora=lora,
         parity_at_start=float(found[1]),
-        parity_in_training=max(line["parity/abs_logprob"] for line in metrics),
+        parity_in_training=max(line["parity/abs_logprob"] for line in metrics if "parity/abs_logprob" in line),
         after_last_push=distance(after, expected),
         moved=distance(after, before),
         export_in_vllm=distance(after, plain_logprobs(export)),
