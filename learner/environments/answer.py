@@ -7,19 +7,16 @@ The format is the one that learner.environment.renderer names, read by the packa
 
 import json
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeVar
-
-import msgspec
+from typing import TYPE_CHECKING, Any
 
 from learner.environments.host import Call
-from learner.prompts.chat_template import OPENS_REASONING, ChatTemplate, Message
+from learner.prompts.chat_template import OPENS_REASONING, ChatTemplate, Message, storable
 from protocol.errors import ConfigError
 from protocol.installation import install_command
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-T = TypeVar("T")
 HERMES = {
     "defaults": {"role": "assistant"},
     "start_anchor_pattern": "^",
@@ -52,15 +49,9 @@ def read_answer(template: ChatTemplate, prompt: list[int], token_ids: list[int])
             message = read_by_renderer(template.tokenizer, template.renderer, prompt, token_ids, template.tools)
         else:
             message = _read_by_transformers(template, prompt, token_ids)
-        return _storable(message)
+        return storable(message)
     except Exception as error:  # the policy wrote this: no parser knows all that it may make of it
         raise Unreadable(f"{type(error).__name__}: {error}") from error
-
-
-def _storable(value: T) -> T:
-    """Return it if the ledger and other processes can take it: JSON may be deeper, its numbers longer, and its texts half characters."""
-    msgspec.msgpack.encode(value)
-    return value
 
 
 def _read_by_transformers(template: ChatTemplate, prompt: list[int], token_ids: list[int]) -> Message:
@@ -89,7 +80,7 @@ def _call(function: Any) -> Call:
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
-            arguments = _storable(json.loads(arguments))
+            arguments = storable(json.loads(arguments))
         except (ValueError, RecursionError, OverflowError) as error:
             raise Unreadable(f"the arguments of {name} are no JSON: {error}") from error
     if not isinstance(arguments, dict):

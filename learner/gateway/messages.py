@@ -12,7 +12,7 @@ from typing import Any
 
 from learner.environments.host import Call
 from learner.gateway.refusal import Refused
-from learner.prompts.chat_template import Message
+from learner.prompts.chat_template import Message, storable
 
 REASONING = "reasoning_content"
 
@@ -94,7 +94,14 @@ def _call(call: Any, where: str) -> dict[str, Any]:
         raise Refused(f"{where} has a tool call without a function's name", parameter="messages")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        with suppress(ValueError):  # a policy's own mistake, told to it as it is
-            arguments = json.loads(arguments)
+        with suppress(ValueError, OverflowError, RecursionError):  # a policy's own mistake, told to it as it is
+            arguments = storable(json.loads(arguments))
     read = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    try:
+        storable(read)
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise Refused(
+            f"{where} has a tool call that cannot be kept ({error}); send its arguments as JSON's text",
+            parameter="messages",
+        ) from error
     return {"id": call["id"], **read} if call.get("id") else read

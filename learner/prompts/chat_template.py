@@ -6,7 +6,7 @@ Invariant: whoever renders the same messages gets the same tokens, whether they 
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, Any]
+T = TypeVar("T")
 OPENS_REASONING, CLOSES_REASONING = "<think>", "</think>"
 
 
@@ -63,6 +64,15 @@ class ChatTemplate(msgspec.Struct, frozen=True, eq=False):
             raise DataError(f"the conversation does not go through the chat template: {error}") from error
 
 
+def storable(value: T) -> T:
+    """Return it if the ledger and other processes can take it: JSON may be deeper, its numbers longer, and its texts half characters.
+
+    Raises ValueError, OverflowError or RecursionError.
+    """
+    msgspec.msgpack.encode(value)
+    return value
+
+
 def _without_nulls(message: Message) -> Message:
     """As a person would have written it. Files of columns, such as parquet, give every message each key that one of them has, and many data
     sets hold the arguments of calls as JSON's text, which a template would encode once more."""
@@ -88,8 +98,8 @@ def _call_without_nulls(call: Any) -> Any:
         return call
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments)
+        with suppress(ValueError, OverflowError, RecursionError):
+            arguments = storable(json.loads(arguments))
     if isinstance(arguments, dict):
         arguments = {name: value for name, value in arguments.items() if value is not None}
     rest = {key: value for key, value in call.items() if value is not None}

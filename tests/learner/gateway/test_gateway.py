@@ -11,8 +11,10 @@ import pytest
 from openai import AsyncOpenAI
 
 from learner.config import EnvironmentConfig
+from learner.environments.episode import PlayedGroup
 from learner.environments.process import tools_of
 from learner.prompts.chat_template import ChatTemplate
+from protocol.codec import pack, unpack
 from protocol.messages import Completion
 from tests.learner.environments.chat_tokenizer import DROPPING, END, KEEPING, call, chat_tokenizer
 from tests.learner.environments.play import USER, completion, played
@@ -265,6 +267,29 @@ def test_what_an_agent_says_about_sampling_may_be_left_out() -> None:
             assert len(agent.asked) == 1
             with pytest.raises(openai.BadRequestError, match="reasoning_effort"):
                 await agent.chat(QUESTION, temperature=0.7, reasoning_effort="low")
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"number": 18446744073709551616}', '{"text": "\\ud800"}', '{"a":' * 3000 + "1" + "}" * 3000]
+)
+def test_a_call_that_an_agent_has_read_itself_is_kept_whatever_the_policy_wrote_in_it(arguments: str) -> None:
+    async def run() -> None:
+        async with opened(says("one", "two"), max_tokens=100_000) as agent:
+            call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+            told = [
+                *QUESTION,
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "c1", "content": "?"},
+            ]
+            await agent.chat(told)
+            episode = agent.end()
+        assert (
+            unpack(pack(PlayedGroup(group_id="g", entered_version=0, episodes=[episode])), PlayedGroup)
+            .episodes[0]
+            .messages
+        )
 
     asyncio.run(run())
 
