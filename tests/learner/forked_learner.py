@@ -6,6 +6,7 @@ Exit code, output and signals are a process's own. What an interpreter does that
 
 import multiprocessing.process
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,7 @@ import learner.checkup.self_test
 import learner.report.page
 import learner.train  # noqa: F401  (these are for the fork server)
 from learner.__main__ import main
+from protocol.signals import TO_END
 from tests.peer import PROCESSES
 
 ROOT = Path(__file__).parent.parent.parent
@@ -52,6 +54,7 @@ def end_of(process: Process, log: Path, timeout_s: float = TIMEOUT_S) -> int:
 
 
 def _live(arguments: tuple[str, ...], out: Path, err: Path, prepare: Callable[[], None] | None) -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, TO_END)  # the fork server may be that of environments, which holds them back
     for descriptor, path in ((1, out), (2, err)):
         with path.open("a") as file:
             os.dup2(file.fileno(), descriptor)

@@ -45,6 +45,12 @@ def environment(name: str, timeout_s: float = TIMEOUT_S, python: str | None = No
     return EnvironmentProcess(EnvironmentConfig(factory=factory, timeout_s=timeout_s, python=python), takes_text=True)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_fork_server_of_others() -> None:
+    """That of another test file may have been started without holding signals back."""
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+
+
 @pytest.fixture(params=[None, sys.executable], ids=["forked", "in an interpreter of its own"])
 def treacherous(request: pytest.FixtureRequest) -> Iterator[EnvironmentProcess]:
     process = environment("Treacherous", python=request.param)
@@ -321,6 +327,7 @@ def test_signals_to_end_are_the_learners_and_an_environment_goes_on(
     assert treacherous.ask(Reset({})) == Said("") and treacherous.is_usable
 
 
+@pytest.mark.parametrize("treacherous", [None], indirect=True, ids=["forked"])
 @pytest.mark.parametrize("number", TO_END)
 def test_signals_to_end_leave_the_process_that_forks_environments_alone(
     treacherous: EnvironmentProcess, number: signal.Signals
