@@ -135,7 +135,7 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
                 rollouts=rollouts,
                 pusher=pusher,
                 parity=parity,
-                sync_check=SyncCheck(parity, config.parity.every_steps, pusher.sample.changed_frac),
+                sync_check=SyncCheck(parity, config.parity, pusher.sample.changed_frac),
                 evaluations=evaluations,
                 ledger=ledger,
                 log=run_log,

@@ -82,22 +82,29 @@ class ParityConfig(Section):
     logprob| of the server before and after. Unset: 1e-5 in float32, 1e-3 in bfloat16; the server's own noise is added."""
     every_steps: MayChange[int] = 1
     """After every how many weight syncs both sides score texts of the step once more: their logprobs must have changed on both, before
-    tokens of the new version are trained on. Where steps are short, so many are left out that the checks take a twentieth of the time. 0:
-    only a check at the start."""
+    tokens of the new version are trained on. 0: only a check at the start."""
+    max_time_share: MayChange[float] = 0.05
+    """Of the training's time, for these checks: where steps are so short that they would take more, some syncs go unchecked. 1: none does."""
 
     def check(self) -> None:
         require(
             self.every_steps >= 0, f"every_steps = {self.every_steps} must not be negative; 0 checks only at the start"
         )
         require(
+            0 < self.max_time_share <= 1,
+            f"max_time_share = {self.max_time_share} must be above 0 and at most 1; every_steps = 0 checks only at the start",
+        )
+        require(
             self.max_mean_abs_logprob is None or self.max_mean_abs_logprob > 0,
             f"max_mean_abs_logprob = {self.max_mean_abs_logprob} must be above 0",
         )
-
         require(
             self.max_identity_abs_logprob is None or self.max_identity_abs_logprob > 0,
             f"max_identity_abs_logprob = {self.max_identity_abs_logprob} must be above 0",
         )
+
+    def lacking(self) -> dict[str, str]:
+        return {} if self.every_steps else {"max_time_share": "every_steps"}
 
     def identity_bound(self, dtype: str) -> float:
         if self.max_identity_abs_logprob is not None:

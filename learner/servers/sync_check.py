@@ -8,7 +8,8 @@ and one step at a learning rate of 1e-6 changes the policy by a thousandth of th
 on both sides, as long as enough weights change. An engine that goes on with the old ones gives the very numbers that it gave before,
 unless its batches change meanwhile: a GPU's numbers then do not repeat, and nothing is known.
 
-Invariant: an answer is compared only with logprobs of the version that it is for, and the checks take at most MAX_SHARE of the time.
+Invariant: an answer is compared only with logprobs of the version that it is for, and the checks take at most `max_time_share` of the
+training's time.
 """
 
 import logging
@@ -20,6 +21,7 @@ from concurrent.futures import Future, wait
 import msgspec
 import torch
 
+from learner.config import ParityConfig
 from learner.servers.member import Member
 from learner.servers.parity import ParityProbe, longest_scored, of_version, replicas
 from protocol.errors import ParityError, ServerLost, SlipstreamError
@@ -36,8 +38,6 @@ LEAST_CHANGE = 1e-5
 """Nats by which a logprob must change at the learner to count."""
 MIN_CHANGED, MIN_CHANGED_FRAC = 12, 0.9
 """So many tokens, and this share of them, must change at the learner before their change is looked for at the server."""
-MAX_SHARE = 0.05
-"""Of the training's time, for these checks: where steps are so short that they would take more, some syncs are left out."""
 WAIT_SLACK_S, WAIT_SLICE_S = 10.0, 0.5
 MAX_UNANSWERED = 5
 """Checks in a row that a server's silence prevents, until the log says so."""
@@ -68,9 +68,11 @@ class Expected(msgspec.Struct, frozen=True, eq=False):
 class SyncCheck:
     """Of all servers that have the weights. Used by the main thread, but for `ask`."""
 
-    def __init__(self, probe: ParityProbe, every_steps: int, changed_frac: Callable[[int, torch.dtype], float]) -> None:
+    def __init__(
+        self, probe: ParityProbe, config: ParityConfig, changed_frac: Callable[[int, torch.dtype], float]
+    ) -> None:
         """`changed_frac`: the share of the weights that a version changed in a dtype."""
-        self._probe, self._every_steps, self._changed_frac = probe, every_steps, changed_frac
+        self._probe, self._config, self._changed_frac = probe, config, changed_frac
         self._before: Before | None = None
         self._lock = threading.Lock()
         """Held while the servers are asked for what is before a sync."""
@@ -85,7 +87,8 @@ class SyncCheck:
         """Score texts of the step at the learner, before it trains the weights of `version`."""
         self._before = None
         started_at = time.monotonic()
-        if self._every_steps > 0 and (version + 1) % self._every_steps == 0 and started_at >= self._next_at:
+        every_steps = self._config.every_steps
+        if every_steps > 0 and (version + 1) % every_steps == 0 and started_at >= self._next_at:
             longest = longest_scored(self._probe.fleet.max_model_len)
             sequences = [sequence[-longest:] for sequence in sequences]
             self._before = Before(version, sequences, self._probe.logprobs(sequences), {})
@@ -145,7 +148,7 @@ class SyncCheck:
             is_answered &= scores is not None and before_T is not None
         self._count(is_answered)
         ended_at = time.monotonic()
-        self._next_at = ended_at + (self._spent_s + ended_at - started_at) * (1 / MAX_SHARE - 1)
+        self._next_at = ended_at + (self._spent_s + ended_at - started_at) * (1 / self._config.max_time_share - 1)
 
     def _count(self, is_answered: bool) -> None:
         """Say once that the check is never made."""

@@ -27,6 +27,7 @@ FLAGS = {
     "dtype": "bfloat16", "learner.optimizer.learning-rate": "1e-6", "learner.groups-per-step": "4", "learner.max-staleness": "1",
     "learner.sampling.num-completions": "4", "learner.evaluation.every-steps": "0", "learner.evaluation.at-start": "false",
     "learner.checkpoint.every-steps": str(NEVER), "learner.report.dashboard-port": "0",
+    "learner.parity.max-time-share": "1",
 }  # fmt: skip
 
 

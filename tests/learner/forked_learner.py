@@ -54,7 +54,8 @@ def end_of(process: Process, log: Path, timeout_s: float = TIMEOUT_S) -> int:
 
 
 def _live(arguments: tuple[str, ...], out: Path, err: Path, prepare: Callable[[], None] | None) -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, TO_END)  # the fork server may be that of environments, which holds them back
+    # The fork server may be that of environments, which holds them back.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, TO_END)
     for descriptor, path in ((1, out), (2, err)):
         with path.open("a") as file:
             os.dup2(file.fileno(), descriptor)

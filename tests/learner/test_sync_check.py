@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from inference_server.engine.interface import EngineLimits
-from learner.config import LearnerRun
+from learner.config import LearnerRun, ParityConfig
 from learner.servers import sync_check
 from learner.servers.push import WeightSample
 from learner.servers.sync_check import SyncCheck
@@ -26,6 +26,7 @@ from tests.fakes import ScriptedEngine
 from tests.learner.model_engine import TINY_LIMITS, ModelEngine, tiny_server
 from tests.learner.test_train import make_run, metrics_of
 
+ALL = ParityConfig(max_time_share=1.0)
 TINY_STEPS = {"learning_rate": 1e-6}
 """A step changes a logprob by some 3e-4, a third of the bound in float32."""
 
@@ -162,7 +163,7 @@ def test_a_wait_for_answers_keeps_the_other_ranks_patient(monkeypatch: pytest.Mo
     calls: list[float] = []
     fleet = SimpleNamespace(on_wait=lambda: calls.append(time.monotonic()), max_model_len=64)
     probe: Any = SimpleNamespace(fleet=fleet, patience_s=0.2, timeout_s=60.0, logprobs=lambda sequences: torch.zeros(1))
-    check = SyncCheck(probe, 1, lambda version, dtype: 1.0)
+    check = SyncCheck(probe, ALL, lambda version, dtype: 1.0)
     check.begin(0, [[1, 2]])
     monkeypatch.setattr(SyncCheck, "_ask", lambda self, *_: {(None, 0): [Future()]})
     check.ask_before([])
@@ -170,18 +171,14 @@ def test_a_wait_for_answers_keeps_the_other_ranks_patient(monkeypatch: pytest.Mo
     assert len(calls) > 3
 
 
-def test_where_steps_are_short_so_many_syncs_are_left_out_that_checks_take_their_share(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sync_check, "MAX_SHARE", 0.1)
-
+def test_where_steps_are_short_so_many_syncs_are_left_out_that_checks_take_their_share() -> None:
     def logprobs(sequences: list[list[int]]) -> torch.Tensor:
         time.sleep(0.01)
         return torch.zeros(62)
 
     fleet = SimpleNamespace(on_wait=lambda: None, max_model_len=64, loop=SimpleNamespace(submit=None))
     probe: Any = SimpleNamespace(fleet=fleet, patience_s=0.2, timeout_s=60.0, logprobs=logprobs, note=lambda _: None)
-    check = SyncCheck(probe, 1, lambda version, dtype: 1.0)
+    check = SyncCheck(probe, ParityConfig(max_time_share=0.1), lambda version, dtype: 1.0)
     began_at, version, num_checks, spent_s = time.monotonic(), 0, 0, 0.0
     while (total_s := time.monotonic() - began_at) < 1.5:
         started_at = time.monotonic()
@@ -252,7 +249,7 @@ def sync(server: Any, num_changed: int, *, num_uncertain: int = 62, changed_frac
     """Check the sync of version 5, which changed so many of the learner's logprobs, and so much of its weights."""
     before_T = -1.0 * (torch.arange(62) < num_uncertain)
     probe: Any = Probe(before_T, before_T + 1e-3 * (torch.arange(62) < num_changed))
-    check = SyncCheck(probe, 1, lambda version, dtype: changed_frac)
+    check = SyncCheck(probe, ALL, lambda version, dtype: changed_frac)
     check.begin(4, [list(range(64))])
     check.ask_before([server])
     check.ask([server], check.expect(5))

@@ -89,6 +89,7 @@ IDLE: list[tuple[Sections, dict[str, str], Sections]] = [
      dict.fromkeys(("kl.target", "kl.horizon_steps"), 'schedule = "target"'), {"kl": {"schedule": "target"}}),
     (FIXED | {"kl": {"coef": 0.1, "place": "reward", "importance_weighted": True}, "advantage": {"scale": "batch"}},
      {"kl.importance_weighted": 'place = "loss"'}, {"kl": {"place": "loss"}}),
+    ({"parity": {"every_steps": 0, "max_time_share": 0.5}}, {"parity.max_time_share": "every_steps"}, {"parity": {"every_steps": 2}}),
     (merged(FIXED, {"kl": {"coef": 0.1}, "reference": {"every_steps": 3, "patience": 2}}),
      {"reference.every_steps": 'kind = "every" or "ema" or "mixture"', "reference.patience": 'kind = "adaptive"'},
      {"reference": {"kind": "every", "patience": None}}),
