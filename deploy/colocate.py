@@ -64,12 +64,24 @@ def colocate(arguments: list[str]) -> int:
     node = Node(
         config=config, learner_run=learner_run, logs=make_logs(Path(learner_run.run_dir)),
         server=(*module_command("inference_server"), *config_file, *flags_of["server"], *manner),
-        learner=(*module_command("learner"), "train", *config_file, *flags_of["learner"], *manner),
+        learner=(
+            *module_command("learner"), "train", *config_file, *flags_of["learner"], *asks_at(learner_run, server_run), *manner
+        ),
         resume="--resume" in switches,
     )  # fmt: skip
     servers = {place.name: partial(node.start, node.server, place) for place in server_places(config, server_run)}
     rank_places(config, learner_run, port=0)  # says what is wrong before anything is started
     return Supervisor(servers, node.start_learner, config).run()
+
+
+def asks_at(learner_run: LearnerRun, server_run: ServerRun) -> tuple[str, ...]:
+    """Tell the learner of a port that the server was given by a flag. Raises ConfigError for evaluations without one."""
+    told = msgspec.structs.replace(learner_run, server=learner_run.server | {"http_port": server_run.server.http_port})
+    told.check()
+    evaluation = told.learner.evaluation
+    if not evaluation.every_steps or evaluation.url is not None:
+        return ()
+    return ("--learner.evaluation.url", told.evaluation_url)
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import tyro
 
-from protocol.config import DEFAULT_ENDPOINT, MAX_SECONDS, PassedOn, Seconds, SharedConfig, Text
+from protocol.config import DEFAULT_ENDPOINT, DEFAULT_HTTP_PORT, MAX_SECONDS, PassedOn, Seconds, SharedConfig, Text
 from protocol.cores import Cores
 from protocol.errors import ConfigError
 from protocol.hardware import Dtype, has_gpu
@@ -59,7 +59,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     http_host: Text = "127.0.0.1"
     """Address of the OpenAI API, /status and /metrics: a name, IPv4 or IPv6 (::1, with or without brackets; :: listens at
     both kinds)."""
-    http_port: Annotated[int, msgspec.Meta(ge=0, lt=65536)] = 8000
+    http_port: Annotated[int, msgspec.Meta(ge=0, lt=65536)] = DEFAULT_HTTP_PORT
     """Port of the OpenAI API, /status and /metrics; 0 turns them off."""
     api_key_file: Text | None = None
     """File with the key that clients of the OpenAI API must send, mode 600; by default VLLM_API_KEY of the environment, if

@@ -92,7 +92,7 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             check_data(run_dir.data_digests, material.prompts)
         num_prompts = min(NUM_SEQUENCES, len(material.prompts))  # read before there are threads, for it may fork
         prompts = [material.prompts.prompt_at(position).token_ids for position in range(num_prompts)]
-        evaluations = Evaluations(material, run_dir.path)
+        evaluations = Evaluations(material, run_dir.path, run_dir.run_id)
         with ExitStack() as cleanup:
             timeline = Timeline(run_dir.timeline)
             cleanup.callback(timeline.close)
@@ -248,6 +248,8 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         """Wait for the last push and its check, and for the last evaluation, which an interrupted run leaves to a resume."""
         self.pusher.wait()
         self.sync_check.check()
+        if not self.evaluations.is_over():
+            log.info("the last step is done; waiting for the evaluation (an interrupt leaves it to --resume)")
         while not interrupt.requested and not self.evaluations.is_over():
             self._sync_joiners(version)
             self.fleet.on_wait()

@@ -46,6 +46,7 @@ PassedOn = Annotated[dict[str, Any], PASSED_ON, tyro.conf.Suppress]
 """The type of a section that a library types, not we: any name, any TOML value, as flags too: `--section.name VALUE`."""
 
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5757"
+DEFAULT_HTTP_PORT = 8000
 
 
 class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -152,7 +152,7 @@ def of_evaluation(material: Material) -> Iterator[Finding]:
         of_set = f"{questions.set_name}: " if questions.set_name else ""
         yield ok(
             "evaluation",
-            f"{of_set}{len(questions.prompts):,} prompts of {questions.name}, {each}, asked {times:,} times of {config.url}",
+            f"{of_set}{len(questions.prompts):,} prompts of {questions.name}, {each}, asked {times:,} times of {questions.url}",
         )
 
 

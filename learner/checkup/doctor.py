@@ -50,7 +50,7 @@ def examine(run: LearnerRun) -> Iterator[Finding]:
                 is_one = len(endpoints) == 1
                 yield finding if is_one else msgspec.structs.replace(finding, text=f"{endpoint}: {finding.text}")
         if run.learner.evaluation.every_steps:
-            yield runner.run(evaluation(run.learner.evaluation.url))
+            yield runner.run(evaluation(run.evaluation_url))
     yield of_dtype(run.dtype)
     yield from resources(run)
 

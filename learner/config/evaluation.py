@@ -45,8 +45,9 @@ class EvaluationConfig(Section):
     """Evaluate before the first step too."""
     pin: MayChange[bool] = False
     """Hold the next step until all is answered, so that one policy version answers. Training waits for it."""
-    url: MayChange[str] = "http://127.0.0.1:8000/v1"
-    """The OpenAI side of a server: Slipstream's or `vllm serve`. Its key, if it wants one, in the variable OPENAI_API_KEY."""
+    url: MayChange[str | None] = None
+    """The OpenAI side of a server: of this run's, or for `learner evaluate` also that of `vllm serve`. Its key, if it wants one, in the
+    variable OPENAI_API_KEY. Unset: at the host of the run's first server, the port server.http_port (8000)."""
     task: MayChange[str | None] = None
     """A built-in task, as in learner.data. Of task, path and dataset at most one; without any the run's own prompts are asked."""
     path: MayChange[str | None] = None
@@ -93,7 +94,7 @@ class EvaluationConfig(Section):
         sources = [f"{key} = {value!r}" for key in SOURCES if (value := getattr(self, key))]
         require(len(sources) <= 1, f"{' and '.join(sources)} came; expected at most one of task, path and dataset")
         require(
-            self.url.startswith(("http://", "https://")),
+            self.url is None or self.url.startswith(("http://", "https://")),
             f'url = {self.url!r} is no address of an OpenAI server; expected such as "http://127.0.0.1:8000/v1"',
         )
         require(self.every_steps >= 0, f"every_steps = {self.every_steps} must not be negative")

@@ -18,8 +18,9 @@ from learner.config.section import Section, require, value_at
 from learner.config.servers import ParityConfig, PushConfig
 from learner.config.storage import CheckpointConfig
 from learner.config.training import OptimizerConfig, WarmStartConfig
-from protocol.config import DEFAULT_ENDPOINT, MayChange, SharedConfig
+from protocol.config import DEFAULT_ENDPOINT, DEFAULT_HTTP_PORT, MayChange, SharedConfig
 from protocol.cores import Cores
+from protocol.endpoint import join_address, split_endpoint
 from protocol.errors import ConfigError
 
 AUTO_TOKENS, AUTO_TOKENS_ON_CPU = 16384, 4096
@@ -158,11 +159,24 @@ class LearnerRun(SharedConfig):
     learner: LearnerConfig
     """What the learner does."""
     server: MayChange[Annotated[dict[str, Any], tyro.conf.Suppress]] = msgspec.field(default_factory=dict)
-    """The server's section; of it max_model_len alone is read here, to which RoPE is pinned."""
+    """The server's section; of it two keys are read here: max_model_len, to which RoPE is pinned, and http_port, where evaluations ask."""
     deploy: MayChange[Annotated[dict[str, Any], tyro.conf.Suppress]] = msgspec.field(default_factory=dict)
     """Which part of a node each process gets: not read here."""
 
+    @property
+    def evaluation_url(self) -> str:
+        """Whom evaluations ask."""
+        port = self.server.get("http_port", DEFAULT_HTTP_PORT)
+        host, _ = split_endpoint(self.servers[0])
+        return self.learner.evaluation.url or f"http://{join_address(host, port)}/v1"
+
     def check(self) -> None:
+        evaluation = self.learner.evaluation
+        if evaluation.every_steps and evaluation.url is None and self.server.get("http_port") == 0:
+            raise ConfigError(
+                f"learner.evaluation.every_steps = {evaluation.every_steps} with server.http_port = 0: an evaluation asks the server over HTTP. "
+                "Set server.http_port, or every_steps = 0"
+            )
         said = {
             "endpoint": self.endpoint if self.endpoint != DEFAULT_ENDPOINT else None,
             "endpoints": list(self.endpoints) or None,

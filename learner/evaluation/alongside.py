@@ -42,8 +42,9 @@ IN_EVERY_STEP = ("/step", "/reward", "/reward/low", "/reward/high")
 class Evaluations:
     """Those of one run, on rank 0; none unless `learner.evaluation.every_steps` says so."""
 
-    def __init__(self, material: Material, run_dir: Path) -> None:
-        """Read what will be asked. Raises ConfigError or DataError."""
+    def __init__(self, material: Material, run_dir: Path, run_id: str) -> None:
+        """Read what will be asked. Raises ConfigError or DataError. `run_id`: whose weights answer."""
+        self._run_id = run_id
         self._config, self._num_steps = material.run.learner.evaluation, material.run.learner.steps
         self._sets = sets_of(material) if self._config.every_steps else []
         self._digest, self._judging_set = digest_of(self._sets), material.run.learner.checkpoint.judging_set
@@ -163,7 +164,7 @@ class Evaluations:
         assert self._thread is not None
         self._beside_s.clear()
         self._score_of.setdefault(step, None)
-        work = ask_and_rate_all(self._sets, self._workers, known, self._kept.add, beside_a_run=True)
+        work = ask_and_rate_all(self._sets, self._workers, known, self._kept.add, of_run=self._run_id)
         self._asked = Asked(step, self._thread.submit(work), noted)
 
     def _take(self) -> None:

@@ -4,7 +4,7 @@
                   └▶ turn after turn of its episodes (playing.py) ─▶ Answered: what was played
 
 Invariant: every prompt is answered, or the first error that waiting does not mend ends the evaluation. Beside a run none is answered by
-a server that has not got the run's weights, as one that was started again between two pushes.
+other weights than the run's: of another run, of a server that was started again between two pushes, or of `vllm serve`.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
+from urllib.parse import unquote
 
 import aiohttp
 import msgspec
@@ -24,7 +25,7 @@ from learner.evaluation.questions import Questions
 from learner.evaluation.stops import NUM_TOLD, cut_choice
 from learner.progress import PROGRESS_EVERY_S
 from learner.prompts.prompts import Prompt
-from protocol.answer_headers import END, NO_VERSION, START
+from protocol.answer_headers import END, NO_VERSION, RUN, START
 from protocol.console import manner
 from protocol.errors import SlipstreamError
 
@@ -62,7 +63,7 @@ async def ask_all(
     answer_to: "AnswerTo",
     when_answered: Callable[[int, Answered], None],
     *,
-    beside_a_run: bool,
+    of_run: str | None,
 ) -> tuple[str, dict[int, Answered]]:
     """Ask the prompts at these places; return the model's name, and the answers by place. Raises EvaluationError.
 
@@ -71,7 +72,7 @@ async def ask_all(
     config, prompts = questions.config, questions.prompts
     room = asyncio.Semaphore(config.max_concurrent)
     answers: dict[int, Answered] = {}
-    async with door_to(config.url, config.timeout_s, of_policy=beside_a_run) as door:
+    async with door_to(questions.url, config.timeout_s, of_run=of_run) as door:
         served = await door.model_served()
         bar = tqdm(
             total=len(places),
@@ -79,7 +80,7 @@ async def ask_all(
             unit="prompt",
             mininterval=PROGRESS_EVERY_S,
             leave=False,
-            disable=beside_a_run or not manner().has_bars,
+            disable=of_run is not None or not manner().has_bars,
         )
 
         async def ask(place: int) -> None:
@@ -116,12 +117,12 @@ async def answer_of(questions: Questions, door: "Door", request: dict[str, Any])
 
 
 @asynccontextmanager
-async def door_to(url: str, patience_s: float, *, of_policy: bool = False) -> AsyncIterator["Door"]:
-    """Of the server there. `of_policy`: what the model's own weights answer is asked again, until a learner has pushed."""
+async def door_to(url: str, patience_s: float, *, of_run: str | None = None) -> AsyncIterator["Door"]:
+    """Of the server there. `of_run`: what other weights than that run's answer is asked again, until its learner has pushed."""
     key = os.environ.get("OPENAI_API_KEY")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=patience_s), headers=headers) as session:
-        yield Door(session, url.rstrip("/"), patience_s, of_policy)
+        yield Door(session, url.rstrip("/"), patience_s, of_run)
 
 
 def request_of(questions: Questions, model: str, prompt: Prompt) -> dict[str, Any]:
@@ -156,8 +157,8 @@ class Served(msgspec.Struct, frozen=True):
 class Door:
     """One server; whoever asks waits while it is gone."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, patience_s: float, of_policy: bool) -> None:
-        self._session, self._url, self._patience_s, self._of_policy = session, url, patience_s, of_policy
+    def __init__(self, session: aiohttp.ClientSession, url: str, patience_s: float, of_run: str | None) -> None:
+        self._session, self._url, self._patience_s, self._of_run = session, url, patience_s, of_run
         self._is_waited_for = False
 
     async def model_served(self) -> Served:
@@ -171,15 +172,15 @@ class Door:
         while True:
             try:
                 async with self._session.request(method, f"{self._url}/{path}", json=body) as response:
-                    if self._of_policy and response.headers.get(START) == str(NO_VERSION):
-                        trouble = "answered with the model's own weights, which no run has replaced"
-                    elif response.status == 200:
-                        self._is_waited_for = False
-                        return await response.json(), response.headers
-                    else:
+                    if response.status != 200:
                         trouble = f"answered {response.status}: {(await response.text())[:500]}"
                         if response.status not in GONE:
                             raise EvaluationError(f"{self._url}/{path} {trouble}; {_remedy(response.status)}")
+                    elif body is not None and (stranger := self._stranger(response.headers)) is not None:
+                        trouble = f"answered with {stranger}"
+                    else:
+                        self._is_waited_for = False
+                        return await response.json(), response.headers
             except TimeoutError:
                 trouble = f"had not answered after {self._patience_s:g} s"
             except (aiohttp.ClientError, OSError) as error:
@@ -192,6 +193,20 @@ class Door:
                 log.warning("%s/%s %s; asking again for %g s at most", self._url, path, trouble, self._patience_s)
                 self._is_waited_for = True
             await asyncio.sleep(AGAIN_AFTER_S)
+
+    def _stranger(self, headers: Mapping[str, str]) -> str | None:
+        """Whose weights have answered, if not the run's. Raises EvaluationError for a server that does not tell."""
+        if self._of_run is None:
+            return None
+        if START not in headers:
+            raise EvaluationError(
+                f"{self._url} does not say whose weights answer ({START}): it is no server of Slipstream. Set learner.evaluation.url to "
+                f"that of run {self._of_run}, or leave it out"
+            )
+        if headers[START] == str(NO_VERSION):
+            return "the model's own weights, which no run has replaced"
+        runs = unquote(headers.get(RUN, "nobody"))
+        return None if runs == self._of_run else f"weights of {runs}, and this run is {self._of_run}"
 
 
 def _remedy(status: int) -> str:

@@ -54,18 +54,16 @@ async def ask_and_rate_all(
     known: Mapping[int, Answered],
     when_answered: Callable[[int, Answered], None],
     *,
-    beside_a_run: bool = False,
+    of_run: str | None = None,
 ) -> list[Evaluation]:
-    """One set after the other. A place counts through all of them. `beside_a_run`: its policy alone may answer; without a bar."""
+    """One set after the other. A place counts through all of them. `of_run`: of the run beside which it goes on, whose policy alone may
+    answer; without a bar.
+    """
     made, first = [], 0
     for questions in sets:
         end = first + len(questions.prompts)
         of_set = {place - first: answered for place, answered in known.items() if first <= place < end}
-        made.append(
-            await ask_and_rate(
-                questions, workers, of_set, _counted_from(first, when_answered), beside_a_run=beside_a_run
-            )
-        )
+        made.append(await ask_and_rate(questions, workers, of_set, _counted_from(first, when_answered), of_run=of_run))
         first = end
     return made
 
@@ -80,7 +78,7 @@ async def ask_and_rate(
     known: Mapping[int, Answered],
     when_answered: Callable[[int, Answered], None],
     *,
-    beside_a_run: bool = False,
+    of_run: str | None = None,
 ) -> Evaluation:
     """`known`: answers by the prompt's place, which are not asked for again; `when_answered` hears of every other.
 
@@ -95,7 +93,7 @@ async def ask_and_rate(
 
     missing = [place for place in range(len(questions.prompts)) if place not in known]
     answer_to = completions_of if questions.player is None else episodes_of
-    model, asked = await ask_all(questions, missing, answer_to, take, beside_a_run=beside_a_run)
+    model, asked = await ask_all(questions, missing, answer_to, take, of_run=of_run)
     answers = dict(known) | asked
     rewards = [await _rated(questions, ratings[place]) for place in range(len(questions.prompts))]
     made = summed_up(questions, model, [answers[place] for place in range(len(answers))], rewards)
@@ -153,7 +151,7 @@ def summed_up(
         set_name=questions.set_name,
         data=questions.name,
         asked=questions.digest,
-        url=config.url,
+        url=questions.url,
         model=model,
         versions=(min(low for low, _ in versions), max(high for _, high in versions)) if versions else None,
         num_prompts=len(answers),

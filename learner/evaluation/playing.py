@@ -66,7 +66,7 @@ async def episodes_of(questions: Questions, door: Door, served: Served, prompt: 
     most = questions.run.learner.environment.max_episode_tokens or served.max_model_len
     if most is None:
         raise EvaluationError(
-            f"{questions.config.url}/models does not say how long a sequence may be (max_model_len, which vLLM tells); set "
+            f"{questions.url}/models does not say how long a sequence may be (max_model_len, which vLLM tells); set "
             "learner.environment.max_episode_tokens"
         )
     turns = Turns(questions, door, served, prompt)
@@ -102,7 +102,7 @@ class Turns:
             said = await answer_of(self._questions, self._door, self._request(asked))
             if said.token_ids_K is None:
                 raise EvaluationError(
-                    f"the server at {self._questions.config.url} does not tell the tokens of its answers (return_token_ids), which episodes "
+                    f"the server at {self._questions.url} does not tell the tokens of its answers (return_token_ids), which episodes "
                     "are made of; evaluate at Slipstream's server, or at vLLM's"
                 )
         except EvaluationError as error:
@@ -134,9 +134,7 @@ class Turns:
             versions=[(0, len(token_ids))],
             finish_reason="stop" if is_finished else "length",
         )
-        return Sampled(
-            Group(group_id="evaluated", entered_version=0, completions=[completion]), self._questions.config.url
-        )
+        return Sampled(Group(group_id="evaluated", entered_version=0, completions=[completion]), self._questions.url)
 
 
 async def rate_played(questions: Questions, workers: RewardWorkers, prompt: Prompt, played: bytes) -> GroupRewards:

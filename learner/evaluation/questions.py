@@ -22,7 +22,7 @@ class Questions:
     def __init__(self, material: Material, set_name: str | None = None) -> None:
         run = material.run
         self.run, self.tokenizer, self.set_name = run, material.tokenizer, set_name
-        self.config = run.learner.evaluation.of_set(set_name)
+        self.config, self.url = run.learner.evaluation.of_set(set_name), run.evaluation_url
         self.source = material.prompts_of(evaluated_data(self.config, run.learner.data))
         self.name = self.source.name
         self.prompts = [self.source.prompt_at(place) for place in range(len(self.source))]

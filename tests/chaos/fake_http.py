@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from learner.policy.model import load_tokenizer
-from protocol.answer_headers import END, NO_VERSION, START
+from protocol.answer_headers import END, NO_VERSION, START, header_of_runs
 from protocol.model_files import resolve_model
 from tests.learner.model_engine import ModelEngine
 
@@ -16,8 +17,8 @@ ANSWER_S = 0.05
 """So that most are on their way when something dies."""
 
 
-async def serve_http(engine: ModelEngine, why_unavailable: Callable[[], str | None], port: int) -> None:
-    """Serve until cancelled."""
+async def serve_http(engine: ModelEngine, status: Callable[[], dict[str, Any]], port: int) -> None:
+    """Serve until cancelled. `status`: the server's."""
     tokenizer = load_tokenizer(resolve_model("tiny:digits"))
 
     async def models(_: web.Request) -> web.Response:
@@ -27,6 +28,7 @@ async def serve_http(engine: ModelEngine, why_unavailable: Callable[[], str | No
         asked = await request.json()
         await asyncio.sleep(ANSWER_S)
         await engine.opened()
+        run = header_of_runs(status()["weights_run"])
         version = NO_VERSION if engine.version is None else engine.version
         tokens = greedy(engine.model, asked["prompt"], asked["max_tokens"])
         is_finished = tokens[-1] == engine.model.config.eos_token_id
@@ -35,11 +37,11 @@ async def serve_http(engine: ModelEngine, why_unavailable: Callable[[], str | No
             "finish_reason": "stop" if is_finished else "length",
         }  # fmt: skip
         answer = {"choices": [choice], "usage": {"completion_tokens": len(tokens)}}
-        return web.json_response(answer, headers={START: str(version), END: str(version)})
+        return web.json_response(answer, headers={START: str(version), END: str(version)} | run)
 
     @web.middleware
     async def refuse_without_weights(request: web.Request, handler: Handler) -> web.StreamResponse:
-        reason = why_unavailable()
+        reason = status()["unavailable"]
         return await handler(request) if reason is None else web.Response(status=503, text=reason)
 
     app = web.Application(middlewares=[refuse_without_weights])

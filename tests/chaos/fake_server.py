@@ -40,7 +40,7 @@ async def _serve(config: ServerRun) -> None:
     server = Server(channel, engine, fingerprint(path), config.server)
     work = [server.serve()]
     if config.server.http_port:
-        work.append(serve_http(engine, lambda: server.status()["unavailable"], config.server.http_port))
+        work.append(serve_http(engine, server.status, config.server.http_port))
     try:
         await until_ended(work, server.drain.run)
     finally:

@@ -15,9 +15,10 @@ import psutil
 import pytest
 
 from deploy import colocate
-from deploy.colocate import flags_by_section, with_cores
+from deploy.colocate import asks_at, flags_by_section, with_cores
 from deploy.config import DeployConfig
 from deploy.processes import GRACE_S
+from protocol.errors import ConfigError
 from protocol.hardware import has_gpu
 from tests.deploy.test_placement import a_learner, a_server
 from tests.ports import free_port
@@ -44,6 +45,15 @@ def test_cores_are_halved_unless_the_config_names_any() -> None:
     assert with_cores(DeployConfig(), a_server(cpu_cores=[0]), a_learner()) == DeployConfig()
     named = DeployConfig(learner_cores=((0,),))
     assert with_cores(named, a_server(), a_learner()) == named
+
+
+def test_a_learner_that_evaluates_is_told_the_port_that_a_flag_gave_the_server() -> None:
+    evaluating = a_learner(evaluation={"every_steps": 2})
+    assert asks_at(a_learner(), a_server(http_port=9000)) == ()
+    assert asks_at(evaluating, a_server(http_port=9000)) == ("--learner.evaluation.url", "http://127.0.0.1:9000/v1")
+    assert asks_at(a_learner(evaluation={"every_steps": 2, "url": "http://a/v1"}), a_server(http_port=9000)) == ()
+    with pytest.raises(ConfigError, match=r"with server.http_port = 0: an evaluation asks the server over HTTP"):
+        asks_at(evaluating, a_server(http_port=0))
 
 
 def test_several_ranks_are_told_of_each_other_and_only_a_learner_that_was_begun_is_resumed(

@@ -80,8 +80,8 @@ def test_expressions_are_a_metric_or_the_rate_of_a_counter() -> None:
 
 
 def test_a_learner_has_all_that_is_asked_of_it(tmp_path: Path) -> None:
-    with tiny_server(engine := ModelEngine(resolve_model("tiny:digits"))) as server, openai_server() as openai:
-        openai.engine = engine
+    with tiny_server(ModelEngine(resolve_model("tiny:digits"))) as server, openai_server() as openai:
+        openai.of(server)
         evaluation = {"url": openai.url, "every_steps": 2, "timeout_s": 30}
         train(
             make_run(

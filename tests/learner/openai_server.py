@@ -9,9 +9,9 @@ from typing import Any
 from aiohttp import web
 
 from learner.policy.model import load_tokenizer
-from protocol.answer_headers import NO_VERSION
+from protocol.answer_headers import NO_VERSION, header_of_runs
 from protocol.model_files import resolve_model
-from tests.fakes import ScriptedEngine
+from tests.fakes import ScriptedEngine, ServerThread
 from tests.ports import free_port
 
 Answer = Callable[[str, int], list[str]]
@@ -27,6 +27,8 @@ class OpenAIServer:
         self.version = 3
         self.engine: ScriptedEngine | None = None
         """Whose version is told, instead."""
+        self.run: Callable[[], str | None] = lambda: None
+        """Whose weights answer."""
         self.num_untrained = 0
         """So many of the next answers are of the model's own weights."""
         self.delay_s = 0.0
@@ -61,12 +63,17 @@ class OpenAIServer:
             | ({"token_ids": self._tokenizer.encode(text)} if self.tells_tokens else {})
             for i, text in enumerate(texts)
         ]
-        told = {
+        told = header_of_runs(self.run()) | {
             "x-slipstream-policy-version-start": str(first),
             "x-slipstream-policy-version-end": str(last),
         }
         answer = {"choices": choices[::-1], "usage": {"completion_tokens": sum(map(len, texts))}}
         return web.json_response(answer, headers=told if self.tells_tokens else {})
+
+    def of(self, server: ServerThread) -> None:
+        """Be the HTTP side of that server."""
+        self.engine = server.engine
+        self.run = lambda: server.running.server.status()["weights_run"]
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from learner.rewards.workers import RewardWorkers
 from learner.storage.checkpoint import best_models, complete_checkpoints, remove_checkpoint
 from learner.storage.run_dir import RunDir
 from learner.train import train
+from protocol.config import load_config
 from protocol.errors import ConfigError
 from protocol.model_files import resolve_model
 from tests.fakes import ServerThread
@@ -45,9 +46,9 @@ def server(engine: ModelEngine) -> Iterator[ServerThread]:
 
 
 @pytest.fixture
-def openai(engine: ModelEngine) -> Iterator[OpenAIServer]:
+def openai(server: ServerThread) -> Iterator[OpenAIServer]:
     with openai_server() as openai:
-        openai.engine = engine
+        openai.of(server)
         openai.answer = lambda prompt, count: [prompt[-2:0:-1]] * count
         yield openai
 
@@ -239,6 +240,41 @@ def test_what_a_server_answers_before_it_has_the_policy_is_asked_again(
     train(run, resume=False)
     (made,) = made_by(run)
     assert made.versions == (STEPS, STEPS) and len(openai.requests) == NUM_PROMPTS + 3
+
+
+@pytest.mark.parametrize(
+    ("run_of_server", "tells_versions", "told"),
+    [
+        ("other-1f2e", True, "answered with weights of other-1f2e, and this run is run-"),
+        (None, True, "answered with weights of nobody, and this run is run-"),
+        ("other-1f2e", False, "it is no server of Slipstream. Set learner.evaluation.url to that of run run-"),
+    ],
+)
+def test_what_other_weights_than_the_runs_answer_is_no_evaluation_of_it(
+    tmp_path: Path, server: ServerThread, openai: OpenAIServer, caplog: pytest.LogCaptureFixture,
+    run_of_server: str | None, tells_versions: bool, told: str,
+) -> None:  # fmt: skip
+    openai.run, openai.tells_tokens = lambda: run_of_server, tells_versions
+    run = evaluating(tmp_path, server, openai.url, {"every_steps": STEPS, "timeout_s": 1.5})
+    train(run, resume=False)
+    assert made_by(run) == [] and told in caplog.text
+    assert f"no evaluation after step {STEPS}" in caplog.text
+
+
+def test_a_run_asks_at_the_address_of_its_server(tmp_path: Path) -> None:
+    def url_of(text: str, *flags: str) -> str:
+        config = tmp_path / "run.toml"
+        config.write_text(
+            f'model = "tiny:digits"\nrun_dir = "{tmp_path}"\n{text}\n[learner]\nsteps = 1\ndata = {{task = "sort"}}\nreward = {{functions = ["exact_match"]}}\n'
+        )
+        return load_config(LearnerRun, [str(config), *flags], "learner train").evaluation_url
+
+    assert url_of("") == "http://127.0.0.1:8000/v1"
+    assert url_of("[server]\nhttp_port = 9000", "--endpoint", "tcp://[::1]:5757") == "http://[::1]:9000/v1"
+    assert url_of('insecure = true\nendpoints = ["tcp://node1:5757", "tcp://node2:5757"]') == "http://node1:8000/v1"
+    assert url_of("", "--learner.evaluation.url", "http://judge/v1") == "http://judge/v1"
+    with pytest.raises(ConfigError, match=r"every_steps = 2 with server.http_port = 0"):
+        url_of("[server]\nhttp_port = 0", "--learner.evaluation.every-steps", "2")
 
 
 def test_what_was_noted_of_weights_that_a_resume_throws_away_is_taken_back(

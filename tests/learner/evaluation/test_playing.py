@@ -130,10 +130,9 @@ def test_a_server_that_refuses_a_turn_ends_the_evaluation_not_its_episodes(
 def test_a_run_that_plays_is_evaluated_beside_its_steps_and_after_a_kill_goes_on(
     tmp_path: Path, server: OpenAIServer
 ) -> None:
-    engine = ModelEngine(resolve_model("tiny:digits"))
-    server.engine = engine
     evaluation = {"url": server.url, "every_steps": 2, "num_prompts": NUM_PROMPTS, "timeout_s": 20}
-    with tiny_server(engine) as training:
+    with tiny_server(ModelEngine(resolve_model("tiny:digits"))) as training:
+        server.of(training)
         run = playing_run(tmp_path, training.endpoint, steps=4, evaluation=evaluation)
         train(run, resume=False)
         path = Path(run.run_dir)

@@ -80,7 +80,7 @@ def test_the_judge_is_asked_over_http(task: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_the_sets_are_evaluated_and_the_second_chooses_the_best(task: Path) -> None:
     with tiny_server(engine := ModelEngine(resolve_model("tiny:digits"))) as server, openai_server() as openai:
-        openai.engine = engine
+        openai.of(server)
         openai.answer = lambda prompt, count: [prompt[:-1] if engine.version == 40 else "1"] * count
         run = run_with(EVALUATION, steps=120, report={"trackers": [], "dashboard_port": 0})
         evaluation = msgspec.structs.replace(run.learner.evaluation, url=openai.url, pin=True)
