@@ -43,6 +43,8 @@ class Supervisor:
         self._ranks: list[Process] = []
         self._restarts: dict[str, deque[float]] = defaultdict(deque)
         self._is_stopping = False
+        self._missed: int | None = None
+        """The signal that came while the ranks were being started."""
 
     def run(self) -> int:
         """Return the exit code of the learner, or 1 when a server ended before it."""
@@ -52,7 +54,7 @@ class Supervisor:
             for name, start in self._start_server.items():
                 self._servers[name] = start()
             if not self._is_stopping:
-                self._ranks = self._start_learner(again=False)
+                self._start_ranks(again=False)
             while (code := self._code()) is None:
                 time.sleep(POLL_S)
             return code
@@ -63,8 +65,16 @@ class Supervisor:
     def _pass_on(self, number: int) -> None:
         """A learner that ends in order ends everything; only one that is there can."""
         self._is_stopping = True
+        if not self._ranks:
+            self._missed = number
         for rank in self._ranks:
             rank.signal(number)
+
+    def _start_ranks(self, *, again: bool) -> None:
+        self._ranks = []
+        self._ranks = self._start_learner(again=again)
+        if self._missed is not None:
+            self._pass_on(self._missed)
 
     def _code(self) -> int | None:
         """What everything ends with; None: it goes on."""
@@ -91,7 +101,7 @@ class Supervisor:
         )
         if not self._may_restart("learner", ended):
             return False
-        self._ranks = self._start_learner(again=True)
+        self._start_ranks(again=True)
         return True
 
     def _may_restart(self, name: str, ended: str) -> bool:

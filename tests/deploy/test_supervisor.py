@@ -6,11 +6,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from deploy.config import DeployConfig
+from deploy.supervisor import Supervisor
+from protocol.signals import TO_END
 from tests.deploy.supervised import Spec
 
 ROOT = Path(__file__).parent.parent.parent
@@ -127,6 +130,40 @@ def test_ctrl_c_reaches_every_rank_and_starts_nothing_again(tmp_path: Path) -> N
     events = after_the_start(run.events)
     assert sorted(events[:2]) == ["learner0 SIGINT", "learner1 SIGINT"]
     assert sorted(events[2:]) == ["server0 SIGTERM", "server1 SIGTERM"]
+
+
+class Rank:
+    """Ends at a signal, and only then."""
+
+    returncode: int | None = None
+    name = "learner"
+
+    def __init__(self) -> None:
+        self.signals: list[int] = []
+
+    def signal(self, number: int) -> None:
+        self.signals.append(number)
+        self.returncode = 0
+
+    def wait(self, give_up_at: float) -> None:
+        assert self.returncode is not None
+
+
+@pytest.mark.timeout(30)
+def test_a_signal_that_comes_while_ranks_are_being_started_reaches_them() -> None:
+    handlers = {number: signal.getsignal(number) for number in TO_END}
+    rank = Rank()
+
+    def start(*, again: bool) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return [rank]
+
+    try:
+        assert Supervisor({}, start, ON_FAILURE).run() == 0
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert rank.signals == [signal.SIGINT, signal.SIGTERM]
 
 
 def test_a_killed_supervisor_leaves_nobody_behind(tmp_path: Path) -> None:
