@@ -81,4 +81,5 @@ class LoopThread:
         self.loop.run_until_complete(
             self.loop.shutdown_default_executor()
         )  # a commit under way ends before the ledger closes
+        self.loop.run_until_complete(asyncio.sleep(0))  # connections that were closed last give their sockets back
         self.loop.close()

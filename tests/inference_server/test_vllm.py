@@ -370,7 +370,7 @@ def test_status_health_and_metrics_show_the_server(server: RealServer) -> None:
             sample.value for family in text_string_to_metric_families(metrics) for sample in family.samples
             if sample.name == "vllm:inter_token_latency_seconds_count"
         )  # fmt: skip
-        assert num_outputs < status["tokens_generated"] / 4  # more than one token in each that leaves the engine
+        assert num_outputs < status["tokens_generated"] / 2  # more than one token in each that leaves the engine
         num_refused = status["messages_refused"]
         stranger = ScriptedLearner(server.endpoint, keys=server.keys)
         await stranger.channel._messages.send([b"\xc1 not msgpack"])
