@@ -13,7 +13,7 @@ import msgspec
 
 from learner.environments.answer import Unreadable, calls_of, read_answer
 from learner.environments.host import Call, Said, Turn
-from learner.prompts.chat_template import ChatTemplate, Message
+from learner.prompts.chat_template import OPENS_REASONING, ChatTemplate, Message, begun_answer
 
 
 class Heard(msgspec.Struct, frozen=True):
@@ -67,7 +67,7 @@ class ChatTalk:
             return Heard([])
         last = self._messages[-1]
         self._messages[-1] = last | {"content": _joined(last["content"], said.text)}
-        return Heard(self._template.token_ids(self._messages), begins_branch=True)
+        return Heard(self._template.prompt_ids(self._messages), begins_branch=True)
 
     def orders(self, prompt: list[int], token_ids: list[int]) -> list[Call]:
         """What the turn calls; nothing: it is the last. `prompt`: all that stands before the turn. Raises Unreadable."""
@@ -78,8 +78,17 @@ class ChatTalk:
         except Unreadable:
             self.cut_off(token_ids)
             raise
-        self._messages.append(message)
+        self._say(message)
         return self._calls
+
+    def _say(self, message: Message) -> None:
+        """Of an answer that the prompt has begun the first turn is the rest, and both are one message."""
+        if len(self._messages) == self._num_before and (begun := begun_answer(self._messages)) is not None:
+            del self._messages[-1]
+            self._num_before -= 1
+            begun = begun.rstrip().removesuffix(OPENS_REASONING) if message.get("reasoning_content") else begun
+            message = message | {"content": _joined(begun, message.get("content") or "")}
+        self._messages.append(message)
 
     def _name_calls(self, message: Message) -> None:
         """Some templates refuse a call without an id of nine letters and digits, and an answer that names none."""
@@ -96,7 +105,7 @@ class ChatTalk:
     def cut_off(self, token_ids: list[int]) -> None:
         """Note the last turn, of which nothing is read."""
         (text,) = self._template.tokenizer.batch_decode([token_ids], skip_special_tokens=True)
-        self._messages.append({"role": "assistant", "content": text})
+        self._say({"role": "assistant", "content": text})
 
     def hear(self, said: list[Said]) -> Heard:
         """`said`: to each call, in order; to the last ones nothing, if the environment was done before."""

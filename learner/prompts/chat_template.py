@@ -47,7 +47,18 @@ class ChatTemplate(msgspec.Struct, frozen=True, eq=False):
             return list(self._apply(messages, opens_turn, tokenize=True))
         return list(self.tokenizer.encode(self.text(messages, opens_turn=opens_turn), add_special_tokens=False))
 
-    def _apply(self, messages: Sequence[Message], opens_turn: bool, *, tokenize: bool) -> Any:
+    def prompt_text(self, messages: Sequence[Message]) -> str:
+        """With what opens the policy's turn, unless they end with an answer that is begun: that goes on. Raises DataError."""
+        text: str = self._apply(messages, True, tokenize=False, goes_on=begun_answer(messages) is not None)
+        return text
+
+    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
+        """Likewise."""
+        if not self.has_texts:
+            return list(self._apply(messages, True, tokenize=True, goes_on=begun_answer(messages) is not None))
+        return list(self.tokenizer.encode(self.prompt_text(messages), add_special_tokens=False))
+
+    def _apply(self, messages: Sequence[Message], opens_turn: bool, *, tokenize: bool, goes_on: bool = False) -> Any:
         if self.tokenizer.chat_template is None:
             raise DataError(
                 f"the prompt is a conversation (or learner.data.system_prompt is set), but the tokenizer of "
@@ -57,11 +68,18 @@ class ChatTemplate(msgspec.Struct, frozen=True, eq=False):
         more = ({"tools": self.tools} if self.tools else {}) | self.arguments
         try:
             return self.tokenizer.apply_chat_template(
-                [_without_nulls(message) for message in messages], tokenize=tokenize, return_dict=False, add_generation_prompt=opens_turn,
-                **more,
+                [_without_nulls(message) for message in messages], tokenize=tokenize, return_dict=False, add_generation_prompt=opens_turn and not goes_on,
+                continue_final_message=goes_on, **more,
             )  # fmt: skip
         except Exception as error:  # of the template's code, or of what it makes of a message that the policy wrote
             raise DataError(f"the conversation does not go through the chat template: {error}") from error
+
+
+def begun_answer(messages: Sequence[Message]) -> str | None:
+    """Return the text of a last message by the assistant, with which a prompt puts the beginning of an answer into the policy's mouth."""
+    last = messages[-1]
+    text = _as_text(last.get("content")) if last.get("role") == "assistant" and not last.get("tool_calls") else None
+    return text if isinstance(text, str) and text else None
 
 
 def storable(value: T) -> T:

@@ -22,7 +22,7 @@ from learner.prompts.chat_template import ChatTemplate, Message
 from learner.prompts.sources import Row, Source, cache_directory
 from protocol.errors import DataError
 
-ENCODING = 1
+ENCODING = 2
 """Raise it with every change of what is kept."""
 ROWS_AT_ONCE = 1024
 
@@ -79,10 +79,10 @@ class Encoder(msgspec.Struct, frozen=True, eq=False):
         for is_plain in (True, False):
             places = [place for place, prompt in enumerate(prompts) if isinstance(prompt, str) == is_plain]
             if not is_plain and not self.template.has_texts:
-                encoded = [self._templated(self.template.token_ids, prompts[p], numbers[p]) for p in places]
+                encoded = [self._templated(self.template.prompt_ids, prompts[p], numbers[p]) for p in places]
             else:
                 texts = [
-                    prompts[p] if is_plain else self._templated(self.template.text, prompts[p], numbers[p])
+                    prompts[p] if is_plain else self._templated(self.template.prompt_text, prompts[p], numbers[p])
                     for p in places
                 ]
                 encoded = self.template.tokenizer(texts, add_special_tokens=is_plain)["input_ids"] if texts else []

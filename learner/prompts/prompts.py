@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from learner.config import DataConfig
-from learner.prompts.chat_template import OPENS_REASONING, ChatTemplate
+from learner.prompts.chat_template import OPENS_REASONING, ChatTemplate, begun_answer
 from learner.prompts.encoding import encode_source, with_system_prompt
 from learner.prompts.sources import open_source
 from protocol.errors import DataError
@@ -44,7 +44,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     columns: dict[str, Any]
     """Every other column of the row, for the reward functions."""
     opens_reasoning: bool = False
-    """Whether its last text is `<think>`, so that what follows begins within the reasoning."""
+    """Whether it ends with a `<think>` of the template's, so that what follows begins within the reasoning."""
 
 
 class Prompts:
@@ -128,7 +128,7 @@ class Prompts:
         (end,) = self.template.tokenizer.batch_decode([token_ids[-END_TOKENS:]], skip_special_tokens=False)
         return Prompt(
             prompt_id=row, prompt=prompt, token_ids=token_ids, columns=columns,
-            opens_reasoning=end.rstrip().endswith(OPENS_REASONING),
+            opens_reasoning=end.rstrip().endswith(OPENS_REASONING) and (isinstance(prompt, str) or begun_answer(prompt) is None),
         )  # fmt: skip
 
     def _find_too_long(self) -> np.ndarray:

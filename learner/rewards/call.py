@@ -11,6 +11,7 @@ from typing import Any, SupportsFloat
 import msgspec
 
 from learner.environments.attributes import Remembered
+from learner.prompts.chat_template import begun_answer
 from learner.rewards.builtin import BUILT_IN
 from learner.rewards.function import accepts, load_function, names
 from learner.user_code import describe, shorten
@@ -121,6 +122,7 @@ async def await_function(call: Call, reserved: frozenset[str]) -> Answer | str:
 def _arguments(call: Call, log: Log) -> dict[str, Any]:
     num_completions, completions = len(call.completions), call.completions
     is_conversation = not isinstance(call.prompt, str)
+    begun = begun_answer(call.prompt) if is_conversation else None
     given: dict[str, Any] = {"trainer_state": call.state, "log_extra": log.columns, "log_metric": log.metric}
     if names(call.function, "opens_reasoning"):
         given["opens_reasoning"] = call.opens_reasoning
@@ -129,15 +131,16 @@ def _arguments(call: Call, log: Log) -> dict[str, Any]:
     if call.environments is not None:
         given["environments"] = [Remembered(attributes) for attributes in call.environments]
     return _repeated(call) | {
-        "prompts": [call.prompt] * num_completions,
-        "completions": [_as_messages(said) for said in completions] if is_conversation else completions,
+        "prompts": [call.prompt if begun is None else call.prompt[:-1]] * num_completions,
+        "completions": [_as_messages(said, begun or "") for said in completions] if is_conversation else completions,
         "completion_ids": call.completion_ids,
         **{name: value for name, value in given.items() if accepts(call.function, name)},
     }
 
 
-def _as_messages(said: Said) -> list[dict[str, Any]]:
-    return [{"role": "assistant", "content": said}] if isinstance(said, str) else said
+def _as_messages(said: Said, begun: str) -> list[dict[str, Any]]:
+    """Who is asked to go on with an answer is rated for the whole of it, as in TRL."""
+    return [{"role": "assistant", "content": begun + said}] if isinstance(said, str) else said
 
 
 def _repeated(call: Call) -> dict[str, list[Any]]:

@@ -68,7 +68,7 @@ def played(
         return Sampled(group, f"server {turn.number}")
 
     try:
-        token_ids = template.token_ids(prompt) if template else [1, 2]
+        token_ids = template.prompt_ids(prompt) if template else [1, 2]
         row = Prompt(prompt_id=0, prompt=prompt, token_ids=token_ids, columns=columns or {})
         group = asyncio.run(player.play("3.0", row, ask, num_episodes=2, max_tokens=max_tokens))
     finally:

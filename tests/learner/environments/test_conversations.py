@@ -115,6 +115,22 @@ def test_what_reset_says_stands_at_the_end_of_the_question(keeping: ChatTemplate
     assert "<|im_start|>user\nHow? So.<|im_end|>" in shown(keeping, asked[0])
 
 
+@pytest.mark.parametrize(("begun", "content"), [("Let me see: ", "Let me see: first"), ("<think>", "first")])
+def test_an_answer_that_the_prompt_has_begun_goes_on_in_the_same_message(
+    keeping: ChatTemplate, begun: str, content: str
+) -> None:
+    prompt = [*QUESTION, {"role": "assistant", "content": begun}]
+    first = ("two</think>" if begun == "<think>" else "") + "first" + call("add", number=2)
+    episode, asked = conversed(keeping, first, "It is 2", prompt=prompt)
+    head = "<|im_start|>tools add refuse show sleep<|im_end|>\n<|im_start|>user\nHow much?<|im_end|>\n<|im_start|>assistant\n"
+    head += begun
+    second = head + first + "<|im_end|>\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n"
+    assert [shown(keeping, one) for one in asked] == [head, second]
+    assert len(episode.branches) == 1
+    said = [(message["role"], message["content"]) for message in episode.messages]
+    assert said == [("assistant", content), ("tool", "2"), ("assistant", "It is 2")]
+
+
 def test_several_calls_in_a_turn_are_made_in_their_order(keeping: ChatTemplate) -> None:
     episode, asked = conversed(keeping, call("add", number="4") + call("show") + call("add", number=1), "done")
     said = [part.partition("<|im_end|>")[0] for part in shown(keeping, asked[1]).split("<|im_start|>tool\n")[1:]]

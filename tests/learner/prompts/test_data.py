@@ -146,6 +146,32 @@ def test_a_conversation_goes_through_the_chat_template(tokenizer, tmp_path):
         assert tokenizer.decode(prompt.token_ids) == "+1+1>"
 
 
+@pytest.mark.parametrize(
+    ("last", "shown"),
+    [
+        ({"role": "assistant", "content": "2+"}, "+1+1+2+"),
+        ({"role": "assistant", "content": [{"type": "text", "text": "2+"}]}, "+1+1+2+"),
+        ({"role": "assistant", "content": ""}, "+1+1+>"),
+        ({"role": "user", "content": "2"}, "+1+1+2>"),
+    ],
+)
+def test_an_answer_that_a_prompt_begins_is_left_open(tokenizer, tmp_path, last, shown):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": [{"role": "user", "content": "1+1"}, last]}])
+    prompt = Prompts(DataConfig(path=path), tokenizer, 0).prompt_at(0)
+    assert tokenizer.decode(prompt.token_ids) == shown and prompt.prompt[-1] == last
+
+
+def test_a_template_that_hides_the_answer_that_a_prompt_begins_is_an_error(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        tokenizer,
+        "chat_template",
+        "{% for message in messages %}{% if message.role == 'user' %}{{ message.content }}{% endif %}{% endfor %}",
+    )
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": [{"role": "assistant", "content": "2+"}]}])
+    with pytest.raises(DataError, match=r"row 0 of .* the final message does not appear in the chat"):
+        Prompts(DataConfig(path=path), tokenizer, 0)
+
+
 def test_a_system_prompt_makes_a_conversation_of_a_plain_prompt(tokenizer, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1+1"}])
     prompt = Prompts(DataConfig(path=path, system_prompt="42"), tokenizer, 0).prompt_at(0)

@@ -15,6 +15,7 @@ import pytest
 from learner.config import RewardConfig
 from learner.prompts.prompts import Prompt
 from learner.rewards.builtin import exact_match, last_number, math_equivalence, share_right, think_format
+from learner.rewards.call import Call, Log, _arguments
 from learner.rewards.workers import GroupRewards, RewardWorkers
 from protocol.errors import RewardError
 from protocol.signals import TO_END
@@ -65,6 +66,13 @@ def test_a_conversation_comes_as_trl_passes_it():
     conversation = prompt([{"role": "user", "content": "2+2"}], answer="4", level=1)
     result = score([f"{USER}:sees_what_trl_passes", f"{USER}:asynchronous"], ["4", "5"], conversation)
     assert result.rewards == [2.0, 1.0]
+
+
+def test_an_answer_that_the_prompt_has_begun_is_rated_whole():
+    begun = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
+    assert score(["exact_match"], ["2", "42"], prompt(begun, answer="42")).rewards == [1.0, 0.0]
+    seen = _arguments(Call("exact_match", begun, {}, ["2"], [[1]]), Log(1, frozenset()))
+    assert seen["prompts"] == [begun[:1]] and seen["completions"] == [[{"role": "assistant", "content": "42"}]]
 
 
 def test_workers_import_nothing_heavy():
