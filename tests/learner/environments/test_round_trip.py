@@ -1,0 +1,85 @@
+"""At the start of a run: whether the calls that a chat template writes are read, and what is said if not."""
+
+from typing import Any
+
+import pytest
+
+from learner.environments.answer import HERMES
+from learner.environments.round_trip import check_calls
+from learner.prompts.chat_template import ChatTemplate
+from protocol.errors import ConfigError
+from tests.learner.environments.chat_tokenizer import DROPPING, END, KEEPING, chat_tokenizer
+from tests.learner.environments.test_conversations import template
+from tests.learner.environments.test_renderers import TOKENS
+
+HERMES_CALL = "<tool_call>{{ call.function | tojson }}</tool_call>"
+LLAMA_CALL = '{"name": "{{ call.function.name }}", "parameters": {{ call.function.arguments | tojson }}}'
+XML_CALL = (
+    "<tool_call>\n<function={{ call.function.name }}>\n{% for name, value in call.function.arguments.items() %}<parameter={{ name }}>\n"
+    "{{ value }}\n</parameter>\n{% endfor %}</function>\n</tool_call>"
+)
+
+
+def writing(call: str, family: str | None = None, renderer: str | None = None) -> ChatTemplate:
+    end = "<|eot_id|>" if family == "llama-3" else END
+    tokenizer = chat_tokenizer(KEEPING.replace(HERMES_CALL, call).replace(END, end))
+    if family is not None:
+        tokenizer.add_tokens(TOKENS[family].split(), special_tokens=True)
+    return ChatTemplate(tokenizer, {}, template().tools, renderer)
+
+
+@pytest.mark.parametrize("text", [KEEPING, DROPPING])
+def test_calls_in_the_format_of_hermes_come_back(text: str) -> None:
+    check_calls(template(text))
+    check_calls(template(text, opens_reasoning=True))
+
+
+def test_a_template_without_tools_to_tell_of_is_not_asked() -> None:
+    check_calls(ChatTemplate(chat_tokenizer("no template"), {}, []))
+
+
+@pytest.mark.parametrize(
+    ("call", "family", "told"),
+    [
+        (LLAMA_CALL, "llama-3", "no call is read; set learner.environment.renderer to 'llama-3'"),
+        (XML_CALL, "qwen3.5", r"nobody can read it .*; set learner.environment.renderer to .*'qwen3.5'"),
+    ],
+)
+def test_calls_in_another_format_are_refused_with_those_that_fit(call: str, family: str, told: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"(?s)writes a call of add as .*, and with learner.environment.renderer = None {told}"
+    ):
+        check_calls(writing(call, family))
+    check_calls(writing(call, family, renderer=family))
+
+
+def test_calls_in_no_known_format_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"no call is read; no format that is known here reads it; take another model"
+    ):
+        check_calls(writing("[[{{ call.function.name }}]]"))
+
+
+def test_a_format_that_the_tokenizer_says_counts() -> None:
+    spoken = writing("[[{{ call.function | tojson }}]]")
+    fields: dict[str, Any] = {
+        "tool_calls": HERMES["fields"]["tool_calls"] | {"open": "[[", "close_pattern": r"\]\]"},  # type: ignore[index]
+    }
+    spoken.tokenizer.response_template = {  # type: ignore[attr-defined]
+        "defaults": {"role": "assistant"}, "start_anchor": "<|im_start|>assistant\n", "fields": fields,
+    }  # fmt: skip
+    check_calls(spoken)
+
+
+def test_a_template_that_shows_no_calls_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"the policy cannot call tools: .* writes a call of add as .* whose template shows calls"
+    ):
+        check_calls(writing(""))
+
+
+def test_a_template_that_raises_at_calls_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"the policy cannot call tools: .* takes no message with a call: .*no tools here"
+    ):
+        check_calls(writing("{{ raise_exception('no tools here') }}"))
