@@ -137,6 +137,15 @@ def text_files(path: Path) -> list[Path]:
     return sorted(file for file in files if not file.name.endswith(".safetensors.index.json"))
 
 
+def end_token_ids(path: Path) -> set[int]:
+    """Return the tokens that end a turn: those of the generation config, of which chat models have more than their tokenizer names."""
+    for name in ("generation_config.json", "config.json"):
+        eos = _read_json(path / name).get("eos_token_id") if (path / name).is_file() else None
+        if eos is not None:
+            return {token for token in (eos if isinstance(eos, list) else [eos]) if token >= 0}
+    return set()
+
+
 def has_latent_attention(path: Path) -> bool:
     """Whether its attention is that of DeepSeek's models (MLA)."""
     return bool(_nested(_read_config(path), "kv_lora_rank"))

@@ -5,7 +5,6 @@ ends one request EngineFailed.
 """
 
 import asyncio
-import json
 import logging
 import multiprocessing
 import time
@@ -42,6 +41,7 @@ from inference_server.engine.processes import EngineProcesses
 from inference_server.engine.replicas import replica_of_turn, salt_at
 from inference_server.engine.versioned_llm import UNTOUCHED, start_llm
 from protocol.messages import Sampling
+from protocol.model_files import end_token_ids
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,8 @@ class VllmEngine:
             max_concurrent_sequences=run.server.capacity,
             num_replicas=run.server.data_parallel_size,
         )
-        self._eos_token_ids = _eos_token_ids(model_path, self.limits.vocab_size)
+        # vLLM itself, set to be neutral, looks only at the tokenizer.
+        self._eos_token_ids = {token for token in end_token_ids(model_path) if token < self.limits.vocab_size}
 
     async def places(self) -> list[WorkerPlace]:
         replies = await self._call_workers("place")
@@ -275,13 +276,3 @@ def _kill_engine_core() -> None:
 
 
 _DEAD = "the vLLM engine has died; its own error is in the log above"
-
-
-def _eos_token_ids(model_path: Path, vocab_size: int) -> set[int]:
-    """Return every id that ends a completion; vLLM itself looks only at the tokenizer when it is set to be neutral."""
-    for name in ("generation_config.json", "config.json"):
-        file = model_path / name
-        eos = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
-        if eos is not None:
-            return {token for token in (eos if isinstance(eos, list) else [eos]) if 0 <= token < vocab_size}
-    return set()

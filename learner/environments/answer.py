@@ -60,8 +60,8 @@ def _read_by_transformers(template: ChatTemplate, prompt: list[int], token_ids: 
     if getattr(tokenizer, "response_template", None) is None:
         begun = _decoded(tokenizer, prompt[-8:]).rstrip()
         prefix = OPENS_REASONING if begun.endswith(OPENS_REASONING) else ""
-        form, ends = HERMES, tokenizer.all_special_ids
-        token_ids = token_ids[:-1] if token_ids and token_ids[-1] in ends else token_ids
+        form = HERMES
+        token_ids = template.without_end(token_ids)
     else:
         prefix, form = _decoded(tokenizer, prompt), None
     message = tokenizer.parse_response(_decoded(tokenizer, token_ids), form, prefix=prefix, tools=list(template.tools))

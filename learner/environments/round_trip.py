@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from learner.environments.answer import NO_FORMATS, Unreadable, calls_of, read_answer, renderer_of
 from learner.environments.host import Call
-from learner.prompts.chat_template import ChatTemplate, Message
+from learner.prompts.chat_template import ChatTemplate, Message, num_shared
 from protocol.errors import ConfigError, DataError
 
 QUESTION: list[Message] = [{"role": "user", "content": "What is it?"}]
@@ -71,9 +71,8 @@ def _written(template: ChatTemplate, call: Call) -> tuple[list[int], list[int]]:
         template.token_ids([*QUESTION, {"role": "assistant"} | said], opens_turn=False)
         for said in (calls, {"content": "Q"})
     )
-    differing = (place for place, (one, another) in enumerate(zip(whole, other, strict=False)) if one != another)
-    start = next(differing, min(len(whole), len(other)))
-    ends = [place for place in range(start, len(whole)) if whole[place] in template.tokenizer.all_special_ids]
+    start = num_shared(whole, other)
+    ends = [place for place in range(start, len(whole)) if template.is_end(whole[place])]
     return whole[:start], whole[start : ends[-1] + 1 if ends else len(whole)]
 
 
@@ -103,7 +102,7 @@ def _fits(template: ChatTemplate, name: str, prompt: list[int], turn: list[int],
         renderer_of(template.tokenizer, name)
     except ConfigError:
         return False
-    other = ChatTemplate(template.tokenizer, template.arguments, template.tools, name)
+    other = ChatTemplate(template.tokenizer, template.arguments, template.tools, name, template.more_ends)
     return _problem(other, prompt, turn, call) is None
 
 

@@ -13,7 +13,7 @@ import msgspec
 
 from learner.environments.answer import Unreadable, calls_of, read_answer
 from learner.environments.host import Call, Said, Turn
-from learner.prompts.chat_template import OPENS_REASONING, ChatTemplate, Message, begun_answer
+from learner.prompts.chat_template import OPENS_REASONING, ChatTemplate, Message, begun_answer, num_shared
 
 
 class Heard(msgspec.Struct, frozen=True):
@@ -28,7 +28,7 @@ class PlainTalk:
     """Each turn goes to the environment as text, and what it says follows as text."""
 
     def __init__(self, template: ChatTemplate) -> None:
-        self._tokenizer = template.tokenizer
+        self._template = template
 
     def begin(self, said: Said) -> Heard:
         return self.hear([said])
@@ -42,12 +42,11 @@ class PlainTalk:
 
     def orders(self, prompt: list[int], token_ids: list[int]) -> Sequence[Turn]:
         """`prompt`: all that stands before the turn."""
-        (text,) = self._tokenizer.batch_decode([token_ids], skip_special_tokens=True)
-        return [Turn(text)]
+        return [Turn(self._template.spoken(token_ids))]
 
     def hear(self, said: list[Said]) -> Heard:
         text = "".join(one.text for one in said)
-        return Heard(self._tokenizer.encode(text, add_special_tokens=False) if text else [])
+        return Heard(self._template.tokenizer.encode(text, add_special_tokens=False) if text else [])
 
 
 class ChatTalk:
@@ -104,8 +103,7 @@ class ChatTalk:
 
     def cut_off(self, token_ids: list[int]) -> None:
         """Note the last turn, of which nothing is read."""
-        (text,) = self._template.tokenizer.batch_decode([token_ids], skip_special_tokens=True)
-        self._say({"role": "assistant", "content": text})
+        self._say({"role": "assistant", "content": self._template.spoken(token_ids)})
 
     def hear(self, said: list[Said]) -> Heard:
         """`said`: to each call, in order; to the last ones nothing, if the environment was done before."""
@@ -122,23 +120,26 @@ def continued(template: ChatTemplate, said: Sequence[Message], new: Sequence[Mes
     """What stands before the next turn, behind a recorded one that ended with `last_token`. Raises DataError."""
     before = template.token_ids(said, opens_turn=False)
     after = template.token_ids([*said, *new])
-    end = _end_of_turn(template, before, last_token)
+    begun = num_shared(before, template.token_ids(said[:-1], opens_turn=False)) if len(said) > 1 else 0
+    end = _end_of_turn(template, before, begun, last_token)
     if after[:end] != before[:end]:
         return Heard(after, begins_branch=True)
-    return Heard(after[end:])
+    is_mark_of_next = end == len(before) and template.is_end(last_token) and after[end : end + 1] == [last_token]
+    return Heard(after[end + is_mark_of_next :])
 
 
-def _end_of_turn(template: ChatTemplate, token_ids: list[int], last_token: int) -> int:
-    """Up to where the recorded tokens reach in those that the template makes of them.
+def _end_of_turn(template: ChatTemplate, token_ids: list[int], begun: int, last_token: int) -> int:
+    """Up to where the recorded tokens reach in those that the template makes of them; the last turn begins at `begun` there.
 
-    A turn that ended with a token such as <|im_end|> has it; one that ended otherwise, at a text that stops it, gets it now.
+    A turn that ended with a token such as <|im_end|> has it; one that ended otherwise, at a text that stops it, gets it now. Of some
+    families a turn ends with the mark of who speaks next, which the template puts behind it.
     """
-    tokenizer = template.tokenizer
-    has_ended = last_token in tokenizer.all_special_ids
-    end_token = last_token if has_ended else tokenizer.eos_token_id
-    for place in range(len(token_ids) - 1, -1, -1):
-        if token_ids[place] == end_token:
-            return place + has_ended
+    has_ended = template.is_end(last_token)
+    turn = range(len(token_ids) - 1, begun - 1, -1)
+    for ends in ({last_token}, template.ends) if has_ended else (template.ends,):
+        for place in turn:
+            if token_ids[place] in ends:
+                return place + has_ended
     return len(token_ids)
 
 

@@ -97,7 +97,7 @@ class Gateway:
         stops = stops_of(body, sampling)
         prompt, before = self._text_prompt(session, body)
         turn = await session.turn(prompt, max_tokens_of(body, sampling), stops)
-        text = cut_at(self._decoded(turn), stops)
+        text = cut_at(self._template.spoken(turn.token_ids), stops)
         check_is_heard(request)
         session.record(turn)
         if before is not None:
@@ -151,11 +151,7 @@ class Gateway:
             else:
                 if template.tools or not calls:
                     return spoken(cut_at(message["content"], stops), message.get(REASONING), calls, turn.turn_id)
-        return spoken(cut_at(self._decoded(turn), stops), None, (), turn.turn_id)
-
-    def _decoded(self, turn: Turn) -> str:
-        (text,) = self._template.tokenizer.batch_decode([turn.token_ids], skip_special_tokens=True)
-        return text
+        return spoken(cut_at(self._template.spoken(turn.token_ids), stops), None, (), turn.turn_id)
 
 
 @web.middleware

@@ -30,6 +30,38 @@ class ChatTemplate(msgspec.Struct, frozen=True, eq=False):
     """JSON schemas of what the policy can call."""
     renderer: str | None = None
     """learner.environment.renderer."""
+    more_ends: frozenset[int] = frozenset()
+    """Tokens that end a turn, beside the tokenizer's own (`end_token_ids` of the model)."""
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """Tokens that end a turn."""
+        return self.more_ends | {self.tokenizer.eos_token_id}
+
+    def is_end(self, token_id: int) -> bool:
+        """Whether a turn that has this token last was ended by it, not by a text or by its length."""
+        return token_id in self.ends or token_id in self.tokenizer.all_special_ids
+
+    def without_end(self, token_ids: list[int]) -> list[int]:
+        """Return a turn without the token that ended it."""
+        return token_ids[:-1] if token_ids and self.is_end(token_ids[-1]) else token_ids
+
+    def spoken(self, token_ids: list[int]) -> str:
+        """Return the text of a turn."""
+        (text,) = self.tokenizer.batch_decode([self.without_end(token_ids)], skip_special_tokens=True)
+        return text
+
+    def turn_end(self) -> int | None:
+        """Return the token that the template lets a turn of the assistant end with; of some it is the mark of who speaks next."""
+        said, other, asked = (
+            [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}, {"role": "user", "content": "?"}]
+            for text in ("A", "B", "A")
+        )
+        turn, another = self.token_ids(said[:2], opens_turn=False), self.token_ids(other[:2], opens_turn=False)
+        next_ids = self.token_ids(asked)
+        start = num_shared(turn, another)
+        ends = [token_id for token_id in [*turn[start:], *next_ids[len(turn) : len(turn) + 1]] if token_id in self.ends]
+        return ends[0] if ends else self.tokenizer.eos_token_id
 
     @property
     def has_texts(self) -> bool:
@@ -73,6 +105,12 @@ class ChatTemplate(msgspec.Struct, frozen=True, eq=False):
             )  # fmt: skip
         except Exception as error:  # of the template's code, or of what it makes of a message that the policy wrote
             raise DataError(f"the conversation does not go through the chat template: {error}") from error
+
+
+def num_shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many tokens both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (here, there) in pairs if here != there), min(len(one), len(other)))
 
 
 def begun_answer(messages: Sequence[Message]) -> str | None:

@@ -10,6 +10,7 @@ only a number, and the digests that tell whether the data is still the same.
 import functools
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,6 +21,7 @@ from learner.prompts.chat_template import OPENS_REASONING, ChatTemplate, begun_a
 from learner.prompts.encoding import encode_source, with_system_prompt
 from learner.prompts.sources import open_source
 from protocol.errors import DataError
+from protocol.model_files import end_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,7 +67,11 @@ class Prompts:
         first = self._source.row(0).get(config.prompt_column)  # what is missing, encoding tells
         self.are_conversations = config.system_prompt is not None or not isinstance(first, str)
         self.template = ChatTemplate(
-            tokenizer, config.chat_template_kwargs, tools() if self.are_conversations else [], renderer
+            tokenizer,
+            config.chat_template_kwargs,
+            tools() if self.are_conversations else [],
+            renderer,
+            frozenset(end_token_ids(Path(tokenizer.name_or_path))),
         )
         self._encoded = encode_source(self._source, config, self.template)
         too_long = self._find_too_long()

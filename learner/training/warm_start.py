@@ -42,6 +42,9 @@ def warm_start(material: Material, accelerator: Accelerator, policy: nn.Module) 
     """
     config, settings = material.run.learner, material.run.learner.warm_start
     prompts, tokenizer = material.prompts, material.tokenizer
+    end = prompts.template.turn_end() if prompts.are_conversations else tokenizer.eos_token_id
+    if end is None:
+        raise DataError("learner.warm_start needs a tokenizer with an end-of-sequence token; this model's has none")
     optimizer = make_optimizer(policy, config.optimizer, settings.learning_rate)
     loss = 0.0
     steps = tqdm(
@@ -52,7 +55,7 @@ def warm_start(material: Material, accelerator: Accelerator, policy: nn.Module) 
     )
     for step in steps:
         slots = range(step * settings.rows_per_step, (step + 1) * settings.rows_per_step)
-        rows = answer_rows([prompts.prompt_at(slot) for slot in slots], tokenizer, config)
+        rows = answer_rows([prompts.prompt_at(slot) for slot in slots], tokenizer, config, end)
         batches = my_batches(accelerator, policy, rows, config, f"step {step + 1} of the warm start")
         loss = _train_on_answers(accelerator, policy, batches)
         grad_norm = float(accelerator.clip_grad_norm_(policy.parameters(), config.optimizer.max_grad_norm) or 0.0)
@@ -68,12 +71,14 @@ def warm_start(material: Material, accelerator: Accelerator, policy: nn.Module) 
     return loss
 
 
-def answer_rows(prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, config: LearnerConfig) -> list[Row]:
-    """Return a row for each prompt, its answer and the end in place of a completion, every token of the same weight.
+def answer_rows(
+    prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, config: LearnerConfig, end: int
+) -> list[Row]:
+    """Return a row for each prompt, its answer and the token `end` in place of a completion, every token of the same weight.
 
     Raises DataError if an answer is missing, or longer than a completion may be.
     """
-    answers = [_answer_ids(prompt, tokenizer, config) for prompt in prompts]
+    answers = [_answer_ids(prompt, tokenizer, config, end) for prompt in prompts]
     num_tokens = sum(map(len, answers))
     return [
         Row(
@@ -94,7 +99,7 @@ def answer_rows(prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, confi
     ]
 
 
-def _answer_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: LearnerConfig) -> np.ndarray:
+def _answer_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: LearnerConfig, end: int) -> np.ndarray:
     column, max_tokens = config.warm_start.answer_column, config.sampling.max_tokens
     if prompt.columns.get(column) in (None, ""):
         raise DataError(
@@ -102,15 +107,13 @@ def _answer_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: Lear
             f"none in column {column!r}; its columns beside the prompt are: {', '.join(prompt.columns) or 'none'}. Set "
             "learner.warm_start.answer_column to the one that holds them, or learner.warm_start.steps to 0"
         )
-    if tokenizer.eos_token_id is None:
-        raise DataError("learner.warm_start needs a tokenizer with an end-of-sequence token; this model's has none")
     token_ids = tokenizer(str(prompt.columns[column]), add_special_tokens=False)["input_ids"]
     if len(token_ids) >= max_tokens:
         raise DataError(
             f"the answer in row {prompt.prompt_id} of the data has {len(token_ids)} tokens and an end, a completion has at "
             f"most learner.sampling.max_tokens = {max_tokens}; raise it, or leave such rows out of the data"
         )
-    return np.array([*token_ids, tokenizer.eos_token_id], np.int32)
+    return np.array([*token_ids, end], np.int32)
 
 
 def _train_on_answers(accelerator: Accelerator, policy: nn.Module, batches: list[MicroBatch]) -> float:

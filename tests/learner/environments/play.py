@@ -21,6 +21,8 @@ USER = "tests.learner.environments.user_environments"
 class Letters:
     """A tokenizer of one token per character. Texts alone."""
 
+    eos_token_id, all_special_ids = -1, ()
+
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         assert not add_special_tokens
         return [ord(letter) for letter in text]
