@@ -48,6 +48,8 @@ TIMES_ROUNDING = 8.0
 """Where rounding itself moves logprobs by more, since routers then choose other experts, so much more than that is allowed,"""
 LARGEST_BOUND = 1e-2
 """up to here. Beyond, nothing but eager attention is trusted: a missing soft cap moves logprobs by little more."""
+OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
+"""Says nothing about an attention; another rank may have had enough."""
 STATES = ("conv", "linear", "mamba", "recurrent", "ssm")
 """In the names of layer types that hand something from token to token by other means than attention."""
 
@@ -121,6 +123,8 @@ def _try(model: Any, candidates: list[str], device: torch.device, dtype: torch.d
 def _expect_or_refuse(model: Any, batch: Pack) -> Expected | None:
     try:
         expected = _expect(model, batch)
+    except OUT_OF_MEMORY as error:
+        raise _no_memory(error) from error
     except Exception as error:  # of a family whose plain pass wants more than tokens, or other tokens
         raise _refusal(model, f"its plain pass fails ({type(error).__name__}: {error})") from error
     if expected.as_it_trains <= TOLERANCE:
@@ -170,6 +174,8 @@ def _problem(model: Any, expected: Expected, name: str, device: torch.device, dt
         is_other_kernel = name not in ON_ANY_DEVICE or device.type != model.device.type
         with computing_in(model, dtype, device):
             return _narrow_problem(model, probe_of(model), expected, name, is_other_kernel=is_other_kernel)
+    except OUT_OF_MEMORY as error:
+        raise _no_memory(error) from error
     except Exception as error:  # a family may break in any way over what stands in the place of its mask
         reads_mask = "its layers read their mask themselves: " if Ticket.__name__ in str(error) else ""
         return f"{reads_mask}{type(error).__name__}: {error}"
@@ -229,6 +235,13 @@ def _logprobs(model: Any, batch: Pack) -> torch.Tensor:
 
 def _mean(difference_M: torch.Tensor) -> float:
     return float(difference_M.abs().mean())
+
+
+def _no_memory(error: BaseException) -> ConfigError:
+    return ConfigError(
+        f"no memory is left to compare the model's passes before the first step ({type(error).__name__}: {error}); they need less than a "
+        "training step. Free some on the device and on the host, or give the learner another device"
+    )
 
 
 def _refusal(model: Any, problem: str) -> ConfigError:

@@ -339,6 +339,20 @@ def test_a_kernel_that_is_wrong_on_gpus_alone_is_padded_there(
     assert not is_packed(model) and "its logprobs are off by" in caplog.text
 
 
+@pytest.mark.parametrize("error", [MemoryError("std::bad_alloc"), torch.OutOfMemoryError("CUDA out of memory")])
+@pytest.mark.parametrize("is_hit", [is_packed, lambda model: not is_packed(model)], ids=["packed", "eager"])
+def test_too_little_memory_decides_nothing(error: Exception, is_hit: Callable[[Any], bool]) -> None:
+    model = tiny("Qwen2Config", {})
+
+    def run_out(*_: Any) -> None:
+        if is_hit(model):
+            raise error
+
+    model.model.register_forward_pre_hook(run_out)
+    with pytest.raises(ConfigError, match=rf"no memory is left to compare the model's passes .*{error}"):
+        settle_attention(model, CPU, torch.float32)
+
+
 def chaotic(model: Any, amount: float) -> Any:
     """As one with many experts, of which rounding picks others: what a layer adds turns with the last bits of its input."""
     model.model.layers[0].register_forward_hook(lambda _layer, _inputs, out: out + amount * (1e6 * out).sin())
