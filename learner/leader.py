@@ -7,11 +7,11 @@ Every rank has a Trainee (training/trainee.py); rank 0 alone has a Leader, and t
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 
@@ -237,12 +237,15 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         metrics |= self.rollouts.batch_metrics | self.material.prompts.metrics | self.rewards.latencies.take()
         self.log.step(step, metrics)
         self.evaluations.after_step(step, times["time/step"])
-        self.log.sample(step, groups[0], self.material.tokenizer)
+        self.log.sample(step, groups[0], self.material.tokenizer, lambda: self._columns_of(groups[0]))
         if all(reward is None for group in groups for reward in group.rewards_G):
             log.warning(
                 "step %d: no completion could be scored: every reward function gave None (or was too slow)", step
             )
         self.parity.check_fresh(of_servers)
+
+    def _columns_of(self, group: ScoredGroup) -> Mapping[str, Any]:
+        return self.material.prompts.prompt_at(self.ledger.position_of(group.slot)).columns
 
     def finish(self, version: int, interrupt: Interrupt) -> None:
         """Wait for the last push and its check, and for the last evaluation, which an interrupted run leaves to a resume."""

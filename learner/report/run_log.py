@@ -2,6 +2,8 @@
 
 import json
 import time
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -58,9 +60,11 @@ class RunLog:
             self._dashboard.publish(step, line)
         self._trackers.tell(step, new)
 
-    def sample(self, step: int, group: ScoredGroup, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Keep a few completions of one group, as text, for the report, if it is this step's turn."""
-        self._samples.keep(step, group, tokenizer)
+    def sample(
+        self, step: int, group: ScoredGroup, tokenizer: PreTrainedTokenizerBase, row: Callable[[], Mapping[str, Any]]
+    ) -> None:
+        """Keep a few completions of one group, as text, for the report, if it is this step's turn; `row`: the columns of its prompt."""
+        self._samples.keep(step, group, tokenizer, row)
 
     def close(self) -> None:
         self._metrics.close()

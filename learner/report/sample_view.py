@@ -43,6 +43,8 @@ class Completion(msgspec.Struct, frozen=True):
     """The reward's place between the lowest and the highest shown; None where there was no reward."""
     course: str | None = None
     """How the episode went, in words."""
+    functions: str | None = None
+    """What each reward function gave it, where there are several."""
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -66,17 +68,20 @@ def newest_sample(path: Path) -> Sample | None:
 
 def shown(line: dict[str, Any], low: float, high: float) -> Sample:
     texts, rewards, episodes = line.get("completions", []), line.get("rewards", []), line.get("episodes", [])
+    functions = line.get("functions", {})
     versions = sorted({run[0] for one in episodes for branch in one["branches"] for run in branch["runs"]} - {None})
     colours = {version: f"v{place % NUM_COLOURS}" for place, version in enumerate(versions)}
     completions = []
     for i, text in enumerate(texts[:MAX_COMPLETIONS]):
         reward = rewards[i] if i < len(rewards) else None
         place = None if reward is None else round(100 * (reward - low) / (high - low)) if high > low else 100
+        parts = " · ".join(f"{name} {number(by[i])}" for name, by in functions.items() if i < len(by)) or None
         if i < len(episodes):
             passages = [_passage(branch, colours) for branch in episodes[i]["branches"]]
-            completions.append(Completion(passages, number(reward), place, _course(episodes[i])))
+            completions.append(Completion(passages, number(reward), place, _course(episodes[i]), parts))
         else:
-            completions.append(Completion([Passage(None, [Piece(readable(text), "")])], number(reward), place))
+            passages = [Passage(None, [Piece(readable(text), "")])]
+            completions.append(Completion(passages, number(reward), place, functions=parts))
     answer = line.get("answer")
     return Sample(
         step=line["step"],

@@ -5,9 +5,11 @@ Between the steps and the report. Invariant: the file has at most MAX_BYTES, how
 comes after it the newest.
 """
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
@@ -17,6 +19,8 @@ from learner.rollouts.scored_group import ScoredGroup
 from learner.storage.disk import replace_file
 from learner.storage.lines import Lines, ends_of
 
+ANSWER = "answer"
+"""The column that the built-in reward functions compare with."""
 MAX_COMPLETIONS = 4
 MAX_BYTES = 32 << 20
 
@@ -28,8 +32,10 @@ class Samples:
         self._path, self._every_steps = path, every_steps
         self._lines = Lines(path)
 
-    def keep(self, step: int, group: ScoredGroup, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Write a group down as text if it is the step's turn. Raises DiskError."""
+    def keep(
+        self, step: int, group: ScoredGroup, tokenizer: PreTrainedTokenizerBase, row: Callable[[], Mapping[str, Any]]
+    ) -> None:
+        """Write a group down as text if it is the step's turn; `row` gives the columns of its prompt. Raises DiskError."""
         if self._every_steps == 0 or (step - 1) % self._every_steps:
             return
         kept = [branches[-1] for branches in group.branches_G[:MAX_COMPLETIONS]]
@@ -37,6 +43,10 @@ class Samples:
         prompt = tokenizer.decode(group.prompt_token_ids.tolist())
         rewards = group.rewards_G[:MAX_COMPLETIONS]
         sample: dict[str, Any] = {"step": step, "prompt": prompt, "completions": list(texts), "rewards": rewards}
+        if (answer := row().get(ANSWER)) is not None:
+            sample["answer"] = msgspec.to_builtins(answer, enc_hook=str)
+        if len(group.rewards_by_function) > 1:
+            sample["functions"] = {name: by[:MAX_COMPLETIONS] for name, by in group.rewards_by_function.items()}
         if group.courses_G:
             episodes = zip(group.courses_G[:MAX_COMPLETIONS], group.branches_G, strict=False)
             sample["episodes"] = [episode_of(course, branches, tokenizer) for course, branches in episodes]

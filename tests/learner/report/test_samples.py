@@ -15,6 +15,7 @@ from learner.environments.episode import Course
 from learner.policy.model import load_tokenizer
 from learner.report.page import render
 from learner.report.run_log import RunLog
+from learner.report.sample_view import newest_sample
 from learner.report.samples import Samples
 from learner.report.summary import steps_in
 from learner.rollouts.scored_group import ScoredGroup
@@ -39,7 +40,7 @@ def a_group(num_tokens: int = 3) -> ScoredGroup:
 def write(path: Path, steps: range, every_steps: int, group: ScoredGroup | None = None) -> list[int]:
     samples, tokenizer = Samples(path, every_steps), load_tokenizer(resolve_model("tiny:digits"))
     for step in steps:
-        samples.keep(step, group or a_group(), tokenizer)
+        samples.keep(step, group or a_group(), tokenizer, dict)
     samples.close()
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
@@ -49,11 +50,23 @@ def test_samples_are_written_every_so_many_steps(tmp_path: Path, every_steps: in
     assert write(tmp_path / "samples.jsonl", range(1, 6), every_steps) == kept
 
 
+def test_a_sample_says_the_answer_and_what_every_function_gave(tmp_path: Path) -> None:
+    group = msgspec.structs.replace(a_group(), rewards_by_function={"right": [1.0, None] * 3, "short": [0.5] * 6})
+    samples, path = Samples(tmp_path / "samples.jsonl", 1), tmp_path / "samples.jsonl"
+    samples.keep(1, group, load_tokenizer(resolve_model("tiny:digits")), lambda: {"answer": ["42", 42], "level": 3})
+    samples.close()
+    line = json.loads(path.read_text())
+    assert (line["answer"], line["functions"]) == (["42", 42], {"right": [1.0, None, 1.0, None], "short": [0.5] * 4})
+    shown = newest_sample(path)
+    assert shown is not None and shown.answer == "['42', 42]"
+    assert [one.functions for one in shown.completions[:2]] == ["right 1.00 · short 0.50", "right – · short 0.50"]
+
+
 def test_a_run_keeps_those_of_every_tenth_step_if_nothing_else_is_said(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run", make_run(tmp_path, "tcp://127.0.0.1:1"))
     log = RunLog(run_dir, ReportConfig(trackers=()), 25)
     for step in range(1, 26):
-        log.sample(step, a_group(), load_tokenizer(resolve_model("tiny:digits")))
+        log.sample(step, a_group(), load_tokenizer(resolve_model("tiny:digits")), dict)
     log.close()
     run_dir.close()
     assert [json.loads(line)["step"] for line in run_dir.samples.read_text().splitlines()] == [1, 11, 21]
