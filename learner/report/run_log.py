@@ -64,7 +64,8 @@ class RunLog:
         self, step: int, group: ScoredGroup, tokenizer: PreTrainedTokenizerBase, row: Callable[[], Mapping[str, Any]]
     ) -> None:
         """Keep a few completions of one group, as text, for the report, if it is this step's turn; `row`: the columns of its prompt."""
-        self._samples.keep(step, group, tokenizer, row)
+        if (sample := self._samples.keep(step, group, tokenizer, row)) is not None:
+            self._trackers.tell_completions(step, sample)
 
     def close(self) -> None:
         self._metrics.close()

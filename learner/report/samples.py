@@ -34,10 +34,10 @@ class Samples:
 
     def keep(
         self, step: int, group: ScoredGroup, tokenizer: PreTrainedTokenizerBase, row: Callable[[], Mapping[str, Any]]
-    ) -> None:
-        """Write a group down as text if it is the step's turn; `row` gives the columns of its prompt. Raises DiskError."""
+    ) -> dict[str, Any] | None:
+        """Write a group down as text, and return that, if it is the step's turn; `row` gives the columns of its prompt. Raises DiskError."""
         if self._every_steps == 0 or (step - 1) % self._every_steps:
-            return
+            return None
         kept = [branches[-1] for branches in group.branches_G[:MAX_COMPLETIONS]]
         texts = tokenizer.batch_decode([branch.token_ids.tolist() for branch in kept], skip_special_tokens=True)
         prompt = tokenizer.decode(group.prompt_token_ids.tolist())
@@ -51,9 +51,11 @@ class Samples:
             episodes = zip(group.courses_G[:MAX_COMPLETIONS], group.branches_G, strict=False)
             sample["episodes"] = [episode_of(course, branches, tokenizer) for course, branches in episodes]
         extra = {column: values[:MAX_COMPLETIONS] for column, values in group.logged_extra.items()}
-        self._lines.append(sample | ({"extra": extra} if extra else {}))
+        sample |= {"extra": extra} if extra else {}
+        self._lines.append(sample)
         if self._path.stat().st_size > MAX_BYTES:
             self._cut()
+        return sample
 
     def close(self) -> None:
         self._lines.close()

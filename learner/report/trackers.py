@@ -2,7 +2,7 @@
 
     run_log.py ─▶ tell: every number of a step, as a float ─▶ RUN_DIR/tensorboard, or what the tracker's own variables name
 
-At the end of the data's way. Invariant: each gets every metric of metrics.jsonl, and one that fails costs itself and a line in the log,
+At the end of the data's way. Invariant: each gets the config and every metric of metrics.jsonl, W&B the completions of samples.jsonl too, and one that fails costs itself and a line in the log,
 never the run; a full disk ends it here as elsewhere.
 """
 
@@ -12,8 +12,12 @@ from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import Any
 
+import msgspec
+
+from learner.config import LearnerRun
 from learner.storage.disk import DiskError, writing
 from learner.storage.run_dir import RunDir
+from protocol.config import to_toml
 from protocol.errors import ConfigError
 from protocol.installation import install_command
 
@@ -37,6 +41,10 @@ class Trackers:
                 tracker = MAKERS[name](project, run_dir)
                 tracker.start()
                 self._open[name] = tracker
+                if name == TENSORBOARD:  # its table of settings takes a file of its own for each start
+                    tracker.writer.add_text("config", f"```toml\n{to_toml(run_dir.run)}\n```")
+                else:
+                    tracker.store_init_configuration(_settings(run_dir.run))
 
     def tell(self, step: int, metrics: Mapping[str, float]) -> None:
         """Raises DiskError."""
@@ -45,6 +53,18 @@ class Trackers:
         for name in [*self._open]:
             with self._at_the_cost_of(name):
                 self._open[name].log(values, step=step)
+
+    def tell_completions(self, step: int, sample: Mapping[str, Any]) -> None:
+        """A line of samples.jsonl as a table, to those that have tables."""
+        functions = sample.get("functions", {})
+        columns = ["step", "prompt", "answer", "completion", "reward", *functions]
+        answer = sample.get("answer")
+        rows = zip(sample["completions"], sample["rewards"], *functions.values(), strict=True)
+        data = [[step, sample["prompt"], None if answer is None else str(answer), *row] for row in rows]
+        for name in [*self._open]:
+            with self._at_the_cost_of(name):
+                if hasattr(self._open[name], "log_table"):
+                    self._open[name].log_table("completions", columns=columns, data=data, step=step)
 
     def close(self) -> None:
         """Raises DiskError."""
@@ -80,6 +100,17 @@ def is_installed(name: str) -> bool:
     """W&B writes into a directory `wandb` where it is started, which looks like a package without code."""
     found = find_spec(name)
     return found is not None and found.origin is not None
+
+
+def _settings(run: LearnerRun) -> dict[str, bool | int | float | str | None]:
+    """Every key of the config in its place, such as learner.loss.clip_low."""
+
+    def flat(value: Any, name: str) -> dict[str, Any]:
+        if isinstance(value, dict):
+            return {key: each for inner, below in value.items() for key, each in flat(below, f"{name}.{inner}").items()}
+        return {name: value if isinstance(value, bool | int | float | str | None) else str(value)}
+
+    return {key.removeprefix("."): value for key, value in flat(msgspec.to_builtins(run), "").items()}
 
 
 def _tensorboard(project: str, run_dir: RunDir) -> Any:

@@ -46,7 +46,7 @@ class RunDir:
     """An opened run directory, locked against a second learner until the process ends."""
 
     def __init__(self, path: Path, run: LearnerRun) -> None:
-        self.path, self._run = path, run
+        self.path, self.run = path, run
         self.config = path / "config.toml"
         self.metrics = path / "metrics.jsonl"
         self.samples = path / "samples.jsonl"
@@ -76,7 +76,7 @@ class RunDir:
 
     def begin(self) -> None:
         """Store the config: from now on the directory holds a run, which only a resume may touch."""
-        replace_file(self.config, to_toml(_with_dual_clip(self._run)).encode())
+        replace_file(self.config, to_toml(_with_dual_clip(self.run)).encode())
 
     @property
     def has_begun(self) -> bool:

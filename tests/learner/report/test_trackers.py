@@ -22,6 +22,16 @@ from tests.learner.test_train import make_run
 WANDB = """
 told, closed = [], []
 
+class Config:
+    def update(self, values, allow_val_change):
+        self.values = values
+
+config = Config()
+
+class Table:
+    def __init__(self, columns, data, dataframe):
+        self.columns, self.data = columns, data
+
 class Run:
     def log(self, values, step):
         if step == 3:
@@ -82,11 +92,30 @@ def test_one_that_fails_costs_itself_alone(
     monkeypatch.syspath_prepend(str(tmp_path / "packages"))
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     trackers = Trackers(["wandb", "tensorboard"], "my-project", run_dir)
+    sample = {
+        "prompt": "2+2",
+        "answer": 4,
+        "completions": ["4", "5"],
+        "rewards": [1.0, None],
+        "functions": {"right": [1.0, 0.0]},
+    }
     for step in range(1, 5):
         trackers.tell(step, {"reward/mean": np.float32(step)})
+        if step == 1:
+            trackers.tell_completions(step, sample)
     trackers.close()
     wandb = sys.modules.pop("wandb")
     named, *told = wandb.told
+    (step, tables) = told.pop(1)
+    assert step == 1 and tables["completions"].columns == ["step", "prompt", "answer", "completion", "reward", "right"]
+    assert tables["completions"].data == [[1, "2+2", "4", "4", 1.0, 1.0], [1, "2+2", "4", "5", None, 0.0]]
+    settings = wandb.config.values
+    assert (settings["model"], settings["learner.steps"], settings["learner.loss.objective"]) == (
+        "tiny:digits",
+        4,
+        "grpo",
+    )
+    assert all(value is None or isinstance(value, bool | int | float | str) for value in settings.values())
     assert (named["project"], named["id"], named["resume"]) == ("my-project", run_dir.run_id, "allow")
     assert told == [(1, {"reward/mean": 1.0}), (2, {"reward/mean": 2.0})] and wandb.closed == []
     assert all(type(value) is float for _, values in told for value in values.values())
