@@ -65,7 +65,7 @@ class Supervisor:
     def _pass_on(self, number: int) -> None:
         """A learner that ends in order ends everything; only one that is there can."""
         self._is_stopping = True
-        if not self._ranks:
+        if all(rank.returncode is not None for rank in self._ranks):
             self._missed = number
         for rank in self._ranks:
             rank.signal(number)

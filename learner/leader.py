@@ -251,7 +251,7 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         """Wait for the last push and its check, and for the last evaluation, which an interrupted run leaves to a resume."""
         self.pusher.wait()
         self.sync_check.check()
-        if not self.evaluations.is_over():
+        if not interrupt.requested and not self.evaluations.is_over():
             log.info("the last step is done; waiting for the evaluation (an interrupt leaves it to --resume)")
         while not interrupt.requested and not self.evaluations.is_over():
             self._sync_joiners(version)

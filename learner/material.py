@@ -15,12 +15,13 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from learner.config import DataConfig, LearnerRun
 from learner.environments.answer import renderer_of
 from learner.environments.process import tools_of
+from learner.environments.round_trip import check_calls
 from learner.policy.memory import ModelShape, kv_bytes_per_token, learner_memory, server_memory, shape_of, told
 from learner.policy.model import load_config, load_tokenizer
 from learner.policy.model_digest import digest_model
 from learner.prompts.prompts import Prompts
 from protocol.checkup import of_dtype
-from protocol.model_files import resolve_model
+from protocol.model_files import end_token_ids, resolve_model
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +69,12 @@ class Material:
         renderer = self.run.learner.environment.renderer
         if renderer is not None:
             renderer_of(self.tokenizer, renderer)  # says now what does not fit
-        return Prompts(data, self.tokenizer, self.run.seed, self.tools, renderer)
+        prompts = Prompts(
+            data, self.tokenizer, self.run.seed, self.tools, renderer, more_ends=end_token_ids(self.model_path),
+            is_for_agents=self.run.learner.environment.has_agent,
+        )  # fmt: skip
+        check_calls(prompts.template)  # likewise
+        return prompts
 
     def tools(self) -> list[dict[str, Any]]:
         """The JSON schemas of what the policy is told that it can call. Raises ConfigError."""

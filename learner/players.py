@@ -5,7 +5,6 @@ from contextlib import ExitStack
 from learner.config import LearnerRun
 from learner.environments.player import Player
 from learner.environments.pool import Environments
-from learner.environments.round_trip import check_calls
 from learner.gateway.agent_player import AgentPlayer
 from learner.prompts.prompts import Prompts
 from learner.rewards.workers import RewardWorkers
@@ -17,8 +16,6 @@ def open_player(run: LearnerRun, prompts: Prompts, rewards: RewardWorkers, clean
     config = run.learner
     if not config.environment.is_used or config.environment.has_agent:
         return None
-    if prompts.are_conversations:
-        check_calls(prompts.template)
     environments = Environments(config.environment, takes_text=not prompts.are_conversations)
     cleanup.callback(environments.close)
     return Player(config, prompts.template, environments, asks_attributes=bool(rewards.with_environments))

@@ -25,7 +25,7 @@ class EnvironmentConfig(Section):
     python: MayChange[str | None] = None
     """The interpreter that the agent runs in, such as `envs/x/.venv/bin/python`; it needs nothing of Slipstream. Environments and tools
     run there too; they need Python 3.11 and msgspec in it, and transformers where the prompts are conversations. Unset: the learner's."""
-    renderer: str | None = None
+    renderer: MayChange[str | None] = None
     """The format that the policy's calls and reasoning are read in, by its name in the package `renderers` (PrimeIntellect), such as
     `qwen3.5`, `glm-4.5`, `llama-3`, `gpt-oss`. Unset: what the tokenizer says of itself (`response_template`), else that of Hermes."""
     gateway_host: MayChange[str] = "127.0.0.1"

@@ -159,15 +159,17 @@ class LearnerRun(SharedConfig):
     learner: LearnerConfig
     """What the learner does."""
     server: MayChange[Annotated[dict[str, Any], tyro.conf.Suppress]] = msgspec.field(default_factory=dict)
-    """The server's section; of it two keys are read here: max_model_len, to which RoPE is pinned, and http_port, where evaluations ask."""
+    """The server's section; of it are read here: max_model_len, to which RoPE is pinned, and where evaluations ask, http_host and http_port."""
     deploy: MayChange[Annotated[dict[str, Any], tyro.conf.Suppress]] = msgspec.field(default_factory=dict)
     """Which part of a node each process gets: not read here."""
 
     @property
     def evaluation_url(self) -> str:
         """Whom evaluations ask."""
+        host = str(self.server.get("http_host", "127.0.0.1")).strip("[]")
+        if host in ("0.0.0.0", "::"):
+            host, _ = split_endpoint(self.servers[0])
         port = self.server.get("http_port", DEFAULT_HTTP_PORT)
-        host, _ = split_endpoint(self.servers[0])
         return self.learner.evaluation.url or f"http://{join_address(host, port)}/v1"
 
     def check(self) -> None:
@@ -176,6 +178,11 @@ class LearnerRun(SharedConfig):
             raise ConfigError(
                 f"learner.evaluation.every_steps = {evaluation.every_steps} with server.http_port = 0: an evaluation asks the server over HTTP. "
                 "Set server.http_port, or every_steps = 0"
+            )
+        if evaluation.every_steps and evaluation.url is None and self.endpoints_from is not None:
+            raise ConfigError(
+                f"learner.evaluation.every_steps = {evaluation.every_steps} with endpoints_from = {self.endpoints_from!r}: servers come and go, and "
+                "nobody knows which is asked. Set learner.evaluation.url"
             )
         said = {
             "endpoint": self.endpoint if self.endpoint != DEFAULT_ENDPOINT else None,

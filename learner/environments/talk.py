@@ -13,7 +13,7 @@ import msgspec
 
 from learner.environments.answer import Unreadable, calls_of, read_answer
 from learner.environments.host import Call, Said, Turn
-from learner.prompts.chat_template import OPENS_REASONING, ChatTemplate, Message, begun_answer, num_shared
+from learner.prompts.chat_template import OPENS_REASONING, ChatTemplate, Message, num_shared
 
 
 class Heard(msgspec.Struct, frozen=True):
@@ -82,7 +82,7 @@ class ChatTalk:
 
     def _say(self, message: Message) -> None:
         """Of an answer that the prompt has begun the first turn is the rest, and both are one message."""
-        if len(self._messages) == self._num_before and (begun := begun_answer(self._messages)) is not None:
+        if len(self._messages) == self._num_before and (begun := self._template.begun(self._messages)) is not None:
             del self._messages[-1]
             self._num_before -= 1
             begun = begun.rstrip().removesuffix(OPENS_REASONING) if message.get("reasoning_content") else begun

@@ -170,6 +170,7 @@ class Door:
         """Return the answer and its headers, whose names may be in any case. Raises EvaluationError."""
         give_up_at = time.monotonic() + self._patience_s
         while True:
+            stranger = None
             try:
                 async with self._session.request(method, f"{self._url}/{path}", json=body) as response:
                     if response.status != 200:
@@ -193,6 +194,13 @@ class Door:
                 log.warning("%s/%s %s; asking again for %g s at most", self._url, path, trouble, self._patience_s)
                 self._is_waited_for = True
             await asyncio.sleep(AGAIN_AFTER_S)
+            while stranger is not None and time.monotonic() < give_up_at and not await self._serves_the_run():
+                await asyncio.sleep(AGAIN_AFTER_S)
+
+    async def _serves_the_run(self) -> bool:
+        """What the list of models says, which costs the server less than an answer."""
+        models, _ = await self.say("GET", "models", None)
+        return not isinstance(models, dict) or (models.get("data") or [{}])[0].get("run", self._of_run) == self._of_run
 
     def _stranger(self, headers: Mapping[str, str]) -> str | None:
         """Whose weights have answered, if not the run's. Raises EvaluationError for a server that does not tell."""

@@ -32,6 +32,8 @@ class ChatTemplate(msgspec.Struct, frozen=True, eq=False):
     """learner.environment.renderer."""
     more_ends: frozenset[int] = frozenset()
     """Tokens that end a turn, beside the tokenizer's own (`end_token_ids` of the model)."""
+    goes_on: bool = True
+    """Whether an answer that a prompt begins is gone on with; agents, as clients of vLLM, open a new turn."""
 
     @property
     def ends(self) -> frozenset[int]:
@@ -81,14 +83,26 @@ class ChatTemplate(msgspec.Struct, frozen=True, eq=False):
 
     def prompt_text(self, messages: Sequence[Message]) -> str:
         """With what opens the policy's turn, unless they end with an answer that is begun: that goes on. Raises DataError."""
-        text: str = self._apply(messages, True, tokenize=False, goes_on=begun_answer(messages) is not None)
-        return text
+        begun = self.begun(messages)
+        if begun is None:
+            return self.text(messages)
+        text: str = self._apply(messages, False, tokenize=False, goes_on=True)
+        return text if text.endswith(begun) else text + begun[len(begun.rstrip()) :]  # some templates trim what is said
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """Likewise."""
         if not self.has_texts:
-            return list(self._apply(messages, True, tokenize=True, goes_on=begun_answer(messages) is not None))
+            goes_on = self.begun(messages) is not None
+            return list(self._apply(messages, not goes_on, tokenize=True, goes_on=goes_on))
         return list(self.tokenizer.encode(self.prompt_text(messages), add_special_tokens=False))
+
+    def begun(self, messages: Sequence[Message]) -> str | None:
+        """Return the text of a last message by the assistant, with which a prompt puts the beginning of an answer into the policy's mouth."""
+        last = messages[-1]
+        if not self.goes_on or last.get("role") != "assistant" or last.get("tool_calls"):
+            return None
+        text = _as_text(last.get("content"))
+        return text if isinstance(text, str) and text.strip() else None
 
     def _apply(self, messages: Sequence[Message], opens_turn: bool, *, tokenize: bool, goes_on: bool = False) -> Any:
         if self.tokenizer.chat_template is None:
@@ -100,7 +114,7 @@ class ChatTemplate(msgspec.Struct, frozen=True, eq=False):
         more = ({"tools": self.tools} if self.tools else {}) | self.arguments
         try:
             return self.tokenizer.apply_chat_template(
-                [_without_nulls(message) for message in messages], tokenize=tokenize, return_dict=False, add_generation_prompt=opens_turn and not goes_on,
+                [_without_nulls(message) for message in messages], tokenize=tokenize, return_dict=False, add_generation_prompt=opens_turn,
                 continue_final_message=goes_on, **more,
             )  # fmt: skip
         except Exception as error:  # of the template's code, or of what it makes of a message that the policy wrote
@@ -111,13 +125,6 @@ def num_shared(one: Sequence[int], other: Sequence[int]) -> int:
     """Return how many tokens both begin with."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((place for place, (here, there) in pairs if here != there), min(len(one), len(other)))
-
-
-def begun_answer(messages: Sequence[Message]) -> str | None:
-    """Return the text of a last message by the assistant, with which a prompt puts the beginning of an answer into the policy's mouth."""
-    last = messages[-1]
-    text = _as_text(last.get("content")) if last.get("role") == "assistant" and not last.get("tool_calls") else None
-    return text if isinstance(text, str) and text else None
 
 
 def storable(value: T) -> T:

@@ -9,19 +9,17 @@ only a number, and the digests that tell whether the data is still the same.
 
 import functools
 import logging
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
 from learner.config import DataConfig
-from learner.prompts.chat_template import OPENS_REASONING, ChatTemplate, begun_answer
+from learner.prompts.chat_template import OPENS_REASONING, ChatTemplate
 from learner.prompts.encoding import encode_source, with_system_prompt
 from learner.prompts.sources import open_source
 from protocol.errors import DataError
-from protocol.model_files import end_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,6 +43,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     columns: dict[str, Any]
     """Every other column of the row, for the reward functions."""
+    begun: str | None = None
+    """Of an answer that it begins, the text that the policy goes on with."""
     opens_reasoning: bool = False
     """Whether it ends with a `<think>` of the template's, so that what follows begins within the reasoning."""
 
@@ -59,9 +59,12 @@ class Prompts:
         seed: int,
         tools: Callable[[], list[dict[str, Any]]] = list,
         renderer: str | None = None,
+        more_ends: Iterable[int] = (),
+        is_for_agents: bool = False,
     ) -> None:
         """`tools` gives the JSON schemas that the chat template is told; called where prompts are conversations. `renderer`: what the
-        answers to them are read by."""
+        answers to them are read by. `more_ends`: what ends them beside the tokenizer's own. `is_for_agents`: they ask with messages of
+        their own."""
         self._config, self._seed = config, seed
         self._source = open_source(config, seed)
         first = self._source.row(0).get(config.prompt_column)  # what is missing, encoding tells
@@ -71,7 +74,8 @@ class Prompts:
             config.chat_template_kwargs,
             tools() if self.are_conversations else [],
             renderer,
-            frozenset(end_token_ids(Path(tokenizer.name_or_path))),
+            frozenset(more_ends),
+            goes_on=not is_for_agents,
         )
         self._encoded = encode_source(self._source, config, self.template)
         too_long = self._find_too_long()
@@ -132,9 +136,10 @@ class Prompts:
         prompt = with_system_prompt(columns.pop(self._config.prompt_column), self._config)
         token_ids = self._encoded.prompt_ids(row)
         (end,) = self.template.tokenizer.batch_decode([token_ids[-END_TOKENS:]], skip_special_tokens=False)
+        begun = None if isinstance(prompt, str) else self.template.begun(prompt)
         return Prompt(
-            prompt_id=row, prompt=prompt, token_ids=token_ids, columns=columns,
-            opens_reasoning=end.rstrip().endswith(OPENS_REASONING) and (isinstance(prompt, str) or begun_answer(prompt) is None),
+            prompt_id=row, prompt=prompt, token_ids=token_ids, columns=columns, begun=begun,
+            opens_reasoning=begun is None and end.rstrip().endswith(OPENS_REASONING),
         )  # fmt: skip
 
     def _find_too_long(self) -> np.ndarray:

@@ -40,7 +40,7 @@ class Completion(msgspec.Struct, frozen=True):
     passages: list[Passage]
     reward: str
     percent: int | None
-    """The reward's place between the lowest and the highest shown; None where there was no reward."""
+    """The reward's place in `reward_range`; None where there was no reward."""
     course: str | None = None
     """How the episode went, in words."""
     functions: str | None = None
@@ -58,7 +58,7 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 def newest_sample(path: Path) -> Sample | None:
-    """The last of samples.jsonl, its rewards compared with one another; None: there is none. Raises OSError and ValueError."""
+    """The last of samples.jsonl; None: there is none. Raises OSError and ValueError."""
     line = last_line(path) if path.is_file() else b""
     if not line:
         return None
@@ -74,7 +74,7 @@ def shown(line: dict[str, Any], low: float, high: float) -> Sample:
     completions = []
     for i, text in enumerate(texts[:MAX_COMPLETIONS]):
         reward = rewards[i] if i < len(rewards) else None
-        place = None if reward is None else round(100 * (reward - low) / (high - low)) if high > low else 100
+        place = None if reward is None else round(100 * (reward - low) / (high - low))
         parts = " · ".join(f"{name} {number(by[i])}" for name, by in functions.items() if i < len(by)) or None
         if i < len(episodes):
             passages = [_passage(branch, colours) for branch in episodes[i]["branches"]]
@@ -125,5 +125,6 @@ def readable(value: Any) -> str:
 
 
 def reward_range(samples: list[dict[str, Any]]) -> tuple[float, float]:
+    """Return what no mark and a full one stand for: 0 and 1, or what lies beyond."""
     rewards = [reward for line in samples for reward in line.get("rewards", []) if reward is not None]
-    return (min(rewards), max(rewards)) if rewards else (0.0, 1.0)
+    return min([0.0, *rewards]), max([1.0, *rewards])

@@ -11,7 +11,6 @@ from typing import Any, SupportsFloat
 import msgspec
 
 from learner.environments.attributes import Remembered
-from learner.prompts.chat_template import begun_answer
 from learner.rewards.builtin import BUILT_IN
 from learner.rewards.function import accepts, load_function, names
 from learner.user_code import describe, shorten
@@ -45,6 +44,8 @@ class Call(msgspec.Struct, frozen=True):
     """Per completion, what the environment said of its episode; None: there is no environment."""
     opens_reasoning: bool = False
     """Whether the completions begin within reasoning that the prompt has opened."""
+    begun: str | None = None
+    """Of an answer that the prompt begins, the text that the completions go on with."""
     environments: list[dict[str, Any]] | None = None
     """Per completion, what the environment's instance held at the end, for a function that asks for it."""
 
@@ -122,7 +123,6 @@ async def await_function(call: Call, reserved: frozenset[str]) -> Answer | str:
 def _arguments(call: Call, log: Log) -> dict[str, Any]:
     num_completions, completions = len(call.completions), call.completions
     is_conversation = not isinstance(call.prompt, str)
-    begun = begun_answer(call.prompt) if is_conversation else None
     given: dict[str, Any] = {"trainer_state": call.state, "log_extra": log.columns, "log_metric": log.metric}
     if names(call.function, "opens_reasoning"):
         given["opens_reasoning"] = call.opens_reasoning
@@ -131,8 +131,10 @@ def _arguments(call: Call, log: Log) -> dict[str, Any]:
     if call.environments is not None:
         given["environments"] = [Remembered(attributes) for attributes in call.environments]
     return _repeated(call) | {
-        "prompts": [call.prompt if begun is None else call.prompt[:-1]] * num_completions,
-        "completions": [_as_messages(said, begun or "") for said in completions] if is_conversation else completions,
+        "prompts": [call.prompt if call.begun is None else call.prompt[:-1]] * num_completions,
+        "completions": [_as_messages(said, call.begun or "") for said in completions]
+        if is_conversation
+        else completions,
         "completion_ids": call.completion_ids,
         **{name: value for name, value in given.items() if accepts(call.function, name)},
     }

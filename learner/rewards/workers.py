@@ -170,6 +170,7 @@ class RewardWorkers:
                     state,
                     environment_rewards,
                     prompt.opens_reasoning and all(isinstance(one, str) for one in completions),
+                    prompt.begun,
                     environments if function in self.with_environments else None,
                 ),
                 Future(),

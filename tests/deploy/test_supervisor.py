@@ -166,6 +166,26 @@ def test_a_signal_that_comes_while_ranks_are_being_started_reaches_them() -> Non
     assert rank.signals == [signal.SIGINT, signal.SIGTERM]
 
 
+def test_a_signal_that_comes_before_a_restart_reaches_the_new_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    handlers = {number: signal.getsignal(number) for number in TO_END}
+    dead, rank = Rank(), Rank()
+    dead.returncode = 1
+    ranks = iter([dead, rank])
+    supervisor = Supervisor({}, lambda *, again: [next(ranks)], ON_FAILURE)  # type: ignore[arg-type, list-item]
+
+    def may_restart(name: str, ended: str) -> bool:
+        os.kill(os.getpid(), signal.SIGINT)
+        return True
+
+    monkeypatch.setattr(supervisor, "_may_restart", may_restart)
+    try:
+        assert supervisor.run() == 0
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert rank.signals == [signal.SIGINT, signal.SIGTERM]
+
+
 def test_a_killed_supervisor_leaves_nobody_behind(tmp_path: Path) -> None:
     run = supervised(tmp_path, {"learner": ["serve"]})
     names = ("server0", "server1", "learner")

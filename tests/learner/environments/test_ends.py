@@ -3,16 +3,17 @@ template puts another in the place of, or with the mark of who speaks next."""
 
 import json
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import pytest
 
-from learner.config import DataConfig
-from learner.environments.answer import read_answer
+from learner.config import LearnerRun
+from learner.environments.answer import HERMES, read_answer
 from learner.environments.talk import continued
+from learner.material import Material
 from learner.prompts.chat_template import ChatTemplate, Message
-from learner.prompts.prompts import Prompts
-from tests.learner.environments.chat_tokenizer import chat_tokenizer
+from tests.learner.environments.chat_model import write_model
+from tests.learner.environments.chat_tokenizer import KEEPING, chat_tokenizer
 
 GENERATION = "{% if add_generation_prompt %}HEADER{% endif %}"
 MESSAGES = "{% for message in messages %}BODY{% endfor %}"
@@ -99,12 +100,12 @@ def test_the_warm_start_teaches_the_end_of_the_template(family: str, end: str) -
 
 
 def test_the_ends_are_those_of_the_models_generation_config(tmp_path: Path) -> None:
-    tokenizer: Any = chat_tokenizer()
-    tokenizer.name_or_path = str(tmp_path)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 9}))
+    write_model(tmp_path, KEEPING, HERMES)
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"prompt": QUESTION}) + "\n")
-    assert Prompts(DataConfig(path=str(data)), tokenizer, 0).template.ends == {5, 7, tokenizer.eos_token_id}
-    (tmp_path / "generation_config.json").unlink()
-    assert Prompts(DataConfig(path=str(data)), tokenizer, 0).template.ends == {9, tokenizer.eos_token_id}
+    settings = {"steps": 1, "data": {"path": str(data)}, "reward": {"functions": ["exact_match"]}}
+    run = msgspec.convert({"model": str(tmp_path), "run_dir": "runs/x", "learner": settings}, LearnerRun)
+    own = chat_tokenizer().eos_token_id
+    assert Material(run).prompts.template.ends == {own}
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
+    assert Material(run).prompts.template.ends == {5, 7, own}

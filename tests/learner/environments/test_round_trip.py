@@ -1,7 +1,9 @@
 """At the start of a run: whether the calls that a chat template writes are read, and what is said if not."""
 
+import sys
 from typing import Any
 
+import msgspec
 import pytest
 
 from learner.environments.answer import HERMES
@@ -41,8 +43,8 @@ def test_a_template_without_tools_to_tell_of_is_not_asked() -> None:
 @pytest.mark.parametrize(
     ("call", "family", "told"),
     [
-        (LLAMA_CALL, "llama-3", "no call is read; set learner.environment.renderer to 'llama-3'"),
-        (XML_CALL, "qwen3.5", r"nobody can read it .*; set learner.environment.renderer to .*'qwen3.5'"),
+        (LLAMA_CALL, "llama-3", "no call is read; set that key to 'llama-3'"),
+        (XML_CALL, "qwen3.5", r"nobody can read it .*; set that key to .*'qwen3.5'"),
     ],
 )
 def test_calls_in_another_format_are_refused_with_those_that_fit(call: str, family: str, told: str) -> None:
@@ -55,7 +57,8 @@ def test_calls_in_another_format_are_refused_with_those_that_fit(call: str, fami
 
 def test_calls_in_no_known_format_are_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"no call is read; no format that is known here reads it; take another model"
+        ConfigError,
+        match=r"no call is read; none of the formats that were tried reads it .*; name another with that key, take another model",
     ):
         check_calls(writing("[[{{ call.function.name }}]]"))
 
@@ -71,11 +74,31 @@ def test_a_format_that_the_tokenizer_says_counts() -> None:
     check_calls(spoken)
 
 
-def test_a_template_that_shows_no_calls_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"the policy cannot call tools: .* writes a call of add as .* whose template shows calls"
-    ):
-        check_calls(writing(""))
+def test_a_template_that_shows_no_calls_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    check_calls(writing(""))
+    assert "does not show calls: one of add is '<|im_end|>'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{"type": "boolean"}, {"type": ["integer", "number"]}, {"anyOf": [{"type": "string"}, {"type": "null"}]}, {}],
+    ids=str,
+)
+def test_arguments_that_templates_write_in_their_own_way_say_nothing(schema: dict[str, Any]) -> None:
+    spoken = writing(XML_CALL, "qwen3.5", "qwen3.5")
+    parameters = {
+        "type": "object",
+        "properties": {"value": schema, "name": {"type": "string"}},
+        "required": ["value", "name"],
+    }
+    tools = [{"type": "function", "function": {"name": "set", "parameters": parameters}}]
+    check_calls(msgspec.structs.replace(spoken, tools=tools))
+
+
+def test_who_lacks_the_package_of_formats_is_told_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "renderers", None)
+    with pytest.raises(ConfigError, match=r"the package renderers knows more formats: .*pip install .*\[renderers\]"):
+        check_calls(writing(LLAMA_CALL, "llama-3"))
 
 
 def test_a_template_that_raises_at_calls_is_refused() -> None:

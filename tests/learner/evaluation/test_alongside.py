@@ -270,11 +270,18 @@ def test_a_run_asks_at_the_address_of_its_server(tmp_path: Path) -> None:
         return load_config(LearnerRun, [str(config), *flags], "learner train").evaluation_url
 
     assert url_of("") == "http://127.0.0.1:8000/v1"
-    assert url_of("[server]\nhttp_port = 9000", "--endpoint", "tcp://[::1]:5757") == "http://[::1]:9000/v1"
-    assert url_of('insecure = true\nendpoints = ["tcp://node1:5757", "tcp://node2:5757"]') == "http://node1:8000/v1"
+    nodes = 'insecure = true\nendpoints = ["tcp://node1:5757", "tcp://node2:5757"]\n'
+    assert url_of(nodes + "[server]\nhttp_port = 9000") == "http://127.0.0.1:9000/v1", "there is a tunnel"
+    assert url_of(nodes + '[server]\nhttp_host = "0.0.0.0"') == "http://node1:8000/v1"
+    assert url_of(nodes + '[server]\nhttp_host = "10.0.0.5"') == "http://10.0.0.5:8000/v1"
+    assert url_of('[server]\nhttp_host = "[::1]"') == "http://[::1]:8000/v1"
     assert url_of("", "--learner.evaluation.url", "http://judge/v1") == "http://judge/v1"
     with pytest.raises(ConfigError, match=r"every_steps = 2 with server.http_port = 0"):
         url_of("[server]\nhttp_port = 0", "--learner.evaluation.every-steps", "2")
+    with pytest.raises(
+        ConfigError, match=r"every_steps = 2 with endpoints_from = 'dns:nodes:5757'.* Set learner.evaluation.url"
+    ):
+        url_of('endpoints_from = "dns:nodes:5757"\ninsecure = true', "--learner.evaluation.every-steps", "2")
 
 
 def test_what_was_noted_of_weights_that_a_resume_throws_away_is_taken_back(

@@ -161,6 +161,29 @@ def test_an_answer_that_a_prompt_begins_is_left_open(tokenizer, tmp_path, last, 
     assert tokenizer.decode(prompt.token_ids) == shown and prompt.prompt[-1] == last
 
 
+@pytest.mark.parametrize(("content", "shown"), [("2+ ", "+1+1+2+ "), (" ", "+1+1+ >")])
+def test_an_answer_that_a_prompt_begins_keeps_the_space_that_a_template_trims(
+    tokenizer, tmp_path, monkeypatch, content, shown
+):
+    monkeypatch.setattr(
+        tokenizer,
+        "chat_template",
+        CHAT_TEMPLATE.replace("+{{ message['content'] }}", "+{{ message['content'] | trim }}"),
+    )
+    messages = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": content}]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": messages}])
+    prompt = Prompts(DataConfig(path=path), tokenizer, 0).prompt_at(0)
+    assert tokenizer.decode(prompt.token_ids) == shown.replace("+ >", "+>")
+    assert prompt.begun == (content if content.strip() else None)
+
+
+def test_agents_open_a_turn_of_their_own_behind_an_answer_that_is_begun(tokenizer, tmp_path):
+    messages = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2+"}]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": messages}])
+    prompt = Prompts(DataConfig(path=path), tokenizer, 0, is_for_agents=True).prompt_at(0)
+    assert tokenizer.decode(prompt.token_ids) == "+1+1+2+>" and prompt.begun is None
+
+
 def test_a_template_that_hides_the_answer_that_a_prompt_begins_is_an_error(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(
         tokenizer,
