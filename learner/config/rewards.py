@@ -29,6 +29,9 @@ class RewardConfig(Section):
     timeout_s: MayChange[float] = 10.0
     """Deadline of one call of one function on one group; a function that exceeds it is killed, an asynchronous one cancelled. Built-in
     functions then rate the completions one by one, and those that they are still too slow for get 0."""
+    unreachable_s: MayChange[float] = 600.0
+    """How long a function is called again that cannot reach a service it asks: a connection is refused or breaks, or the status is 429,
+    502, 503 or 504. The run waits meanwhile; after that the call has failed. 0: it fails at once."""
     num_workers: MayChange[int] = 1
     """Processes that call synchronous functions, each one function on one group at a time."""
     max_concurrent_calls: MayChange[int] = 64
@@ -63,6 +66,9 @@ class RewardConfig(Section):
             f"{self.functions}, not all 0",
         )
         require(0 < self.timeout_s < math.inf, f"timeout_s = {self.timeout_s} must be above 0 and finite")
+        require(
+            0 <= self.unreachable_s < math.inf, f"unreachable_s = {self.unreachable_s} must be at least 0 and finite"
+        )
         for key in ("num_workers", "max_concurrent_calls", "max_memory_mib", "calls_per_worker"):
             value = getattr(self, key)
             require(value is None or value >= 1, f"{key} = {value} must be at least 1")

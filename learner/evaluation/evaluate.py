@@ -116,7 +116,7 @@ def _submit(questions: Questions, workers: RewardWorkers, place: int, answered: 
 
 async def _rated(questions: Questions, rating: "Rating") -> GroupRewards:
     config = questions.run.learner.reward
-    limit_s = SCORING_S + len(questions.prompts) * len(config.functions) * config.timeout_s
+    limit_s = SCORING_S + config.unreachable_s + len(questions.prompts) * len(config.functions) * config.timeout_s
     try:
         async with asyncio.timeout(limit_s):
             group = await (asyncio.wrap_future(rating) if isinstance(rating, Future) else rating)
@@ -125,7 +125,7 @@ async def _rated(questions: Questions, rating: "Rating") -> GroupRewards:
             f"answers were not rated within {limit_s:g} s; lower learner.reward.timeout_s ({config.timeout_s:g}), or raise num_workers"
         ) from error
     for function in group.functions:
-        if function.outcome == "failed":
+        if function.outcome in ("failed", "unreachable"):
             raise RewardError(function.message or function.name)
         if function.outcome == "timed_out":
             log.warning("one prompt of the evaluation has no reward: %s", function.message)

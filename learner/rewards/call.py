@@ -13,6 +13,7 @@ import msgspec
 from learner.environments.attributes import Remembered
 from learner.rewards.builtin import BUILT_IN
 from learner.rewards.function import accepts, load_function, names
+from learner.rewards.reach import Unreached, is_unreachable
 from learner.user_code import describe, shorten
 
 Extra = str | float | int | bool | None
@@ -66,7 +67,7 @@ class Call(msgspec.Struct, frozen=True):
         )
 
 
-class Answer(msgspec.Struct, frozen=True):
+class Answer(msgspec.Struct, frozen=True, tag=True):
     """What a function returned, and what it logged meanwhile."""
 
     rewards: list[float | None]
@@ -98,7 +99,9 @@ class Log:
         self.extra[str(column)] = items
 
 
-def call_function(call: Call, reserved: frozenset[str], wait: Callable[[Awaitable[Any]], Any]) -> Answer | str:
+def call_function(
+    call: Call, reserved: frozenset[str], wait: Callable[[Awaitable[Any]], Any]
+) -> Answer | Unreached | str:
     """Return the rewards, or what was wrong with them; `wait` gets the result of a coroutine, should one be returned."""
     log = Log(len(call.completions), reserved)
     try:
@@ -110,7 +113,7 @@ def call_function(call: Call, reserved: frozenset[str], wait: Callable[[Awaitabl
     return _checked(returned, log, len(call.completions))
 
 
-async def await_function(call: Call, reserved: frozenset[str]) -> Answer | str:
+async def await_function(call: Call, reserved: frozenset[str]) -> Answer | Unreached | str:
     """The same for an asynchronous function, among others in one event loop."""
     log = Log(len(call.completions), reserved)
     try:
@@ -150,8 +153,9 @@ def _repeated(call: Call) -> dict[str, list[Any]]:
     return {name: [value] * len(call.completions) for name, value in call.columns.items() if name not in own}
 
 
-def _raised(error: BaseException, call: Call) -> str:
-    return f"raised {describe(error)} (columns: {', '.join(_repeated(call)) or 'none'})"
+def _raised(error: BaseException, call: Call) -> Unreached | str:
+    problem = f"raised {describe(error)} (columns: {', '.join(_repeated(call)) or 'none'})"
+    return Unreached(problem) if is_unreachable(error) else problem
 
 
 def _checked(returned: Any, log: Log, num_completions: int) -> Answer | str:

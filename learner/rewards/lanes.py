@@ -43,6 +43,10 @@ class Job(msgspec.Struct, eq=False):
     begun_at: float | None = None
     """When its process was given it; None while it waits for its turn."""
     deadline: float = 0.0
+    num_unreached: int = 0
+    """Calls before this one that did not reach the function's service,"""
+    unreached_since: float | None = None
+    """and when the first of them ended."""
 
     def is_to_repeat(self, trouble: Trouble) -> bool:
         """Whether a job whose process was killed is done again; else it ends with the Trouble."""

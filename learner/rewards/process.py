@@ -28,6 +28,7 @@ from learner.children import end_with_the_learner, limit_waits, start_child
 from learner.config import RewardConfig
 from learner.rewards.call import Answer, Call, await_function, call_function
 from learner.rewards.function import Loaded, load_all
+from learner.rewards.reach import Unreached
 from protocol.errors import RewardError
 
 T = TypeVar("T")
@@ -43,7 +44,7 @@ class Reply(msgspec.Struct, frozen=True):
     """What came of a call: an answer, what was wrong, or None where an asynchronous function was cancelled at its deadline."""
 
     number: int
-    answer: Answer | str | None
+    answer: Answer | Unreached | str | None
 
 
 REPLY = msgspec.msgpack.Decoder(Reply)
@@ -55,7 +56,7 @@ CONTEXT = multiprocessing.get_context("spawn")
 class Trouble(msgspec.Struct, frozen=True, kw_only=True):
     """Why there are no rewards. killed: by a signal, which says nothing about the function."""
 
-    outcome: Literal["timed_out", "failed", "killed"]
+    outcome: Literal["timed_out", "failed", "killed", "unreachable"]
     problem: str
     remedy: str
 
@@ -222,6 +223,9 @@ def answer_of(reply: Reply, config: RewardConfig) -> Answer | Trouble:
         return reply.answer
     if reply.answer is None:
         return too_late(config, "was cancelled")
+    if isinstance(reply.answer, Unreached):
+        remedy = "start what it asks, or raise learner.reward.unreachable_s"
+        return Trouble(outcome="unreachable", problem=reply.answer.problem, remedy=remedy)
     return Trouble(outcome="failed", problem=reply.answer, remedy="correct the function")
 
 
@@ -241,12 +245,12 @@ def serve(pipe: connection.Connection, config: RewardConfig) -> None:
     pipe.send_bytes(msgspec.msgpack.encode(loaded))
     loop, sending, reserved = LoopThread(), threading.Lock(), config.own_metrics
 
-    def reply(number: int, answer: Answer | str | None) -> None:
+    def reply(number: int, answer: Answer | Unreached | str | None) -> None:
         with sending:
             pipe.send_bytes(msgspec.msgpack.encode(Reply(number, answer)))
 
     async def answer_in_time(number: int, call: Call) -> None:
-        answer = None
+        answer: Answer | Unreached | str | None = None
         with suppress(TimeoutError):
             async with asyncio.timeout(config.timeout_s):
                 answer = await await_function(call, reserved)

@@ -2,7 +2,8 @@
 
     group ──▶ submit ──▶ a job per function ──▶ lanes.py ──▶ processes ──▶ answers ──▶ GroupRewards ──▶ advantages
 
-Invariant: every submitted group gets an answer within the functions' deadlines, and wrong (a reward of 0), timed out and
+Invariant: every submitted group gets an answer within the functions' deadlines (a function whose service cannot be reached is called
+again, reach.py), and wrong (a reward of 0), timed out and
 failed stay three different things: a function that timed out or failed gives None for every completion. A process that was
 killed from outside is none of them: the call is made again.
 """
@@ -20,7 +21,8 @@ from learner.config import RewardConfig
 from learner.rewards.call import Answer, Call, Extra, Said, TrainerState
 from learner.rewards.lanes import Concurrent, Job, Serial
 from learner.rewards.latency import Latencies
-from learner.rewards.process import RewardProcess
+from learner.rewards.process import RewardProcess, Trouble
+from learner.rewards.reach import Patience
 from learner.user_code import shorten
 from protocol.errors import RewardError
 
@@ -35,7 +37,7 @@ class FunctionRewards(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
     name: str
     rewards: list[float | None]
-    outcome: Literal["ok", "timed_out", "failed"] = "ok"
+    outcome: Literal["ok", "timed_out", "failed", "unreachable"] = "ok"
     message: str | None = None
     """Unless the outcome is ok: what went wrong, with the function and the prompt."""
     metrics: dict[str, list[float]] = {}
@@ -115,7 +117,7 @@ class RewardWorkers:
     def __init__(self, config: RewardConfig) -> None:
         """Start the processes. Raises RewardError if a function cannot be loaded in them."""
         self._config = config
-        self.latencies = Latencies()
+        self.latencies, self._patience = Latencies(), Patience(config.unreachable_s)
         self._pending: set[Future[GroupRewards]] = set()
         self._lock, self._closed = threading.Lock(), False
         processes = [RewardProcess(config) for _ in range(config.num_workers)]
@@ -178,8 +180,7 @@ class RewardWorkers:
             for name, function in zip(self._config.names, self._config.functions, strict=True)
         ]
         for job in jobs:
-            job.future.add_done_callback(partial(self._note_latency, job))
-            job.future.add_done_callback(partial(self._done, group, jobs))
+            self._follow(job, group, jobs)
         with self._lock:
             if self._closed:
                 raise RewardError("the reward workers are closed; no group can be scored any more")
@@ -199,6 +200,10 @@ class RewardWorkers:
         for future in pending:
             future.set_exception(RewardError("the reward workers were closed before the group was scored"))
 
+    def _follow(self, job: Job, group: "Future[GroupRewards]", jobs: list[Job]) -> None:
+        job.future.add_done_callback(partial(self._note_latency, job))
+        job.future.add_done_callback(partial(self._done, group, jobs, job))
+
     def _lane_of(self, job: Job) -> Serial | Concurrent:
         lane = self._concurrent if job.call.function in self._asynchronous else self._serial
         assert lane is not None
@@ -208,8 +213,10 @@ class RewardWorkers:
         if job.begun_at is not None:
             self.latencies.note(job.name, time.monotonic() - job.begun_at)
 
-    def _done(self, group: "Future[GroupRewards]", jobs: list[Job], _: "Future[Any]") -> None:
-        """A job of the group has ended, in its lane's thread; the last one ends the group."""
+    def _done(self, group: "Future[GroupRewards]", jobs: list[Job], job: Job, _: "Future[Any]") -> None:
+        """A job of the group has ended, in its lane's thread; the last one ends the group, unless it has to be done again."""
+        if self._call_again(group, jobs, job):
+            return
         with self._lock:
             if group not in self._pending or not all(job.future.done() for job in jobs):
                 return
@@ -219,6 +226,34 @@ class RewardWorkers:
             group.set_exception(errors[0])
         else:
             group.set_result(self._rewards_of(jobs))
+
+    def _call_again(self, group: "Future[GroupRewards]", jobs: list[Job], job: Job) -> bool:
+        """Whether its function could not reach what it asks, and is called once more after a while."""
+        answer = None if job.future.exception() else job.future.result()
+        if not isinstance(answer, Trouble) or answer.outcome != "unreachable":
+            if isinstance(answer, Answer):
+                self._patience.note_reached(job.name)
+            return False
+        since, num_calls = job.unreached_since or time.monotonic(), job.num_unreached + 1
+        delay_s = self._patience.again_in_s(job.name, since, num_calls, answer.problem)
+        if delay_s is None:
+            return False
+        again = Job(job.name, job.call, Future(), num_unreached=num_calls, unreached_since=since)
+        with self._lock:
+            if group not in self._pending:
+                return False
+            jobs[jobs.index(job)] = again
+        self._follow(again, group, jobs)
+        timer = threading.Timer(delay_s, self._put, (again,))
+        timer.daemon = True
+        timer.start()
+        return True
+
+    def _put(self, job: Job) -> None:
+        with self._lock:
+            if self._closed:
+                return
+        self._lane_of(job).put(job)
 
     def _rewards_of(self, jobs: list[Job]) -> GroupRewards:
         results = [_function_rewards(job) for job in jobs]
@@ -240,7 +275,7 @@ def _function_rewards(job: Job) -> FunctionRewards:
     return FunctionRewards(
         name=job.name,
         rewards=[None] * len(call.completions),
-        outcome="timed_out" if answer.outcome == "timed_out" else "failed",
+        outcome="failed" if answer.outcome == "killed" else answer.outcome,
         message=message,
     )
 

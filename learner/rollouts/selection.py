@@ -53,7 +53,8 @@ class Selection:
         num_lost = sum(self._config.sampling.num_completions - len(group.rewards_G) for group in groups)
         self.batch_metrics = {"rollout/lost_completions": float(num_lost)}
         self.batch_metrics |= {
-            f"rollout/rewards_{outcome}": float(self._num_calls[outcome]) for outcome in ("timed_out", "failed")
+            f"rollout/rewards_{outcome}": float(self._num_calls[outcome])
+            for outcome in ("timed_out", "failed", "unreachable")
         }
         self._num_calls.clear()
         self.batch_metrics |= _logged(groups)

@@ -1,0 +1,170 @@
+"""Reward functions whose service is not there: what counts as that, how long the run waits, and what is said."""
+
+import json
+import logging
+import socket
+import threading
+import time
+import urllib.error
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from learner.config import RewardConfig
+from learner.evaluation.asking import EvaluationError
+from learner.rewards import reach
+from learner.rewards.reach import is_unreachable
+from learner.rewards.workers import RewardWorkers
+from tests.learner.rewards.test_rewards import DEADLINE_S, prompt
+from tests.ports import free_port
+
+JUDGE = """
+import json, os, urllib.request
+import aiohttp
+
+def judge(completions, **kwargs):
+    body = json.dumps(completions).encode()
+    with urllib.request.urlopen(os.environ["JUDGE_URL"], body, timeout=5) as answer:
+        return json.loads(answer.read())
+
+async def judge_too(completions, **kwargs):
+    async with aiohttp.ClientSession(raise_for_status=True) as session:
+        async with session.post(os.environ["JUDGE_URL"], json=completions) as answer:
+            return await answer.json(content_type=None)
+"""
+
+
+class Judge(ThreadingHTTPServer):
+    """Gives each completion its length, or a status."""
+
+    status = 200
+    num_asked = 0
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Judge
+
+    def do_POST(self) -> None:
+        self.server.num_asked += 1
+        completions = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(self.server.status)
+        self.end_headers()
+        self.wfile.write(json.dumps([float(len(text)) for text in completions]).encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@contextmanager
+def judging(port: int) -> Iterator[Judge]:
+    with Judge(("127.0.0.1", port), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture
+def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    (tmp_path / "judge.py").write_text(JUDGE)
+    port = free_port()
+    monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{port}")
+    monkeypatch.setattr(reach, "FIRST_S", 0.1)
+    monkeypatch.setattr(reach, "LONGEST_S", 0.3)
+    return port
+
+
+BOTH = pytest.mark.parametrize("name", ["judge", "judge_too"])
+
+
+@BOTH
+def test_a_service_that_is_down_is_waited_for_and_every_group_has_its_reward(
+    tmp_path: Path, port: int, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    functions = (f"{tmp_path}/judge.py:{name}", "exact_match")
+    with RewardWorkers(RewardConfig(functions=functions, unreachable_s=60)) as workers:
+        groups = [workers.submit(prompt(answer="12"), ["12", "1234"], [[1], [2]]) for _ in range(3)]
+        time.sleep(1.0)
+        assert not any(group.done() for group in groups)
+        with judging(port) as server:
+            results = [group.result(DEADLINE_S) for group in groups]
+            server.status = 503
+            late = workers.submit(prompt(answer="12"), ["12"], [[1]])
+            time.sleep(0.5)
+            assert not late.done() and server.num_asked > 4
+            server.status = 200
+            assert late.result(DEADLINE_S).rewards == [3.0]
+    assert [result.rewards for result in results] == [[3.0, 4.0]] * 3
+    assert all(function.outcome == "ok" for result in results for function in result.functions)
+    assert caplog.text.count(f"reward function {name} cannot reach what it asks: it raised") == 2, "once each time"
+    assert caplog.text.count(f"reward function {name} reaches what it asks again") == 2
+
+
+@BOTH
+def test_one_that_stays_away_is_a_failure_in_the_end(tmp_path: Path, port: int, name: str) -> None:
+    with RewardWorkers(RewardConfig(functions=(f"{tmp_path}/judge.py:{name}",), unreachable_s=0.5)) as workers:
+        began_at = time.monotonic()
+        (function,) = workers.submit(prompt(), ["12"], [[1]]).result(DEADLINE_S).functions
+    assert function.outcome == "unreachable" and time.monotonic() - began_at > 0.5
+    assert "start what it asks, or raise learner.reward.unreachable_s" in (function.message or "")
+
+
+def test_workers_that_are_closed_call_nobody_again(tmp_path: Path, port: int) -> None:
+    workers = RewardWorkers(RewardConfig(functions=(f"{tmp_path}/judge.py:judge",)))
+    group = workers.submit(prompt(), ["12"], [[1]])
+    time.sleep(0.5)
+    workers.close()
+    with judging(port) as server:
+        time.sleep(0.6)
+        assert group.exception(DEADLINE_S) is not None and server.num_asked == 0
+
+
+def of_library(name: str) -> Exception:
+    return type(name, (Exception,), {})("no")
+
+
+def with_status(status: int, where: str = "status_code") -> Exception:
+    error: Any = RuntimeError("no")
+    if where == "response":
+        error.response = SimpleNamespace(status_code=status)
+    else:
+        setattr(error, where, status)
+    return error
+
+
+def caused_by(cause: Exception) -> Exception:
+    try:
+        raise RuntimeError("the judge failed") from cause
+    except RuntimeError as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionRefusedError("refused"), ConnectionResetError("reset"), BrokenPipeError("pipe"), socket.gaierror("no such name"),
+        urllib.error.URLError(ConnectionRefusedError("refused")), *(of_library(name) for name in sorted(reach.NAMES)),
+        with_status(429), with_status(503, "status"), with_status(502, "code"), with_status(504, "response"),
+        caused_by(ConnectionRefusedError("refused")), caused_by(with_status(503)),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_somebody_who_is_not_there_is_told_from(error: Exception) -> None:
+    assert is_unreachable(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        KeyError("answer"), ValueError("no number"), with_status(400), with_status(401, "status"), with_status(500), FileNotFoundError("x"),
+        urllib.error.URLError("unknown url type"), caused_by(KeyError("x")), EvaluationError("no"), TimeoutError("late"),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_a_function_that_is_wrong(error: Exception) -> None:
+    assert not is_unreachable(error)
