@@ -108,7 +108,7 @@ class ChatTalk:
     def hear(self, said: list[Said]) -> Heard:
         """`said`: to each call, in order; to the last ones nothing, if the environment was done before."""
         answers = [
-            {"role": "tool", "name": call.name, "tool_call_id": call_id, "content": one.text}
+            {"role": "tool", "name": call.name, "tool_call_id": call_id, "content": self._template.harmless(one.text)}
             for call, call_id, one in zip(self._calls, self._call_ids, said, strict=False)
         ]
         heard = continued(self._template, self._messages, answers, self._last_token)

@@ -53,6 +53,14 @@ class ChatTemplate(msgspec.Struct, frozen=True, eq=False):
         (text,) = self.tokenizer.batch_decode([self.without_end(token_ids)], skip_special_tokens=True)
         return text
 
+    def harmless(self, text: str) -> str:
+        """Return a text of somebody else's in which no token that the template means something by is left: a space without width parts it."""
+        marks = {str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special}
+        marks |= set(self.tokenizer.convert_ids_to_tokens(sorted(self.more_ends)))
+        for mark in marks:
+            text = text.replace(mark, f"{mark[0]}\u200b{mark[1:]}")
+        return text
+
     def turn_end(self) -> int | None:
         """Return the token that the template lets a turn of the assistant end with; of some it is the mark of who speaks next."""
         said, other, asked = (

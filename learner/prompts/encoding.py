@@ -25,6 +25,8 @@ from protocol.errors import DataError
 ENCODING = 2
 """Raise it with every change of what is kept."""
 ROWS_AT_ONCE = 1024
+TOOLS = "tools"
+"""The column of JSON schemas that a conversation's template is told of, beside the prompt."""
 
 
 class Encoded(msgspec.Struct, frozen=True, eq=False):
@@ -52,7 +54,8 @@ class Encoder(msgspec.Struct, frozen=True, eq=False):
     def encode(self, rows: Sequence[Row], numbers: Sequence[int]) -> dict[str, list[Any]]:
         """Return token_ids, num_tokens and digest of each row. Raises DataError that names a row."""
         prompts = [self._prompt(row, number) for row, number in zip(rows, numbers, strict=True)]
-        token_ids = self._token_ids(prompts, numbers)
+        templates = [self._template(row, number) for row, number in zip(rows, numbers, strict=True)]
+        token_ids = self._token_ids(prompts, templates, numbers)
         cut = self.config.max_prompt_tokens if self.config.too_long == "truncate" else None
         kept = [ids[-cut:] for ids in token_ids] if cut else token_ids
         return {
@@ -73,19 +76,37 @@ class Encoder(msgspec.Struct, frozen=True, eq=False):
             )
         return with_system_prompt(prompt, self.config)
 
-    def _token_ids(self, prompts: list[Any], numbers: Sequence[int]) -> list[list[int]]:
+    def _template(self, row: Row, number: int) -> ChatTemplate:
+        """With the tools of the row, as TRL, where the run has none of its own."""
+        tools = row.get(TOOLS)
+        has_own = self.template.tools or not self.template.goes_on  # an agent tells the policy of its own
+        if tools is None or has_own or isinstance(row[self.config.prompt_column], str):
+            return self.template
+        try:
+            found = json.loads(tools) if isinstance(tools, str) else tools
+        except ValueError:
+            found = None
+        if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
+            raise DataError(
+                f"row {number} of {self.source_name} holds {str(tools)[:80]!r} in column {TOOLS!r}; expected a list of JSON schemas of "
+                "functions, or its JSON. Rename the column if it is something else"
+            )
+        return msgspec.structs.replace(self.template, tools=without_nulls(found))
+
+    def _token_ids(self, prompts: list[Any], templates: list[ChatTemplate], numbers: Sequence[int]) -> list[list[int]]:
         """Texts get the special tokens that the tokenizer adds, conversations those of their template alone."""
         token_ids: list[list[int]] = [[]] * len(prompts)
         for is_plain in (True, False):
             places = [place for place, prompt in enumerate(prompts) if isinstance(prompt, str) == is_plain]
             if not is_plain and not self.template.has_texts:
-                encoded = [self._templated(self.template.prompt_ids, prompts[p], numbers[p]) for p in places]
+                encoded = [self._templated(templates[p].prompt_ids, prompts[p], numbers[p]) for p in places]
             else:
                 texts = [
-                    prompts[p] if is_plain else self._templated(self.template.prompt_text, prompts[p], numbers[p])
+                    prompts[p] if is_plain else self._templated(templates[p].prompt_text, prompts[p], numbers[p])
                     for p in places
                 ]
                 encoded = self.template.tokenizer(texts, add_special_tokens=is_plain)["input_ids"] if texts else []
+                encoded = [self._with_one_begin(ids) for ids in encoded]
             for place, ids in zip(places, encoded, strict=True):
                 token_ids[place] = list(ids)
         for number, ids in zip(numbers, token_ids, strict=True):
@@ -94,6 +115,11 @@ class Encoder(msgspec.Struct, frozen=True, eq=False):
                     f"the prompt in row {number} of {self.source_name} has no tokens; expected at least one, remove it"
                 )
         return token_ids
+
+    def _with_one_begin(self, token_ids: list[int]) -> list[int]:
+        """A text that was rendered before begins with what the tokenizer puts before texts."""
+        begin = self.template.tokenizer.bos_token_id
+        return token_ids[1:] if begin is not None and token_ids[:2] == [begin, begin] else token_ids
 
     def _templated(self, render: Callable[[list[Message]], Any], messages: list[Message], number: int) -> Any:
         try:
@@ -110,6 +136,13 @@ def with_system_prompt(prompt: Any, config: DataConfig) -> Any:
     if not config.system_prompt or messages[0]["role"] == "system":
         return messages
     return [{"role": "system", "content": config.system_prompt}, *messages]
+
+
+def without_nulls(value: Any) -> Any:
+    """As a person would have written it: files of columns give every object each key that one of them has."""
+    if isinstance(value, dict):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def digest(row: Row, token_ids: Sequence[int]) -> int:

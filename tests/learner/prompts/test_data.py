@@ -5,11 +5,13 @@ import json
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import processors
 
 from learner.config import DataConfig
 from learner.prompts.prompts import Prompts
 from protocol.errors import DataError
 from protocol.model_files import resolve_model
+from tests.learner.environments.chat_tokenizer import START, chat_tokenizer
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'system' %}={{ message['content'] }}={% else %}"
@@ -193,6 +195,45 @@ def test_a_template_that_hides_the_answer_that_a_prompt_begins_is_an_error(token
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": [{"role": "assistant", "content": "2+"}]}])
     with pytest.raises(DataError, match=r"row 0 of .* the final message does not appear in the chat"):
         Prompts(DataConfig(path=path), tokenizer, 0)
+
+
+TOOLS = [
+    {"type": "function", "function": {"name": "4", "parameters": {"type": "object", "properties": {}, "extra": None}}}
+]
+
+
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)], ids=["objects", "as JSON"])
+def test_a_row_may_have_tools_of_its_own(tokenizer, tmp_path, monkeypatch, tools):
+    shown = "{% for tool in tools or [] %}{{ tool.function.name }}{{ 9 if 'extra' in tool.function.parameters }}{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", shown + CHAT_TEMPLATE)
+    messages = [{"role": "user", "content": "1"}]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": messages, "tools": tools}, {"prompt": messages}])
+    config = DataConfig(path=path, shuffle=False)
+    prompts = Prompts(config, tokenizer, 0)
+    assert [tokenizer.decode(prompts.prompt_at(place).token_ids) for place in (0, 1)] == ["4+1>", "+1>"]
+    own = [{"type": "function", "function": {"name": "5", "parameters": {}}}]
+    assert tokenizer.decode(Prompts(config, tokenizer, 0, lambda: own).prompt_at(0).token_ids) == "5+1>"
+    assert tokenizer.decode(Prompts(config, tokenizer, 0, is_for_agents=True).prompt_at(0).token_ids) == "+1>"
+
+
+@pytest.mark.parametrize("tools", ["search", 3, ["search"]], ids=str)
+def test_tools_that_are_none_name_their_row(tokenizer, tmp_path, tools):
+    rows = [{"prompt": "1", "tools": tools}, {"prompt": [{"role": "user", "content": "1"}], "tools": tools}]
+    assert len(Prompts(DataConfig(path=write_jsonl(tmp_path / "a.jsonl", rows[:1])), tokenizer, 0)) == 1
+    with pytest.raises(DataError, match=r"row 0 of .* in column 'tools'; expected a list of JSON schemas"):
+        Prompts(DataConfig(path=write_jsonl(tmp_path / "b.jsonl", rows[1:])), tokenizer, 0)
+
+
+def test_a_text_that_was_rendered_before_has_one_begin(tmp_path):
+    tokenizer = chat_tokenizer()
+    tokenizer.bos_token = START
+    begin = tokenizer.bos_token_id
+    single = processors.TemplateProcessing(single=f"{START} $A", special_tokens=[(START, begin)])
+    tokenizer.backend_tokenizer.post_processor = single
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1+1"}, {"prompt": f"{START}1+1"}, {"prompt": f"1{START}+1"}])
+    prompts = Prompts(DataConfig(path=path, shuffle=False), tokenizer, 0)
+    first, second, third = (prompts.prompt_at(place).token_ids for place in range(3))
+    assert first == second and first.count(begin) == 1 and third.count(begin) == 2
 
 
 def test_a_system_prompt_makes_a_conversation_of_a_plain_prompt(tokenizer, tmp_path):
