@@ -25,7 +25,7 @@ from protocol.config import load_config, to_toml, until_its_reader_leaves
 from protocol.cores import share_of_cores
 from protocol.errors import SlipstreamError
 from protocol.hardware import gpu_choice
-from protocol.installation import install_command
+from protocol.installation import install_command, version_line
 from protocol.signals import signals_to_end
 
 log = logging.getLogger("inference_server")
@@ -58,6 +58,9 @@ def main() -> None:
             from inference_server.doctor import doctor_command
 
             sys.exit(doctor_command(words[1:]))
+        if words == ["--version"]:
+            print(version_line("inference-server"))
+            return
         arguments = [word for word in words if word != "--dry-run"]
         run = load_config(ServerRun, arguments, "inference-server", switches=f"[--dry-run] {console.IN_USAGE}")
         if "--dry-run" in words:

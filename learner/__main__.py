@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from protocol import console
 from protocol.errors import ConfigError, ParityError, SlipstreamError
-from protocol.installation import install_command
+from protocol.installation import install_command, version_line
 
 if TYPE_CHECKING:
     from learner.config import LearnerRun
@@ -45,6 +45,7 @@ USAGE = """usage: learner new DIR                                               
        learner report RUN_DIR [--json]                                  the report of a run
        learner report RUN_DIR RUN_DIR ... [--json]                      several runs side by side, and in what their configs differ
        learner runs [DIR] [--json]                                      the runs in a directory ("runs"): state, step, reward
+       learner --version
 with any of them: --quiet (only warnings and errors), --json-logs (one JSON object a line)"""
 
 
@@ -76,6 +77,8 @@ def main() -> None:
                 runs_command(Path(directory), as_json="--json" in flags)
             case ["new", directory] if not directory.startswith("-"):
                 new_command(Path(directory))
+            case ["--version"]:
+                print(version_line("learner"))
             case ["-h" | "--help"] | [] | ["report" | "runs" | "new", "-h" | "--help"]:
                 print(USAGE)
             case arguments:

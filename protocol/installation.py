@@ -6,11 +6,25 @@ Invariant: whatever lies in the working directory, what is started is the Slipst
 import importlib.metadata
 import json
 import sys
+import tomllib
 from pathlib import Path
 
 DISTRIBUTION = "slipstream-rl"
 ROOT = Path(__file__).resolve().parents[1]
 """Holds the packages: the checkout, or site-packages."""
+
+
+def version_line(program: str) -> str:
+    """Return what `--version` prints: servers and learners of the same protocol work together."""
+    from protocol.messages import (
+        PROTOCOL_VERSION,
+    )  # imports more than the processes of environments and rewards may have
+
+    try:
+        version = importlib.metadata.version(DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:  # a checkout that is on the path and not installed
+        version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    return f"{program} {version} (Slipstream, protocol {PROTOCOL_VERSION}, Python {sys.version.split()[0]})"
 
 
 def install_command(extra: str) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from protocol import installation
 from protocol.installation import install_command, module_command
+from protocol.messages import PROTOCOL_VERSION
 
 ROOT = Path(__file__).parent.parent.parent
 PIP = f"{sys.executable} -m pip install"
@@ -25,6 +27,15 @@ def installed(site: Path, direct_url: dict[str, object] | None) -> None:
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: slipstream-rl\nVersion: 0.1.0\n")
     if direct_url is not None:
         (about / "direct_url.json").write_text(json.dumps(direct_url))
+
+
+@pytest.mark.parametrize("program", ["learner", "inference-server"])
+def test_the_commands_tell_their_version(program: str) -> None:
+    command = [sys.executable, "-m", program.replace("-", "_"), "--version"]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, check=True).stdout
+    assert re.fullmatch(
+        rf"{program} \d+\.\d+\.\d+ \(Slipstream, protocol {PROTOCOL_VERSION}, Python 3\.\d+\.\d+\)\n", told
+    )
 
 
 def test_a_checkout_installs_an_extra_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
