@@ -13,12 +13,12 @@ from accelerate import Accelerator
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from learner.config import DataConfig, LearnerRun
-from learner.environments.answer import renderer_of
+from learner.environments.answer import check_calls, renderer_of
 from learner.environments.process import tools_of
-from learner.environments.round_trip import check_calls
 from learner.policy.memory import ModelShape, kv_bytes_per_token, learner_memory, server_memory, shape_of, told
 from learner.policy.model import load_config, load_tokenizer
 from learner.policy.model_digest import digest_model
+from learner.prompts.chat_template import Turns
 from learner.prompts.prompts import Prompts
 from protocol.checkup import of_dtype
 from protocol.model_files import end_token_ids, resolve_model
@@ -69,10 +69,9 @@ class Material:
         renderer = self.run.learner.environment.renderer
         if renderer is not None:
             renderer_of(self.tokenizer, renderer)  # says now what does not fit
-        prompts = Prompts(
-            data, self.tokenizer, self.run.seed, self.tools, renderer, more_ends=end_token_ids(self.model_path),
-            is_for_agents=self.run.learner.environment.has_agent,
-        )  # fmt: skip
+        is_for_agents = self.run.learner.environment.has_agent  # they ask with messages of their own
+        turns = Turns(renderer, frozenset(end_token_ids(self.model_path)), goes_on=not is_for_agents)
+        prompts = Prompts(data, self.tokenizer, self.run.seed, self.tools, turns)
         check_calls(prompts.template)  # likewise
         return prompts
 

@@ -20,6 +20,17 @@ T = TypeVar("T")
 OPENS_REASONING, CLOSES_REASONING = "<think>", "</think>"
 
 
+class Turns(msgspec.Struct, frozen=True):
+    """How turns end and are read; of the model and the config, beside the template."""
+
+    renderer: str | None = None
+    """learner.environment.renderer."""
+    more_ends: frozenset[int] = frozenset()
+    """Tokens that end a turn, beside the tokenizer's own (`end_token_ids` of the model)."""
+    goes_on: bool = True
+    """Whether an answer that a prompt begins is gone on with; agents, as clients of vLLM, open a new turn."""
+
+
 class ChatTemplate(msgspec.Struct, frozen=True, eq=False):
     """Goes into other processes as it is."""
 
@@ -28,17 +39,16 @@ class ChatTemplate(msgspec.Struct, frozen=True, eq=False):
     """learner.data.chat_template_kwargs."""
     tools: list[dict[str, Any]]
     """JSON schemas of what the policy can call."""
-    renderer: str | None = None
-    """learner.environment.renderer."""
-    more_ends: frozenset[int] = frozenset()
-    """Tokens that end a turn, beside the tokenizer's own (`end_token_ids` of the model)."""
-    goes_on: bool = True
-    """Whether an answer that a prompt begins is gone on with; agents, as clients of vLLM, open a new turn."""
+    turns: Turns = Turns()
+
+    @property
+    def renderer(self) -> str | None:
+        return self.turns.renderer
 
     @property
     def ends(self) -> frozenset[int]:
         """Tokens that end a turn."""
-        return self.more_ends | {self.tokenizer.eos_token_id}
+        return self.turns.more_ends | {self.tokenizer.eos_token_id}
 
     def is_end(self, token_id: int) -> bool:
         """Whether a turn that has this token last was ended by it, not by a text or by its length."""
@@ -56,7 +66,7 @@ class ChatTemplate(msgspec.Struct, frozen=True, eq=False):
     def harmless(self, text: str) -> str:
         """Return a text of somebody else's in which no token that the template means something by is left: a space without width parts it."""
         marks = {str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special}
-        marks |= set(self.tokenizer.convert_ids_to_tokens(sorted(self.more_ends)))
+        marks |= set(self.tokenizer.convert_ids_to_tokens(sorted(self.turns.more_ends)))
         for mark in marks:
             text = text.replace(mark, f"{mark[0]}\u200b{mark[1:]}")
         return text
@@ -107,7 +117,7 @@ class ChatTemplate(msgspec.Struct, frozen=True, eq=False):
     def begun(self, messages: Sequence[Message]) -> str | None:
         """Return the text of a last message by the assistant, with which a prompt puts the beginning of an answer into the policy's mouth."""
         last = messages[-1]
-        if not self.goes_on or last.get("role") != "assistant" or last.get("tool_calls"):
+        if not self.turns.goes_on or last.get("role") != "assistant" or last.get("tool_calls"):
             return None
         text = _as_text(last.get("content"))
         return text if isinstance(text, str) and text.strip() else None

@@ -79,7 +79,7 @@ class Encoder(msgspec.Struct, frozen=True, eq=False):
     def _template(self, row: Row, number: int) -> ChatTemplate:
         """With the tools of the row, as TRL, where the run has none of its own."""
         tools = row.get(TOOLS)
-        has_own = self.template.tools or not self.template.goes_on  # an agent tells the policy of its own
+        has_own = self.template.tools or not self.template.turns.goes_on  # an agent tells the policy of its own
         if tools is None or has_own or isinstance(row[self.config.prompt_column], str):
             return self.template
         try:
@@ -221,6 +221,6 @@ def _cache_name(source: Source, encoder: Encoder) -> str | None:
     parts = [
         ENCODING, transformers.__version__, source.fingerprint, len(source), type(tokenizer).__name__, backend.to_str(),
         tokenizer.chat_template, tokenizer.special_tokens_map, config.prompt_column, config.system_prompt,
-        config.chat_template_kwargs, encoder.template.tools, encoder.template.goes_on, config.too_long == "truncate" and config.max_prompt_tokens,
+        config.chat_template_kwargs, encoder.template.tools, encoder.template.turns.goes_on, config.too_long == "truncate" and config.max_prompt_tokens,
     ]  # fmt: skip
     return xxhash.xxh3_128(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()

@@ -9,14 +9,14 @@ only a number, and the digests that tell whether the data is still the same.
 
 import functools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
 from learner.config import DataConfig
-from learner.prompts.chat_template import OPENS_REASONING, ChatTemplate
+from learner.prompts.chat_template import OPENS_REASONING, ChatTemplate, Turns
 from learner.prompts.encoding import encode_source, with_system_prompt
 from learner.prompts.sources import open_source
 from protocol.errors import DataError
@@ -58,24 +58,15 @@ class Prompts:
         tokenizer: "PreTrainedTokenizerBase",
         seed: int,
         tools: Callable[[], list[dict[str, Any]]] = list,
-        renderer: str | None = None,
-        more_ends: Iterable[int] = (),
-        is_for_agents: bool = False,
+        turns: Turns = Turns(),  # noqa: B008  (frozen)
     ) -> None:
-        """`tools` gives the JSON schemas that the chat template is told; called where prompts are conversations. `renderer`: what the
-        answers to them are read by. `more_ends`: what ends them beside the tokenizer's own. `is_for_agents`: they ask with messages of
-        their own."""
+        """`tools` gives the JSON schemas that the chat template is told; called where prompts are conversations."""
         self._config, self._seed = config, seed
         self._source = open_source(config, seed)
         first = self._source.row(0).get(config.prompt_column)  # what is missing, encoding tells
         self.are_conversations = config.system_prompt is not None or not isinstance(first, str)
         self.template = ChatTemplate(
-            tokenizer,
-            config.chat_template_kwargs,
-            tools() if self.are_conversations else [],
-            renderer,
-            frozenset(more_ends),
-            goes_on=not is_for_agents,
+            tokenizer, config.chat_template_kwargs, tools() if self.are_conversations else [], turns
         )
         self._encoded = encode_source(self._source, config, self.template)
         too_long = self._find_too_long()

@@ -11,7 +11,7 @@ from learner.config import LearnerRun
 from learner.environments.answer import HERMES, read_answer
 from learner.environments.talk import continued
 from learner.material import Material
-from learner.prompts.chat_template import ChatTemplate, Message
+from learner.prompts.chat_template import ChatTemplate, Message, Turns
 from tests.learner.environments.chat_model import write_model
 from tests.learner.environments.chat_tokenizer import KEEPING, chat_tokenizer
 
@@ -56,7 +56,7 @@ def of_family(name: str, more_ends: bool = True) -> ChatTemplate:
     }
     tokenizer.add_tokens(sorted(marks))  # not as special ones
     ends = tokenizer.convert_tokens_to_ids(ENDS[name]) if more_ends else []
-    return ChatTemplate(tokenizer, {}, [], None, frozenset(ends))
+    return ChatTemplate(tokenizer, {}, [], Turns(more_ends=frozenset(ends)))
 
 
 CASES = [(name, end) for name, ends in ENDS.items() for end in ends]

@@ -6,9 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from learner.environments.answer import HERMES
-from learner.environments.round_trip import check_calls
-from learner.prompts.chat_template import ChatTemplate
+from learner.environments.answer import HERMES, check_calls
+from learner.prompts.chat_template import ChatTemplate, Turns
 from protocol.errors import ConfigError
 from tests.learner.environments.chat_tokenizer import DROPPING, END, KEEPING, chat_tokenizer
 from tests.learner.environments.test_conversations import template
@@ -27,7 +26,7 @@ def writing(call: str, family: str | None = None, renderer: str | None = None) -
     tokenizer = chat_tokenizer(KEEPING.replace(HERMES_CALL, call).replace(END, end))
     if family is not None:
         tokenizer.add_tokens(TOKENS[family].split(), special_tokens=True)
-    return ChatTemplate(tokenizer, {}, template().tools, renderer)
+    return ChatTemplate(tokenizer, {}, template().tools, Turns(renderer))
 
 
 @pytest.mark.parametrize("text", [KEEPING, DROPPING])
