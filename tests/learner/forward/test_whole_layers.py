@@ -50,14 +50,16 @@ def segments(
         yield slice(q0, q1), slice(k0, k1), q_HQD, k_HCD, v_HCD, scores_HQC.softmax(-1)
 
 
-@torch.library.custom_op("slipstream_tests::kernel", mutates_args=())
-def kernel(
+def attend(
     q_NHD: torch.Tensor, k_LKD: torch.Tensor, v_LKD: torch.Tensor, first_queries: torch.Tensor, first_keys: torch.Tensor,
     max_queries: int, max_keys: int, window: int, scale: float,
 ) -> torch.Tensor:  # fmt: skip
     """What torch's variable-length kernel does on a GPU, segment after segment."""
     found = segments(q_NHD, k_LKD, v_LKD, first_queries, first_keys, window, scale)
     return torch.cat([(weights_HQC @ v_HCD).transpose(0, 1) for *_, v_HCD, weights_HQC in found])
+
+
+kernel = torch.library.custom_op("slipstream_tests::kernel", attend, mutates_args=())
 
 
 @kernel.register_fake
@@ -104,7 +106,15 @@ def _backward(ctx: Any, grad_NHD: torch.Tensor) -> tuple[Any, ...]:
 kernel.register_autograd(_backward, setup_context=_keep)
 
 
-def on_kernel(q_NHD, k_NKD, v_NKD, layout: KeyLayout, window: int | None, scale: float) -> torch.Tensor:
+def on_kernel(
+    q_NHD,
+    k_NKD,
+    v_NKD,
+    layout: KeyLayout,
+    window: int | None,
+    scale: float,
+    kernel: Callable[..., torch.Tensor] = kernel,
+) -> torch.Tensor:
     k_LKD, v_LKD = (x.index_select(0, layout.rows_L) for x in (k_NKD, v_NKD))
     starts = (layout.first_queries, layout.first_keys, layout.max_queries, layout.max_keys)
     return kernel(q_NHD, k_LKD, v_LKD, *starts, window or 1 << 40, scale)
