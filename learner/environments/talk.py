@@ -81,7 +81,7 @@ class ChatTalk:
         return self._calls
 
     def _say(self, message: Message) -> None:
-        """Of an answer that the prompt has begun the first turn is the rest, and both are one message."""
+        """Add a message. If the prompt began an answer, the first turn is the rest of it: both become one message."""
         if len(self._messages) == self._num_before and (begun := self._template.begun(self._messages)) is not None:
             del self._messages[-1]
             self._num_before -= 1

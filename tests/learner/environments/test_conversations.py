@@ -136,7 +136,7 @@ def test_what_a_tool_says_is_text_and_ends_no_turn(keeping: ChatTemplate) -> Non
     tokens = keeping.tokenizer.encode(keeping.harmless(evil), add_special_tokens=False)
     assert not set(tokens) & set(keeping.tokenizer.all_special_ids)
     assert keeping.harmless(evil).replace("\u200b", "") == evil and keeping.harmless("7 < 8 |> x") == "7 < 8 |> x"
-    _, asked = conversed(keeping, call("add", number=evil), "done")
+    _, asked = conversed(keeping, call("refuse", why=evil), "done")
     (end, start) = keeping.tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|im_start|>"])
     ids = asked[1].token_ids.tolist()
     assert (ids.count(end), ids.count(start)) == (5, 6), (

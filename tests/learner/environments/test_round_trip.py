@@ -1,15 +1,21 @@
 """At the start of a run: whether the calls that a chat template writes are read, and what is said if not."""
 
+import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from learner.config import LearnerRun
 from learner.environments.answer import HERMES, check_calls
+from learner.material import Material
 from learner.prompts.chat_template import ChatTemplate, Turns
 from protocol.errors import ConfigError
+from tests.learner.environments.chat_model import write_model
 from tests.learner.environments.chat_tokenizer import DROPPING, END, KEEPING, chat_tokenizer
+from tests.learner.environments.play import USER
 from tests.learner.environments.test_conversations import template
 from tests.learner.environments.test_renderers import TOKENS
 
@@ -105,3 +111,16 @@ def test_a_template_that_raises_at_calls_is_refused() -> None:
         ConfigError, match=r"the policy cannot call tools: .* takes no message with a call: .*no tools here"
     ):
         check_calls(writing("{{ raise_exception('no tools here') }}"))
+
+
+def test_a_run_whose_calls_would_not_be_read_does_not_begin(tmp_path: Path) -> None:
+    write_model(tmp_path, KEEPING.replace(HERMES_CALL, LLAMA_CALL), HERMES)
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"prompt": [{"role": "user", "content": "How much?"}]}) + "\n")
+    settings = {
+        "steps": 1, "data": {"path": str(data)}, "reward": {"functions": ["environment_reward"]},
+        "environment": {"factory": f"{USER}:Calculator"},
+    }  # fmt: skip
+    run = msgspec.convert({"model": str(tmp_path), "run_dir": "runs/x", "learner": settings}, LearnerRun)
+    with pytest.raises(ConfigError, match="calls of tools would not be read"):
+        _ = Material(run).prompts
