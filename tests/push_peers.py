@@ -173,6 +173,8 @@ class _AtOnce:
 class _Words:
     """In place of a tokenizer."""
 
+    bos_token_id = None
+
     def __call__(self, texts: list[str], **options: Any) -> dict[str, list[list[int]]]:
         return {"input_ids": [[2 + ord(character) % 8 for character in text] for text in texts]}
 
