@@ -22,7 +22,7 @@ pytestmark = pytest.mark.vllm
 
 NUM_PROMPTS, MAX_TURNS, MAX_TOKENS = 12, 4, 2
 LARGE_STEPS = {"learning_rate": 2e-2}
-"""So that four of them play otherwise."""
+"""So that four of them play otherwise than the policy at the start. The versions after them may all say one digit."""
 
 
 def test_each_pinned_game_is_played_as_the_weights_of_its_step_play_it(
@@ -32,7 +32,9 @@ def test_each_pinned_game_is_played_as_the_weights_of_its_step_play_it(
     for server in running_server(
         tmp_path, "--server.cpu-cores", "0", model=resolve_model("tiny:digits"), is_forked=True
     ):
-        evaluation = {"url": f"{server.url}/v1", "every_steps": 4, "num_prompts": NUM_PROMPTS, "pin": True}
+        evaluation = {
+            "url": f"{server.url}/v1", "every_steps": 4, "at_start": True, "num_prompts": NUM_PROMPTS, "pin": True
+        }  # fmt: skip
         run = playing_run(
             tmp_path, server.endpoint, steps=12, groups_per_step=8, evaluation=evaluation, optimizer=LARGE_STEPS
         )
@@ -40,7 +42,7 @@ def test_each_pinned_game_is_played_as_the_weights_of_its_step_play_it(
     material = Material(run)
     (questions,) = sets_of(material)
     policy, made = policy_in_float64(material.model_path), earlier(Path(run.run_dir) / FILE)
-    assert [one.step for one in made] == [4, 8, 12] and all(one.versions == (one.step, one.step) for one in made)
+    assert [one.step for one in made] == [0, 4, 8, 12] and all(one.versions == (one.step, one.step) for one in made)
     games = []
     for one in made:
         load(policy, weights[one.step])
