@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, get_args
 import msgspec
 
 from learner.environments.host import Call
-from learner.prompts.chat_template import OPENS_REASONING, ChatTemplate, Message, num_shared, storable
+from learner.prompts.chat_template import ChatTemplate, Message, num_shared, storable
+from learner.prompts.reasoning import OPENS_REASONING
 from protocol.errors import ConfigError, DataError
 from protocol.installation import install_command
 

@@ -13,7 +13,8 @@ import msgspec
 
 from learner.environments.answer import Unreadable, calls_of, read_answer
 from learner.environments.host import Call, Said, Turn
-from learner.prompts.chat_template import OPENS_REASONING, ChatTemplate, Message, num_shared
+from learner.prompts.chat_template import ChatTemplate, Message, num_shared
+from learner.prompts.reasoning import OPENS_REASONING
 
 
 class Heard(msgspec.Struct, frozen=True):

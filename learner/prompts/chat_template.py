@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 T = TypeVar("T")
-OPENS_REASONING, CLOSES_REASONING = "<think>", "</think>"
 
 
 class Turns(msgspec.Struct, frozen=True):

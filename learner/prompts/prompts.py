@@ -16,8 +16,9 @@ import msgspec
 import numpy as np
 
 from learner.config import DataConfig
-from learner.prompts.chat_template import OPENS_REASONING, ChatTemplate, Turns
+from learner.prompts.chat_template import ChatTemplate, Turns
 from learner.prompts.encoding import encode_source, with_system_prompt
+from learner.prompts.reasoning import OPENS_REASONING
 from learner.prompts.sources import open_source
 from protocol.errors import DataError
 

@@ -11,7 +11,7 @@ import re
 from decimal import Decimal
 from typing import Any
 
-from learner.prompts.chat_template import CLOSES_REASONING, OPENS_REASONING
+from learner.prompts.reasoning import CLOSES_REASONING, OPENS_REASONING
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")

@@ -3,6 +3,8 @@
 import json
 import math
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -212,3 +214,10 @@ def test_both_sides_of_the_real_cell_have_the_settings_of_the_recipe(tmp_path: P
     assert config.learner.optimizer.schedule == "constant" and config.learner.optimizer.warmup_steps == 0
     assert config.learner.evaluation.task == "sums_held_out" and config.learner.evaluation.every_steps == 5
     assert job["bf16"] == (config.dtype == "bfloat16")
+
+
+def test_trls_environment_needs_none_of_our_packages() -> None:
+    """It has TRL and what TRL needs."""
+    ours = ("msgspec", "zmq", "aiohttp", "vllm")
+    program = f"import sys; sys.modules.update(dict.fromkeys({ours})); import tests.bench.trl_job"
+    subprocess.run([sys.executable, "-c", program], check=True)
