@@ -3,8 +3,8 @@
     turn ─▶ orders ─▶ (process.py) ─▶ said ─▶ Heard: tokens that follow the turn, or a whole prompt that begins a branch
 
 Between the player and the chat template. Invariant: what was recorded is never rendered again. A conversation is continued by what its
-template puts behind the turn; where the template now shows what came before in another way, such as without its reasoning, a
-branch begins with the conversation as the template has it.
+template puts behind the turn; where the template now shows what came before in another way, white space aside, such as without its
+reasoning, a branch begins with the conversation as the template has it.
 """
 
 from collections.abc import Sequence
@@ -58,8 +58,8 @@ class ChatTalk:
         self._calls: list[Call] = []
         self._call_ids: list[str] = []
         self._num_calls = 0
-        self._last_token = -1
-        """Of the last turn."""
+        self._recorded: list[int] = []
+        """Up to the end of the last turn."""
 
     def begin(self, said: Said) -> Heard:
         """What reset has said stands at the end of the last message."""
@@ -73,7 +73,7 @@ class ChatTalk:
         """What the turn calls; nothing: it is the last. `prompt`: all that stands before the turn. Raises Unreadable."""
         try:
             message = read_answer(self._template, prompt, token_ids)
-            self._calls, self._last_token = calls_of(message), token_ids[-1]
+            self._calls, self._recorded = calls_of(message), [*prompt, *token_ids]
             self._name_calls(message)
         except Unreadable:
             self.cut_off(token_ids)
@@ -112,36 +112,56 @@ class ChatTalk:
             {"role": "tool", "name": call.name, "tool_call_id": call_id, "content": self._template.harmless(one.text)}
             for call, call_id, one in zip(self._calls, self._call_ids, said, strict=False)
         ]
-        heard = continued(self._template, self._messages, answers, self._last_token)
+        heard = continued(self._template, self._messages, answers, self._recorded)
         self._messages += answers
         return heard
 
 
-def continued(template: ChatTemplate, said: Sequence[Message], new: Sequence[Message], last_token: int) -> Heard:
-    """What stands before the next turn, behind a recorded one that ended with `last_token`. Raises DataError."""
-    before = template.token_ids(said, opens_turn=False)
-    after = template.token_ids([*said, *new])
-    begun = num_shared(before, template.token_ids(said[:-1], opens_turn=False)) if len(said) > 1 else 0
-    end = _end_of_turn(template, before, begun, last_token)
-    if after[:end] != before[:end]:
-        return Heard(after, begins_branch=True)
-    is_mark_of_next = end == len(before) and template.is_end(last_token) and after[end : end + 1] == [last_token]
-    return Heard(after[end + is_mark_of_next :])
+def continued(
+    template: ChatTemplate,
+    said: Sequence[Message],
+    new: Sequence[Message],
+    recorded: list[int],
+    stops: Sequence[str] = (),
+) -> Heard:
+    """What stands before the next turn. Raises DataError.
 
-
-def _end_of_turn(template: ChatTemplate, token_ids: list[int], begun: int, last_token: int) -> int:
-    """Up to where the recorded tokens reach in those that the template makes of them; the last turn begins at `begun` there.
-
-    A turn that ended with a token such as <|im_end|> has it; one that ended otherwise, at a text that stops it, gets it now. Of some
-    families a turn ends with the mark of who speaks next, which the template puts behind it.
+    `recorded`: all tokens up to the end of the last one, with which `said` ends. `stops`: texts of which the last turn may have ended at one
+    that is left out of `said`.
     """
-    has_ended = template.is_end(last_token)
-    turn = range(len(token_ids) - 1, begun - 1, -1)
-    for ends in ({last_token}, template.ends) if has_ended else (template.ends,):
-        for place in turn:
-            if token_ids[place] in ends:
-                return place + has_ended
-    return len(token_ids)
+    rendered = template.token_ids([*said, *new])
+    end = _reach(template, rendered, recorded, stops)
+    return Heard(rendered, begins_branch=True) if end is None else Heard(rendered[end:])
+
+
+def _reach(template: ChatTemplate, rendered: list[int], recorded: list[int], stops: Sequence[str]) -> int | None:
+    """Return up to where the recorded tokens reach in those of the template; None: it shows them otherwise.
+
+    A turn that ended with a token such as <|im_end|> has it; one that ended otherwise, at a text that stops it, gets it now.
+    """
+    if rendered[: len(recorded)] == recorded:
+        return len(recorded)
+    has_ended = template.is_end(recorded[-1])
+    ends = {recorded[-1]} if has_ended else template.ends
+    text = _text_of(template, recorded[:-1] if has_ended else recorded)
+    cut = [] if has_ended else [stop for stop in map(_without_spaces, stops) if stop]
+    for place in range(num_shared(rendered, recorded), len(rendered)):
+        if rendered[place] not in ends:
+            continue
+        shown = _text_of(template, rendered[:place])
+        if text == shown or text.startswith(tuple(shown + stop for stop in cut)):
+            return place + has_ended
+    return None
+
+
+def _text_of(template: ChatTemplate, token_ids: list[int]) -> str:
+    """Templates trim what is said, and write the JSON of calls with their own spaces."""
+    (text,) = template.tokenizer.batch_decode([token_ids], skip_special_tokens=False)
+    return _without_spaces(text)
+
+
+def _without_spaces(text: str) -> str:
+    return "".join(text.split())
 
 
 def _joined(content: object, text: str) -> object:

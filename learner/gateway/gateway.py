@@ -88,7 +88,7 @@ class Gateway:
         check_is_heard(request)
         session.record(turn)
         session.num_calls += len(said.get("tool_calls", ()))
-        session.places.add_chat(template, [*messages, said], [*turn.prompt, *turn.token_ids])
+        session.places.add_chat(template, [*messages, said], [*turn.prompt, *turn.token_ids], stops)
         return await answered(request, chat_reply(turn, said, body, self._model, template), body)
 
     async def _text(self, request: web.Request) -> web.StreamResponse:

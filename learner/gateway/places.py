@@ -25,6 +25,8 @@ class SaidChat(msgspec.Struct, frozen=True, eq=False):
     messages: list[Message]
     form: Form
     token_ids: list[int]
+    stops: tuple[str, ...]
+    """Texts at which the turn may have ended; it holds none of them."""
 
 
 class SaidText(msgspec.Struct, frozen=True, eq=False):
@@ -54,7 +56,7 @@ class Places:
             return list(messages), template.token_ids(messages)
         place = max(reversed(extended), key=lambda one: len(one.messages))
         new = messages[len(place.messages) :]
-        heard = continued(template, place.messages, new, place.token_ids[-1])
+        heard = continued(template, place.messages, new, place.token_ids, place.stops)
         token_ids = heard.token_ids if heard.begins_branch else [*place.token_ids, *heard.token_ids]
         return [*place.messages, *new], token_ids
 
@@ -67,9 +69,11 @@ class Places:
         rest = text[len(place.text) :]
         return [*place.token_ids, *(template.tokenizer.encode(rest, add_special_tokens=False) if rest else ())]
 
-    def add_chat(self, template: ChatTemplate, messages: list[Message], token_ids: list[int]) -> None:
+    def add_chat(
+        self, template: ChatTemplate, messages: list[Message], token_ids: list[int], stops: tuple[str, ...]
+    ) -> None:
         """`messages` with the turn at their end, and all tokens up to there."""
-        self._chats.append(SaidChat(messages, form_of(template), token_ids))
+        self._chats.append(SaidChat(messages, form_of(template), token_ids, stops))
 
     def add_text(self, text: str, token_ids: list[int]) -> None:
         self._texts.append(SaidText(text, token_ids))

@@ -4,7 +4,7 @@ Invariant: whoever renders the same messages gets the same tokens, whether they 
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -112,6 +112,13 @@ class ChatTemplate(msgspec.Struct, frozen=True, eq=False):
             goes_on = self.begun(messages) is not None
             return list(self._apply(messages, not goes_on, tokenize=True, goes_on=goes_on))
         return list(self.tokenizer.encode(self.prompt_text(messages), add_special_tokens=False))
+
+    def shows(self, messages: Sequence[Message], place: int) -> bool:
+        """Whether what this message says has a part in the text. Raises DataError."""
+        render: Callable[[list[Message]], Any] = self.text if self.has_texts else self.token_ids
+        before, after = messages[:place], messages[place + 1 :]
+        one, other = (render([*before, messages[place] | {"content": said}, *after]) for said in "AB")
+        return bool(one != other)
 
     def begun(self, messages: Sequence[Message]) -> str | None:
         """Return the text of a last message by the assistant, with which a prompt puts the beginning of an answer into the policy's mouth."""

@@ -22,8 +22,8 @@ from learner.prompts.chat_template import ChatTemplate, Message
 from learner.prompts.sources import Row, Source, cache_directory
 from protocol.errors import DataError
 
-ENCODING = 2
-"""Raise it with every change of what is kept."""
+ENCODING = 3
+"""Raise it with every change of what is kept, and of what is checked."""
 ROWS_AT_ONCE = 1024
 TOOLS = "tools"
 """The column of JSON schemas that a conversation's template is told of, beside the prompt."""
@@ -56,6 +56,7 @@ class Encoder(msgspec.Struct, frozen=True, eq=False):
         prompts = [self._prompt(row, number) for row, number in zip(rows, numbers, strict=True)]
         templates = [self._template(row, number) for row, number in zip(rows, numbers, strict=True)]
         token_ids = self._token_ids(prompts, templates, numbers)
+        self._check_roles(prompts, templates, numbers)
         cut = self.config.max_prompt_tokens if self.config.too_long == "truncate" else None
         kept = [ids[-cut:] for ids in token_ids] if cut else token_ids
         return {
@@ -115,6 +116,22 @@ class Encoder(msgspec.Struct, frozen=True, eq=False):
                     f"the prompt in row {number} of {self.source_name} has no tokens; expected at least one, remove it"
                 )
         return token_ids
+
+    def _check_roles(self, prompts: list[Any], templates: list[ChatTemplate], numbers: Sequence[int]) -> None:
+        """Many templates leave out, without a word, what a role says that they do not know. Raises DataError."""
+        checked = {"user"}  # once a batch
+        for prompt, template, number in zip(prompts, templates, numbers, strict=True):
+            if isinstance(prompt, str) or not template.turns.goes_on:  # an agent renders its own
+                continue
+            for place, message in enumerate(prompt):
+                if message["role"] in checked or not message["content"] or message.get("tool_calls"):
+                    continue
+                checked.add(message["role"])
+                if not template.shows(prompt, place):
+                    raise DataError(
+                        f"row {number} of {self.source_name}: the chat template leaves out what the role {message['role']!r} says "
+                        f"({str(message['content'])[:60]!r}); give the message a role that it shows, such as 'system', or take another model"
+                    )
 
     def _with_one_begin(self, token_ids: list[int]) -> list[int]:
         """A text that was rendered before begins with what the tokenizer puts before texts."""

@@ -1,0 +1,253 @@
+"""Every family beside its own chat template, token for token; one test prints the grid of families and cases."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from learner.config import DataConfig, LearnerRun
+from learner.environments.answer import HERMES, check_calls, read_answer
+from learner.environments.host import Said
+from learner.environments.talk import ChatTalk, Heard, continued
+from learner.material import Material
+from learner.prompts.chat_template import ChatTemplate, Message, Turns
+from learner.prompts.encoding import Encoder
+from protocol.errors import ConfigError, DataError
+from tests.learner.environments.chat_model import write_model
+from tests.learner.environments.chat_tokenizer import KEEPING, chat_tokenizer
+from tests.learner.environments.template_families import FAMILIES, Family, chat_of
+
+QUESTION: list[Message] = [{"role": "user", "content": "How much?"}]
+MORE: list[Message] = [{"role": "user", "content": "And now?"}]
+PARAMETERS = {"type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]}
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Add a number.", "parameters": PARAMETERS}}]
+ADD = ("add", {"number": 2})
+BEHIND, ANEW, REFUSED, NO_READER, NONE = "=", "anew", "refused", "no reader", ""
+"""What becomes of a prompt. `=`: the recorded tokens and what the template puts behind them are its own rendering of the conversation. `anew`: the
+template shows what came before otherwise, so a branch begins with its rendering. `refused`: by the template, or by the learner because the template
+would leave the message out. `no reader`: nobody would read what it says; calls are refused at the start of a run. Empty: the family knows no such
+thing."""
+
+
+def rendered(template: ChatTemplate, messages: Sequence[Message], **options: Any) -> list[int]:
+    """By transformers alone."""
+    more = {"tools": template.tools} if template.tools else {}
+    text = template.tokenizer.apply_chat_template(
+        list(messages), tokenize=False, **({"add_generation_prompt": True} | options), **template.arguments, **more
+    )
+    return list(template.tokenizer.encode(text, add_special_tokens=False))
+
+
+def encoded(template: ChatTemplate, text: str) -> list[int]:
+    return list(template.tokenizer.encode(text, add_special_tokens=False))
+
+
+def way_of(template: ChatTemplate, heard: Heard, recorded: list[int], messages: Sequence[Message]) -> str:
+    """Asserts that what stands before the next turn is the template's rendering."""
+    before = heard.token_ids if heard.begins_branch else [*recorded, *heard.token_ids]
+    assert template.tokenizer.decode(before) == template.tokenizer.decode(rendered(template, messages))
+    assert before == rendered(template, messages)
+    return ANEW if heard.begins_branch else BEHIND
+
+
+def asked(template: ChatTemplate, messages: list[Message], **options: Any) -> str:
+    """A prompt of the data."""
+    try:
+        (token_ids,) = Encoder("data", DataConfig(path="data"), template).encode([{"prompt": messages}], [0])[
+            "token_ids"
+        ]
+    except DataError:
+        return REFUSED
+    assert token_ids == rendered(template, messages, **options)
+    assert all(str(message["content"]) in template.tokenizer.decode(token_ids) for message in messages)
+    return BEHIND
+
+
+# --- cases --------------------------------------------------------------------------------------------------------
+
+
+def one_turn(family: Family, template: ChatTemplate) -> str:
+    said = encoded(template, family.says("It is 7"))
+    message = read_answer(template, template.prompt_ids(QUESTION), said)
+    assert not message.get("tool_calls")
+    return asked(template, QUESTION) if str(message["content"]).strip() == "It is 7" else NO_READER
+
+
+def several_turns(family: Family, template: ChatTemplate) -> str:
+    return _next_question(family, template, None)
+
+
+def reasoning_then_a_question(family: Family, template: ChatTemplate) -> str:
+    return NONE if family.think is None else _next_question(family, template, "Two and five")
+
+
+def _next_question(family: Family, template: ChatTemplate, reasoning: str | None) -> str:
+    before = template.prompt_ids(QUESTION)
+    turn = encoded(template, family.says("It is 7", reasoning=reasoning))
+    message = read_answer(template, before, turn)
+    if str(message["content"]).strip() != "It is 7":
+        return NO_READER
+    assert (message.get("reasoning_content") or "").strip() == (reasoning or "")
+    heard = continued(template, [*QUESTION, message], MORE, [*before, *turn])
+    return way_of(template, heard, [*before, *turn], [*QUESTION, message, *MORE])
+
+
+def one_call(family: Family, template: ChatTemplate) -> str:
+    return _called(family, template, 1)
+
+
+def two_calls(family: Family, template: ChatTemplate) -> str:
+    return _called(family, template, 2)
+
+
+def a_call_after_reasoning(family: Family, template: ChatTemplate) -> str:
+    return NONE if family.think is None else _called(family, template, 1, "Two and five")
+
+
+def _called(family: Family, template: ChatTemplate, num_calls: int, reasoning: str | None = None) -> str:
+    """A turn that calls, its answers, once more, and what stands before the last turn."""
+    if family.call is None or num_calls > family.max_calls:
+        return NONE
+    try:
+        check_calls(template)
+    except ConfigError:
+        return NO_READER
+    talk, recorded, ways = ChatTalk(template, QUESTION), template.prompt_ids(QUESTION), []
+    for _ in range(2):
+        turn = encoded(template, family.says(calls=[ADD] * num_calls, reasoning=reasoning))
+        calls = talk.orders(recorded, turn)
+        assert [(call.name, call.arguments) for call in calls] == [ADD] * num_calls
+        try:
+            heard = talk.hear([Said("2")] * num_calls)
+        except DataError:
+            return REFUSED
+        ways.append(way_of(template, heard, [*recorded, *turn], [*QUESTION, *talk.messages]))
+        recorded = heard.token_ids if heard.begins_branch else [*recorded, *turn, *heard.token_ids]
+    (way,) = set(ways)
+    return way
+
+
+def system(family: Family, template: ChatTemplate) -> str:
+    return asked(template, [{"role": "system", "content": "Be short."}, *QUESTION])
+
+
+def developer(family: Family, template: ChatTemplate) -> str:
+    return asked(template, [{"role": "developer", "content": "Be short."}, *QUESTION])
+
+
+def begun_answer(family: Family, template: ChatTemplate) -> str:
+    begun = [*QUESTION, {"role": "assistant", "content": "Let me see:"}]
+    return asked(template, begun, add_generation_prompt=False, continue_final_message=True)
+
+
+CASES: list[Callable[[Family, ChatTemplate], str]] = [
+    one_turn, several_turns, reasoning_then_a_question, one_call, two_calls, a_call_after_reasoning, system, developer, begun_answer,
+]  # fmt: skip
+EXPECTED = {
+    # one turn, several, with reasoning; one call, two, after reasoning; system, developer, a begun answer
+    "qwen2.5": ["=", "=", "", "=", "=", "", "=", "refused", "="],
+    "qwen3": ["=", "=", "anew", "=", "=", "=", "=", "refused", "="],
+    "qwen3.5": ["=", "anew", "anew", "=", "=", "=", "=", "refused", "="],
+    "llama3": ["=", "=", "", "=", "", "", "=", "=", "="],
+    "mistral": ["=", "=", "", "no reader", "no reader", "", "=", "refused", "="],
+    "gemma3": ["=", "=", "", "", "", "", "=", "refused", "="],
+    "gemma4": ["=", "=", "anew", "=", "=", "=", "=", "=", "="],
+    "phi3.5": ["=", "=", "", "", "", "", "=", "refused", "="],
+    "phi4": ["=", "=", "", "", "", "", "=", "refused", "="],
+    "phi4-mini": ["=", "=", "", "no reader", "no reader", "", "=", "=", "="],
+    "glm4.5": ["=", "=", "anew", "=", "=", "=", "=", "refused", "="],
+    "glm5": ["=", "anew", "anew", "anew", "anew", "=", "=", "refused", "="],
+    "gpt-oss": ["no reader", "no reader", "", "", "", "", "=", "=", "="],
+    "smollm2": ["=", "=", "", "", "", "", "=", "=", "="],
+    "smollm3": ["=", "=", "=", "=", "=", "=", "=", "refused", "="],
+    "deepseek-r1-distill": ["=", "anew", "anew", "", "", "", "=", "refused", "="],
+    "granite": ["=", "=", "", "no reader", "no reader", "", "=", "=", "="],
+    "olmo2": ["=", "=", "", "", "", "", "=", "refused", "="],
+}
+
+
+def test_every_family_is_asked_as_its_template_has_it() -> None:
+    found = {}
+    for name, family in FAMILIES.items():
+        with_tools, without = chat_of(name, TOOLS if family.call else []), chat_of(name, [])
+        found[name] = [case(family, with_tools if "call" in case.__name__ else without) for case in CASES]
+    print("\n" + " | ".join(["family", *(case.__name__ for case in CASES)]))
+    print("\n".join(" | ".join([name, *ways]) for name, ways in found.items()))
+    assert found == EXPECTED
+
+
+def test_a_message_that_the_template_leaves_out_is_refused_unless_an_agent_renders_it() -> None:
+    template, row = chat_of("qwen3", []), {"prompt": [{"role": "developer", "content": "Be short."}, *QUESTION]}
+    with pytest.raises(
+        DataError,
+        match=r"row 3 of data: .* leaves out what the role 'developer' says \('Be short.'\); give .* 'system'",
+    ):
+        Encoder("data", DataConfig(path="data"), template).encode([row], [3])
+    for_agent = msgspec.structs.replace(template, turns=msgspec.structs.replace(template.turns, goes_on=False))
+    Encoder("data", DataConfig(path="data"), for_agent).encode([row], [3])
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "smollm3"])
+@pytest.mark.parametrize(
+    ("written", "begins_branch"),
+    [('{"name":"add",  "arguments":{"number":2}}', False), ('{"name": "add", "arguments": {"number": 2e0}}', True)],
+)
+def test_what_was_said_stays_as_it_was_sampled_unless_the_template_shows_more_than_its_spaces_otherwise(
+    name: str, written: str, begins_branch: bool
+) -> None:
+    template = chat_of(name, TOOLS)
+    talk, before = ChatTalk(template, QUESTION), template.prompt_ids(QUESTION)
+    turn = encoded(template, f"<tool_call>{written}</tool_call><|im_end|>")
+    talk.orders(before, turn)
+    heard = talk.hear([Said("2")])
+    shown = rendered(template, [*QUESTION, *talk.messages])
+    assert heard.begins_branch == begins_branch
+    if begins_branch:
+        assert heard.token_ids == shown
+    else:
+        assert [*before, *turn] != shown[: len(before) + len(turn)] and shown[
+            -len(heard.token_ids) :
+        ] == heard.token_ids
+        assert template.tokenizer.decode(heard.token_ids).startswith("\n<|im_start|>user\n")
+
+
+SHOWS_NO_REASONING_OTHERWISE = {"qwen3.5", "glm5", "gpt-oss", "deepseek-r1-distill"}
+"""Than a policy says it, so that each of its turns is shown otherwise."""
+
+
+@pytest.mark.parametrize(
+    ("name", "end"), [(name, end) for name, family in FAMILIES.items() for end in family.ends.split()]
+)
+def test_a_turn_may_end_with_every_token_of_the_generation_config(name: str, end: str) -> None:
+    family, template = FAMILIES[name], chat_of(name, [])
+    own = family.ends.split()[0]
+    before = template.prompt_ids(QUESTION)
+    turn = encoded(template, family.says("It is 7").removesuffix(own) + end)
+    message = read_answer(template, before, turn)
+    assert str(message["content"]).endswith("It is 7") and template.spoken(turn).endswith("It is 7")
+    heard = continued(template, [*QUESTION, message], MORE, [*before, *turn])
+    assert heard.begins_branch == (end != own or name in SHOWS_NO_REASONING_OTHERWISE)
+    way_of(template, heard, [*before, *turn], [*QUESTION, message, *MORE])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_warm_start_teaches_the_end_of_the_template(name: str) -> None:
+    template = chat_of(name, [])
+    assert template.tokenizer.convert_ids_to_tokens([template.turn_end()]) == [FAMILIES[name].ends.split()[0]]
+    nameless = msgspec.structs.replace(template, turns=Turns())
+    assert nameless.turn_end() == template.tokenizer.eos_token_id
+
+
+def test_the_ends_are_those_of_the_models_generation_config(tmp_path: Path) -> None:
+    write_model(tmp_path, KEEPING, HERMES)
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"prompt": QUESTION}) + "\n")
+    settings = {"steps": 1, "data": {"path": str(data)}, "reward": {"functions": ["exact_match"]}}
+    run = msgspec.convert({"model": str(tmp_path), "run_dir": "runs/x", "learner": settings}, LearnerRun)
+    own = chat_tokenizer().eos_token_id
+    assert Material(run).prompts.template.ends == {own}
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
+    assert Material(run).prompts.template.ends == {5, 7, own}
