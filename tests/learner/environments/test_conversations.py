@@ -1,19 +1,15 @@
 """Conversations with tools: a scripted policy, real environments in processes, real chat templates; every token is checked against
 the template's own rendering."""
 
-import contextlib
 import json
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from learner.config import EnvironmentConfig
-from learner.environments.answer import HERMES, Unreadable, calls_of, read_answer
+from learner.environments.answer import HERMES
 from learner.environments.episode import Episode, PlayedGroup
 from learner.environments.player import Asked
 from learner.environments.process import tools_of
@@ -22,7 +18,7 @@ from learner.rewards.builtin import exact_match
 from learner.rewards.call import Call, Log, _arguments
 from protocol.errors import ConfigError
 from protocol.messages import Completion
-from tests.learner.environments.chat_tokenizer import CHARACTERS, DROPPING, END, KEEPING, call, chat_tokenizer
+from tests.learner.environments.chat_tokenizer import DROPPING, END, KEEPING, call, chat_tokenizer
 from tests.learner.environments.play import USER, completion, played
 
 QUESTION = [{"role": "user", "content": "How much?"}]
@@ -199,39 +195,6 @@ def test_a_call_as_deep_as_a_policy_likes_is_one_that_nobody_can_read(
         lambda asked: completion(ids, version=4), "Calculator", prompt=QUESTION, template=keeping, max_tokens=100_000
     )
     assert {episode.course.state for episode in group.episodes} == {"parse_error"}
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    st.lists(
-        st.one_of(
-            st.text(alphabet="".join(CHARACTERS), max_size=20),
-            st.sampled_from(
-                [
-                    "<think>",
-                    "</think>",
-                    "<tool_call>",
-                    "</tool_call>",
-                    '{"name": "add", "arguments": ',
-                    "}",
-                    "null",
-                    "1e999",
-                    "-",
-                ]
-            ),
-            st.recursive(
-                st.none() | st.integers() | st.floats() | st.text(),
-                lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
-            ).map(json.dumps),
-        ),
-        max_size=12,
-    ).map("".join)
-)
-def test_whatever_a_policy_writes_is_read_or_unreadable(keeping: ChatTemplate, turn: str) -> None:
-    ids = keeping.tokenizer.encode(turn + END, add_special_tokens=False)
-    with contextlib.suppress(Unreadable):
-        message = read_answer(keeping, [], ids)
-        msgspec.msgpack.encode([message, [(call.name, call.arguments) for call in calls_of(message)]])
 
 
 def test_a_turn_that_the_template_cannot_show_ends_its_episode_alone() -> None:

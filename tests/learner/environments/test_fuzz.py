@@ -1,0 +1,75 @@
+"""Whatever a policy writes, in every format that is read: a turn is a message with calls, or nobody can read it, and nothing else comes of it."""
+
+import contextlib
+import json
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from learner.environments.answer import Unreadable
+from learner.environments.host import Said
+from learner.environments.talk import ChatTalk
+from protocol.errors import DataError
+from tests.learner.environments.chat_tokenizer import CHARACTERS
+from tests.learner.environments.template_families import FAMILIES, Family, chat_of
+from tests.learner.environments.test_families import ADD, QUESTION, TOOLS, encoded
+
+READERS = [name for name, family in FAMILIES.items() if family.renderer is not None] + ["qwen3"]
+"""Of each format one family; that of Hermes is read without a name."""
+NUM_TURNS, MANY_TURNS = 200, 100_000
+DEEP = 3000
+NASTY = [
+    "null", "1e999", "-", "NaN", "9" * 5000, '"\\ud800"', "\\ud83d", "\x00", "[" * DEEP, '{"a":' * DEEP, "{" * 9 + "}" * 9, "true", '""', "add",
+    '{"name": "add", "arguments": ', '{"name": 7}', '{"name": "add", "arguments": "{\\"number\\": 2}"}', "}", '"', "\n", "\n\n",
+]  # fmt: skip
+
+
+def turns_of(family: Family) -> st.SearchStrategy[str]:
+    """Pieces of the family's own turns, special tokens as text or as tokens, JSON of any kind, and what breaks parsers, in any order."""
+    call = family.says(calls=[ADD], reasoning="Two" if family.think else None)
+    half = len(call) // 2
+    own = [
+        *family.marks.split(),
+        *family.tags.split(),
+        *family.ends.split(),
+        call,
+        call[:half],
+        call[half:],
+        family.says("It is 7"),
+    ]
+    values = st.recursive(
+        st.none() | st.integers() | st.floats() | st.text(max_size=9),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+        max_leaves=6,
+    )
+    pieces = st.sampled_from(own) | st.sampled_from(NASTY) | values.map(json.dumps) | st.text(CHARACTERS, max_size=9)
+    return st.lists(pieces, max_size=8).map("".join)
+
+
+@pytest.mark.parametrize(
+    "num_turns", [NUM_TURNS, pytest.param(MANY_TURNS, marks=[pytest.mark.slow, pytest.mark.timeout(0)])]
+)
+@pytest.mark.parametrize("name", READERS)
+def test_whatever_a_policy_writes_is_read_or_unreadable(name: str, num_turns: int) -> None:
+    family, template = FAMILIES[name], chat_of(name, TOOLS)
+    before, num_read = template.prompt_ids(QUESTION), 0
+
+    @settings(max_examples=num_turns, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(turns_of(family), st.sampled_from(["", *family.ends.split()]))
+    def say(turn: str, end: str) -> None:
+        nonlocal num_read
+        token_ids = encoded(template, turn + end)
+        if not token_ids:
+            return
+        talk = ChatTalk(template, QUESTION)
+        with contextlib.suppress(Unreadable):
+            calls = talk.orders(before, token_ids)
+            msgspec.msgpack.encode([talk.messages, [(call.name, call.arguments) for call in calls]])
+            num_read += bool(calls)
+            with contextlib.suppress(DataError):  # of a template that does not take such a call: its episode ends
+                talk.hear([Said("2")] * len(calls))
+
+    say()
+    assert num_read > num_turns / 50, "hardly a turn was read as a call"
