@@ -143,14 +143,19 @@ def _reach(template: ChatTemplate, rendered: list[int], recorded: list[int], sto
         return len(recorded)
     has_ended = template.is_end(recorded[-1])
     ends = {recorded[-1]} if has_ended else template.ends
-    text = _text_of(template, recorded[:-1] if has_ended else recorded)
+    begin = num_shared(rendered, recorded)
+    text = _text_of(template, recorded[begin : len(recorded) - has_ended])
     cut = [] if has_ended else [stop for stop in map(_without_spaces, stops) if stop]
-    for place in range(num_shared(rendered, recorded), len(rendered)):
+    shown = ""
+    for place in range(begin, len(rendered)):
         if rendered[place] not in ends:
             continue
-        shown = _text_of(template, rendered[:place])
+        shown += _text_of(template, rendered[begin:place])
+        begin = place
         if text == shown or text.startswith(tuple(shown + stop for stop in cut)):
             return place + has_ended
+        if not text.startswith(shown):
+            return None
     return None
 
 
