@@ -77,12 +77,6 @@ def of_prompts(material: Material) -> Iterator[Finding]:
         if len(text) > MAX_CHARACTERS:
             text = f"{text[: MAX_CHARACTERS // 2]} … {text[-MAX_CHARACTERS // 2 :]}"
         yield ok(f"row {prompt.prompt_id}", f"{count} tokens: {text}")
-        if count > 1 and prompt.token_ids[0] == prompt.token_ids[1] == tokenizer.bos_token_id:
-            yield problem(
-                "prompts",
-                f"row {prompt.prompt_id} begins with {tokenizer.bos_token} twice",
-                "take it out of the text, for the tokenizer adds one",
-            )
     room = getattr(material.model_config.get_text_config(), "max_position_embeddings", None)
     needed = length + run.learner.sampling.max_tokens
     if room is not None and needed > room:

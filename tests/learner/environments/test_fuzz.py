@@ -14,7 +14,7 @@ from learner.environments.talk import ChatTalk
 from protocol.errors import DataError
 from tests.learner.environments.chat_tokenizer import CHARACTERS
 from tests.learner.environments.template_families import FAMILIES, Family, chat_of
-from tests.learner.environments.test_families import ADD, QUESTION, TOOLS, encoded
+from tests.learner.environments.test_template_families import ADD, QUESTION, TOOLS, encoded
 
 READERS = [name for name, family in FAMILIES.items() if family.renderer is not None] + ["qwen3"]
 """Of each format one family; that of Hermes is read without a name."""
@@ -45,7 +45,8 @@ def turns_of(family: Family) -> st.SearchStrategy[str]:
         max_leaves=6,
     )
     pieces = st.sampled_from(own) | st.sampled_from(NASTY) | values.map(json.dumps) | st.text(CHARACTERS, max_size=9)
-    return st.lists(pieces, max_size=8).map("".join)
+    called = st.integers().map(lambda number: family.says(calls=[("add", {"number": number})]))
+    return st.lists(pieces, max_size=8).map("".join) | called
 
 
 @pytest.mark.parametrize(
