@@ -3,8 +3,8 @@
     turn ─▶ orders ─▶ (process.py) ─▶ said ─▶ Heard: tokens that follow the turn, or a whole prompt that begins a branch
 
 Between the player and the chat template. Invariant: what was recorded is never rendered again. A conversation is continued by what its
-template puts behind the turn; where the template now shows what came before in another way, white space aside, such as without its
-reasoning, a branch begins with the conversation as the template has it.
+template puts behind the turn. Where the template now renders earlier turns differently (white space does not count), such as without
+their reasoning, a branch begins with the template's rendering of the conversation.
 """
 
 from collections.abc import Sequence
@@ -160,7 +160,7 @@ def _reach(template: ChatTemplate, rendered: list[int], recorded: list[int], sto
 
 
 def _text_of(template: ChatTemplate, token_ids: list[int]) -> str:
-    """Templates trim what is said, and write the JSON of calls with their own spaces."""
+    """Without white space, for templates trim messages and space the JSON of calls in their own way."""
     (text,) = template.tokenizer.batch_decode([token_ids], skip_special_tokens=False)
     return _without_spaces(text)
 

@@ -47,7 +47,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     max_calls: int = 2
     """In one turn."""
     opened: str = ""
-    """What the prompt has said of the turn."""
+    """The beginning of the turn, where the prompt already holds it."""
 
     def says(
         self, content: str = "", *, calls: Sequence[tuple[str, Arguments]] = (), reasoning: str | None = None
@@ -137,7 +137,7 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def chat_of(name: str, tools: list[dict[str, Any]], **arguments: Any) -> ChatTemplate:
+def chat_of(name: str, tools: list[dict[str, Any]]) -> ChatTemplate:
     """As the learner would have it of a model of the family."""
     family = FAMILIES[name]
     tokenizer = chat_tokenizer((Path(__file__).parent / "families" / f"{name}.jinja").read_text())
@@ -147,6 +147,4 @@ def chat_of(name: str, tools: list[dict[str, Any]], **arguments: Any) -> ChatTem
     # Of some families the ends are none of the tokenizer's special tokens.
     tokenizer.add_tokens([*family.tags.split(), *ends])
     tokenizer.eos_token, tokenizer.bos_token = family.eos or ends[0], family.begin
-    return ChatTemplate(
-        tokenizer, arguments, tools, Turns(family.renderer, frozenset(tokenizer.convert_tokens_to_ids(ends)))
-    )
+    return ChatTemplate(tokenizer, {}, tools, Turns(family.renderer, frozenset(tokenizer.convert_tokens_to_ids(ends))))

@@ -147,7 +147,7 @@ CASES: list[Callable[[Family, ChatTemplate], str]] = [
     one_turn, several_turns, reasoning_then_a_question, one_call, two_calls, a_call_after_reasoning, system, developer, begun_answer,
 ]  # fmt: skip
 EXPECTED = {
-    # one turn, several, with reasoning; one call, two, after reasoning; system, developer, a begun answer
+    # one turn, several, with reasoning; one call, two, after reasoning; system, developer, an answer that the prompt begins
     "qwen2.5": ["=", "=", "", "=", "=", "", "=", "refused", "="],
     "qwen3": ["=", "=", "anew", "=", "=", "=", "=", "refused", "="],
     "qwen3.5": ["=", "anew", "anew", "=", "=", "=", "=", "refused", "="],
