@@ -1,14 +1,16 @@
-"""What the processes that run the user's code have in common. Imports nothing of the learner."""
+"""What the processes that run the user's code have in common. Imports nothing else of the learner."""
 
+import io
 import multiprocessing
 import os
-import signal
 import socket
 import struct
+import sys
 import threading
 from multiprocessing import connection, forkserver
 from multiprocessing.process import BaseProcess
 
+from learner.descendants import adopt_orphans, end_with_descendants
 from protocol.signals import held_from_children, leave_to_parent
 
 _LOOKING = threading.Lock()
@@ -65,14 +67,25 @@ def limit_waits(pipe: connection.Connection, timeout_s: float) -> None:
 
 
 def end_with_the_learner() -> None:
-    """Lead a session of its own that ends with the learner, and leave signals to the learner. Call it in the process."""
+    """Lead a session of its own that ends with the learner, with all that it has started; leave signals to the learner, and what a command
+    prints (`--json`). Call it in the process.
+    """
     leave_to_parent()
     os.setsid()
+    adopt_orphans()
+    print_as_errors()
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
 
 
+def print_as_errors() -> None:
+    """Let what this process prints go where its errors go, line by line: it may be killed at any moment."""
+    os.dup2(2, 1)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
+
+
 def _end_with(sentinel: int) -> None:
     connection.wait([sentinel])
-    os.killpg(0, signal.SIGKILL)
+    end_with_descendants()

@@ -1,20 +1,17 @@
 """The memory of processes that run the user's code, with all that they have started: watched from outside, for within a limit would be a
-MemoryError, which the code's own `except` turns into something else. Imports nothing of the learner.
+MemoryError, which the code's own `except` turns into something else.
 
-    a pool of environments or agents ─▶ its processes ─▶ (every WATCH_S) the resident memory of each one's group ─▶ too large: killed
+    a pool of environments or agents ─▶ its processes ─▶ (every WATCH_S) the resident memory of each and its descendants ─▶ too large: killed
 
 Invariant: whoever waits for a process that was killed so is told the limit, not a signal.
 """
 
-import os
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+from learner.descendants import Process, all_processes, descendants_of
+
 WATCH_S = 0.1
 
 
@@ -40,18 +37,13 @@ class MemoryWatch:
 
     def _watch(self, limit: int) -> None:
         while not self._is_closed.wait(WATCH_S):
-            resident = resident_by_group()
+            seen = all_processes()
             for process in list(self._processes()):
-                if resident[process.pid] > limit:
+                if resident_bytes(process.pid, seen) > limit:
                     process.end_as_too_large()
 
 
-def resident_by_group() -> Counter[int]:
-    """Bytes, by the number of the process that leads the group."""
-    resident: Counter[int] = Counter()
-    for directory in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended meanwhile
-            # Behind the name, which may hold anything: state, parent, group, …; the 22nd is the number of resident pages.
-            fields = (directory / "stat").read_bytes().rpartition(b")")[2].split()
-            resident[int(fields[2])] += int(fields[21]) * PAGE_BYTES
-    return resident
+def resident_bytes(pid: int, processes: Mapping[int, Process]) -> int:
+    """Of a process and all that it has started."""
+    counted = {pid} | descendants_of(pid, processes)
+    return sum(processes[one].resident_bytes for one in counted if one in processes)

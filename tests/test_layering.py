@@ -33,6 +33,7 @@ INDEPENDENT = {"prompts", "servers", "algorithm", "forward"}
 """Of each other: what is asked, whom, how to learn, what is trained."""
 ANYWHERE = {
     "children",
+    "descendants",
     "interrupt",
     "memory_watch",
     "progress",

@@ -6,6 +6,7 @@ Invariant: of the learner's packages only `learner` itself can be imported here,
 """
 
 import importlib.util
+import io
 import os
 import signal
 import sys
@@ -19,23 +20,31 @@ PACKAGE = Path(__file__).parents[1]
 def main(pipe: str, lifeline: str, factory: str, takes_text: str, *tools: str) -> None:
     """Serve until the learner is gone; `start.py` has made this process the leader of its group."""
     sys.path[0] = os.getcwd()  # not the folder of this file
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # it may be killed at any moment
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # such as systemd sends to all: they are the learner's to act on
-    threading.Thread(target=end_with, args=(int(lifeline),), daemon=True).start()
     spec = importlib.util.spec_from_file_location("learner", PACKAGE / "__init__.py")
     assert spec is not None
     sys.modules["learner"] = importlib.util.module_from_spec(spec)
+    from learner.descendants import adopt_orphans, end_with_descendants
+
+    adopt_orphans()
+    threading.Thread(target=end_with, args=(int(lifeline),), daemon=True).start()
     try:
         from learner.environments.host import serve
     except ImportError as error:
         sys.exit(f"learner.environment.python: {sys.executable} has no {error.name}; install it there")
     serve(Connection(int(pipe)), factory or None, tools, takes_text == "True")
+    end_with_descendants()  # the learner is gone
 
 
 def end_with(lifeline: int) -> None:
     """The learner holds the other end of it."""
+    from learner.descendants import end_with_descendants
+
     os.read(lifeline, 1)
-    os.killpg(0, signal.SIGKILL)
+    end_with_descendants()
 
 
 if __name__ == "__main__":

@@ -4,15 +4,14 @@ Invariant: whatever the environment does and whoever kills its process, a call c
 process is over. Each has a pipe of its own, so that nobody holds a lock that another waits for.
 """
 
-import os
 import signal
-from contextlib import suppress
 from typing import Any, Literal
 
 import msgspec
 
 from learner.children import limit_waits
 from learner.config import EnvironmentConfig
+from learner.descendants import kill_with_descendants
 from learner.environments.host import ANSWER, Answer, Describe, Described, Order, Wrong
 from learner.environments.start import start
 from protocol.errors import ConfigError
@@ -81,8 +80,7 @@ class EnvironmentProcess:
         self._kill_all()
 
     def _kill_all(self) -> None:
-        with suppress(ProcessLookupError):  # it leads no group of its own yet, or is gone
-            os.killpg(self.pid, signal.SIGKILL)
+        kill_with_descendants(self.pid)
 
     def _answer(self, timeout_s: float) -> Answer | Trouble:
         try:

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from learner.children import Forked, end_with_the_learner, start_fork_server
 from learner.config import EnvironmentConfig
+from learner.descendants import end_with_descendants
 from learner.environments.host import serve
 from protocol.errors import ConfigError
 from protocol.installation import is_elsewhere
@@ -76,6 +77,7 @@ def _serve_forked(
     _set_safe_path(safe_path)  # processes that the environment starts get the user's own setting
     end_with_the_learner()
     serve(pipe, factory, tools, takes_text)
+    end_with_descendants()  # the learner is gone
 
 
 def _in(python: str, config: EnvironmentConfig, takes_text: bool) -> tuple[Connection, Begun]:
@@ -84,7 +86,7 @@ def _in(python: str, config: EnvironmentConfig, takes_text: bool) -> tuple[Conne
     fds = (theirs.fileno(), lifeline)
     command = [python, str(OWN_INTERPRETER), *map(str, fds), config.factory or "", str(takes_text), *config.tools]
     try:
-        process = subprocess.Popen(command, pass_fds=fds, start_new_session=True, stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(command, pass_fds=fds, start_new_session=True, stdin=subprocess.DEVNULL, stdout=2)
     except OSError as error:
         os.close(ours)
         pipe.close()

@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
+import io
 import json
 import math
 import os
@@ -26,14 +27,24 @@ import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+_BESIDE = importlib.util.spec_from_file_location(
+    "slipstream_descendants", os.path.join(os.path.dirname(os.path.dirname(__file__)), "descendants.py")
+)
+assert _BESIDE is not None and _BESIDE.loader is not None
+descendants = importlib.util.module_from_spec(_BESIDE)
+_BESIDE.loader.exec_module(descendants)
+
 
 def main(fd: str, kind: str, spec: str) -> None:
     """Serve one episode after the other; `agent_process.py` has made this process the leader of its group."""
     channel = socket.socket(fileno=int(fd))
     os.set_inheritable(channel.fileno(), False)  # else what the agent starts would hold it open
     sys.path[0] = os.getcwd()  # not the folder of this file
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # it may be killed at any moment
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # such as systemd sends to all: they are the learner's to act on
+    descendants.adopt_orphans()
     orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=read_orders, args=(channel, orders), daemon=True).start()
     try:
@@ -51,7 +62,7 @@ def read_orders(channel: socket.socket, orders: queue.SimpleQueue[Any]) -> None:
         for line in channel.makefile("rb"):
             orders.put(json.loads(line))
     finally:  # the learner is gone; killed, it leaves half a line, or resets a connection of which it has not read all
-        os.killpg(0, signal.SIGKILL)
+        descendants.end_with_descendants()
 
 
 def say(channel: socket.socket, **answer: Any) -> None:

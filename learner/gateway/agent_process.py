@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from learner.config import EnvironmentConfig
+from learner.descendants import kill_with_descendants
 from learner.environments.process import EXIT_WAIT_S, STARTUP_TIMEOUT_S, Trouble, too_large
 
 HOST = Path(__file__).with_name("agent_host.py")
@@ -59,6 +60,7 @@ class AgentProcess:
                 self._process = subprocess.Popen(
                     [config.python or sys.executable, str(HOST), str(theirs.fileno()), kind, config.command or config.agent or ""],
                     pass_fds=[theirs.fileno()], start_new_session=True, env=without_proxy(config.gateway_host), stdin=subprocess.DEVNULL,
+                    stdout=2,  # the learner's own is the answer of a command (`--json`)
                 )  # fmt: skip
             except OSError:
                 self._socket.close()
@@ -114,8 +116,7 @@ class AgentProcess:
         self._kill_all()
 
     def _kill_all(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # it is gone already
-            os.killpg(self.pid, signal.SIGKILL)
+        kill_with_descendants(self.pid)
 
     def close(self) -> None:
         """Kill it and let go of its socket; in the loop."""

@@ -166,6 +166,27 @@ def test_whatever_the_environment_does_a_call_comes_back(
     assert not treacherous.is_usable
 
 
+def test_what_an_environment_prints_is_no_part_of_a_commands_answer(
+    treacherous: EnvironmentProcess, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert isinstance(treacherous.ask(Turn("print")), Said)
+    assert capfd.readouterr().out == ""
+
+
+def test_what_an_environment_has_started_ends_with_it_in_whatever_session(treacherous: EnvironmentProcess) -> None:
+    said = treacherous.ask(Turn("leave"))
+    assert isinstance(said, Said)
+    assert isinstance(treacherous.ask(Turn("sleep")), Trouble)
+    wait_until_gone(int(said.text), "what the environment has started outlives it")
+
+
+def wait_until_gone(pid: int, problem: str) -> None:
+    give_up_at = time.monotonic() + 30
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < give_up_at, problem
+        time.sleep(0.05)
+
+
 def test_an_error_of_reset_or_of_the_rating_is_a_trouble_with_its_place() -> None:
     process = environment("Treacherous")
     trouble = process.ask(Reset({"prompt": "raise"}))
@@ -354,20 +375,18 @@ def test_closing_ends_the_processes_and_the_calls_that_wait() -> None:
 
 @pytest.mark.parametrize("python", [None, sys.executable], ids=["forked", "in an interpreter of its own"])
 def test_environments_end_with_the_learner(python: str | None) -> None:
-    config = f"EnvironmentConfig(factory={f'{USER}:Echo'!r}, python={python!r})"
+    config = f"EnvironmentConfig(factory={f'{USER}:Treacherous'!r}, python={python!r})"
     code = (
         "import os, time\nfrom learner.config import EnvironmentConfig\nfrom learner.environments.process import EnvironmentProcess\n"
-        "from learner.environments.host import Reset\n"
+        "from learner.environments.host import Reset, Turn\n"
         "if __name__ == '__main__':\n"
         f"    process = EnvironmentProcess({config}, takes_text=True)\n"
-        "    process.ask(Reset({}))\n    print(process._process.pid, flush=True)\n    time.sleep(600)\n"
+        "    process.ask(Reset({}))\n    print(process._process.pid, process.ask(Turn('leave')).text, flush=True)\n    time.sleep(600)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as learner:
         assert learner.stdout is not None
-        pid = int(learner.stdout.readline())
-        assert psutil.pid_exists(pid)
+        pids = [int(pid) for pid in learner.stdout.readline().split()]
+        assert all(map(psutil.pid_exists, pids))
         learner.kill()
-    give_up_at = time.monotonic() + 30
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < give_up_at, "the environment outlives the learner"
-        time.sleep(0.05)
+    for pid in pids:
+        wait_until_gone(pid, "the environment, or what it has started, outlives the learner")

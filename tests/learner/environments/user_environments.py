@@ -67,6 +67,10 @@ class Treacherous(Echo):
         match text:
             case "sleep":
                 time.sleep(600)
+            case "print":
+                print("said by an environment")
+            case "leave":
+                return str(subprocess.Popen(["sleep", "600"], start_new_session=True).pid)
             case "exit":
                 os._exit(3)
             case "die":

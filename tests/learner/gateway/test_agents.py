@@ -124,6 +124,12 @@ def test_the_episode_after_one_that_hung_has_a_process_of_its_own(tmp_path: Path
     assert [episode.reward for episode in episodes] == [1.0, 1.0]
 
 
+def test_what_an_agent_prints_is_no_part_of_a_commands_answer(capfd: pytest.CaptureFixture[str]) -> None:
+    assert [episode.reward for episode in misbehaved("print")] == [1.0, 1.0]
+    printed = capfd.readouterr()
+    assert printed.out == "" and printed.err.count("said by an agent") == 2
+
+
 def test_what_an_agent_has_started_ends_with_it(tmp_path: Path) -> None:
     log = tmp_path / "children"
     misbehaved("child", log=log, episode_deadline_s=10.0, then=lambda: wait_until_gone(log, 2))

@@ -101,6 +101,9 @@ async def misbehave(data: dict[str, Any], *, base_url: str, api_key: str, http_c
         case "go on":
             while True:
                 await ask(base_url, api_key, http_client)
+        case "print":
+            print("said by an agent")
+            return 1.0
         case "nothing":
             return None
         case "open":
@@ -111,7 +114,7 @@ async def misbehave(data: dict[str, Any], *, base_url: str, api_key: str, http_c
             await asyncio.sleep(600)
             return len(held)
         case "child":
-            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], start_new_session=True)
             with open(data["log"], "a") as log:
                 print(child.pid, file=log)
             await asyncio.sleep(3600)
