@@ -21,7 +21,7 @@ from learner.config import LearnerRun
 from learner.evaluation.evaluation import FILE, earlier
 from learner.evaluation.questions import Questions
 from learner.material import Material
-from learner.rewards.builtin import share_right
+from learner.rewards.builtin.text import share_right
 from protocol.answer_headers import END, START
 from protocol.config import load_config
 from protocol.hardware import has_gpu

@@ -11,12 +11,63 @@ OVERLONG = "overlong"
 """Name, among the functions' names, of the reward that overlong.py gives."""
 
 
+JUDGE, PASSES_TESTS = "judge", "passes_tests"
+"""The built-in functions that have keys of their own."""
+JUDGED = """Rate the answer to the task below.
+
+Task:
+{prompt}
+
+Reference answer, if there is one:
+{answer}
+
+Answer to rate:
+{completion}
+
+Say in a few sentences what is right and wrong about it. End with a line that holds nothing but a number from 0 (useless) to 10 (perfect)."""
+
+
+class JudgeConfig(Section):
+    """Whom the built-in function `judge` asks, and what."""
+
+    url: MayChange[str | None] = None
+    """An OpenAI endpoint, such as `http://judge:8000/v1`. Its key, if it wants one, in the variable JUDGE_API_KEY.
+    learner.reward.timeout_s must be long enough for what it says of a group, max_concurrent_calls of which are asked at once."""
+    model: MayChange[str | None] = None
+    """By the name that the endpoint has for it. Unset: the first that it names."""
+    prompt: str = JUDGED
+    """What it is asked: {prompt}, {completion} (what follows its reasoning) and {answer} (the column) stand for what is rated. The last number
+    that it says counts."""
+    best_score: float = 10.0
+    """The number that is a reward of 1."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    max_tokens: MayChange[int] = 1024
+    """Of what it says."""
+
+    @property
+    def address(self) -> str:
+        return (self.url or "").rstrip("/")
+
+    def check(self) -> None:
+        require(
+            self.url is None or self.url.startswith(("http://", "https://")),
+            f"url = {self.url!r}: expected such as http://judge:8000/v1",
+        )
+        require(
+            "{completion}" in self.prompt, f"prompt = {self.prompt!r} must hold {{completion}}, what is to be rated"
+        )
+        require(0 < self.best_score < math.inf, f"best_score = {self.best_score} must be above 0 and finite")
+        require(0 <= self.temperature < math.inf, f"temperature = {self.temperature} must be at least 0 and finite")
+        require(self.max_tokens >= 1, f"max_tokens = {self.max_tokens} must be at least 1")
+
+
 class RewardConfig(Section):
     """What scores the completions."""
 
     functions: tuple[str, ...]
-    """Each `module:function`, `path/to/file.py:function` or a built-in: exact_match, last_number, share_right,
-    think_format, math_equivalence, environment_reward."""
+    """Each `module:function`, `path/to/file.py:function` or a built-in: exact_match, last_number, multiple_choice, math_equivalence,
+    json_schema, passes_tests, judge, share_right, think_format, environment_reward."""
     weights: tuple[float, ...] | None = None
     """One per function, by which its rewards are multiplied before they are added; 0 only watches. Unset: all 1."""
     on_none: Literal["unscorable", "skip"] = "unscorable"
@@ -38,8 +89,8 @@ class RewardConfig(Section):
     """Calls of asynchronous functions (`async def`) in flight at once, in one event loop of one process; each is one function
     on one group, with its own deadline."""
     max_memory_mib: MayChange[int | None] = None
-    """A process that holds more memory is killed, and the call has failed. What its module imports counts, what it starts
-    itself does not. Linux only. Unset: no limit."""
+    """A process that holds more memory, with all that it has started, is killed, and the call has failed. What its module imports counts.
+    Linux only. Unset: no limit."""
     calls_per_worker: MayChange[int | None] = None
     """A process is replaced by a new one after so many calls, for functions that leak. Unset: never."""
     max_failed_share: MayChange[float] = 0.2
@@ -50,9 +101,20 @@ class RewardConfig(Section):
     -overlong_penalty, which a truncated completion gets whole. It is one more reward, named overlong. Unset: none."""
     overlong_penalty: float = 1.0
     """With overlong_buffer_tokens: the whole penalty."""
+    unconfined_programs: MayChange[bool] = False
+    """Let passes_tests run programs where a kernel or container does not allow them namespaces of their own: they may then do whatever you
+    can."""
+    judge: JudgeConfig = JudgeConfig()
 
     def lacking(self) -> dict[str, str]:
-        return {} if self.overlong_buffer_tokens else {"overlong_penalty": "overlong_buffer_tokens"}
+        lacking = {} if self.overlong_buffer_tokens else {"overlong_penalty": "overlong_buffer_tokens"}
+        if JUDGE not in self.functions:
+            lacking |= dict.fromkeys(
+                (f"judge.{key}" for key in JudgeConfig.__struct_fields__), f'functions with "{JUDGE}"'
+            )
+        if PASSES_TESTS not in self.functions:
+            lacking["unconfined_programs"] = f'functions with "{PASSES_TESTS}"'
+        return lacking
 
     def check(self) -> None:
         require(
@@ -79,6 +141,10 @@ class RewardConfig(Section):
         require(
             0 <= self.max_failed_share < 1,
             f"max_failed_share = {self.max_failed_share} must be at least 0 and below 1",
+        )
+        require(
+            JUDGE not in self.functions or self.judge.url is not None,
+            f"judge.url is not set, and functions = {self.functions} asks a judge; name its endpoint, such as http://judge:8000/v1",
         )
         self._check_overlong()
 

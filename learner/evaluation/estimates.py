@@ -11,7 +11,7 @@ from statistics import NormalDist
 import msgspec
 import numpy as np
 
-from learner.rewards.answers import short_answer
+from learner.rewards.builtin.answers import short_answer
 
 LEVEL = 0.95
 

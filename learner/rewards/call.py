@@ -10,9 +10,9 @@ from typing import Any, SupportsFloat
 
 import msgspec
 
+from learner.config import RewardConfig
 from learner.environments.attributes import Remembered
-from learner.rewards.builtin import BUILT_IN
-from learner.rewards.function import accepts, load_function, names
+from learner.rewards.function import BUILT_IN, accepts, load_function, names
 from learner.rewards.reach import Unreached, is_unreachable
 from learner.user_code import describe, shorten
 
@@ -49,14 +49,18 @@ class Call(msgspec.Struct, frozen=True):
     """Of an answer that the prompt begins, the text that the completions go on with."""
     environments: list[dict[str, Any]] | None = None
     """Per completion, what the environment's instance held at the end, for a function that asks for it."""
+    timeout_s: float = 10.0
+    """The deadline of the call, which built-in functions may share out among the completions."""
+    config: RewardConfig | None = None
+    """What built-in functions want to know."""
 
     @property
     def is_by_completion(self) -> bool:
         """Whether the function rates each completion by itself, as all built-in ones do. One of a user's may compare them."""
         return self.function in BUILT_IN and len(self.completions) > 1
 
-    def only(self, place: int) -> "Call":
-        """Return the same of one completion."""
+    def only(self, place: int, timeout_s: float) -> "Call":
+        """Return the same of one completion, with another deadline."""
         here = slice(place, place + 1)
         return msgspec.structs.replace(
             self,
@@ -64,6 +68,7 @@ class Call(msgspec.Struct, frozen=True):
             completion_ids=self.completion_ids[here],
             environment_rewards=self.environment_rewards and self.environment_rewards[here],
             environments=self.environments and self.environments[here],
+            timeout_s=timeout_s,
         )
 
 
@@ -129,6 +134,8 @@ def _arguments(call: Call, log: Log) -> dict[str, Any]:
     given: dict[str, Any] = {"trainer_state": call.state, "log_extra": log.columns, "log_metric": log.metric}
     if names(call.function, "opens_reasoning"):
         given["opens_reasoning"] = call.opens_reasoning
+    if call.function in BUILT_IN:
+        given |= {"timeout_s": call.timeout_s, "reward_config": call.config}
     if call.environment_rewards is not None:
         given["environment_rewards"] = call.environment_rewards
     if call.environments is not None:

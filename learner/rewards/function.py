@@ -5,17 +5,45 @@ of this happens in the processes of process.py; they import this file, call.py, 
 """
 
 import functools
+import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
-from learner.rewards.builtin import BUILT_IN, math_equivalence
+from learner.config import RewardConfig
+from learner.rewards.builtin.json_schema import json_schema
+from learner.rewards.builtin.judge import judge
+from learner.rewards.builtin.mathematics import math_equivalence
+from learner.rewards.builtin.program import passes_tests, why_not_confined
+from learner.rewards.builtin.text import (
+    environment_reward,
+    exact_match,
+    last_number,
+    multiple_choice,
+    share_right,
+    think_format,
+)
 from learner.user_code import NotLoaded, load_named
 from protocol.errors import RewardError
 
 RewardFunction = Callable[..., Any]
+BUILT_IN: dict[str, RewardFunction] = {
+    function.__name__: function
+    for function in (
+        exact_match,
+        last_number,
+        multiple_choice,
+        math_equivalence,
+        json_schema,
+        passes_tests,
+        judge,
+        share_right,
+        think_format,
+        environment_reward,
+    )
+}
 
 
 @functools.cache
@@ -60,11 +88,20 @@ class Loaded(msgspec.Struct, frozen=True):
     """Those that ask for what the environments hold."""
 
 
-def load_all(functions: Sequence[str]) -> Loaded:
+def load_all(config: RewardConfig) -> Loaded:
     """Load all functions."""
+    functions = config.functions
     try:
         if math_equivalence.__name__ in functions:  # imports sympy, for longer than an answer may take
             math_equivalence(completions=[r"\boxed{1}"], answer=["1"])
+        if judge.__name__ in functions:
+            importlib.import_module("aiohttp")  # for as long as a verdict may take
+        if passes_tests.__name__ in functions and not config.unconfined_programs and (reason := why_not_confined()):
+            raise RewardError(
+                f"passes_tests cannot confine the programs that the policy writes on this machine ({reason}). Allow an ordinary user namespaces "
+                "(docker: --security-opt seccomp=unconfined --security-opt apparmor=unconfined; Ubuntu: sysctl kernel.apparmor_restrict_unprivileged_userns=0), or set "
+                "learner.reward.unconfined_programs = true where they may do whatever you can"
+            )
         return Loaded(
             asynchronous=frozenset(spec for spec in functions if is_asynchronous(load_function(spec))),
             with_environments=frozenset(spec for spec in functions if names(spec, "environments")),

@@ -109,7 +109,7 @@ class Serial:
         timeout_s = self._config.timeout_s / min(len(call.completions), MOST_SHARES)
         rewards: list[float | None] = []
         for place in range(len(call.completions)):
-            answer = self._process(worker).call(call.only(place), timeout_s)
+            answer = self._process(worker).call(call.only(place, timeout_s))
             if isinstance(answer, Answer):
                 rewards += answer.rewards
             elif answer.outcome == "timed_out":
@@ -206,7 +206,7 @@ class Concurrent:
             if trouble is None:
                 self._num_sent += 1
                 job.begun_at = time.monotonic()
-                job.deadline = job.begun_at + self._config.timeout_s
+                job.deadline = job.begun_at + job.call.timeout_s
                 self._in_flight[self._num_sent] = self._waiting.popleft()
                 trouble = self._process.send(self._num_sent, job.call)
             elif not job.is_to_repeat(trouble):

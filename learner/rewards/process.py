@@ -11,7 +11,6 @@ pickle, because a reward function may run code that a model wrote.
 
 import asyncio
 import multiprocessing
-import os
 import signal
 import threading
 import time
@@ -19,13 +18,14 @@ from collections.abc import Awaitable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing import connection
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from learner.children import end_with_the_learner, limit_waits, start_child
 from learner.config import RewardConfig
+from learner.descendants import all_processes, end_with_descendants, kill_with_descendants
+from learner.memory_watch import WATCH_S, resident_bytes
 from learner.rewards.call import Answer, Call, await_function, call_function
 from learner.rewards.function import Loaded, load_all
 from learner.rewards.reach import Unreached
@@ -35,7 +35,6 @@ T = TypeVar("T")
 
 # How long a process may take to start and import the functions' modules, torch among them if a user wants it.
 STARTUP_TIMEOUT_S = 120.0
-MEMORY_WATCH_S = 0.02
 EXIT_WAIT_S = 1.0
 """From the end of the pipe to the exit code."""
 
@@ -92,8 +91,7 @@ class RewardProcess:
 
     def kill(self) -> None:
         """End it now, and what it has started."""
-        with suppress(ProcessLookupError):  # it leads no group of its own yet, or is gone
-            os.killpg(self._process.pid or 0, signal.SIGKILL)
+        kill_with_descendants(self._process.pid or 0)
         self._process.kill()
         self._process.join()
 
@@ -120,14 +118,14 @@ class RewardProcess:
         self._loaded = loaded
         return None
 
-    def call(self, call: Call, timeout_s: float | None = None) -> Answer | Trouble:
-        """Return the answer to a call that is alone in the process, within learner.reward.timeout_s if nothing else is said. After a
-        Trouble that is not the function's own answer the process is over.
+    def call(self, call: Call) -> Answer | Trouble:
+        """Return the answer to a call that is alone in the process. After a Trouble that is not the function's own answer the process is
+        over.
         """
         trouble = self.load() or self.send(0, call)
         if trouble is not None:
             return trouble
-        reply = self._wait_for(REPLY, time.monotonic() + (timeout_s or self._config.timeout_s))
+        reply = self._wait_for(REPLY, time.monotonic() + call.timeout_s)
         if isinstance(reply, Trouble):
             return reply
         return answer_of(reply, self._config) if reply is not None else self.killed_late()
@@ -157,7 +155,7 @@ class RewardProcess:
         self, decoder: "msgspec.msgpack.Decoder[T]", timeout_s: float | None, *wakers: connection.Connection
     ) -> T | Trouble | None:
         if self._config.max_memory_mib is not None and timeout_s is not None:
-            timeout_s = min(MEMORY_WATCH_S, timeout_s)
+            timeout_s = min(WATCH_S, timeout_s)
         connection.wait([self.pipe, self._process.sentinel, *wakers], timeout_s)
         try:
             if self.pipe.poll():
@@ -182,13 +180,8 @@ class RewardProcess:
     def _uses_too_much(self) -> bool:
         """What is resident counts, and the process is watched from outside. A limit of the system's (RLIMIT_AS) hangs
         torch's import, and both it and RLIMIT_DATA give a MemoryError that a function's own `except` turns into a 0."""
-        if self._config.max_memory_mib is None:
-            return False
-        try:
-            num_pages = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1])
-        except (FileNotFoundError, ProcessLookupError):
-            return False  # it has just ended
-        return num_pages * os.sysconf("SC_PAGE_SIZE") > self._config.max_memory_mib << 20
+        limit = self._config.max_memory_mib
+        return limit is not None and resident_bytes(self._process.pid or 0, all_processes()) > limit << 20
 
     def killed_late(self) -> Trouble:
         """End it for a call that is too late."""
@@ -241,7 +234,7 @@ def too_late(config: RewardConfig, end: str) -> Trouble:
 def serve(pipe: connection.Connection, config: RewardConfig) -> None:
     """Import the functions, then answer calls until the learner is gone; ends with it even in the midst of a call."""
     end_with_the_learner()
-    loaded = load_all(config.functions)
+    loaded = load_all(config)
     pipe.send_bytes(msgspec.msgpack.encode(loaded))
     loop, sending, reserved = LoopThread(), threading.Lock(), config.own_metrics
 
@@ -252,17 +245,18 @@ def serve(pipe: connection.Connection, config: RewardConfig) -> None:
     async def answer_in_time(number: int, call: Call) -> None:
         answer: Answer | Unreached | str | None = None
         with suppress(TimeoutError):
-            async with asyncio.timeout(config.timeout_s):
+            async with asyncio.timeout(call.timeout_s):
                 answer = await await_function(call, reserved)
         reply(number, answer)
 
-    with suppress(EOFError):
+    with suppress(EOFError, ConnectionError):
         while True:
             number, call = pipe.recv()
             if call.function in loaded.asynchronous:
                 loop.spawn(answer_in_time(number, call))
             else:
                 reply(number, call_function(call, reserved, loop.wait))
+    end_with_descendants()  # the learner is gone
 
 
 class LoopThread:

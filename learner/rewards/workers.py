@@ -174,6 +174,8 @@ class RewardWorkers:
                     prompt.opens_reasoning and all(isinstance(one, str) for one in completions),
                     prompt.begun,
                     environments if function in self.with_environments else None,
+                    self._config.timeout_s,
+                    self._config,
                 ),
                 Future(),
             )

@@ -16,7 +16,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from learner.config import LearnerConfig
 from learner.environments.branch import Branch
 from learner.prompts.prompts import Prompt, Prompts
-from learner.rewards.builtin import BUILT_IN
+from learner.rewards.function import BUILT_IN
 from learner.rollouts.scored_group import ScoredGroup
 from tests.learner.policy.plain import ordinary
 

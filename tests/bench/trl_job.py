@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from learner.rewards.builtin import last_number
+from learner.rewards.builtin.text import last_number
 from tests.bench.good_share import good_share
 
 REWARDS = {"good_share": good_share, "last_number": last_number}

@@ -8,6 +8,7 @@ FIXED = {
     "learner": "groups_per_step updates_per_batch active_sampling signal_reward",
     "learner.data": "task dataset_config split num_digits prompt_column system_prompt chat_template_kwargs too_long shuffle",
     "learner.reward": "functions weights skip_special_tokens overlong_buffer_tokens overlong_penalty on_none",
+    "learner.reward.judge": "prompt best_score temperature",
     "learner.environment": "factory tools agent command max_turns max_episode_tokens",
     "learner.lora": "rank alpha target_modules",
     "learner.warm_start": "steps learning_rate rows_per_step answer_column",

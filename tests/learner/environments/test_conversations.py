@@ -14,7 +14,7 @@ from learner.environments.episode import Episode, PlayedGroup
 from learner.environments.player import Asked
 from learner.environments.process import tools_of
 from learner.prompts.chat_template import ChatTemplate
-from learner.rewards.builtin import exact_match
+from learner.rewards.builtin.text import exact_match
 from learner.rewards.call import Call, Log, _arguments
 from protocol.errors import ConfigError
 from protocol.messages import Completion

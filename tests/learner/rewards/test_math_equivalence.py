@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from learner.rewards.builtin import math_equivalence
+from learner.rewards.builtin.mathematics import math_equivalence
 
 GOLDS = r"""
 2\sqrt{3}  3\pi  \frac{1}{2}  -\frac{2}{3}  \frac{\sqrt{3}}{2}  3\frac{1}{2}  \frac34  \dfrac{\pi}{4}  (1,2)  (3,-1,4)

@@ -14,7 +14,8 @@ import pytest
 
 from learner.config import RewardConfig
 from learner.prompts.prompts import Prompt
-from learner.rewards.builtin import exact_match, last_number, math_equivalence, share_right, think_format
+from learner.rewards.builtin.mathematics import math_equivalence
+from learner.rewards.builtin.text import exact_match, last_number, share_right, think_format
 from learner.rewards.call import Call, Log, _arguments
 from learner.rewards.workers import GroupRewards, RewardWorkers
 from protocol.errors import RewardError
@@ -75,6 +76,12 @@ def test_an_answer_that_the_prompt_has_begun_is_rated_whole():
     ).rewards == [1.0, 0.0]
     seen = _arguments(Call("exact_match", begun, {}, ["2"], [[1]], begun="4"), Log(1, frozenset()))
     assert seen["prompts"] == [begun[:1]] and seen["completions"] == [[{"role": "assistant", "content": "42"}]]
+
+
+def test_what_a_function_prints_is_no_part_of_a_commands_answer(capfd):
+    assert score([f"{USER}:prints"], ["a"]).rewards == [1.0]
+    printed = capfd.readouterr()
+    assert printed.out == "" and printed.err.count("said by a reward function") == 1
 
 
 def test_workers_import_nothing_heavy():

@@ -130,9 +130,14 @@ def its_process(completions, **kwargs):
 
 
 def starts_a_program(completions, pid_file, **kwargs):
-    program = subprocess.Popen(["sleep", "1000"])
+    program = subprocess.Popen(["sleep", "1000"], start_new_session=True)
     Path(pid_file[0]).write_text(str(program.pid))
     return [float(program.wait())]
+
+
+def prints(completions, **kwargs):
+    print("said by a reward function")
+    return [1.0 for _ in completions]
 
 
 def loads_torch(completions, **kwargs):

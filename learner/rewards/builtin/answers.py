@@ -18,6 +18,19 @@ _TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|operator
 _WORDS = re.compile(r"[^\W\d_][^\W\d_'’.\-]*(?:[ ,]+[^\W\d_][^\W\d_'’.\-]*)*")
 _CONCLUDES = re.compile(r"(?:####|\banswer\s+is\b|\banswer\s*:)[\s:*]*([^\n]+)", re.IGNORECASE)
 _HEDGED = re.compile(r"\d\S*\s+or\s+\S*\d", re.IGNORECASE)
+_NUMBER = re.compile(
+    r"(?:(?<![\w.)])(?:-|(?<![\d)]\s)-\s)\$?)?"  # the sign of "-5", "- 5" and "-$5", but not of "7-5" and "7 - 5"
+    r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)(?:[eE][+-]?\d{1,4}(?!\w))?"
+)
+_MINUS = "\N{MINUS SIGN}"
+_DECORATION = str.maketrans(dict.fromkeys("*_`\"'$\\", "") | dict.fromkeys("()[]{}", "."))
+_CHOICE = re.compile(
+    r"[\s.]*(?:(?i:option|choice|answer)[\s.:]+)?([A-Z]|[a-z](?=[\s.]*$))"
+    r"(?=\s*(?:$|[.:,;/&–—-]|(?:or|and|because|since|as|which|is\s+(?:the\s+)?(?:correct|right|answer))\b))"
+)
+"""A letter that stands alone, and no article: "B", "Option B", "B. Paris", "B because", but not "A dog"."""
+_SECOND_CHOICE = re.compile(r"[\s.,]*(?:or\b|and\b|[/&,])[\s.]*(?!I\s+[a-z])[A-Z](?!\w)")
+_FENCE = re.compile(r"```[ \t]*\w*[ \t]*\n(.*?)\n?```", re.DOTALL)
 _MIXED = re.compile(r"(?<![\w.,/^\\{])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\w.,/])")
 
 
@@ -99,6 +112,23 @@ def short_answer(text: str) -> str:
     return (answer if box is None and not marked else marked[-1] if box is None else box).strip(" .*$\n")
 
 
+def last_number_in(text: str) -> Decimal | None:
+    """Return the first number behind the last `####`, or the last one of a text without it; None if there is none."""
+    _, mark, said = text.replace(_MINUS, "-").rpartition("####")
+    numbers = _NUMBER.findall(said)
+    return _value(numbers[0 if mark else -1]) if numbers else None
+
+
+def as_number(text: str) -> Decimal | None:
+    """Return the number that a whole text is; None if it is another text."""
+    number = text.strip().replace(_MINUS, "-")
+    return _value(number) if _NUMBER.fullmatch(number) else None
+
+
+def _value(number: str) -> Decimal:
+    return Decimal(re.sub(r"[,$\s]", "", number))
+
+
 def num_boxes(text: str) -> int:
     return len(_BOX.findall(text))
 
@@ -113,6 +143,25 @@ def concluded(text: str) -> str:
     """Return the last thing that a text without a box says is its answer: after `####` or "answer is", else its last line."""
     marked = _CONCLUDES.findall(text)
     return (marked[-1] if marked else text.rpartition("\n")[2]).strip()
+
+
+def chosen(text: str) -> str | None:
+    r"""Return the letter that a text chooses among several: in its last box, after "answer is" or "####", or in its last line; None if
+    there is none, or another one beside it.
+    """
+    box = last_box(text)
+    said = _without_commands(concluded(text) if box is None else box).translate(_DECORATION)
+    match = _CHOICE.match(said)
+    if match is None or _SECOND_CHOICE.match(said, match.end()):
+        return None
+    letter: str = match[1]
+    return letter.upper()
+
+
+def without_fence(text: str) -> str:
+    """Return what a code block holds that is the whole text; other texts as they are."""
+    match = _FENCE.fullmatch(text.strip())
+    return match[1] if match else text
 
 
 def is_hedged(text: str) -> bool:

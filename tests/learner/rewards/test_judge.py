@@ -1,0 +1,185 @@
+"""`judge`: what a model behind an OpenAI endpoint is asked, and how its word becomes a reward. A scripted endpoint on a real socket."""
+
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import msgspec
+import pytest
+
+from learner.config import RewardConfig
+from learner.config.rewards import JudgeConfig
+from learner.rewards import reach
+from learner.rewards.builtin.judge import filled
+from learner.rewards.builtin.judge import score as score_of
+from tests.learner.rewards.test_rewards import prompt, score
+from tests.ports import free_port
+
+
+class Endpoint(ThreadingHTTPServer):
+    """Says of each answer what it is told to say."""
+
+    status = 200
+
+    def __init__(self, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), Handler)
+        self.says: dict[str, str] = {}
+        self.asked: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+        self.slow: set[str] = set()
+        self.cut_off: set[str] = set()
+        self.refused: set[str] = set()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Endpoint
+
+    def do_GET(self) -> None:
+        self.answer({"data": [{"id": "first"}, {"id": "second"}]}, self.server.status)
+
+    def do_POST(self) -> None:
+        question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append(question)
+        self.server.keys.append(self.headers["Authorization"])
+        rated = re.search("Answer to rate:\n(.*)\n", question["messages"][0]["content"])
+        answer = rated[1] if rated else ""
+        if answer in self.server.slow:
+            time.sleep(3)
+        said, reason = self.server.says.get(answer, "no number"), "length" if answer in self.server.cut_off else "stop"
+        choice = {"message": {"role": "assistant", "content": said}, "finish_reason": reason}
+        self.answer({"choices": [choice]}, 400 if answer in self.server.refused else self.server.status)
+
+    def answer(self, body: Any, status: int = 200) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@contextmanager
+def endpoint(port: int = 0) -> Iterator[Endpoint]:
+    with Endpoint(port) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def rated(url: str, completions: list[str], the_prompt=None, **config):
+    judge = {"url": url} | config.pop("judge", {})
+    return score(["judge"], completions, the_prompt, judge=JudgeConfig(**judge), **config)
+
+
+def test_the_last_number_that_the_judge_says_is_a_share_of_the_best():
+    with endpoint() as server:
+        server.says = {
+            "a": "Right, but 2 words too long.\n7", "b": "Score: 8/10", "c": "<think>9</think>3 out of 10.", "d": "I do not know.",
+            "e": "-4", "f": "11", "g": "<think>it is a 5",
+        }  # fmt: skip
+        result = rated(server.url, list("abcdefg"), prompt("2+2=", answer="4"))
+        assert result.rewards == [0.7, 0.8, 0.3, None, 0.0, 1.0, None]
+        assert {question["model"] for question in server.asked} == {"first"}
+        text = next(one for question in server.asked if "\na\n" in (one := question["messages"][0]["content"]))
+        assert "Task:\n2+2=\n" in text and "there is one:\n4\n" in text
+
+
+@pytest.mark.parametrize(
+    ("verdict", "score"),
+    [
+        ("7", 0.7), ("8/10", 0.8), ("**8/10**", 0.8), ("3 out of 10.", 0.3), ("Score - 8", 0.8), ("- 8", 0.8), ("-4", 0.0), ("11", 1.0),
+        ("It ends with #### 42, which is wrong.\n2", 0.2), ("2 of 3 steps are right.\n\n6.5", 0.65), ("", None), ("good", None),
+    ],
+)  # fmt: skip
+def test_the_last_number_counts(verdict, score):
+    assert score_of(verdict, 10.0) == (None if score is None else pytest.approx(score))
+
+
+def test_a_verdict_that_is_cut_off_refused_or_late_costs_its_own_completion():
+    with endpoint() as server:
+        server.says = {"a": "7", "b": "There are 3 errors: first", "c": "8"}
+        server.cut_off, server.refused, server.slow = {"b"}, {"c"}, {"d"}
+        assert rated(server.url, list("abcd"), timeout_s=2.0).rewards == [0.7, None, None, None]
+        server.slow = set("abcd")
+        result = rated(server.url, list("abcd"), timeout_s=2.0)
+    assert result.functions[0].outcome == "failed" and "raise learner.reward.timeout_s" in (
+        result.functions[0].message or ""
+    )
+
+
+def test_what_is_asked_is_the_users(monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "sk-judge\n")
+    own = {
+        "model": "large",
+        "prompt": "Answer to rate:\n{completion}\n",
+        "best_score": 5.0,
+        "max_tokens": 3,
+        "temperature": 0.5,
+    }
+    with endpoint() as server:
+        server.says = {"a": "4 / 5"}
+        assert rated(server.url, ["a"], judge=own).rewards == [0.8]
+        question = {"model": "large", "temperature": 0.5, "max_tokens": 3}
+        assert server.asked == [question | {"messages": [{"role": "user", "content": "Answer to rate:\na\n"}]}]
+        assert server.keys == ["Bearer sk-judge"]
+
+
+def test_names_within_what_is_filled_in_stay_as_they_are():
+    talk = [{"role": "system", "content": "Be short."}, {"role": "user", "content": [{"type": "text", "text": "2+2?"}]}]
+    text = filled("{prompt}|{answer}|{completion}|{other}", talk, "say {answer}", ["4", "four {prompt}"])
+    assert text == "system: Be short.\n\nuser: 2+2?|4\nfour {prompt}|say {answer}|{other}"
+
+
+def test_a_judge_that_refuses_is_named_with_what_it_says():
+    with endpoint() as server:
+        server.status = 401
+        result = rated(server.url, ["a"])
+    assert result.functions[0].outcome == "failed"
+    assert re.search(r"the judge at http://\S+ answered with status 401: .*first", result.functions[0].message or "")
+
+
+def test_a_judge_that_starts_later_is_waited_for(monkeypatch):
+    monkeypatch.setattr(reach, "FIRST_S", 0.1)
+    port = free_port()
+    results = []
+    asking = threading.Thread(
+        target=lambda: results.append(rated(f"http://127.0.0.1:{port}/v1", ["a"], unreachable_s=30.0))
+    )
+    asking.start()
+    time.sleep(0.5)
+    with endpoint(port) as server:
+        server.says = {"a": "10"}
+        asking.join(30)
+    assert [result.rewards for result in results] == [[1.0]]
+
+
+@pytest.mark.parametrize(
+    ("judge", "problem"),
+    [
+        ({}, "judge.url is not set"),
+        ({"url": "judge:8000"}, "url = 'judge:8000': expected such as http://judge:8000/v1"),
+        ({"url": "http://j", "prompt": "Rate it."}, "must hold {completion}"),
+        ({"url": "http://j", "best_score": 0.0}, "best_score = 0.0 must be above 0"),
+        ({"url": "http://j", "temperature": -1.0}, "temperature = -1.0 must be at least 0"),
+        ({"url": "http://j", "max_tokens": 0}, "max_tokens = 0 must be at least 1"),
+    ],
+)
+def test_a_judge_that_cannot_be_is_refused_with_its_key(judge, problem):
+    with pytest.raises((ValueError, msgspec.ValidationError), match=re.escape(problem)):
+        RewardConfig(functions=("judge",), judge=JudgeConfig(**judge))
+
+
+def test_keys_of_a_judge_that_nobody_asks_do_nothing():
+    config = RewardConfig(functions=("exact_match",), judge=JudgeConfig(url="http://j"))
+    assert config.idle_keys() == {"judge.url": 'functions with "judge"'}
+    assert config.in_effect().judge == JudgeConfig()

@@ -1,0 +1,241 @@
+"""`passes_tests`: what programs are paid for, what they cannot do, and what becomes of what they start. Real processes on this kernel."""
+
+import os
+import socket
+import threading
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from learner.config import RewardConfig
+from learner.rewards import function
+from learner.rewards.builtin.program import Check, checks_of, code_of, passes_tests, run, why_not_confined
+from learner.rewards.function import load_all
+from learner.rewards.workers import RewardWorkers
+from tests.learner.rewards.test_rewards import DEADLINE_S, prompt, score
+
+TESTS = "assert add(1, 2) == 3\nassert add(-1, 1) == 0"
+RIGHT = "def add(a, b):\n    return a + b"
+TIMEOUT_S = 10.0
+CONFIG = RewardConfig(functions=("passes_tests",))
+pytestmark = pytest.mark.skipif(
+    why_not_confined() is not None, reason=f"programs cannot be confined here: {why_not_confined()}"
+)
+
+
+def paid(code: str, tests=TESTS) -> float | None:
+    return passes_tests([f"```python\n{code}\n```"], [tests], TIMEOUT_S, CONFIG)[0]
+
+
+@pytest.mark.parametrize(
+    ("code", "reward"),
+    [
+        (RIGHT, 1.0),
+        ("def add(a, b): return a - b", 0.0),
+        ("def subtract(a, b): return a - b", 0.0),
+        ("def add(a, b) return", 0.0),
+        (f"{RIGHT}\nif __name__ == '__main__': add(input())", 1.0),
+        ("import sys; sys.exit(0)", 0.0),
+        ("import os; os._exit(0)", 0.0),
+        ("import os; os._exit = lambda code: None", 0.0),
+        ("import builtins; builtins.exec = lambda *a: None", 0.0),
+        ("import os\nfor fd in range(3, 64):\n    try: os.write(fd, b'passed')\n    except OSError: pass", 0.0),
+        (
+            f"from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\n{RIGHT}",
+            1.0,
+        ),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 0.0),
+        ("raise KeyboardInterrupt", 0.0),
+        (f"{RIGHT}\nimport sys; sys.stdout.close(); sys.stderr.close()", 1.0),
+        (f"{RIGHT}\nimport atexit; atexit.register(lambda: 1 / 0)", 1.0),
+        (f"import os\nos.fork()\n{RIGHT}", 1.0),
+        ("\udc80", 0.0),
+        ("\0", 0.0),
+        ("(" * 10_000, 0.0),
+    ],
+)
+def test_a_program_is_paid_for_passing_its_tests_and_nothing_else(code, reward):
+    assert paid(code) == reward
+
+
+def test_a_column_holds_python_or_statements_or_inputs_with_outputs_and_may_be_a_text_of_them():
+    reads = "a, b = map(int, input().split())\nprint(a + b)"
+    pairs = [{"input": "1 2\n", "output": "3\n"}, {"input": "2 2", "output": "4"}]
+    apps = {"inputs": ["1 2", "0 0"], "outputs": ["3\n", ["0"]]}
+    assert paid(RIGHT, TESTS.splitlines()) == paid(reads, pairs) == paid(reads, apps) == 1.0
+    assert paid(RIGHT, "['assert add(1, 1) == 3']") == 0.0 and paid(reads, "[{'input': '1 1', 'output': '2'}]") == 1.0
+    assert paid(reads, '{"inputs": ["1 2"], "outputs": ["3"]}') == paid(RIGHT, '["assert add(1, 1) == 2"]') == 1.0
+    assert paid(reads, [*pairs, {"input": "1 1", "output": "3"}]) == 0.0
+    assert paid("print(3)", pairs) == 0.0
+    assert paid(f"{reads}\nraise SystemExit(1)", pairs) == 0.0 and paid(f"{reads}\nraise SystemExit", pairs) == 1.0
+    threaded = f"import threading\ndef main():\n    {reads.replace(chr(10), chr(10) + '    ')}\nthreading.Thread(target=main).start()"
+    assert (
+        paid(threaded, pairs)
+        == paid("out = open(1, 'w')\nout.write(str(sum(map(int, input().split()))))", pairs)
+        == 1.0
+    )
+    assert [paid(RIGHT, nothing) for nothing in (None, "", [], {})] == [None] * 4
+
+
+@pytest.mark.parametrize("column", [7, [1, 2], [{"input": "1"}], {"inputs": ["1"], "outputs": ["1"], "fn_name": "add"}])
+def test_a_column_of_another_kind_is_refused_with_what_is_expected(column):
+    with pytest.raises(ValueError, match=r"the column tests holds .*; expected Python that raises"):
+        checks_of(column)
+
+
+@pytest.mark.parametrize(
+    ("tests", "problem"),
+    [
+        ("assert add(1", "is no Python"),
+        ("X = {}\ndef check(f):\n    assert f(1)", "cannot fail"),
+        ("[add(1, 2)]", "cannot fail"),
+    ],
+)
+def test_python_that_cannot_fail_is_no_test(tests, problem):
+    with pytest.raises(ValueError, match=problem):
+        checks_of(tests)
+
+
+def test_the_last_block_of_python_counts_or_the_whole_answer_without_any():
+    two = "First:\n```python\nx = 1\n```\nBetter:\n```py\nx = 2\n```\nRun it:\n```bash\npython x.py\n```\n"
+    assert code_of(two) == "x = 2\n"
+    assert code_of("x = 3") == "x = 3"
+    assert code_of("```\nx = 4\n```") == "x = 4\n"
+
+
+def test_what_does_not_end_costs_its_own_share_of_the_time_and_no_worker(tmp_path):
+    programs = ["while True: pass", RIGHT, "import time; time.sleep(1e6)", RIGHT]
+    completions = [f"```python\n{code}\n```" for code in programs]
+    with RewardWorkers(RewardConfig(functions=("passes_tests",), timeout_s=8.0)) as workers:
+        began = time.monotonic()
+        result = workers.submit(prompt(tests=TESTS), completions, [[1]] * 4).result(DEADLINE_S)
+        took_s = time.monotonic() - began
+    assert result.rewards == [0.0, 1.0, 0.0, 1.0]
+    assert result.functions[0].outcome == "ok"
+    assert took_s < 8.0
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "held = bytearray(4 << 30)",
+        "while True: print('x' * 10_000)",
+        "open('large', 'wb').write(bytes(64 << 20))",
+        "import os\nwhile True: os.fork()",
+        "files = [open(__import__('os').devnull) for _ in range(10_000)]",
+    ],
+)
+def test_what_takes_too_much_fails(code):
+    assert passes_tests([f"{code}\n{RIGHT}"], [TESTS], 4.0, CONFIG) == [0.0]
+
+
+def test_a_program_has_no_network_no_variables_and_no_files_but_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    (tmp_path / "key").write_text("secret")
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    by_path = socket.socket(socket.AF_UNIX)
+    by_path.bind(str(tmp_path / "socket"))
+    by_path.listen()
+    package = Path(os.__file__)
+    tries = {
+        f"import socket; socket.create_connection(('127.0.0.1', {port}), 1)": 0.0,
+        f"import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', {port}))": 0.0,
+        f"import socket; socket.socket(socket.AF_UNIX).connect({str(tmp_path / 'socket')!r})": 0.0,
+        f"open({str(tmp_path / 'key')!r})": 0.0,
+        f"open({str(tmp_path / 'new')!r}, 'w')": 0.0,
+        f"import os; os.chmod({str(tmp_path)!r}, 0)": 0.0,
+        f"import os; os.chmod({str(package)!r}, 0)": 0.0,
+        f"open({str(package)!r}, 'a')": 0.0,
+        "open('/etc/shadow')": 0.0,
+        f"open('/proc/{os.getpid()}/environ', 'rb')": 0.0,
+        f"import os, signal; os.kill({os.getpid()}, 0)": 0.0,
+        "import os; os.setuid(0)": 0.0,
+        "import ctypes; assert ctypes.CDLL(None).mount(None, b'/', None, 0x1020, None) == 0": 0.0,
+        "import os; assert 'HF_TOKEN' in os.environ": 0.0,
+        "open('own', 'w').write('mine'); assert open('own').read() == 'mine'": 1.0,
+        "import tempfile; tempfile.TemporaryFile().write(b'mine')": 1.0,
+        "import os; assert os.listdir() == [] and os.getcwd() == os.path.expanduser('~')": 1.0,
+        "import subprocess, sys; assert subprocess.run([sys.executable, '-c', 'print(1)'], capture_output=True).stdout == b'1\\n'": 1.0,
+        "import numpy; assert numpy.ones(3).sum() == 3": 1.0,
+    }
+    assert {code: paid(f"{code}\n{RIGHT}") for code in tries} == tries
+    assert not (tmp_path / "new").exists()
+    for one in (listener, by_path):
+        one.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            one.accept()
+        one.close()
+
+
+@pytest.mark.parametrize("timeout_s", [TIMEOUT_S, 2.0])
+def test_what_a_program_starts_ends_with_it_in_whatever_session(timeout_s):
+    mark = f"4{os.getpid()}{int(timeout_s)}"
+    leaves = f"import subprocess; subprocess.Popen(['sleep', '{mark}'], start_new_session=True)\n"
+    stays = "" if timeout_s == TIMEOUT_S else "while True: pass"
+    with pytest.raises(TimeoutError) if stays else nullcontext():
+        assert run(leaves + stays, Check("assert True"), timeout_s)
+    deadline = time.monotonic() + 5
+    while (left := commands_with(mark)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert left == []
+
+
+def commands_with(mark: str) -> list[bytes]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_bytes()
+        except OSError:
+            continue
+        if command == f"sleep\0{mark}\0".encode():
+            found.append(command)
+    return found
+
+
+def test_a_program_ends_with_the_worker_that_runs_it():
+    mark = f"9{os.getpid()}"
+    code = f"```python\nimport subprocess; subprocess.run(['sleep', '{mark}'])\n```"
+    with RewardWorkers(RewardConfig(functions=("passes_tests",), timeout_s=60.0)) as workers:
+        workers.submit(prompt(tests=TESTS), [code], [[1]])
+        deadline = time.monotonic() + DEADLINE_S
+        while not commands_with(mark):
+            assert time.monotonic() < deadline, "the program did not start"
+            time.sleep(0.02)
+    deadline = time.monotonic() + 5
+    while commands_with(mark) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert commands_with(mark) == []
+
+
+def test_programs_run_from_threads_too():
+    outcomes: list[float | None] = []
+    threads = [threading.Thread(target=lambda: outcomes.append(paid(RIGHT))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outcomes == [1.0] * 4
+
+
+def test_a_row_whose_tests_are_none_names_them():
+    result = score(["passes_tests"], [RIGHT], prompt(tests=7), max_failed_share=0.9)
+    assert "the column tests holds 7; expected Python that raises" in (result.functions[0].message or "")
+
+
+def test_where_programs_cannot_be_confined_the_run_is_refused_unless_it_accepts_that(monkeypatch):
+    monkeypatch.setattr(function, "why_not_confined", lambda: "unshare: Operation not permitted")
+    problem = load_all(CONFIG).problem or ""
+    assert "(unshare: Operation not permitted)" in problem and "learner.reward.unconfined_programs = true" in problem
+    accepts = RewardConfig(functions=("passes_tests",), unconfined_programs=True)
+    assert load_all(accepts).problem is None
+    assert passes_tests([RIGHT, "while True: pass"], [TESTS] * 2, 4.0, accepts) == [1.0, 0.0]
+    assert load_all(RewardConfig(functions=("exact_match",))).problem is None
+
+
+def test_how_many_ran_out_of_time_is_a_metric():
+    logged = {}
+    passes_tests(["while True: pass", RIGHT], [TESTS] * 2, 4.0, CONFIG, log_metric=logged.__setitem__)
+    assert logged == {"programs_out_of_time": 0.5}
