@@ -6,7 +6,11 @@ those of the whole system, which lie at the top.
 """
 
 import os
+import subprocess
+import sys
+from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_VNNI")
 
 
+INSTALL_TIMEOUT_S = 1200
 OPEN = pytest.StashKey[ExitStack]()
 
 
@@ -47,3 +52,18 @@ def cache_of_datasets(tmp_path_factory: pytest.TempPathFactory) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     with_vllm = {item.path for item in items if item.get_closest_marker("vllm")}
     items.sort(key=lambda item: (item.path not in with_vllm, len(item.path.parts)))
+
+
+@pytest.fixture
+def interpreter(tmp_path: Path) -> Callable[..., str]:
+    def made(*packages: str) -> str:
+        """Of a fresh environment with these packages."""
+        python = tmp_path / "env" / "bin" / "python"
+        subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "env")], check=True, timeout=INSTALL_TIMEOUT_S)
+        install = [str(python), "-m", "pip", "install", "-q", *packages]
+        done = subprocess.run(install, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S)
+        if done.returncode:
+            pytest.skip(f"{' '.join(packages)} cannot be installed here: {done.stderr[-500:]}")
+        return str(python)
+
+    return made

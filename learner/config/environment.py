@@ -34,8 +34,8 @@ class EnvironmentConfig(Section):
     gateway_port: MayChange[int] = 0
     """0: any that is free."""
     override_sampling: MayChange[bool] = False
-    """Leave out what an agent's requests say about sampling (temperature, top_p, seed, ...) and sample as the run does; else they are
-    refused."""
+    """Leave out what an agent's requests say about sampling (temperature, top_p, seed, a forced tool_choice, response_format, ...) and
+    sample as the run does; else they are refused."""
     max_turns: int = 8
     """Of an episode; sampling.max_tokens is a turn's."""
     max_episode_tokens: int | None = None

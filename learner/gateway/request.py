@@ -57,6 +57,9 @@ FIXED: dict[str, Any] = {
     "structured_outputs": None, "guided_json": None, "guided_regex": None, "guided_choice": None, "guided_grammar": None,
 }  # fmt: skip
 """What the run never has otherwise."""
+LEAVE_OUT = "leave it out, or have it left out with learner.environment.override_sampling = true"
+OVERRIDDEN = {*OF_RUN, *FIXED, "seed", "response_format"}
+"""What learner.environment.override_sampling leaves out."""
 OTHERWISE: dict[str, tuple[Any, str]] = {
     "functions": ([], "pass tools, which took their place"),
     "function_call": ("auto", "pass tools, which took their place"),
@@ -76,7 +79,9 @@ def read_body(kind: type[AnyBody], content: bytes, sampling: SamplingConfig, *, 
         raw = msgspec.json.decode(content, type=dict[str, Any])
         _refuse_other_prompts(raw)
         if overrides:
-            raw = {key: value for key, value in raw.items() if key not in OF_RUN and key not in FIXED and key != "seed"}
+            raw = {key: value for key, value in raw.items() if key not in OVERRIDDEN}
+            if raw.get("tool_choice") != "none":  # which leaves the tools out of the prompt
+                raw.pop("tool_choice", None)
         _refuse_other_sampling(raw, sampling)
         body = msgspec.convert(raw, kind)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
@@ -122,8 +127,7 @@ def _refuse_other_sampling(raw: dict[str, Any], sampling: SamplingConfig) -> Non
         came = raw.get(name)
         if came is None or came == expected or (name == "top_k" and expected == 0 and came == -1):
             continue
-        remedy = f"leave it out, or set learner.sampling.{name}" if name in of_run else "leave it out"
-        remedy += ", or have it left out with learner.environment.override_sampling = true"
+        remedy = f"set learner.sampling.{name}, or {LEAVE_OUT}" if name in of_run else LEAVE_OUT
         raise Refused(
             f"{name} = {came!r} came, expected {expected!r}: the run samples so, and its learner trains on what it has sampled; {remedy}",
             code="fixed_by_the_run",
@@ -148,12 +152,12 @@ def _refuse_forced_forms(body: ChatBody) -> None:
     """A grammar would leave tokens out that the learner counts with."""
     if body.tool_choice not in (None, "auto", "none"):
         raise Refused(
-            f"tool_choice = {body.tool_choice!r} came, expected 'auto' or 'none': the policy is not forced into calls, it learns them",
+            f"tool_choice = {body.tool_choice!r} came, expected 'auto' or 'none': the policy is not forced into calls, it learns them; {LEAVE_OUT}",
             parameter="tool_choice",
         )
     form = (body.response_format or {}).get("type", "text")
     if form != "text":
         raise Refused(
-            f"response_format of type {form!r} came, expected 'text': the policy is not forced into a form, it learns it",
+            f"response_format of type {form!r} came, expected 'text': the policy is not forced into a form, it learns it; {LEAVE_OUT}",
             parameter="response_format",
         )

@@ -3,7 +3,6 @@
 import json
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from tests.test_layering import ROOT
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 AGENTS = ROOT / "deploy" / "agents"
-INSTALL_TIMEOUT_S, START_TIMEOUT_S = 1200, 120
+START_TIMEOUT_S = 120
 TASKSET = """
 import verifiers.v1 as vf
 
@@ -40,21 +39,6 @@ class Sayings(vf.Taskset[Saying]):
 
 __all__ = ["Sayings"]
 """
-
-
-@pytest.fixture
-def interpreter(tmp_path: Path) -> Callable[..., str]:
-    def made(*packages: str) -> str:
-        """Of a fresh environment with these packages."""
-        python = tmp_path / "env" / "bin" / "python"
-        subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "env")], check=True, timeout=INSTALL_TIMEOUT_S)
-        install = [str(python), "-m", "pip", "install", "-q", *packages]
-        done = subprocess.run(install, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S)
-        if done.returncode:
-            pytest.skip(f"{' '.join(packages)} cannot be installed here: {done.stderr[-500:]}")
-        return str(python)
-
-    return made
 
 
 OPENENV = """

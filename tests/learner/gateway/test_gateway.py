@@ -262,9 +262,13 @@ def test_what_is_as_the_run_samples_is_not_refused() -> None:
 
 def test_what_an_agent_says_about_sampling_may_be_left_out() -> None:
     async def run() -> None:
-        async with opened(says("one"), override_sampling=True) as agent:
+        async with opened(says("one", "two", "three"), override_sampling=True) as agent:
             await agent.chat(QUESTION, temperature=0.7, top_p=0.9, seed=3, n=2, extra_body={"stop_token_ids": [3]})
-            assert len(agent.asked) == 1
+            forced: Any = {"tools": [ADD], "tool_choice": "required", "response_format": {"type": "json_object"}}
+            await agent.chat(QUESTION, **forced)
+            assert len(agent.asked) == 2 and "add" in agent.shown(1)
+            await agent.chat(QUESTION, tools=[ADD], tool_choice="none")
+            assert "add" not in agent.shown(2)
             with pytest.raises(openai.BadRequestError, match="reasoning_effort"):
                 await agent.chat(QUESTION, temperature=0.7, reasoning_effort="low")
 

@@ -1,0 +1,39 @@
+"""Agents of the libraries that people have, each in an environment of its own that the test makes: two turns with a tool, one branch."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.deploy.test_agents_of_libraries import says
+from tests.learner.environments.chat_tokenizer import call
+from tests.learner.gateway.asking import played_by_agent
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+CLIENTS = Path(__file__).parent / "clients"
+QUESTION = [{"role": "user", "content": "What is 3 + 4?"}]
+ADDS = call("add", one=3, other=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "packages", "then_says"),
+    [
+        ("pydantic_ai", ["pydantic-ai-slim[openai]"], "7"),
+        ("openai_agents", ["openai-agents"], "7"),
+        ("smolagents", ["smolagents[openai]"], call("final_answer", answer="7")),
+    ],
+)
+def test_an_agent_of_a_library_calls_its_tool_and_goes_on_where_it_was(
+    interpreter: Callable[..., str], name: str, packages: list[str], then_says: str
+) -> None:
+    python = interpreter(*packages)
+    for last, reward in ((then_says, 1.0), (then_says.replace("7", "8"), 0.0)):
+        group = played_by_agent(
+            {"answer": "7", "prompt": QUESTION}, QUESTION, says(ADDS, last), agent=f"{CLIENTS / name}_agent.py:play",
+            python=python, override_sampling=name == "smolagents",
+        )  # fmt: skip
+        assert [episode.reward for episode in group.episodes] == [reward] * 2, [one.course for one in group.episodes]
+        for episode in group.episodes:
+            assert [message["role"] for message in episode.messages] == ["assistant", "tool", "assistant"]
+            assert episode.course.num_turns == 2 and len(episode.branches) == 1
