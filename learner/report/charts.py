@@ -15,6 +15,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from learner.report.drawing import (
     AMBER,
     BLUE,
+    COLOURS,
     GREY,
     INK,
     NICE,
@@ -123,6 +124,16 @@ def draw_charts(metrics: Metrics, staleness_histogram: dict[int, int]) -> list[C
             metrics,
             [Curve("rollout/completion_length_mean", "", BLUE)],
         ),
+        curves(
+            "Cut off",
+            "Share of completions that ended at learner.sampling.max_tokens.",
+            metrics,
+            [Curve("rollout/truncated_frac", "", BLUE)],
+            Axes(percent),
+        ),
+        curves("Spread of rewards", "Standard deviation within a step.", metrics, [Curve("reward/std", "", BLUE)]),
+        curves("Loss", "What the optimizer minimises.", metrics, [Curve("loss/policy", "", BLUE)]),
+        curves("Learning rate", "Of each step.", metrics, [Curve("optim/lr", "", BLUE)], Axes(tiny)),
         time_split(metrics),
         curves("Who waited", "Share of the time in which each side had nothing to do.", metrics, idle, Axes(percent)),
         curves(
@@ -168,7 +179,7 @@ def drawn(
     unit, scale = time_unit(found[0][1][-1]) if over_time else ("step", 1.0)
     if log:
         found = [(curve, x, np.maximum(y, y[y > 0].min())) for curve, x, y in found]
-    lasts = [(curve, float(moving_mean(y, log)[-1])) for curve, _, y in found]
+    lasts = [(curve, curve.end(y, log)) for curve, _, y in found]
     ends = [(last, f"{curve.label} {fmt(last)}".strip(), curve.colour) for curve, last in lasts]
     figure, axes = canvas(right_in=room_for(text for _, text, _ in ends))
     for curve, x, y in found:
@@ -185,9 +196,8 @@ def reward_functions(metrics: Metrics) -> list[Chart | Absent]:
     names = [name for name in names if name not in ("reward/mean", "reward/std", "reward/exact_match")]
     if len(names) < 2:
         return []
-    colours = [BLUE, AMBER, TEAL, VIOLET, GREY]
     shown = [
-        Curve(name, name.removeprefix("reward/")[:14], colour) for name, colour in zip(names, colours, strict=False)
+        Curve(name, name.removeprefix("reward/")[:14], colour) for name, colour in zip(names, COLOURS, strict=False)
     ]
     more = f" The first {len(shown)} of {len(names)}." if len(names) > len(shown) else ""
     return [curves("Each reward function", f"Mean per step, before weighting.{more}", metrics, shown)]

@@ -141,7 +141,7 @@ def _chart(
 ) -> Chart | Absent:
     against = "elapsed_s" if axes_are.over_time else "step"
     found = [
-        (Curve(metric, run.name[:18], colour), *series(lines, metric, against))
+        (Curve(metric, run.name[:18], colour, dots=metric.startswith("evaluation/")), *series(lines, metric, against))
         for run, lines, colour in zip(comparison.runs, metrics, COLOURS, strict=False)
     ]
     return drawn(title, told, found, axes_are)

@@ -25,7 +25,8 @@ Format = Callable[[float], str]
 
 INK, MUTED, GRID = "#0a0b01", "#0a0b02", "#0a0b03"
 BLUE, AMBER, TEAL, VIOLET, ROSE, GREY = "#0a0b04", "#0a0b05", "#0a0b06", "#0a0b07", "#0a0b08", "#0a0b09"
-COLOURS = (BLUE, AMBER, TEAL, VIOLET, ROSE, GREY)
+GREEN, RED, CYAN, OLIVE, BROWN, INDIGO = "#0a0b0a", "#0a0b0b", "#0a0b0c", "#0a0b0d", "#0a0b0e", "#0a0b0f"
+COLOURS = (BLUE, AMBER, TEAL, VIOLET, ROSE, GREY, GREEN, RED, CYAN, OLIVE, BROWN, INDIGO)
 """Of curves that stand for things of one kind, in order."""
 VARIABLE_OF = {
     INK: "var(--ink)",
@@ -37,6 +38,12 @@ VARIABLE_OF = {
     VIOLET: "var(--violet)",
     ROSE: "var(--rose)",
     GREY: "var(--grey)",
+    GREEN: "var(--green)",
+    RED: "var(--red)",
+    CYAN: "var(--cyan)",
+    OLIVE: "var(--olive)",
+    BROWN: "var(--brown)",
+    INDIGO: "var(--indigo)",
 }
 NICE = [1, 2, 2.5, 5, 10]  # ticks at round numbers
 MAX_POINTS = 800  # per curve; more are thinned to the lowest and highest of each bin, so spikes stay
@@ -49,7 +56,11 @@ class Curve(msgspec.Struct, frozen=True):
     """Written at the end of the curve, followed by its last value."""
     colour: str
     dots: bool = False
-    """For a metric that only some steps have."""
+    """For a metric that only some steps have: points as they are, no mean."""
+
+    def end(self, values: np.ndarray, log: bool) -> float:
+        """The value that its label tells."""
+        return float(values[-1] if self.dots else moving_mean(values, log)[-1])
 
 
 def series(metrics: Sequence[dict[str, float]], name: str, against: str) -> tuple[np.ndarray, np.ndarray]:
@@ -86,7 +97,7 @@ def thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def draw_curve(axes: Axes, curve: Curve, x: np.ndarray, y: np.ndarray, log: bool) -> None:
     if curve.dots or len(x) == 1:
-        axes.plot(*thinned(x, y), "o", color=curve.colour, markersize=4, markeredgewidth=0, alpha=0.9)
+        axes.plot(*thinned(x, y), "o-", color=curve.colour, markersize=4, markeredgewidth=0, linewidth=0.9, alpha=0.9)
         return
     axes.plot(*thinned(x, y), color=curve.colour, linewidth=0.9, alpha=0.3)
     axes.plot(*thinned(x, moving_mean(y, log)), color=curve.colour, linewidth=1.9, solid_capstyle="round")

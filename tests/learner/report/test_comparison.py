@@ -45,6 +45,16 @@ def test_the_page_shows_both_in_every_chart_and_needs_nothing_from_outside(runs:
     assert "#0a0b0" not in path.read_text()
 
 
+def test_evaluations_are_points_and_their_last_one_is_told(runs: list[Path]) -> None:
+    for path, rewards in zip(runs, ((0.25, 0.5), (0.25, 0.75)), strict=True):
+        lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        for line, reward in zip((lines[0], lines[-1]), rewards, strict=True):
+            line["evaluation/reward"] = reward
+        (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = Page(write_comparison(*compare(runs)).read_text()).text
+    assert "with-care 0.5" in text and "bold 0.75" in text
+
+
 def test_runs_of_one_name_are_told_apart_by_their_paths(runs: list[Path], tmp_path: Path) -> None:
     write_run(other := tmp_path / "elsewhere/bold", steps=5)
     comparison, _ = compare([runs[1], other])
@@ -54,8 +64,8 @@ def test_runs_of_one_name_are_told_apart_by_their_paths(runs: list[Path], tmp_pa
 def test_what_cannot_be_compared_is_named(runs: list[Path], tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match="bold came more than once"):
         compare([*runs, runs[1]])
-    with pytest.raises(RunDirectoryError, match="7 runs came; at most 6"):
-        compare([tmp_path / str(i) for i in range(7)])
+    with pytest.raises(RunDirectoryError, match="13 runs came; at most 12"):
+        compare([tmp_path / str(i) for i in range(13)])
     (runs[0] / "config.toml").write_text("= 3")
     with pytest.raises(RunDirectoryError, match=r"config\.toml cannot be read .* in what the runs differ"):
         compare(runs)

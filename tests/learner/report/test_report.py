@@ -60,7 +60,7 @@ def test_the_page_shows_every_chart_and_the_headline_numbers(tmp_path):
     page = page_of(tmp_path / "my-run")
     for title in TITLES:
         assert title in page.text
-    assert page.tags.count("svg") == 12
+    assert page.tags.count("svg") == 16
     for told in (
         "my-run",
         "60 steps",
