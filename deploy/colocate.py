@@ -56,7 +56,9 @@ def colocate(arguments: list[str]) -> int:
     server_run = load_config(ServerRun, config_file + flags_of["server"] + of_first, PROGRAM)
     if "--dry-run" in switches:
         with until_its_reader_leaves():
-            print(to_toml(server_run))  # each side reads the others' sections as they stand in the file
+            # Each side reads the others' sections as they stand in the file.
+            own = {"learner": msgspec.to_builtins(learner_run.learner), "deploy": msgspec.to_builtins(config)}
+            print(to_toml(msgspec.structs.replace(server_run, **own)))
         if note := learner_run.note_on_idle_keys():
             print(note, file=sys.stderr)
         return 0

@@ -119,7 +119,7 @@ class Leader(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             rollouts = Rollouts(run, fleet, queue, outstanding, scorer, ledger)
             cleanup.callback(rollouts.close)
             rollouts.start(version, open_agents(run, material.prompts, fleet.loop, cleanup) or player)
-            dashboard = start_dashboard(fleet.loop, run_dir.path, config.report.dashboard_port, cleanup)
+            dashboard = start_dashboard(fleet.loop, run_dir.path, config.report, cleanup)
             run_log = RunLog(run_dir, config.report, config.steps, dashboard)
             cleanup.callback(run_log.close)
             pusher = Pusher(fleet, published, config.push)

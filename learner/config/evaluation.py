@@ -47,7 +47,7 @@ class EvaluationConfig(Section):
     """Hold the next step until all is answered, so that one policy version answers. Training waits for it."""
     url: MayChange[str | None] = None
     """The OpenAI side of a server: of this run's, or for `learner evaluate` also that of `vllm serve`. Its key, if it wants one, in the
-    variable OPENAI_API_KEY. Unset: at server.http_host and server.http_port, this machine's port 8000; where http_host is all addresses (0.0.0.0, ::), at
+    variable EVALUATION_API_KEY or OPENAI_API_KEY. Unset: at server.http_host and server.http_port, this machine's port 8000; where http_host is all addresses (0.0.0.0, ::), at
     the host of the run's first server."""
     task: MayChange[str | None] = None
     """A built-in task, as in learner.data. Of task, path and dataset at most one; without any the run's own prompts are asked."""

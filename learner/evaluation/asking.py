@@ -119,7 +119,9 @@ async def answer_of(questions: Questions, door: "Door", request: dict[str, Any])
 @asynccontextmanager
 async def door_to(url: str, patience_s: float, *, of_run: str | None = None) -> AsyncIterator["Door"]:
     """Of the server there. `of_run`: what other weights than that run's answer is asked again, until its learner has pushed."""
-    key = os.environ.get("OPENAI_API_KEY")
+    key = (
+        os.environ.get("EVALUATION_API_KEY") or os.environ.get("OPENAI_API_KEY", "")
+    ).strip()  # of a file it has the line's end
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=patience_s), headers=headers) as session:
         yield Door(session, url.rstrip("/"), patience_s, of_run)

@@ -1,4 +1,4 @@
-"""The live dashboard of a run: a page, its stream of server-sent events, the newest sample, Prometheus text and /health on 127.0.0.1.
+"""The live dashboard of a run: a page, its stream of server-sent events, the newest sample, Prometheus text and /health.
 
 Hangs off the end of the data's way and only listens: the run log publishes each step's metrics, the learner's event
 loop thread serves them. The invariant: nobody who looks, or stops looking, can slow a run or make it grow. History (history.py) is
@@ -23,15 +23,16 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from learner.config import ReportConfig
 from learner.report.history import History, Metrics, read_history
 from learner.report.sample_view import newest_sample
 from learner.report.summary import RunDirectoryError
 from learner.servers.loop_thread import LoopThread
+from protocol.endpoint import is_loopback, join_address
 from protocol.errors import DeadlineExceeded
 
 log = logging.getLogger(__name__)
 
-HOST = "127.0.0.1"
 MAX_CLIENTS = 16
 CLIENT_BACKLOG = 64  # steps that a client may be behind, beside what its socket holds
 HEARTBEAT_S = 15.0  # a comment as often as this finds the clients that went away between two slow steps
@@ -83,20 +84,20 @@ class Dashboard:
         self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
 
     @classmethod
-    async def start(cls, run_dir: Path, port: int) -> "Dashboard":
+    async def start(cls, run_dir: Path, port: int, host: str = "127.0.0.1") -> "Dashboard":
         """Serve a run that may have steps already. Another port is taken, with a warning, where `port` is in use."""
         dashboard = cls(run_dir)
         await dashboard._runner.setup()
         try:
-            await web.TCPSite(dashboard._runner, HOST, port).start()
+            await web.TCPSite(dashboard._runner, host, port).start()
         except (OSError, OverflowError) as error:
-            await web.TCPSite(dashboard._runner, HOST, 0).start()
+            await web.TCPSite(dashboard._runner, host, 0).start()
             log.warning(
                 "the dashboard cannot use port %d (%s), so it took port %d; set learner.report.dashboard_port to a free port, "
                 "or to 0 for no dashboard",
                 port, error, dashboard._runner.addresses[0][1],
             )  # fmt: skip
-        dashboard.address = f"http://{HOST}:{dashboard._runner.addresses[0][1]}"
+        dashboard.address = f"http://{join_address(host, dashboard._runner.addresses[0][1])}"
         dashboard._loading = asyncio.create_task(dashboard._load(run_dir / "metrics.jsonl"))
         return dashboard
 
@@ -226,17 +227,23 @@ def planned_steps(run_dir: Path) -> int | None:
     return config.get("learner", {}).get("steps")
 
 
-def start_dashboard(loop: LoopThread, run_dir: Path, port: int, cleanup: ExitStack) -> Dashboard | None:
+def start_dashboard(loop: LoopThread, run_dir: Path, config: ReportConfig, cleanup: ExitStack) -> Dashboard | None:
     """None where there is to be none, or it cannot start, which costs nobody but those who wanted to look."""
-    if port == 0:
+    if config.dashboard_port == 0:
         return None
+    host = config.dashboard_host.strip("[]")
     try:
-        dashboard = loop.call(Dashboard.start(run_dir, port), START_TIMEOUT_S)
+        dashboard = loop.call(Dashboard.start(run_dir, config.dashboard_port, host), START_TIMEOUT_S)
     except Exception as error:
         log.warning("the run goes on without a live dashboard: %s", error or repr(error))
         return None
     cleanup.callback(close_dashboard, loop, dashboard)
     log.info("live dashboard: %s", dashboard.address)
+    if not is_loopback(host):
+        log.warning(
+            "whoever reaches %s reads the run's metrics, prompts and completions (learner.report.dashboard_host)",
+            dashboard.address,
+        )
     return dashboard
 
 

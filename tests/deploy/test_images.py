@@ -122,6 +122,12 @@ def test_the_services_of_the_compose_file_meet_each_other() -> None:
     assert isinstance(server, ServerRun) and isinstance(learner, LearnerRun)
     assert learner.endpoint == server.endpoint.replace("*", "server")
     assert server.keys == learner.keys == "/keys"
+    assert learner.evaluation_url == f"http://server:{server.server.http_port}/v1"
+    assert services["learner"]["environment"]["EVALUATION_API_KEY"] == "${VLLM_API_KEY}"
+    assert learner.learner.report.dashboard_host == "0.0.0.0"
+    assert services["learner"]["ports"] == [
+        f"127.0.0.1:{port}:{port}" for port in (learner.learner.report.dashboard_port,)
+    ]
     assert server.server.http_host == "0.0.0.0" and "VLLM_API_KEY" in services["server"]["environment"]
     assert check(services["server"]["healthcheck"]["test"][1:]) is None
     assert float(services["server"]["stop_grace_period"].removesuffix("s")) > server.server.drain_timeout_s

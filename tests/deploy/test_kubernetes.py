@@ -105,6 +105,22 @@ def test_each_side_may_connect_to_the_other_on_all_ports() -> None:
     assert "slipstream-learner" in peers("slipstream-server") and peers("slipstream-learner") == {"slipstream-server"}
 
 
+def test_evaluations_ask_the_servers_with_their_key_and_the_page_can_be_reached() -> None:
+    server, learner = run_of(PODS["server"]), run_of(PODS["learner"])
+    assert isinstance(server, ServerRun) and isinstance(learner, LearnerRun)
+    assert learner.evaluation_url == f"http://slipstream-http:{server.server.http_port}/v1"
+    assert ALL["Service", "slipstream-http"]["spec"]["ports"][0]["port"] == server.server.http_port
+    (key,) = container(PODS["learner"])["env"]
+    assert key["name"] == "EVALUATION_API_KEY"
+    assert key["valueFrom"]["secretKeyRef"] == {
+        "name": "slipstream-server-keys",
+        "key": Path(server.server.api_key_file or "").name,
+    }
+    report = learner.learner.report
+    assert report.dashboard_host == "0.0.0.0"
+    assert container(PODS["learner"])["ports"] == [{"name": "dashboard", "containerPort": report.dashboard_port}]
+
+
 @each_pod
 def test_every_mount_has_its_volume_and_keys_are_files_of_the_pod_alone(pod: dict[str, Any]) -> None:
     claims = {claim["metadata"]["name"] for claim in SERVER["volumeClaimTemplates"]}
@@ -146,9 +162,10 @@ def test_a_learner_that_was_ended_early_is_started_again_and_one_in_error_is_not
     assert PODS["learner"]["spec"]["restartPolicy"] == "Never"  # podFailurePolicy wants it
 
 
-def test_the_monitor_finds_the_service_and_its_port() -> None:
-    (monitor,) = objects(MONITORED / "service-monitor.yaml").values()
-    service = ALL["Service", "slipstream-http"]
-    assert monitor["spec"]["selector"]["matchLabels"] == service["metadata"]["labels"]
+@pytest.mark.parametrize(("name", "service"), [("server", "http"), ("learner", "dashboard")])
+def test_the_monitors_find_their_services_and_ports(name: str, service: str) -> None:
+    monitor = objects(MONITORED / "service-monitor.yaml")["ServiceMonitor", f"slipstream-{name}"]
+    found = ALL["Service", f"slipstream-{service}"]
+    assert monitor["spec"]["selector"]["matchLabels"] == found["metadata"]["labels"]
     (endpoint,) = monitor["spec"]["endpoints"]
-    assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]} and endpoint["path"] in OPEN_PATHS
+    assert endpoint["port"] in {port["name"] for port in found["spec"]["ports"]} and endpoint["path"] in OPEN_PATHS

@@ -27,9 +27,10 @@ while [ ! -e "$STORY.{name}-ends" ]; do sleep 0.05; done
 exit "$(cat "$STORY.{name}-ends")"
 """
 WRITE_DOWN = '\nprintf "%s\\n" "{name}" "$@" >> "$STORY.words"; echo "" >> "$STORY.words"\n'
+KEY = '\necho "{name} key ${EVALUATION_API_KEY:-}" >> "$STORY.keys"\n'
 COMMANDS = {
-    "learner": 'mkdir -p "$4" && touch "$4/config.toml"' + WRITE_DOWN + LIVE,
-    "inference-server": WRITE_DOWN + LIVE,
+    "learner": KEY + 'mkdir -p "$4" && touch "$4/config.toml"' + WRITE_DOWN + LIVE,
+    "inference-server": KEY.replace("EVALUATION", "VLLM") + WRITE_DOWN + LIVE,
     "accelerate": WRITE_DOWN,
     "srun": '\nwhile [ "${1#--}" != "$1" ]; do shift; done; exec "$@"\n',
     "scontrol": '\nif [ "$1" = show ]; then echo node1; echo node2; else echo "scontrol $*" >> "$STORY"; fi\n',
@@ -169,8 +170,12 @@ def test_a_job_ends_its_server_once_the_learner_is_done(stage: Stage) -> None:
         assert job.wait(TIMEOUT_S) == 0
     assert stage.story()[2:] == ["inference-server TERM"]
     runs = {words[0]: check(words) for words in stage.words()}
-    assert runs["inference-server"].endpoint == "tcp://*:20007" and runs["learner"].endpoint == "tcp://node1:20007"
+    assert runs["inference-server"].endpoint == "tcp://*:10014" and runs["learner"].endpoint == "tcp://node1:10014"
     assert runs["inference-server"].keys == runs["learner"].keys is not None
+    http = runs["inference-server"].server
+    assert (http.http_host, runs["learner"].evaluation_url) == ("0.0.0.0", f"http://node1:{http.http_port}/v1")
+    keys = dict(line.split(" key ") for line in stage.story_file.with_name("story.keys").read_text().splitlines())
+    assert len(keys["inference-server"]) == 48 and keys["learner"] == keys["inference-server"]
 
 
 def test_a_job_near_its_time_limit_is_queued_again_after_the_checkpoint_and_resumes(stage: Stage) -> None:

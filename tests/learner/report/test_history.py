@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import learner.report.dashboard
+from learner.config import ReportConfig
 from learner.leader import start_dashboard
 from learner.report.dashboard import Dashboard
 from learner.report.history import MAX_POINTS, History, read_history
@@ -19,6 +20,7 @@ from learner.storage.lines import Lines, last_line
 from learner.storage.run_dir import RunDir
 from tests.learner.report.synthetic_run import write_lines
 from tests.learner.test_train import make_run
+from tests.ports import free_port
 
 
 def points_of(history: History) -> list[dict[str, Any]]:
@@ -93,11 +95,25 @@ def test_a_dashboard_that_cannot_start_is_a_line_in_the_log(
     run_dir, loop = RunDir(tmp_path / "run", make_run(tmp_path, "tcp://127.0.0.1:1")), LoopThread("test")
     try:
         with caplog.at_level(logging.WARNING), ExitStack() as cleanup:
-            assert start_dashboard(loop, run_dir, 8765, cleanup) is None
+            assert start_dashboard(loop, run_dir, ReportConfig(), cleanup) is None
     finally:
         loop.stop()
         run_dir.close()
     assert "goes on without a live dashboard" in caplog.text
+
+
+@pytest.mark.parametrize(("host", "is_told"), [("127.0.0.1", False), ("0.0.0.0", True)])
+def test_a_dashboard_that_others_reach_says_what_they_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, host: str, is_told: bool
+) -> None:
+    loop = LoopThread("test")
+    with caplog.at_level(logging.WARNING), ExitStack() as cleanup:
+        cleanup.callback(loop.stop)
+        dashboard = start_dashboard(
+            loop, tmp_path, ReportConfig(dashboard_host=host, dashboard_port=free_port()), cleanup
+        )
+        assert dashboard is not None and dashboard.address.startswith(f"http://{host}:")
+    assert ("reads the run's metrics, prompts and completions" in caplog.text) is is_told
 
 
 @pytest.mark.parametrize("num_bytes", [0, 10, 1 << 16, 200_000])
