@@ -1,7 +1,9 @@
 """`passes_tests`: what programs are paid for, what they cannot do, and what becomes of what they start. Real processes on this kernel."""
 
 import os
+import shutil
 import socket
+import subprocess
 import threading
 import time
 from contextlib import nullcontext
@@ -11,7 +13,7 @@ import pytest
 
 from learner.config import RewardConfig
 from learner.rewards import function
-from learner.rewards.builtin.program import Check, checks_of, code_of, passes_tests, run, why_not_confined
+from learner.rewards.builtin.program import Check, checks_of, code_of, passes_tests, run
 from learner.rewards.function import load_all
 from learner.rewards.workers import RewardWorkers
 from tests.learner.rewards.test_rewards import DEADLINE_S, prompt, score
@@ -20,8 +22,11 @@ TESTS = "assert add(1, 2) == 3\nassert add(-1, 1) == 0"
 RIGHT = "def add(a, b):\n    return a + b"
 TIMEOUT_S = 10.0
 CONFIG = RewardConfig(functions=("passes_tests",))
+# Asked of the system, not of ours: tests that skip where ours is broken would hide it.
+UNSHARE = ["unshare", "--user", "--map-root-user", "--mount", "--net", "--ipc", "--pid", "--fork", "true"]
 pytestmark = pytest.mark.skipif(
-    why_not_confined() is not None, reason=f"programs cannot be confined here: {why_not_confined()}"
+    shutil.which("unshare") is None or subprocess.run(UNSHARE, capture_output=True).returncode != 0,
+    reason="this machine allows no namespaces",
 )
 
 
