@@ -24,6 +24,7 @@ from learner.evaluation.evaluation import FILE, Evaluation, note
 from learner.evaluation.playing import ends_of, episodes_of, open_players, rate_played
 from learner.evaluation.questions import Questions, sets_of
 from learner.material import Material
+from learner.prompts.reasoning import texts_of
 from learner.rewards.workers import GroupRewards, RewardWorkers
 from learner.servers.loop_thread import LoopThread
 from protocol.errors import RewardError
@@ -101,17 +102,19 @@ async def ask_and_rate(
 
 
 def _submit(questions: Questions, workers: RewardWorkers, place: int, answered: Answered) -> "Rating":
-    tokenizer = questions.tokenizer
     if answered.played is not None:
         return asyncio.ensure_future(rate_played(questions, workers, questions.prompts[place], answered.played))
-    if answered.token_ids_K is None:
-        texts_K = answered.texts_K
-        ids_K = [tokenizer.encode(text, add_special_tokens=False) for text in texts_K]
-    else:  # as in training, where the tokens are what comes
-        ids_K = answered.token_ids_K
-        skip = questions.run.learner.reward.skip_special_tokens
-        texts_K = tokenizer.batch_decode(ids_K, skip_special_tokens=skip)
+    texts_K, ids_K = _texts(questions, answered), answered.token_ids_K
+    if ids_K is None:
+        ids_K = [questions.tokenizer.encode(text, add_special_tokens=False) for text in texts_K]
     return workers.submit(questions.prompts[place], texts_K, ids_K)
+
+
+def _texts(questions: Questions, answered: Answered) -> list[str]:
+    """As in training, where tokens are what comes, if the server tells them."""
+    if answered.token_ids_K is None:
+        return answered.texts_K
+    return texts_of(questions.tokenizer, answered.token_ids_K, questions.run.learner.reward.skip_special_tokens)
 
 
 async def _rated(questions: Questions, rating: "Rating") -> GroupRewards:
@@ -145,7 +148,7 @@ def summed_up(
     }
     is_finished_PK = np.array([answered.is_finished_K for answered in answers])
     versions = [answered.versions for answered in answers if answered.versions is not None]
-    texts_PK = [answered.texts_K for answered in answers]
+    texts_PK = [_texts(questions, answered) for answered in answers]
     return Evaluation(
         time=time.time(),
         set_name=questions.set_name,

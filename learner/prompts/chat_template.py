@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from learner.prompts.reasoning import texts_of
 from protocol.errors import DataError
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class ChatTemplate(msgspec.Struct, frozen=True, eq=False):
 
     def spoken(self, token_ids: list[int]) -> str:
         """Return the text of a turn."""
-        (text,) = self.tokenizer.batch_decode([self.without_end(token_ids)], skip_special_tokens=True)
+        (text,) = texts_of(self.tokenizer, [self.without_end(token_ids)])
         return text
 
     def harmless(self, text: str) -> str:

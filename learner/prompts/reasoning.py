@@ -1,3 +1,36 @@
-"""How a policy's text shows where its reasoning begins and ends. Imports nothing: rewards are read where Slipstream's packages are not installed."""
+"""What a policy's turn says as text, and how that shows where reasoning begins and ends.
+
+Imports nothing that must be installed: rewards are read where Slipstream's packages are not. Invariant: what a family marks as reasoning
+in its own way stands within <think> and </think> here.
+"""
+
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 OPENS_REASONING, CLOSES_REASONING = "<think>", "</think>"
+CHANNEL, ANSWER = "<|channel|>", "final"
+"""gpt-oss says everything in channels: <|channel|>analysis<|message|>Two<|end|><|start|>assistant<|channel|>final<|message|>4<|return|>"""
+_SAID = re.compile(
+    r"<\|channel\|>(\w*)(?:(?!<\|channel\|>).)*?<\|message\|>(.*?)(<\|(?:end|return|call|start)\|>|$)", re.DOTALL
+)
+
+
+def texts_of(
+    tokenizer: "PreTrainedTokenizerBase", token_ids: list[list[int]], skip_special_tokens: bool = True
+) -> list[str]:
+    """Return turns as people and reward functions read them; `skip_special_tokens = False`: as they are."""
+    texts: list[str] = tokenizer.batch_decode(token_ids, skip_special_tokens=skip_special_tokens)
+    if not skip_special_tokens or CHANNEL not in getattr(tokenizer, "added_tokens_encoder", {}):
+        return texts
+    marked = tokenizer.batch_decode(token_ids, skip_special_tokens=False)
+    return [_without_channels(one) if CHANNEL in one else text for one, text in zip(marked, texts, strict=True)]
+
+
+def _without_channels(text: str) -> str:
+    return "".join(
+        said if channel == ANSWER else f"{OPENS_REASONING}{said}{CLOSES_REASONING if end else ''}"
+        for channel, said, end in _SAID.findall(text)
+    )

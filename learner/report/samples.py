@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from learner.environments.branch import Branch
 from learner.environments.episode import Course
+from learner.prompts.reasoning import texts_of
 from learner.rollouts.scored_group import ScoredGroup
 from learner.storage.disk import replace_file
 from learner.storage.lines import Lines, ends_of
@@ -39,10 +40,10 @@ class Samples:
         if self._every_steps == 0 or (step - 1) % self._every_steps:
             return None
         kept = [branches[-1] for branches in group.branches_G[:MAX_COMPLETIONS]]
-        texts = tokenizer.batch_decode([branch.token_ids.tolist() for branch in kept], skip_special_tokens=True)
+        texts = texts_of(tokenizer, [branch.token_ids.tolist() for branch in kept])
         prompt = tokenizer.decode(group.prompt_token_ids.tolist())
         rewards = group.rewards_G[:MAX_COMPLETIONS]
-        sample: dict[str, Any] = {"step": step, "prompt": prompt, "completions": list(texts), "rewards": rewards}
+        sample: dict[str, Any] = {"step": step, "prompt": prompt, "completions": texts, "rewards": rewards}
         if (answer := row().get(ANSWER)) is not None:
             sample["answer"] = msgspec.to_builtins(answer, enc_hook=str)
         if len(group.rewards_by_function) > 1:

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from learner.config import LearnerConfig
 from learner.environments.episode import REWARDED, Episode
 from learner.prompts.prompts import Prompt
+from learner.prompts.reasoning import texts_of
 from learner.rewards.call import TrainerState
 from learner.rewards.failures import RewardFailures
 from learner.rewards.overlong import overlong_rewards, with_overlong
@@ -47,7 +48,7 @@ class Scorer:
         is_shown_G = [episode.course.state in REWARDED for episode in episodes_G]
         shown = [episode for episode, is_shown in zip(episodes_G, is_shown_G, strict=True) if is_shown]
         token_ids = [episode.branches[-1].token_ids.tolist() for episode in shown]
-        texts = self._tokenizer.batch_decode(token_ids, skip_special_tokens=self._config.reward.skip_special_tokens)
+        texts = texts_of(self._tokenizer, token_ids, self._config.reward.skip_special_tokens)
         said = [episode.messages or text for episode, text in zip(shown, texts, strict=True)]
         environment = self._config.environment
         own = [episode.reward for episode in shown] if environment.is_used else None

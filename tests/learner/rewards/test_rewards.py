@@ -14,12 +14,14 @@ import pytest
 
 from learner.config import RewardConfig
 from learner.prompts.prompts import Prompt
+from learner.prompts.reasoning import texts_of
 from learner.rewards.builtin.mathematics import math_equivalence
 from learner.rewards.builtin.text import exact_match, last_number, share_right, think_format
 from learner.rewards.call import Call, Log, _arguments
 from learner.rewards.workers import GroupRewards, RewardWorkers
 from protocol.errors import RewardError
 from protocol.signals import TO_END
+from tests.learner.environments.template_families import chat_of
 
 USER = "tests.learner.rewards.user_rewards"
 USER_FILE = Path(__file__).parent / "user_rewards.py"
@@ -447,3 +449,25 @@ def test_math_equivalence_compares_values_and_knows_gsm8ks_answers():
     completions = ["so it is \\boxed{1018}", "#### 1018", "The answer is 1,018.", "1017", "no idea"]
     assert math_equivalence(completions=completions, answer=[gold] * 5) == [1.0, 1.0, 1.0, 0.0, 0.0]
     assert math_equivalence(completions=["$\\frac{1}{2}$"], answer=["0.5"]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("said", "text", "number"),
+    [
+        ("<|channel|>analysis<|message|>6 or 7<|end|><|start|>assistant<|channel|>final<|message|>It is 7<|return|>", "<think>6 or 7</think>It is 7", 1.0),
+        ("<|channel|>final<|message|>7<|return|>", "7", 1.0),
+        ("<|channel|>analysis<|message|>It is 7", "<think>It is 7", 0.0),
+        ("<|channel|>analysis<|message|>It is 7<|return|>", "<think>It is 7</think>", 0.0),
+        ('<|channel|>analysis<|message|>7<|end|><|start|>assistant to=functions.add<|channel|>commentary <|constrain|>json<|message|>{"number": 7}<|call|>',
+         '<think>7</think><think>{"number": 7}</think>', 0.0),
+        ("It is 7", "It is 7", 1.0),
+    ],
+)  # fmt: skip
+def test_of_channels_the_final_one_is_the_answer_and_the_others_are_reasoning(
+    said: str, text: str, number: float
+) -> None:
+    template = chat_of("gpt-oss", [])
+    token_ids = template.tokenizer.encode(said, add_special_tokens=False)
+    assert texts_of(template.tokenizer, [token_ids]) == [text]
+    assert last_number([text, template.spoken(token_ids)], answer=["7", "7"]) == [number, number]
+    assert texts_of(template.tokenizer, [token_ids], skip_special_tokens=False) == [said]
