@@ -8,6 +8,7 @@ those of the whole system, which lie at the top.
 import os
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -56,10 +57,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def interpreter(tmp_path: Path) -> Callable[..., str]:
-    def made(*packages: str) -> str:
-        """Of a fresh environment with these packages."""
+    def made(*packages: str, beside: bool = False) -> str:
+        """Of a fresh environment with these packages, and with all of this one if they are `beside` it."""
         python = tmp_path / "env" / "bin" / "python"
         subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "env")], check=True, timeout=INSTALL_TIMEOUT_S)
+        if beside:
+            (site,) = (tmp_path / "env").glob("lib/python*/site-packages")
+            (site / "beside.pth").write_text(sysconfig.get_path("purelib") + "\n")
         install = [str(python), "-m", "pip", "install", "-q", *packages]
         done = subprocess.run(install, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S)
         if done.returncode:

@@ -2,8 +2,8 @@
 
     run_log.py ─▶ tell: every number of a step, as a float ─▶ RUN_DIR/tensorboard, or what the tracker's own variables name
 
-At the end of the data's way. Invariant: each gets the config and every metric of metrics.jsonl, W&B the completions of samples.jsonl too, and one that fails costs itself and a line in the log,
-never the run; a full disk ends it here as elsewhere.
+At the end of the data's way. Invariant: each gets the config and every metric of metrics.jsonl, those that have tables the completions
+of samples.jsonl too, and one that fails costs itself and a line in the log, never the run; a full disk ends it here as elsewhere.
 """
 
 import logging
@@ -24,6 +24,7 @@ from protocol.installation import install_command
 log = logging.getLogger(__name__)
 
 TENSORBOARD = "tensorboard"
+COMPLETIONS = "completions"
 EXTRAS = {TENSORBOARD: "learner", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"}
 """By the name of a tracker, which is that of its package: the extra that installs it."""
 
@@ -62,9 +63,9 @@ class Trackers:
         rows = zip(sample["completions"], sample["rewards"], *functions.values(), strict=True)
         data = [[step, sample["prompt"], None if answer is None else str(answer), *row] for row in rows]
         for name in [*self._open]:
-            with self._at_the_cost_of(name):
-                if hasattr(self._open[name], "log_table"):
-                    self._open[name].log_table("completions", columns=columns, data=data, step=step)
+            if log_table := TABLES.get(name):
+                with self._at_the_cost_of(name):
+                    log_table(self._open[name], columns, data, step)
 
     def close(self) -> None:
         """Raises DiskError."""
@@ -141,6 +142,27 @@ def _name(run_dir: RunDir) -> str:
     return run_dir.path.resolve().name
 
 
+def _wandb_table(tracker: Any, columns: list[str], data: list[list[Any]], step: int) -> None:
+    tracker.log_table(COMPLETIONS, columns=columns, data=data, step=step)
+
+
+def _trackio_table(tracker: Any, columns: list[str], data: list[list[Any]], step: int) -> None:
+    import trackio
+
+    tracker.log({COMPLETIONS: trackio.Table(columns=columns, data=data)}, step=step)
+
+
+def _mlflow_table(tracker: Any, columns: list[str], data: list[list[Any]], step: int) -> None:
+    """One table that grows: the names of all tables of a run share a tag of limited length."""
+    import mlflow
+
+    by_column = {name: list(values) for name, values in zip(columns, zip(*data, strict=True), strict=True)}
+    mlflow.log_table(by_column, f"{COMPLETIONS}.json", run_id=tracker.active_run.info.run_id)
+
+
 MAKERS: dict[str, Callable[[str, RunDir], Any]] = {
     TENSORBOARD: _tensorboard, "wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow
+}  # fmt: skip
+TABLES: dict[str, Callable[[Any, list[str], list[list[Any]], int], None]] = {
+    "wandb": _wandb_table, "trackio": _trackio_table, "mlflow": _mlflow_table
 }  # fmt: skip

@@ -1,0 +1,72 @@
+"""W&B (offline), trackio and MLflow as they are, in an environment that the test makes: each has the config, the metrics and the completions."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+PROGRAM = """
+import sys
+from pathlib import Path
+
+from learner.report.trackers import Trackers
+from learner.storage.run_dir import RunDir
+from tests.learner.test_train import make_run
+
+directory = Path(sys.argv[1])
+run_dir = RunDir(directory / "run", make_run(directory, "tcp://127.0.0.1:1"))
+trackers = Trackers(["wandb", "trackio", "mlflow"], "my-project", run_dir)
+for step in (1, 2):
+    trackers.tell(step, {"reward/mean": step / 4})
+    sample = {"prompt": "2+2", "answer": 4, "completions": [f"four {step}", "5"], "rewards": [1.0, None]}
+    trackers.tell_completions(step, sample | {"functions": {"right": [1.0, 0.0], "form": [0.5, 0.5]}})
+trackers.close()
+run_dir.close()
+"""
+READ_MLFLOW = """
+import json
+import sys
+import mlflow
+
+(run,) = mlflow.search_runs(experiment_names=["my-project"], output_format="list")
+table = mlflow.load_table("completions.json", run_ids=[run.info.run_id])
+history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "reward/mean")
+print(json.dumps([dict(run.data.params), [[one.step, one.value] for one in history], table.to_dict("list")]))
+"""
+READ_TRACKIO = """
+import json
+import trackio
+
+(run,) = trackio.Api().runs("my-project")
+print(json.dumps([run.config, run.history()], default=str))
+"""
+
+
+def test_each_tracker_has_config_metrics_and_completions(interpreter: Callable[..., str], tmp_path: Path) -> None:
+    python = interpreter("wandb", "trackio", "mlflow", beside=True)
+    environment = {
+        "PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "WANDB_MODE": "offline", "TRACKIO_DIR": str(tmp_path / "trackio"),
+        "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db", "PYTHONPATH": str(Path.cwd()),
+    }  # fmt: skip
+
+    def ran(program: str, *arguments: str) -> str:
+        command = [python, "-c", program, *arguments]
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr
+        assert "goes on without" not in done.stderr, done.stderr
+        return done.stdout
+
+    ran(PROGRAM, str(tmp_path))
+    settings, history, table = json.loads(ran(READ_MLFLOW).splitlines()[-1])
+    assert settings["model"] == "tiny:digits" and history == [[1, 0.25], [2, 0.5]]
+    assert table["step"] == [1, 1, 2, 2] and table["completion"] == ["four 1", "5", "four 2", "5"]
+    assert table["right"] == [1.0, 0.0] * 2 and table["answer"] == ["4"] * 4
+    print(ran(READ_TRACKIO), sys.stderr)
+    offline = b"".join(path.read_bytes() for path in (tmp_path / "run").rglob("*.wandb"))
+    tables = [json.loads(path.read_text()) for path in (tmp_path / "run").rglob("*.table.json")]
+    assert b"learner" in offline and sorted(table["data"][0][3] for table in tables) == ["four 1", "four 2"]
