@@ -1,6 +1,7 @@
 """Evaluations of a run that trains: when they are begun, who answers them, what they cost, what a death leaves."""
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -217,15 +218,18 @@ def test_of_a_run_that_was_killed_in_its_last_evaluation_only_that_is_finished(
     assert read_metrics(Path(run.run_dir))[-1]["step"] == STEPS
 
 
-def test_a_run_that_was_killed_before_its_last_evaluation_began_makes_it_after_all(
-    tmp_path: Path, server: ServerThread, openai: OpenAIServer
+def test_a_run_that_was_killed_before_its_last_evaluation_began_makes_it_after_all_and_says_that_it_waits(
+    tmp_path: Path, server: ServerThread, openai: OpenAIServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = evaluating(tmp_path, server, openai.url, {})
     train(run, resume=False)
     noted = Path(run.run_dir) / FILE
     noted.write_text("".join(noted.read_text().splitlines(keepends=True)[:-1]))
     openai.requests.clear()
-    train(run, resume=True)
+    openai.delay_s = 0.3
+    with caplog.at_level(logging.INFO):
+        train(run, resume=True)
+    assert "the last step is done; waiting for the evaluation" in caplog.text
     assert len(openai.requests) == NUM_PROMPTS and [one.step for one in made_by(run)] == [2, 4, STEPS]
     openai.requests.clear()
     train(run, resume=True)
