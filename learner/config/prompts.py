@@ -80,7 +80,7 @@ class DataConfig(Section):
 
     task: str | None = None
     """A built-in task: reverse, sort or arithmetic for `tiny:digits`; guess or calculator, for the environment of that name; sums or
-    sums_held_out, which share no prompt, for a pretrained model."""
+    sums_held_out, products or products_held_out, which share no prompt, for a pretrained model."""
     path: MayChange[str | None] = None
     """A JSONL file, one prompt with its columns per line."""
     dataset: MayChange[str | None] = None

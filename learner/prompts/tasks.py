@@ -1,7 +1,7 @@
 """Built-in tasks: rows of prompts made from a seed, for a first run that needs no file and no network.
 
 A task stands where a data file would stand: its rows go into `learner.data`. Invariant: the same name, number, seed and
-options give the same rows, and but for `guess` no prompt comes twice. No row of `sums` is one of `sums_held_out`, whatever the seed.
+options give the same rows, and but for `guess` no prompt comes twice. No row of `sums` or `products` is one of those held out, whatever the seed.
 """
 
 import random
@@ -82,9 +82,10 @@ def calculator(num_prompts: int, seed: int, *, num_digits: int = 2) -> list[dict
     ]
 
 
-SUMS_MAX = 20
-"""Of each of the two numbers of a sum: 400 sums, a fifth of them held out."""
-NUM_PROMPTS = {"sums": SUMS_MAX**2 * 4 // 5, "sums_held_out": SUMS_MAX**2 // 5}
+SUMMANDS, FACTORS = range(1, 21), range(10, 100)
+"""Both numbers of a sum, and of a product. A fifth of the pairs is held out."""
+NUM_PROMPTS = {"sums": 320, "sums_held_out": 80, "products": DEFAULT_NUM_PROMPTS, "products_held_out": 80}
+CALCULATOR = "You have a calculator: write CALC(12*34) to multiply 12 by 34, and you will see the product."
 
 
 def sums(num_prompts: int, seed: int, *, num_digits: int | None = None) -> list[dict[str, Any]]:
@@ -97,31 +98,56 @@ def sums_held_out(num_prompts: int, seed: int, *, num_digits: int | None = None)
     return _sum_rows("sums_held_out", num_prompts, seed, num_digits, is_held_out=True)
 
 
+def products(num_prompts: int, seed: int, *, num_digits: int | None = None) -> list[dict[str, Any]]:
+    """Multiply two numbers by a calculator that is asked in words, for the agent deploy/agents/calculator_in_words.py."""
+    return _product_rows("products", num_prompts, seed, num_digits, is_held_out=False)
+
+
+def products_held_out(num_prompts: int, seed: int, *, num_digits: int | None = None) -> list[dict[str, Any]]:
+    """The products that `products` never asks, to evaluate with."""
+    return _product_rows("products_held_out", num_prompts, seed, num_digits, is_held_out=True)
+
+
 def _sum_rows(
     task: str, num_prompts: int, seed: int, num_digits: int | None, *, is_held_out: bool
 ) -> list[dict[str, Any]]:
+    return [
+        _asked(f"What is {a} plus {b}? Answer with the number only.", a + b)
+        for a, b in _pairs(task, SUMMANDS, num_prompts, seed, num_digits, is_held_out=is_held_out)
+    ]
+
+
+def _product_rows(
+    task: str, num_prompts: int, seed: int, num_digits: int | None, *, is_held_out: bool
+) -> list[dict[str, Any]]:
+    return [
+        _asked(f"What is {a} times {b}? {CALCULATOR} Then answer with the number only.", a * b)
+        for a, b in _pairs(task, FACTORS, num_prompts, seed, num_digits, is_held_out=is_held_out)
+    ]
+
+
+def _asked(question: str, answer: int) -> dict[str, Any]:
+    return {"prompt": [{"role": "user", "content": question}], "answer": answer}
+
+
+def _pairs(
+    task: str, numbers: range, num_prompts: int, seed: int, num_digits: int | None, *, is_held_out: bool
+) -> list[tuple[int, int]]:
     if num_digits is not None:
         raise DataError(f"task {task} has no num_digits; remove learner.data.num_digits")
-    numbers = range(1, SUMS_MAX + 1)
-    # Whatever the seed; a + b goes with b + a, and every number occurs on both sides.
+    # Whatever the seed; a and b go with b and a, and every number occurs on both sides.
     pairs = [(a, b) for a in numbers for b in numbers if ((a - b) % 5 == 0) == is_held_out]
     if num_prompts > len(pairs):
         raise DataError(
             f"task {task} has {len(pairs)} distinct prompts, num_prompts = {num_prompts} were asked for. "
             "Lower learner.data.num_prompts"
         )
-    return [
-        {
-            "prompt": [{"role": "user", "content": f"What is {a} plus {b}? Answer with the number only."}],
-            "answer": a + b,
-        }
-        for a, b in random.Random(seed).sample(pairs, num_prompts)
-    ]
+    return random.Random(seed).sample(pairs, num_prompts)
 
 
 TASKS: dict[str, Callable[..., list[dict[str, Any]]]] = {
-    "arithmetic": arithmetic, "calculator": calculator, "guess": guess, "reverse": reverse, "sort": sort, "sums": sums,
-    "sums_held_out": sums_held_out,
+    "arithmetic": arithmetic, "calculator": calculator, "guess": guess, "products": products, "products_held_out": products_held_out,
+    "reverse": reverse, "sort": sort, "sums": sums, "sums_held_out": sums_held_out,
 }  # fmt: skip
 
 

@@ -1,10 +1,11 @@
 """Built-in tasks: deterministic rows, no prompt twice."""
 
+import operator
 from itertools import pairwise
 
 import pytest
 
-from learner.prompts.tasks import NUM_PROMPTS, SUMS_MAX, make_rows
+from learner.prompts.tasks import FACTORS, NUM_PROMPTS, SUMMANDS, make_rows
 from protocol.builtin_models.tiny_digits import CHARACTERS
 from protocol.errors import DataError
 
@@ -67,7 +68,7 @@ def test_numbers_may_have_so_many_digits_and_not_one_more(task: str, most: int):
 def test_an_unknown_task_is_an_error_that_lists_the_known():
     with pytest.raises(
         DataError,
-        match=r"'revers' is not a built-in task; known are: arithmetic, calculator, guess, reverse, sort, sums, sums_held_out",
+        match=r"'revers' is not a built-in task; known are: arithmetic, calculator, guess, products, products_held_out, reverse, sort, sums, ",
     ):
         make_rows("revers", 1, seed=0)
 
@@ -89,13 +90,16 @@ def test_calculator_gives_two_numbers_the_call_that_adds_them_and_a_sum_of_as_ma
         assert len(left) == len(right) == len(row["answer"]) == 2
 
 
-def test_sums_and_those_held_out_share_no_pair_of_numbers_whatever_the_seeds():
-    asked, held_out = (make_rows(task, None, seed=seed) for task, seed in (("sums", 3), ("sums_held_out", 4)))
+@pytest.mark.parametrize(("task", "numbers"), [("sums", SUMMANDS), ("products", FACTORS)])
+def test_what_is_held_out_shares_no_pair_of_numbers_with_what_is_asked_whatever_the_seeds(task: str, numbers: range):
+    asked, held_out = make_rows(task, None, seed=3), make_rows(f"{task}_held_out", None, seed=4)
     pairs = [{numbers_of(row) for row in rows} for rows in (asked, held_out)]
-    assert [len(rows) for rows in (asked, held_out)] == [len(one) for one in pairs] == list(NUM_PROMPTS.values())
+    assert [len(rows) for rows in (asked, held_out)] == [len(one) for one in pairs]
+    assert [len(rows) for rows in (asked, held_out)] == [NUM_PROMPTS[task], NUM_PROMPTS[f"{task}_held_out"]]
     assert not pairs[0] & {pair for a, b in pairs[1] for pair in ((a, b), (b, a))}
-    assert {a for a, _ in pairs[0]} == {b for _, b in pairs[1]} == set(range(1, SUMS_MAX + 1))
-    assert all(row["answer"] == sum(numbers_of(row)) for row in asked + held_out)
+    assert {a for a, _ in pairs[0]} == {b for _, b in pairs[0]} == set(numbers)
+    right = operator.add if task == "sums" else operator.mul
+    assert all(row["answer"] == right(*numbers_of(row)) for row in asked + held_out)
 
 
 def numbers_of(row):
@@ -104,9 +108,12 @@ def numbers_of(row):
     return int(a), int(b)
 
 
-@pytest.mark.parametrize("task", ["sums", "sums_held_out"])
-def test_more_sums_than_there_are_and_digits_that_they_do_not_have_are_errors(task: str):
-    with pytest.raises(DataError, match=rf"task {task} has {NUM_PROMPTS[task]} distinct prompts, num_prompts = 9999"):
+@pytest.mark.parametrize(
+    ("task", "num_pairs"), [("sums", 320), ("sums_held_out", 80), ("products", 6480), ("products_held_out", 1620)]
+)
+def test_more_pairs_than_there_are_and_digits_that_they_do_not_have_are_errors(task: str, num_pairs: int):
+    assert len(make_rows(task, num_pairs, seed=0)) == num_pairs
+    with pytest.raises(DataError, match=rf"task {task} has {num_pairs} distinct prompts, num_prompts = 9999"):
         make_rows(task, 9999, seed=0)
     with pytest.raises(DataError, match=rf"task {task} has no num_digits"):
         make_rows(task, 10, seed=0, num_digits=2)

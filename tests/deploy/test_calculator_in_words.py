@@ -1,0 +1,34 @@
+"""The agent of the recipe smollm2_calculator, against a scripted policy: what each half of its reward is paid for."""
+
+import pytest
+
+from learner.prompts.tasks import make_rows
+from tests.deploy.test_agents_of_libraries import AGENTS, says
+from tests.learner.gateway.asking import played_by_agent
+
+PRODUCT = make_rows("products", 1, seed=0)[0]
+A, B = (int(word) for word in PRODUCT["prompt"][0]["content"].replace("?", "").split()[2:5:2])
+
+
+@pytest.mark.parametrize(
+    ("turns", "reward"),
+    [
+        ((f"CALC({A}*{B})", f"{A * B}"), 1.0),
+        ((f"I ask: CALC({A} * {B})", f" {A * B}."), 1.0),
+        ((f"CALC({A}*{B})", "I am done"), 0.5),
+        ((f"CALC({A}*{B + 1})", f"{A * B}"), 0.5),
+        ((f"CALC({A}*{B + 1})", f"{A * B + A}"), 0.0),
+        ((f"{A * B}",), 0.0),
+        (("CALC(9999999*9999999)",), 0.0),
+    ],
+)
+def test_half_a_point_is_for_the_call_and_half_for_the_answer_after_it(turns: tuple[str, ...], reward: float) -> None:
+    group = played_by_agent(
+        {"answer": PRODUCT["answer"], "prompt": PRODUCT["prompt"]}, PRODUCT["prompt"], says(*turns),
+        agent=f"{AGENTS / 'calculator_in_words.py'}:run",
+    )  # fmt: skip
+    for episode in group.episodes:
+        assert (episode.course.state, episode.reward, episode.course.num_turns) == ("finished", reward, len(turns))
+    if len(turns) == 2:
+        heard = group.episodes[0].messages[1]
+        assert heard["role"] == "user" and heard["content"].isdecimal()
