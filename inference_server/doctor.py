@@ -45,7 +45,9 @@ def doctor_command(arguments: Sequence[str]) -> int:
     """Return the exit status: 1 with any problem."""
     as_json = "--json" in arguments
     arguments = [argument for argument in arguments if argument != "--json"]
-    run = load_config(ServerRun, arguments, "inference-server doctor", switches="[--json]")
+    run = load_config(
+        ServerRun, arguments, "inference-server doctor", "[--json]", "Look for what would keep the server from starting, and say what to do."
+    )  # fmt: skip
     return tell(examine(run), as_json=as_json)
 
 

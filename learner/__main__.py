@@ -127,7 +127,9 @@ def train_command(arguments: list[str]) -> None:
 
 def doctor_command(arguments: list[str]) -> int:
     """Return the exit status: 1 with any problem."""
-    run, as_json = _run_to_look_at(arguments, "learner doctor")
+    run, as_json = _run_to_look_at(
+        arguments, "learner doctor", "Look for what would keep a run from beginning, and say what to do about it."
+    )
     from learner.checkup.doctor import examine
     from protocol.checkup import tell
 
@@ -137,7 +139,10 @@ def doctor_command(arguments: list[str]) -> int:
 def check_command(arguments: list[str]) -> int:
     """Return the exit status: 1 with any problem."""
     rest = [argument for argument in arguments if argument != "--trial"]
-    run, as_json = _run_to_look_at(rest, "learner check", "[--trial] ")
+    run, as_json = _run_to_look_at(
+        rest, "learner check", "Show the first prompts as the model gets them and what the rewards say; then do as the doctor does.",
+        switches="[--trial] ",
+    )  # fmt: skip
     _prepare_to_compute(run)
     from learner.checkup.check import check
     from protocol.checkup import tell
@@ -146,7 +151,9 @@ def check_command(arguments: list[str]) -> int:
 
 
 def evaluate_command(arguments: list[str]) -> None:
-    run, as_json = _run_to_look_at(arguments, "learner evaluate")
+    run, as_json = _run_to_look_at(
+        arguments, "learner evaluate", "Ask a server the prompts of [learner.evaluation], rate its answers, and print means with intervals."
+    )  # fmt: skip
     import msgspec
 
     from learner.evaluation.evaluate import evaluate
@@ -156,13 +163,13 @@ def evaluate_command(arguments: list[str]) -> None:
         print(msgspec.json.encode(made).decode() if as_json else as_text(made))
 
 
-def _run_to_look_at(arguments: list[str], program: str, switches: str = "") -> "tuple[LearnerRun, bool]":
+def _run_to_look_at(arguments: list[str], program: str, purpose: str, switches: str = "") -> "tuple[LearnerRun, bool]":
     """The run, and whether to answer in JSON."""
     from learner.config import LearnerRun
     from protocol.config import load_config
 
     rest = [argument for argument in arguments if argument != "--json"]
-    return load_config(LearnerRun, rest, program, switches=f"{switches}[--json]"), rest != arguments
+    return load_config(LearnerRun, rest, program, f"{switches}[--json]", purpose), rest != arguments
 
 
 def _prepare_to_compute(run: "LearnerRun") -> None:
@@ -181,12 +188,9 @@ def _prepare_to_compute(run: "LearnerRun") -> None:
 
 
 def self_test_command(arguments: list[str]) -> None:
-    from learner.config import LearnerRun
-    from protocol.config import load_config
-
-    as_json = "--json" in arguments
-    arguments = [argument for argument in arguments if argument != "--json"]
-    run = load_config(LearnerRun, arguments, "learner self-test", switches="[--json]")
+    run, as_json = _run_to_look_at(
+        arguments, "learner self-test", "Measure the noise between a running server and this learner, with nothing learned."
+    )  # fmt: skip
     _prepare_to_compute(run)
     import msgspec
 

@@ -94,14 +94,17 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 C = TypeVar("C", bound=SharedConfig)
 
 
-def load_config(config_type: type[C], argv: Sequence[str], program: str, switches: str = "") -> C:
-    """Read `run.toml [--section.key value ...]` from `argv`; `switches` are the caller's own, named in the help.
+def load_config(
+    config_type: type[C], argv: Sequence[str], program: str, switches: str = "", purpose: str | None = None
+) -> C:
+    """Read `run.toml [--section.key value ...]` from `argv`; `switches` are the caller's own, named in the help, `purpose` what it says
+    above the keys (unset: the docstring of `config_type`).
 
     Raises ConfigError for a missing file, an unknown key, a value of the wrong type or range, or an open endpoint.
     """
     path, flags = _split(argv, program)
     base = _from_file(config_type, path) if path else None
-    config = _with_flags(config_type, base, flags, f"{program} run.toml {switches}".strip())
+    config = _with_flags(config_type, base, flags, f"{program} run.toml {switches}".strip(), purpose)
     _refuse_unusable(msgspec.to_builtins(config))
     config.check()
     if config.dtype == "float32" and config.head_dtype == "bfloat16":
@@ -249,7 +252,7 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _with_flags(config_type: type[C], base: C | None, flags: list[str], program: str) -> C:
+def _with_flags(config_type: type[C], base: C | None, flags: list[str], program: str, purpose: str | None) -> C:
     if base is not None and not flags:
         return base
     flags, passed_on = _split_passed_on(config_type, flags)
@@ -260,7 +263,9 @@ def _with_flags(config_type: type[C], base: C | None, flags: list[str], program:
         with contextlib.redirect_stderr(complaint), until_its_reader_leaves():
             default = tyro.MISSING_NONPROP if base is None else base
             conversions = (tyro.conf.FlagConversionOff,)
-            config = tyro.cli(config_type, args=flags, prog=program, default=default, config=conversions)
+            config = tyro.cli(
+                config_type, args=flags, prog=program, description=purpose, default=default, config=conversions
+            )
     except SystemExit as exit_:
         if exit_.code in (0, None):
             raise

@@ -34,7 +34,8 @@ def estimate(values_PK: np.ndarray) -> Estimate | None:
     means_P = means_P[~np.isnan(means_P)]
     if not len(means_P):
         return None
-    if is_binary(means_P):  # also where several samples never differed: their deviation of 0 would claim certainty
+    # Also where several samples never differed: their deviation of 0 would claim certainty.
+    if is_binary(values_PK) and is_binary(means_P):
         return wilson(float(means_P.sum()), len(means_P))
     return of_means(means_P)
 

@@ -97,12 +97,12 @@ class Gateway:
         stops = stops_of(body, sampling)
         prompt, before = self._text_prompt(session, body)
         turn = await session.turn(prompt, max_tokens_of(body, sampling), stops)
-        text = cut_at(self._template.spoken(turn.token_ids), stops)
+        said = self._template.spoken(turn.token_ids)
         check_is_heard(request)
         session.record(turn)
         if before is not None:
-            session.places.add_text(before + text, [*turn.prompt, *turn.token_ids])
-        return await answered(request, text_reply(turn, text, body, self._model), body)
+            session.places.add_text(before + said, [*turn.prompt, *turn.token_ids])
+        return await answered(request, text_reply(turn, cut_at(said, stops), body, self._model), body)
 
     def _body(self, kind: type[AnyBody], content: bytes) -> AnyBody:
         """Raises Refused."""

@@ -33,6 +33,7 @@ class SaidText(msgspec.Struct, frozen=True, eq=False):
     """Likewise a text."""
 
     text: str
+    """With the stop that its turn ended at: an agent that goes on without it says something else."""
     token_ids: list[int]
 
 

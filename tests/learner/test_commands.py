@@ -57,6 +57,16 @@ def test_help_of_the_report_names_its_arguments() -> None:
     assert "learner report RUN_DIR [--json]" in run_learner("report", "--help").stdout
 
 
+@pytest.mark.parametrize(
+    ("command", "purpose"),
+    [("train", "Train"), ("check", "Show the first prompts"), ("evaluate", "Ask a server"), ("doctor", "Look for"), ("self-test", "Measure")],
+)  # fmt: skip
+def test_help_of_a_command_says_what_it_does_above_its_keys(command: str, purpose: str) -> None:
+    printed = run_learner(command, "--help").stdout
+    assert re.match(rf"usage: learner {command} run\.toml [^\n]*\n\n{purpose}", printed), printed[:300]
+    assert "--learner.steps" in printed
+
+
 def test_a_contradiction_between_keys() -> None:
     flags = ["--learner.kl.coef", "0.1"]
     assert_refused(

@@ -44,6 +44,14 @@ def test_intervals_of_shares_cover_in_95_of_100_evaluations(share: float) -> Non
     assert 0.93 <= covered(found, share) <= 0.97
 
 
+def test_means_that_happen_to_be_0_or_1_are_no_shares_where_rewards_are_not() -> None:
+    balanced = np.tile([-1.0, 1.0], (20, 1))
+    assert estimate(balanced) == Estimate(0.0), "Wilson's interval would be [0, 0.161]"
+    varied = np.array([[1.0, 1.0]] * 10 + [[-1.0, 1.0]] * 9 + [[0.5, 1.5]])
+    assert estimate(varied) == of_means(varied.mean(axis=1))
+    assert estimate(np.ones((20, 2))) == wilson(20, 20)
+
+
 def test_intervals_over_problems_cover_where_those_over_samples_do_not() -> None:
     generator = np.random.default_rng(1)
     shares = generator.beta(0.5, 0.5, (NUM_EVALUATIONS, 100))  # most problems are nearly always solved, or nearly never

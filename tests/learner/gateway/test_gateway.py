@@ -471,6 +471,22 @@ def test_texts_and_tokens_go_on_behind_what_was_recorded() -> None:
     asyncio.run(run())
 
 
+def test_a_text_goes_on_behind_the_stop_that_ended_it_and_is_another_without_it() -> None:
+    async def run() -> None:
+        for told, shown, num_branches in (
+            ("Say: think; 5 ", "Say: think; 5 ", 1),
+            ("Say: think 5 ", "Say: think 5 ", 2),
+            ("Say: think", "Say: think", 2),
+        ):
+            async with opened(says("think;", "two", end=""), prompt="Say: ") as agent:
+                first = await agent.complete("Say: ", stop=[";"])
+                assert first.choices[0].text == "think"
+                await agent.complete(told)
+                assert agent.shown(1) == shown and len(agent.end().branches) == num_branches
+
+    asyncio.run(run())
+
+
 def test_what_nobody_waits_for_any_more_is_given_up_and_not_recorded() -> None:
     async def run() -> None:
         async with opened(policy := OnceOnly()) as agent:
