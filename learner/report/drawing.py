@@ -203,6 +203,8 @@ def duration(value: float) -> str:
 
 
 def tiny(value: float) -> str:
+    if value == 0:
+        return "0"
     mantissa, exponent = f"{value:.0e}".split("e")
     return f"{mantissa}e{int(exponent)}"
 

@@ -209,7 +209,7 @@ def test_values_are_told_in_few_characters():
     ]
     assert [percent(value) for value in (0, 0.013, 0.5, 1)] == ["0 %", "1.3 %", "50 %", "100 %"]
     assert [duration(value) for value in (0, 0.065, 1.5, 90)] == ["0 s", "65 ms", "1.5 s", "90 s"]
-    assert tiny(4.2e-7) == "4e-7"
+    assert [tiny(value) for value in (0, 4.2e-7)] == ["0", "4e-7"]
 
 
 def test_a_directory_that_is_no_run_gets_no_report(tmp_path):
