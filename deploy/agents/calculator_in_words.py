@@ -1,6 +1,6 @@
 """A calculator for a model whose chat template knows no tools: it is asked in words, and answers in the next message.
 
-    user: What is 37 times 48? … ▸ policy: CALC(37*48) ▸ user: 1776 ▸ policy: 1776
+    user: What is 37 times 48? Let the calculator say it. ▸ policy: CALC(37*48) ▸ user: 1776 ▸ policy: 1776
 
 `run` plays the rows of the task `products`. Needs nothing beside Python.
 """

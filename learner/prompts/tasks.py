@@ -85,7 +85,13 @@ def calculator(num_prompts: int, seed: int, *, num_digits: int = 2) -> list[dict
 SUMMANDS, FACTORS = range(1, 21), range(10, 100)
 """Both numbers of a sum, and of a product. A fifth of the pairs is held out."""
 NUM_PROMPTS = {"sums": 320, "sums_held_out": 80, "products": DEFAULT_NUM_PROMPTS, "products_held_out": 80}
-CALCULATOR = "You have a calculator: write CALC(12*34) to multiply 12 by 34, and you will see the product."
+WITH_CALCULATOR = [
+    {"role": "user", "content": "What is 12 times 34? Let the calculator say it."},
+    {"role": "assistant", "content": "CALC(12*34)"},
+    {"role": "user", "content": "408"},
+    {"role": "assistant", "content": "408"},
+]
+"""How a calculator is asked, before a product is."""
 
 
 def sums(num_prompts: int, seed: int, *, num_digits: int | None = None) -> list[dict[str, Any]]:
@@ -111,23 +117,22 @@ def products_held_out(num_prompts: int, seed: int, *, num_digits: int | None = N
 def _sum_rows(
     task: str, num_prompts: int, seed: int, num_digits: int | None, *, is_held_out: bool
 ) -> list[dict[str, Any]]:
+    pairs = _pairs(task, SUMMANDS, num_prompts, seed, num_digits, is_held_out=is_held_out)
     return [
-        _asked(f"What is {a} plus {b}? Answer with the number only.", a + b)
-        for a, b in _pairs(task, SUMMANDS, num_prompts, seed, num_digits, is_held_out=is_held_out)
+        {"prompt": [_user(f"What is {a} plus {b}? Answer with the number only.")], "answer": a + b} for a, b in pairs
     ]
 
 
 def _product_rows(
     task: str, num_prompts: int, seed: int, num_digits: int | None, *, is_held_out: bool
 ) -> list[dict[str, Any]]:
-    return [
-        _asked(f"What is {a} times {b}? {CALCULATOR} Then answer with the number only.", a * b)
-        for a, b in _pairs(task, FACTORS, num_prompts, seed, num_digits, is_held_out=is_held_out)
-    ]
+    pairs = _pairs(task, FACTORS, num_prompts, seed, num_digits, is_held_out=is_held_out)
+    question = "What is {} times {}? Let the calculator say it."
+    return [{"prompt": [*WITH_CALCULATOR, _user(question.format(a, b))], "answer": a * b} for a, b in pairs]
 
 
-def _asked(question: str, answer: int) -> dict[str, Any]:
-    return {"prompt": [{"role": "user", "content": question}], "answer": answer}
+def _user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
 
 
 def _pairs(

@@ -7,7 +7,7 @@ from tests.deploy.test_agents_of_libraries import AGENTS, says
 from tests.learner.gateway.asking import played_by_agent
 
 PRODUCT = make_rows("products", 1, seed=0)[0]
-A, B = (int(word) for word in PRODUCT["prompt"][0]["content"].replace("?", "").split()[2:5:2])
+A, B = (int(word) for word in PRODUCT["prompt"][-1]["content"].replace("?", "").split()[2:5:2])
 
 
 @pytest.mark.parametrize(
