@@ -33,7 +33,7 @@ class SaidText(msgspec.Struct, frozen=True, eq=False):
     """Likewise a text."""
 
     text: str
-    """With the stop that its turn ended at: an agent that goes on without it says something else."""
+    """Includes the stop that ended the turn, which the agent was not told. A request without that stop begins a branch."""
     token_ids: list[int]
 
 

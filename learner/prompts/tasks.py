@@ -91,7 +91,7 @@ WITH_CALCULATOR = [
     {"role": "user", "content": "408"},
     {"role": "assistant", "content": "408"},
 ]
-"""How a calculator is asked, before a product is."""
+"""An example that stands before each question: without it the model does not call."""
 
 
 def sums(num_prompts: int, seed: int, *, num_digits: int | None = None) -> list[dict[str, Any]]:
