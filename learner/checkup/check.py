@@ -18,9 +18,10 @@ from learner.config import LearnerRun
 from learner.evaluation.questions import sets_of
 from learner.material import Material
 from learner.prompts.prompts import Prompt
+from learner.report.trackers import refuse_absent
 from learner.rewards.workers import GroupRewards, RewardWorkers
 from protocol.checkup import Finding, ok, problem, problem_of, unknown
-from protocol.errors import RewardError, SlipstreamError
+from protocol.errors import ConfigError, RewardError, SlipstreamError
 
 NUM_SHOWN = 3
 NUM_RATED = 8
@@ -49,6 +50,10 @@ def look(run: LearnerRun) -> Iterator[Finding]:
     """Without changing anything."""
     note = run.note_on_idle_keys()
     yield ok("config", note or "no key contradicts another, none is idle")
+    try:
+        refuse_absent(run.learner.report.trackers)
+    except ConfigError as error:
+        yield problem_of("trackers", error, "install them, or leave them out")
     run, material = run.in_effect(), Material(run.in_effect())
     try:
         prompts = material.prompts
@@ -96,7 +101,7 @@ def of_rewards(material: Material, prompts: Sequence[Prompt]) -> Iterator[Findin
             gold = [
                 _rated(material, workers, prompt, [str(prompt.columns[GOLD_COLUMN])])
                 for prompt in prompts
-                if GOLD_COLUMN in prompt.columns
+                if prompt.columns.get(GOLD_COLUMN) is not None
             ]
     except RewardError as error:
         yield problem_of("rewards", error, "correct learner.reward.functions")
@@ -108,7 +113,7 @@ def of_rewards(material: Material, prompts: Sequence[Prompt]) -> Iterator[Findin
         of_gold = _mean([value for group in gold for value in group.functions[place].rewards])
         yield ok("rewards", f"{name}: {of_gold} for the column {GOLD_COLUMN!r}, {of_noise} for noise")
     if not gold:
-        yield unknown("rewards", f"no row has a column {GOLD_COLUMN!r}, so no right answer could be rated")
+        yield unknown("rewards", f"none of the first {len(prompts)} prompts has an {GOLD_COLUMN!r}, so no right answer could be rated")
         return
     right, wrong = ([one for group in groups for one in group.rewards if one is not None] for groups in (gold, noisy))
     if right and wrong and fmean(right) <= fmean(wrong):

@@ -12,6 +12,7 @@ import learner.checkup.check as module
 from learner.checkup.check import check
 from learner.config import LearnerRun
 from learner.policy.model import load_tokenizer
+from learner.report.trackers import is_installed
 from protocol.checkup import Finding, ok
 from protocol.config import load_config
 from protocol.model_files import resolve_model
@@ -95,11 +96,18 @@ def test_a_function_that_raises_or_cannot_be_loaded_is_a_problem_with_its_remedy
     assert "holds nothing under the name 'absent'" in problem.text and "define it there" in problem.remedy
 
 
-def test_data_without_right_answers_is_rated_on_noise_alone(tmp_path: Path) -> None:
-    rows = [{"prompt": row["prompt"]} for row in ROWS]
+@pytest.mark.parametrize("answer", [{}, {"answer": None}])
+def test_data_without_right_answers_is_rated_on_noise_alone(tmp_path: Path, answer: dict[str, None]) -> None:
+    rows = [{"prompt": row["prompt"], **answer} for row in ROWS]
     first, second = told(a_run(tmp_path, functions=("shortness",), rows=rows), "rewards")
     assert first[0] == "ok" and "nothing for the column 'answer'" in first[1]
-    assert second == ("unknown", "no row has a column 'answer', so no right answer could be rated")
+    assert second == ("unknown", "none of the first 8 prompts has an 'answer', so no right answer could be rated")
+
+
+@pytest.mark.skipif(is_installed("wandb"), reason="W&B is installed here")
+def test_a_tracker_that_is_not_installed_is_a_problem(tmp_path: Path) -> None:
+    (found,) = told(a_run(tmp_path, "--learner.report.trackers", "wandb"), "trackers")
+    assert found == ("problem", "learner.report.trackers has 'wandb', which is not installed")
 
 
 def test_prompts_that_cannot_be_read_or_have_no_room_are_problems(tmp_path: Path) -> None:

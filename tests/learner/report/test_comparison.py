@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from learner.report.comparison import as_text, compare, write_comparison
+from learner.report.drawing import series
 from learner.report.summary import RunDirectoryError, summarize
 from tests.learner.forked_learner import run_learner
 from tests.learner.report.synthetic_run import write_run
@@ -48,8 +49,11 @@ def test_the_page_shows_both_in_every_chart_and_needs_nothing_from_outside(runs:
 def test_evaluations_are_points_and_their_last_one_is_told(runs: list[Path]) -> None:
     for path, last in zip(runs, (0.5, 0.75), strict=True):
         lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-        for line in lines:  # so many that a moving mean would be far from the last
-            line["evaluation/reward"] = 0.25 if line is not lines[-1] else last
+        for line in lines:  # a moving mean would be far from the last
+            is_last = line is lines[-1]
+            line |= {"evaluation/reward": last if is_last else 0.25, "evaluation/step": line["step"] - 1 if is_last else 0}
+        steps, rewards = series(lines, "evaluation/reward", "step")
+        assert ([*steps], [*rewards]) == ([0, len(lines) - 1], [0.25, last]), "each once, at its own step"
         (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     text = Page(write_comparison(*compare(runs)).read_text()).text
     assert "with-care 0.5" in text and "bold 0.75" in text
