@@ -33,6 +33,8 @@ _SECOND_CHOICE = re.compile(r"[\s.,]*(?:or\b|and\b|[/&,])[\s.]*(?!I\s+[a-z])[A-Z
 _FENCE = re.compile(r"```[ \t]*\w*[ \t]*\n(.*?)\n?```", re.DOTALL)
 _MIXED = re.compile(r"(?<![\w.,/^\\{])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\w.,/])")
 
+_TIME = re.compile(r"(?<![\d:.,])(\d{1,2}(?::\d\d){1,2})(?![\d:])(?:\s*([ap])\.?\s?m\b)?", re.IGNORECASE)
+
 
 def completion_text(completion: Any, *, opens_reasoning: bool = False) -> str:
     """Return what the assistant said last: the completion itself, or its last message of a conversational one, reasoning included."""
@@ -137,6 +139,28 @@ def is_words(gold: str) -> bool:
     r"""Whether a gold is a word or several, "Paris" or `\text{not enough}`, and no product of variables, `ab`."""
     words = _without_commands(gold)
     return _WORDS.fullmatch(words) is not None and max(map(len, words.split())) > 2
+
+
+def is_time(gold: str) -> bool:
+    """Whether a gold is a time of day or a duration: "3:30", "3:30 p.m.", "1:02:03". A ratio may look like one."""
+    return _TIME.fullmatch(_without_commands(gold)) is not None
+
+
+def same_time(text: str, gold: str) -> bool:
+    """Compare by the clock, 3:30 p.m. and 15:30 alike; a gold without a half of the day does not ask for one. Two times are no answer."""
+    said, right = (_TIME.findall(_without_commands(one)) for one in (text, gold))
+    if len(said) != 1:
+        return False
+    return _seconds(*said[0]) == _seconds(*right[0]) or (
+        not right[0][1] and _seconds(said[0][0]) == _seconds(right[0][0])
+    )
+
+
+def _seconds(clock: str, half: str = "") -> int:
+    hours, minutes, *seconds = map(int, clock.split(":"))
+    if half:
+        hours = hours % 12 + (12 if half in "pP" else 0)
+    return (hours * 60 + minutes) * 60 + (seconds[0] if seconds else 0)
 
 
 def concluded(text: str) -> str:

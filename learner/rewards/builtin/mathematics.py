@@ -13,9 +13,11 @@ from learner.rewards.builtin.answers import (
     concluded,
     golds_of,
     is_hedged,
+    is_time,
     is_words,
     last_box,
     num_boxes,
+    same_time,
     same_words,
     with_mixed_numbers,
 )
@@ -49,10 +51,10 @@ class _Gold:
     """One right answer: words, which are compared as text, or mathematics."""
 
     def __init__(self, text: str) -> None:
-        self._text, self._is_words = text, is_words(text)
+        self._text, self._is_words, self._is_time = text, is_words(text), is_time(text)
         self._parsed = [] if self._is_words else _parsed_gold(with_mixed_numbers(text))
         self._is_several = "," in text or "\\pm" in text
-        self.is_readable = bool(self._is_words or self._parsed)
+        self.is_readable = bool(self._is_words or self._is_time or self._parsed)
 
     def is_met_by(self, text: str) -> bool:
         """Of several boxes the last one counts, unless the gold is several numbers."""
@@ -63,6 +65,8 @@ class _Gold:
             return False
         if self._is_words:
             return same_words(concluded(text) if box is None else box, self._text)
+        if self._is_time and same_time(concluded(text) if box is None else box, self._text):
+            return True  # else it may be a ratio
         if box is None:
             marked = text.rpartition("####")
             said = marked[2].strip().partition("\n")[0] if marked[1] else text
