@@ -18,8 +18,8 @@ from typing import NoReturn
 import msgspec
 
 from inference_server.config import ServerRun
-from inference_server.ending import until_ended
 from inference_server.engine.socket_directory import socket_directory
+from inference_server.shutdown import until_ended
 from protocol import console
 from protocol.config import load_config, to_toml, until_its_reader_leaves
 from protocol.cores import share_of_cores
@@ -129,7 +129,7 @@ def _set_environment(run: ServerRun) -> None:
 
 async def _serve(run: ServerRun) -> None:
     """Start everything in the order in which it can fail cheaply, serve, and take it down again."""
-    from inference_server.listener import address_of
+    from inference_server.http_access import address_of
     from inference_server.preparation import prepare
     from protocol.channel.sockets import ServerChannel
 

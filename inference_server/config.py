@@ -93,7 +93,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     answered by then is started again."""
     vllm: PassedOn = msgspec.field(default_factory=dict)
     """Arguments of vLLM's own, under the names of AsyncEngineArgs, tables for those that are configs. What the server sets itself
-    and what would break versions, logprobs or pushes is refused (engine/arguments.py)."""
+    and what would break versions, logprobs or pushes is refused (engine/vllm_args.py)."""
 
     @property
     def num_workers(self) -> int:

@@ -11,11 +11,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from inference_server.api_key import read_api_key
 from inference_server.config import ServerRun
 from inference_server.engine.memory import gpu_memory_bytes
 from inference_server.engine.vllm_names import SUPPORTED, all_names, check_vllm, installed_version
-from inference_server.listener import listen
+from inference_server.http_access import listen, read_api_key
 from inference_server.preparation import MIB, check_block_size, check_room, needed_bytes
 from protocol.builtin_models import cache_dir
 from protocol.channel.keys import learner_keys, server_keys
@@ -209,7 +208,7 @@ def vllm_names() -> Finding:
 
 def vllm_arguments(run: ServerRun) -> Finding:
     """Whether vLLM has such arguments, of such types, and the server lets them through."""
-    from inference_server.engine.arguments import added_arguments, own_arguments  # which imports vLLM, for seconds
+    from inference_server.engine.vllm_args import added_arguments, own_arguments  # which imports vLLM, for seconds
 
     try:
         added_arguments(run.server.vllm, own_arguments(run, Path(run.model)))

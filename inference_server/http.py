@@ -1,10 +1,20 @@
-"""vLLM's own OpenAI application on the engine that also serves the learner, with /status and our metrics beside it."""
+"""vLLM's OpenAI application on the engine that also serves the learner, with /status and our metrics.
+
+    request ─▶ http_access.py ─▶ TellVersions ─▶ RefuseTools ─▶ vLLM's routes ─▶ VersionedLLM.generate
+
+Every answer says which policy made it: in its headers, in the list of models, and at the end of a stream. A request with tools is
+refused, with the missing key, by a server that has no parser to read calls: vLLM would name its own flags, or pass a call on as text.
+
+Invariant: an answer that is sent whole names the versions of its oldest and newest token, and their run; a streamed one starts with
+the oldest version that is possible and ends with both.
+"""
 
 import asyncio
 import contextlib
+import json
 import socket
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +24,9 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.config import ModelConfig
 from vllm.entrypoints.cli.serve import make_arg_parser
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -25,16 +36,116 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 
-from inference_server.answer_versions import TellVersions
-from inference_server.api_key import ApiKeyGate
 from inference_server.config import ServerRun
 from inference_server.engine.openai_options import set_openai_options
-from inference_server.routes import RouteGate, Status, error_answer
-from inference_server.tools_gate import RefuseTools
+from inference_server.engine.versioned_llm import UNTOUCHED, sampled_by
+from inference_server.http_access import ApiKeyGate, RouteGate, Status, error_answer
+from protocol.answer_headers import END, NO_VERSION, START, header_of_runs
 
+Serving = Callable[[], tuple[str | None, int | None]]
+"""The run and the version whose weights answer now; None: the model's own."""
+PATHS = {"/v1/chat/completions", "/v1/responses", "/v1/messages"}
+"""Where tools can be asked for."""
+REASON = (
+    "tools need server.tool_call_parser, which is not set here: set it to the format of the model's tool calls "
+    '(hermes, llama3_json, mistral, ...), or send the request without tools or with tool_choice "none"'
+)
 SHUTDOWN_TIMEOUT_S = 1
 HARMONY = "gpt_oss"
 """Models of this type have a format of their own for tool calls, which vLLM always reads."""
+
+
+class TellVersions:
+    """ASGI middleware."""
+
+    def __init__(self, app: ASGIApp, serving: Serving) -> None:
+        self._app, self._serving = app, serving
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        labels: set[str] = set()
+        is_stream = False
+        run_before, _ = self._serving()
+
+        def final_headers() -> dict[str, str]:
+            """Nothing of what no policy has sampled: a list, an error."""
+            run, _ = self._serving()
+            return header_of_runs(run_before, run) | _version_headers(labels) if labels else {}
+
+        async def tell(message: Message) -> None:
+            nonlocal is_stream
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                is_stream = headers.get("content-type", "").startswith("text/event-stream")
+                headers.update(self._initial_headers() if is_stream else final_headers())
+            elif is_stream and labels and not message.get("more_body", False):
+                message = {**message, "body": message.get("body", b"") + _comment(final_headers())}
+            await send(message)
+
+        token = sampled_by.set(labels)
+        try:
+            await self._app(scope, receive, tell)
+        finally:
+            sampled_by.reset(token)
+
+    def _initial_headers(self) -> dict[str, str]:
+        run, version = self._serving()
+        return header_of_runs(run) | {START: str(NO_VERSION if version is None else version)}
+
+
+def _version_headers(labels: Collection[str]) -> dict[str, str]:
+    versions = [NO_VERSION if label == UNTOUCHED else int(label) for label in labels]
+    return {START: str(min(versions)), END: str(max(versions))}
+
+
+def _comment(told: Mapping[str, str]) -> bytes:
+    """Lines of server-sent events that clients pass over."""
+    return "".join(f": {name}: {value}\n\n" for name, value in told.items()).encode()
+
+
+class RefuseTools:
+    """ASGI middleware for a server without server.tool_call_parser."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"].rstrip("/") not in PATHS:
+            await self._app(scope, receive, send)
+            return
+        messages = await _whole(receive)
+        if _asks_for_tools(b"".join(message.get("body", b"") for message in messages)):
+            await error_answer(400, "BadRequestError", REASON, "tools")(scope, receive, send)
+            return
+
+        async def receive_again() -> Message:
+            return messages.pop(0) if messages else await receive()
+
+        await self._app(scope, receive_again, send)
+
+
+async def _whole(receive: Receive) -> list[Message]:
+    """Return all messages of a request's body, as they came."""
+    messages = [await receive()]
+    while messages[-1].get("more_body", False):
+        messages.append(await receive())
+    return messages
+
+
+def _asks_for_tools(body: bytes) -> bool:
+    """A body that is not JSON is vLLM's to refuse."""
+    try:
+        asked = json.loads(body)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(asked, dict) and bool(asked.get("tools")) and not _is_none(asked.get("tool_choice"))
+
+
+def _is_none(tool_choice: Any) -> bool:
+    """As OpenAI's clients say it, or as Anthropic's do."""
+    return tool_choice == "none" or (isinstance(tool_choice, dict) and tool_choice.get("type") == "none")
 
 
 class HttpServer(uvicorn.Server):

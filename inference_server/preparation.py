@@ -12,10 +12,9 @@ from pathlib import Path
 
 import msgspec
 
-from inference_server.api_key import read_api_key
 from inference_server.config import ServerRun
 from inference_server.engine.vllm_names import check_vllm
-from inference_server.listener import listen
+from inference_server.http_access import listen, read_api_key
 from protocol.channel.keys import ServerKeys, server_keys
 from protocol.channel.sockets import ServerChannel
 from protocol.checkup import GIB, total_memory_bytes

@@ -1,7 +1,7 @@
 """The server's loop: one ROUTER socket in front of one engine, for one learner at a time.
 
 learner ── Hello, Generate, Ack, Cancel, Score, PushBegin, PushAbort, Farewell ──▶ receive ▸ match ▸ task per group, score, push
-doctor ── Probe, Trial ──▶ receive ▸ visits.py, whoever is served meanwhile
+doctor ── Probe, Trial ──▶ receive ▸ probes.py, whoever is served meanwhile
 learner ◀── Welcome, Refused, Group, GroupFailed, Scores, PushReady, PushDone, PushFailed ── the tasks
 learner ◀── Pulse ── pulse, every 0.4 s
 
@@ -11,7 +11,7 @@ pulse     consumes nothing; says that the server is alive, sends the groups that
 tasks     wait for the engine, each with a deadline; unblocked by its answer, a Cancel, the deadline or its death
 An exception that nobody expected costs its own request, message or look (containment.py).
 
-When the engine dies (engine/life.py) the weights are gone: the server takes a new id and is without a version until the
+When the engine dies (engine/supervisor.py) the weights are gone: the server takes a new id and is without a version until the
 next push. Finished groups stay, for they are what their version labels say; running ones the learner asks for again.
 """
 
@@ -25,17 +25,14 @@ from functools import partial
 from typing import Any
 
 from inference_server.config import ServerConfig
-from inference_server.drain import REASON, Drain
 from inference_server.engine.containment import log_unexpected, record_unexpected, run_contained
 from inference_server.engine.interface import Engine, EngineDead
-from inference_server.engine.life import EngineLife
-from inference_server.engine.stall import StallWatch
-from inference_server.groups import Groups, not_begun, why_invalid
-from inference_server.push import Pushes
-from inference_server.refusals import Refusals
-from inference_server.scores import no_scores, scores_of
-from inference_server.tenancy import Holder, Tenancy
-from inference_server.visits import Visits
+from inference_server.engine.supervisor import EngineLife, StallWatch
+from inference_server.probes import Visits
+from inference_server.requests import Groups, no_scores, not_begun, scores_of, why_invalid
+from inference_server.shutdown import REASON, Drain
+from inference_server.tenancy import Holder, Refusals, Tenancy
+from inference_server.weight_update import Pushes
 from protocol.channel.sockets import SendResult, ServerChannel
 from protocol.errors import ProtocolError
 from protocol.messages import (

@@ -1,4 +1,4 @@
-"""Who holds the server, and for how long: one run at a time, through one process of its learner.
+"""Who holds the server, and what it turns away: one run at a time, through one process of its learner.
 
                Hello of any run                         its connection is gone
       free ─────────────────────────▶ held by (run, learner) ─────────────────▶ away
@@ -7,17 +7,24 @@
        ├───────────────────────────────────┘        └──────────────────────────┘    │
        └────────── server.orphan_timeout_s has passed since its connection broke ───┘
 
-Pure: every call is given the time, server.py acts on what comes of it. Invariant: whoever holds the server keeps it while it is
+`Tenancy` is pure: every call is given the time, server.py acts on what comes of it. Invariant: whoever holds the server keeps it while it is
 connected, and for the timeout after that; until then every other run, and every other process of the same run while the first is
-connected, hears that the server is busy.
+connected, hears that the server is busy. Whoever sends rubbish fills neither the memory nor the log.
 """
 
+import logging
 import math
+import time
+from collections import Counter
 from typing import Any, Literal
 
 import msgspec
 
+from protocol.channel.handshakes import Failure
+
 State = Literal["free", "held", "away"]
+log = logging.getLogger(__name__)
+NOTE_INTERVAL_S = 60.0
 
 
 class Holder(msgspec.Struct, frozen=True):
@@ -141,3 +148,40 @@ class Tenancy:
             "since_s": round(now - self._since, 3),
             "free_in_s": None if free_in_s is None else round(free_in_s, 3),
         }
+
+
+class Refusals:
+    """Counts messages and handshakes that came to nothing."""
+
+    def __init__(self) -> None:
+        self.num_messages = self.num_handshakes = 0
+        self._messages: Counter[str] = Counter()
+        self._handshakes: Counter[str] = Counter()
+        self._example = ""
+        self._noted_at = -NOTE_INTERVAL_S
+
+    def message(self, cause: str, example: str = "") -> None:
+        """Count a message; `cause` is one of few, `example` says more about the newest."""
+        self.num_messages += 1
+        self._messages[cause] += 1
+        if example:
+            self._example = f"; the last of them: {example}"
+
+    def handshakes(self, failures: Counter[Failure]) -> None:
+        self.num_handshakes += failures.total()
+        self._handshakes += Counter({failure.value: count for failure, count in failures.items()})
+
+    def note(self) -> None:
+        """Say what has come since the last note, unless that was less than a minute ago."""
+        if not (self._messages or self._handshakes) or time.monotonic() - self._noted_at < NOTE_INTERVAL_S:
+            return
+        if self._handshakes:
+            counts = ", ".join(f"{count} with {cause}" for cause, count in self._handshakes.most_common())
+            log.warning("connections that failed in the handshake: %s (SECURITY.md)", counts)
+        if self._messages:
+            counts = ", ".join(f"{count} {cause}" for cause, count in self._messages.most_common())
+            log.warning("messages refused: %s%s (SECURITY.md)", counts, self._example)
+        self._messages.clear()
+        self._handshakes.clear()
+        self._example = ""
+        self._noted_at = time.monotonic()

@@ -1,6 +1,6 @@
 """The headers in which an answer of the server's OpenAI side names the policy that sampled it: its run, and versions of it.
 
-inference_server/answer_versions.py writes them, learner/evaluation reads them: the oldest token's version, and the newest's.
+inference_server/http.py writes them, learner/evaluation reads them: the oldest token's version, and the newest's.
 """
 
 from urllib.parse import quote

@@ -174,7 +174,7 @@ class ScriptedEngine:
     def _own_receiver(self) -> Any:
         import torch
 
-        from inference_server.engine.receiver import Receiver
+        from inference_server.engine.weight_receiver import Receiver
 
         if self._receiver is None:
             self._receiver = Receiver(1, torch.device("cpu"))

@@ -10,8 +10,8 @@ import sys
 import torch
 
 from inference_server.config import ServerConfig
-from inference_server.ending import until_ended
 from inference_server.server import Server
+from inference_server.shutdown import until_ended
 from protocol.channel.keys import server_keys
 from protocol.channel.sockets import ServerChannel
 from protocol.model_files import fingerprint, resolve_model

@@ -4,7 +4,7 @@
                                          └▶ unexpected exception ─▶ traceback in the log ─▶ `fail` tells the peer
     a loop ─▶ with log_unexpected(…) ─▶ the next message, the next look
 
-Invariant: only EngineDead, whose meaning is life.py's, and a cancellation get past these.
+Invariant: only EngineDead, whose meaning is supervisor.py's, and a cancellation get past these.
 """
 
 import contextlib

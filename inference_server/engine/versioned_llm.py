@@ -20,9 +20,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from inference_server.config import ServerConfig, ServerRun
-from inference_server.engine.arguments import engine_arguments, is_in_engine_process
+from inference_server.engine.data_parallel import replicas_as_ours
 from inference_server.engine.guests import FIRST_OF_GUESTS
-from inference_server.engine.replicas import replicas_as_ours
+from inference_server.engine.vllm_args import engine_arguments, is_in_engine_process
 from protocol.cores import bound_to_cores
 from protocol.errors import ConfigError
 from protocol.signals import held_from_children

@@ -18,13 +18,11 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
 
-from inference_server.engine.cpu_weights import NextWeights
-from inference_server.engine.heap import keep_trimmed
+from inference_server.engine.data_parallel import SERVER_PID, end_with_server
 from inference_server.engine.interface import PushOrder, WorkerPlace, WorkerReport, WorkerState
-from inference_server.engine.orphans import SERVER_PID, end_with_server
-from inference_server.engine.pieces import send_in_pieces
-from inference_server.engine.receiver import Receiver
-from inference_server.engine.reload import Reload, put_back
+from inference_server.engine.output import send_in_pieces
+from inference_server.engine.weight_loader import NextWeights, Reload, keep_trimmed, put_back
+from inference_server.engine.weight_receiver import Receiver
 from protocol.collective.transport import offered_transports, own_device_name
 from protocol.errors import PushIncomplete
 from protocol.weights.shared_baseline import worker_baseline

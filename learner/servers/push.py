@@ -1,4 +1,4 @@
-"""The learner's half of a weight push to one server (the server's is inference_server/push.py, the bytes are protocol/weights/).
+"""The learner's half of a weight push to one server (the server's is inference_server/weight_update.py, the bytes are protocol/weights/).
 
     PushBegin ─▶ PushReady ─▶ buckets over the collective ─▶ PushDone(checksum) ─▶ compared
 

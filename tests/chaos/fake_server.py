@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from inference_server.config import ServerRun
-from inference_server.ending import until_ended
 from inference_server.engine.interface import PushOrder, Sampled, WorkerReport
 from inference_server.server import Server
+from inference_server.shutdown import until_ended
 from protocol.channel.sockets import ServerChannel
 from protocol.config import load_config
 from protocol.errors import PushError

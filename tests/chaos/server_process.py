@@ -12,11 +12,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from inference_server import push, server
+from inference_server import server
 from inference_server.__main__ import main
 from inference_server.engine.interface import Engine, PushOrder
-from inference_server.engine.life import EngineLife
-from inference_server.groups import Groups
+from inference_server.engine.supervisor import EngineLife
+from inference_server.requests import Groups
+from inference_server.weight_update import Pushes
 from protocol.channel.sockets import ServerChannel
 from tests.chaos.traps import Traps
 
@@ -34,7 +35,7 @@ def run(chaos_dir: Path, arguments: list[str]) -> None:
 
 def set_worker_traps(chaos_dir: Path) -> None:
     """The same in a process of vLLM's: the call that loads a push."""
-    from inference_server.engine.receiver import Receiver
+    from inference_server.engine.weight_receiver import Receiver
 
     traps, successor = Traps(chaos_dir, "engine"), Receiver.successor
 
@@ -56,10 +57,10 @@ def set_traps(chaos_dir: Path, calls: tuple[str, ...]) -> None:
         (server.Server, "_greet", "greeting"),
         (Groups, "_generate", "generating"),
         (Groups, "_send", "delivering"),
-        (push.Pushes, "_pause", "pausing"),
-        (push.Pushes, "_receive", "receiving"),
-        (push.Pushes, "_load", "loading"),
-        (push.Pushes, "_resume", "resuming"),
+        (Pushes, "_pause", "pausing"),
+        (Pushes, "_receive", "receiving"),
+        (Pushes, "_load", "loading"),
+        (Pushes, "_resume", "resuming"),
         (ServerChannel, "receive", "moment"),
     ):
         traps.wrap(owner, name, state)
@@ -80,7 +81,7 @@ def _make_hang(traps: Traps, calls: tuple[str, ...]) -> None:
 
 
 def _tell(traps: Traps) -> None:
-    serve, deliver, give_up = server.Server.serve, server.Server._deliver, push.Pushes._give_up
+    serve, deliver, give_up = server.Server.serve, server.Server._deliver, Pushes._give_up
     restart = EngineLife._restart
 
     @functools.wraps(serve)
@@ -102,7 +103,7 @@ def _tell(traps: Traps) -> None:
         return is_delivered
 
     @functools.wraps(give_up)
-    async def reach_torn(self: push.Pushes, *args: Any, **options: Any) -> Any:
+    async def reach_torn(self: Pushes, *args: Any, **options: Any) -> Any:
         outcome = await give_up(self, *args, **options)
         if self.state == "torn":
             traps.reach("torn")
@@ -110,7 +111,7 @@ def _tell(traps: Traps) -> None:
 
     server.Server.serve, server.Server._deliver = tell_up, tell_lost  # type: ignore[method-assign]
     EngineLife._restart = tell_engine_up  # type: ignore[method-assign]
-    push.Pushes._give_up = reach_torn  # type: ignore[method-assign]
+    Pushes._give_up = reach_torn  # type: ignore[method-assign]
 
 
 if __name__ == "__mp_main__":

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from inference_server.config import ServerConfig, ServerRun
-from inference_server.routes import OPEN_PATHS
+from inference_server.http_access import OPEN_PATHS
 from learner.config import LearnerRun
 from protocol.endpoint import split_endpoint
 from tests.deploy.commands import DEPLOY, check, tool

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from inference_server.__main__ import main
-from inference_server.engine import receiver
+from inference_server.engine import weight_receiver as receiver
 from inference_server.engine.interface import PushOrder
 from protocol.collective.group import Collective, join_collective
 from protocol.messages import Rendezvous

@@ -15,9 +15,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from inference_server.answer_versions import TellVersions
 from inference_server.engine.versioned_llm import sampled_by
-from inference_server.http import _Metrics
+from inference_server.http import TellVersions, _Metrics
 from protocol.answer_headers import END, RUN, START
 from tests.fakes import ScriptedEngine, Serving, report
 from tests.inference_server.scripted_learner import ScriptedLearner

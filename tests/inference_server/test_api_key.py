@@ -16,8 +16,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from inference_server.api_key import ApiKeyGate, read_api_key
 from inference_server.config import ServerConfig
+from inference_server.http_access import ApiKeyGate, read_api_key
 from protocol.errors import ConfigError
 from protocol.secret_file import write_secret
 

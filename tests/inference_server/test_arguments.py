@@ -19,7 +19,7 @@ import inference_server
 from deploy.planning.measured import learner_section, server_section
 from inference_server.config import ServerConfig, ServerRun
 from inference_server.doctor import examine
-from inference_server.engine.arguments import REFUSED, engine_arguments, own_arguments
+from inference_server.engine.vllm_args import REFUSED, engine_arguments, own_arguments
 from protocol.config import load_config
 from protocol.errors import ConfigError
 from tests.inference_server.real_server import START_TIMEOUT_S, RealServer, running_server

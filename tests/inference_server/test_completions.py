@@ -12,8 +12,8 @@ from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, WeightVersionSpan
 from vllm.v1.engine import FinishReason
 
-from inference_server.engine.completions import Completions
 from inference_server.engine.interface import EngineFailed
+from inference_server.engine.output import Completions
 from inference_server.engine.vllm_engine import TOKENS_PER_PIECE, params_of
 from protocol.messages import Completion, Sampling
 from tests.inference_server.front_end import FrontEnd

@@ -326,7 +326,7 @@ def raising(*_: object) -> Any:
 
 
 def test_a_look_at_groups_and_engine_that_raises_costs_that_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_server.engine.life.LOOK_INTERVAL_S", 0.01)
+    monkeypatch.setattr("inference_server.engine.supervisor.LOOK_INTERVAL_S", 0.01)
 
     async def run() -> None:
         engine, num_looks = HoldingEngine(), 0
@@ -376,7 +376,7 @@ def test_an_exception_while_the_engine_is_started_again_is_one_more_death_of_it(
 
 
 def test_a_group_that_takes_long_to_end_at_its_deadline_ends_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_server.engine.life.LOOK_INTERVAL_S", 0.01)
+    monkeypatch.setattr("inference_server.engine.supervisor.LOOK_INTERVAL_S", 0.01)
     ended = asyncio.Event()
 
     class SlowToEnd(HoldingEngine):

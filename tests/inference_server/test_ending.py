@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from inference_server.ending import until_ended
 from inference_server.engine.interface import EngineDead
+from inference_server.shutdown import until_ended
 from protocol.signals import TO_END
 
 TIMEOUT_S = 20.0

@@ -12,10 +12,10 @@ import msgspec
 import pytest
 
 from inference_server.config import ServerConfig
-from inference_server.engine import processes as engine_processes
+from inference_server.engine import vllm_engine as engine_processes
 from inference_server.engine.interface import EngineDead
-from inference_server.engine.life import EngineLife
-from inference_server.engine.processes import EngineProcesses
+from inference_server.engine.supervisor import EngineLife
+from inference_server.engine.vllm_engine import EngineProcesses
 from learner.servers.link import ServerLink
 from protocol.errors import PushError, ServerLost
 from protocol.messages import (
@@ -48,7 +48,7 @@ Test = Callable[[ScriptedEngine, Serving, ScriptedLearner], Awaitable[None]]
 
 @pytest.fixture(autouse=True)
 def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_server.engine.life.LOOK_INTERVAL_S", 0.02)
+    monkeypatch.setattr("inference_server.engine.supervisor.LOOK_INTERVAL_S", 0.02)
 
 
 def run_with_server(test: Test, **options: Any) -> None:
@@ -162,7 +162,7 @@ def test_a_death_is_noticed_wherever_it_shows(monkeypatch: pytest.MonkeyPatch, d
 def test_a_call_that_does_not_end_in_time_is_the_engines_death_and_the_next_push_goes_to_the_next_engine(
     monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    monkeypatch.setattr("inference_server.push.SLACK_S", 0.1)
+    monkeypatch.setattr("inference_server.weight_update.SLACK_S", 0.1)
 
     async def hang(*_: Any) -> None:
         await asyncio.Event().wait()
@@ -345,7 +345,7 @@ def test_one_death_too_many_ends_the_server_with_its_reason_and_the_knob(max_res
 
 
 def test_deaths_long_past_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_server.engine.life.RESTARTS_WINDOW_S", 0.0)
+    monkeypatch.setattr("inference_server.engine.supervisor.RESTARTS_WINDOW_S", 0.0)
 
     async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
         for num_deaths in (1, 2, 3):

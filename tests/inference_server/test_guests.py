@@ -27,8 +27,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from inference_server.config import ServerConfig, ServerRun
-from inference_server.engine.arguments import engine_arguments
 from inference_server.engine.guests import FIRST_OF_GUESTS, IN_RESERVED_PLACE, SCORES, scheduler_with_guests
+from inference_server.engine.vllm_args import engine_arguments
 from protocol.messages import Ack, Group
 from tests.inference_server import tiny_gpt2
 from tests.inference_server.real_server import push, running_server, with_learner

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from inference_server.config import ServerConfig
-from inference_server.listener import address_of, listen
+from inference_server.http_access import address_of, listen
 from protocol.errors import ConfigError
 from tests.ports import free_port
 

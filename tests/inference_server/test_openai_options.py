@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from inference_server.config import ServerConfig, ServerRun
 from inference_server.doctor import examine
 from inference_server.engine.openai_options import check_openai_options
-from inference_server.tools_gate import PATHS, RefuseTools
+from inference_server.http import PATHS, RefuseTools
 from protocol.errors import ConfigError
 from tests.inference_server import reciting_model
 from tests.inference_server.asgi import ask

@@ -15,9 +15,8 @@ from fastapi import FastAPI
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from inference_server.api_key import ApiKeyGate
 from inference_server.http import application_arguments, build_application, guard
-from inference_server.routes import OPEN_PATHS, SERVED, Kind, RouteGate, kind_of
+from inference_server.http_access import OPEN_PATHS, SERVED, ApiKeyGate, Kind, RouteGate, kind_of
 from tests.inference_server.asgi import ask
 
 KEY = "sk-of-this-test"

@@ -19,8 +19,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
-from inference_server.engine.completions import Completions
-from inference_server.engine.pieces import Pieces, send_in_pieces
+from inference_server.engine.output import Completions, Pieces, send_in_pieces
 from inference_server.engine.vllm_engine import TOKENS_PER_PIECE, params_of
 from protocol.messages import Completion, Sampling
 from tests.inference_server.front_end import FrontEnd, output_of

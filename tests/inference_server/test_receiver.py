@@ -8,7 +8,7 @@ import torch
 
 import protocol.collective.watch
 from inference_server.engine.interface import PushOrder
-from inference_server.engine.receiver import Receiver, in_host_memory
+from inference_server.engine.weight_receiver import Receiver, in_host_memory
 from protocol.collective.group import Meeting
 from protocol.errors import PushError
 from protocol.weights.buckets import cut, make_manifest

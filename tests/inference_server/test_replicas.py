@@ -18,10 +18,10 @@ from vllm.v1.engine.coordinator import DPCoordinatorProc
 from vllm.v1.engine.core import EngineCoreProc
 
 from inference_server.config import ServerConfig, ServerRun
-from inference_server.engine.arguments import engine_arguments
-from inference_server.engine.orphans import SERVER_PID, coordinate
-from inference_server.engine.replicas import (
+from inference_server.engine.data_parallel import (
     RUN_ENGINE,
+    SERVER_PID,
+    coordinate,
     cores_of,
     replica_of_turn,
     replicas_as_ours,
@@ -29,6 +29,7 @@ from inference_server.engine.replicas import (
     salt_at,
 )
 from inference_server.engine.versioned_llm import start_llm
+from inference_server.engine.vllm_args import engine_arguments
 from inference_server.engine.vllm_engine import VllmEngine
 from inference_server.engine.worker import PushWorker
 from protocol.cores import bound_to_cores
@@ -101,10 +102,12 @@ def test_a_replica_runs_on_its_cores_alone_and_no_signal_to_it_reaches_the_serve
     for end in (ear, mouth):
         os.set_blocking(end, False)
     monkeypatch.setattr(
-        "inference_server.engine.replicas.RUN_ENGINE",
+        "inference_server.engine.data_parallel.RUN_ENGINE",
         lambda **kwargs: os._exit(int(os.sched_getaffinity(0) != cores_of(kwargs["dp_rank"], allowed, 2))),
     )
-    monkeypatch.setattr("inference_server.engine.orphans.RUN_COORDINATOR", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(
+        "inference_server.engine.data_parallel.RUN_COORDINATOR", lambda: os.kill(os.getpid(), signal.SIGTERM)
+    )
     monkeypatch.setenv(SERVER_PID, str(os.getpid()))
     before, own_ear = signal.signal(signal.SIGTERM, lambda *_: None), signal.set_wakeup_fd(mouth)
     try:
@@ -154,7 +157,7 @@ def test_vllms_processes_run_ours_only_while_several_replicas_start(
 def test_replicas_divide_the_memory_of_a_machine_but_each_has_that_of_its_gpu(
     monkeypatch: pytest.MonkeyPatch, on_cpu: bool, share: float
 ) -> None:
-    monkeypatch.setattr("inference_server.engine.arguments.current_platform.is_cpu", lambda: on_cpu)
+    monkeypatch.setattr("inference_server.engine.vllm_args.current_platform.is_cpu", lambda: on_cpu)
     made = engine_arguments(run_of(data_parallel_size=2, gpu_memory_utilization=0.6), Path("/model"))
     assert (made.data_parallel_size, made.gpu_memory_utilization) == (2, pytest.approx(share))
 

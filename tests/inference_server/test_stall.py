@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from inference_server.engine.interface import EngineDead
-from inference_server.engine.stall import StallWatch
+from inference_server.engine.supervisor import StallWatch
 
 
 class Watched:

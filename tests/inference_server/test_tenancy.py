@@ -11,8 +11,8 @@ import pytest
 
 from inference_server.config import ServerConfig
 from inference_server.engine.interface import EngineDead
-from inference_server.push import Pushes
 from inference_server.tenancy import Holder, Tenancy
+from inference_server.weight_update import Pushes
 from protocol.codec import encode
 from protocol.messages import (
     PROTOCOL_VERSION,

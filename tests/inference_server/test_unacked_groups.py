@@ -53,7 +53,7 @@ async def leave_unacked(running: Serving, engine: ScriptedEngine) -> None:
 
 
 def test_what_a_lost_connection_left_is_sent_in_a_window_that_acks_move_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_server.groups.MAX_UNACKED_BYTES", 4 * GROUP_BYTES)
+    monkeypatch.setattr("inference_server.requests.MAX_UNACKED_BYTES", 4 * GROUP_BYTES)
 
     async def run() -> None:
         engine = ScriptedEngine()
@@ -77,7 +77,7 @@ def test_what_a_lost_connection_left_is_sent_in_a_window_that_acks_move_on(monke
 
 
 def test_a_group_that_is_larger_than_the_window_is_sent_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_server.groups.MAX_UNACKED_BYTES", 1)
+    monkeypatch.setattr("inference_server.requests.MAX_UNACKED_BYTES", 1)
 
     async def run() -> None:
         engine = ScriptedEngine()

@@ -44,15 +44,15 @@ DOWNLOAD_TIMEOUT_S = 240
 
 OBJECTS = {
     "inference_server/engine/vllm_engine.py": {"self.llm": "AsyncLLM", "core": "DPLBAsyncMPClient", "self.llm.engine_core": "AsyncMPClient"},
-    "inference_server/engine/pieces.py": {"engine": "EngineCoreProc EngineCore", "output": "EngineCoreOutput", "request": "Request"},
+    "inference_server/engine/output.py": {"engine": "EngineCoreProc EngineCore", "output": "EngineCoreOutput", "request": "Request",
+        "piece": "CompletionOutput", "span": "WeightVersionSpan"},
     "inference_server/engine/cpu_seeds.py": {"runner": "CPUModelRunner", "runner.input_batch": "InputBatch"},
-    "inference_server/engine/completions.py": {"piece": "CompletionOutput", "span": "WeightVersionSpan"},
     "inference_server/engine/worker.py": {"self.model_runner": "GPUModelRunner", "self.vllm_config": "VllmConfig", "parallel": "ParallelConfig"},
-    "inference_server/engine/reload.py": {"info": "LayerReloadingInfo"},
+    "inference_server/engine/weight_loader.py": {"info": "LayerReloadingInfo"},
 }  # fmt: skip
 """Where the server holds objects of vLLM's: their names in a file, and their classes."""
 OWN = {"admitting", "generate_first", "num_pushes", "salt", "steps", "pieces"}
-"""What VersionedLLM and pieces.py add to them."""
+"""What VersionedLLM and output.py add to them."""
 
 
 def imports(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
@@ -183,7 +183,7 @@ def test_the_versions_are_those_of_the_project() -> None:
 
 
 def test_every_argument_that_the_server_passes_is_in_the_table() -> None:
-    from inference_server.engine.arguments import own_arguments  # which imports vLLM
+    from inference_server.engine.vllm_args import own_arguments  # which imports vLLM
 
     passed = own_arguments(ServerRun(model="m", run_dir="r"), Path("/m"))
     of_table = PUBLIC["vllm.engine.arg_utils"]["AsyncEngineArgs"].removeprefix("/ ").split(", ")

@@ -99,7 +99,7 @@ def test_this_process_itself_hears_signals_while_it_starts_others_in_a_thread_an
 
 NOHUP = """
 import asyncio, sys
-from inference_server.ending import until_ended
+from inference_server.shutdown import until_ended
 from learner.interrupt import Interrupt
 
 async def part():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from inference_server.engine.interface import PushOrder
-from inference_server.engine.receiver import Receiver
+from inference_server.engine.weight_receiver import Receiver
 from learner.servers.epoch import Epoch
 from protocol.collective.group import Meeting, join_collective
 from protocol.errors import PushError

@@ -20,18 +20,15 @@ from typing import Literal, TypeVar
 
 from inference_server.engine.containment import describe, record_unexpected
 from inference_server.engine.interface import Engine, EngineDead, PushOrder, WorkerReport
-from inference_server.engine.life import in_time
-from inference_server.groups import Deliver, Tell
+from inference_server.engine.supervisor import in_time
+from inference_server.requests import Deliver, Tell
 from protocol.messages import PushAbort, PushBegin, PushDone, PushFailed, PushReady
 from protocol.weights.buckets import cut
 
 log = logging.getLogger(__name__)
-
 T = TypeVar("T")
-
 SLACK_S = 5.0
 """A worker that ends at its deadline still has to say so."""
-
 PushState = Literal["idle", "pausing", "receiving", "loading", "resuming", "torn"]
 
 

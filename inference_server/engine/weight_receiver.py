@@ -25,8 +25,6 @@ from protocol.weights.dense import Arrived, receive_weights
 
 LEAVE_TIMEOUT_S = 10.0
 """A thread whose collective was aborted ends in less."""
-
-
 NewBaseline = Callable[[int, str, Manifest], Baseline]
 """What changes of an epoch, which so many workers join, are decoded onto."""
 

@@ -3,6 +3,8 @@
     alive ─▶ dead (work raises EngineDead, or a look each second) ─▶ its work is cancelled ─▶ on_death ─▶ restart ─▶ alive
                                                     one death too many: EngineDead, which ends the server
 
+StallWatch finds an engine that has work and makes no progress; requests that wait for others are no stall.
+
 consumes  coroutines that need the engine (spawn)      waits for  a death; the restart, whose deadline is start_timeout_s
 Invariant: nothing that was begun in one life goes on in the next. A call into the engine that does not end in time (`in_time`)
 is its death: whatever it waits for there would keep every later call waiting.
@@ -20,9 +22,7 @@ from inference_server.engine.interface import Engine, EngineDead, WorkerPlace
 from protocol.errors import SlipstreamError
 
 log = logging.getLogger(__name__)
-
 T = TypeVar("T")
-
 LOOK_INTERVAL_S = 1.0
 PLACES_TIMEOUT_S = 60.0
 RESTARTS_WINDOW_S = 3600.0
@@ -179,3 +179,27 @@ class EngineLife:
             "%s. Starting it again, %d of %d within an hour (server.max_engine_restarts)",
             death, num_deaths, self._max_restarts,
         )  # fmt: skip
+
+
+class StallWatch:
+    """To be looked at again and again. Looks at all that the engine does, so requests that wait for others are no stall."""
+
+    def __init__(self, engine: Engine, clock: Callable[[], float], timeout_s: float) -> None:
+        """`clock` stands still while nothing may be generated."""
+        self._engine, self._clock, self._timeout_s = engine, clock, timeout_s
+        self._moved: dict[int, tuple[int | None, float]] = {}
+        """By replica: its steps when they were last seen to change, and when that was."""
+
+    def look(self, num_groups: int) -> None:
+        """Raises EngineDead when groups are running and a replica that has requests has done nothing for too long."""
+        now, steps = self._clock(), self._engine.num_steps
+        for replica, num_steps in enumerate(steps):
+            before, moved_at = self._moved.get(replica, (None, now))
+            if num_groups == 0 or num_steps is None or num_steps != before:
+                self._moved[replica] = (num_steps, now)
+            elif now - moved_at > self._timeout_s:
+                who = "" if len(steps) == 1 else f", replica {replica} has requests"
+                raise EngineDead(
+                    f"the engine has {num_groups} groups to work on{who} and gave no token for {self._timeout_s:g} s "
+                    "(server.stall_timeout_s)"
+                )

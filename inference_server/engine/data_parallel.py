@@ -1,33 +1,71 @@
-"""The processes of an engine that is several replicas (server.data_parallel_size), as they must be and vLLM does not start them.
+"""Replicas of an engine (server.data_parallel_size), and processes that end with their server.
 
-    VersionedLLM ─ starts ─▶ a coordinator, which counts what waits at each replica, for vLLM's routing   (orphans.py)
-                         └▶ EngineCore_DP0, EngineCore_DP1, …                                             each on cores of its own
+    VersionedLLM ─ starts ─▶ a coordinator, which counts what waits at each replica, for vLLM's routing (`coordinate`)
+                         └▶ EngineCore_DP0, EngineCore_DP1, …: each on cores of its own (`run_replica`)
+    every process of vLLM's watches the server and ends with it (`end_with_server`)
 
-vLLM starts all replicas on the cores of whoever starts them, where the threads of one would spin on those of another. The functions
-that its processes run are exchanged for ours while an engine starts. A replica of a dense model knows nothing of the others.
+vLLM starts all replicas on the cores of their parent, where their threads would spin against each other, and its processes outlive
+a server that was killed. The functions that they run are exchanged for ours while an engine starts. A replica of a dense model
+knows nothing of the others.
 """
 
+import contextlib
 import logging
 import os
+import select
+import signal
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from vllm.v1.engine.coordinator import DPCoordinatorProc
 from vllm.v1.engine.core import EngineCoreProc
 
-from inference_server.engine.orphans import RUN_COORDINATOR, coordinate, forget_handlers
-
+SERVER_PID = "SLIPSTREAM_SERVER_PID"
+"""In the environment of every process the server starts."""
+COORDINATOR = "VLLM_DP_Coordinator"
+"""The name of its process."""
+RUN_COORDINATOR = DPCoordinatorProc.run_coordinator
+"""vLLM's own, before `replicas_as_ours` puts `coordinate` into its place."""
 log = logging.getLogger(__name__)
-
 RUN_ENGINE = EngineCoreProc.run_engine_core
 """vLLM's own; taken as this is imported, for a process that was forked finds the exchanged one in its class."""
-
 STICKY_MARGIN = 2
 """So many more requests than the freest replica may the one have that a turn goes to for its keys and values."""
 REPLICA = " replica "
 """In a salt, before the number of the replica that has what was computed under it."""
+
+
+def end_with_server() -> None:
+    """Kill this process and its engine when the server is gone: vLLM's own processes outlive a SIGKILL of it for ever."""
+    threading.Thread(target=_wait_and_kill, args=(int(os.environ[SERVER_PID]),), daemon=True).start()
+
+
+def coordinate(*args: Any, **kwargs: Any) -> None:
+    """What the coordinator's process does."""
+    forget_handlers()
+    end_with_server()
+    RUN_COORDINATOR(*args, **kwargs)
+
+
+def forget_handlers() -> None:
+    """In a process that may have been forked from the server, whose loop would take a signal to this process for one to itself."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _wait_and_kill(server_pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        select.select([os.pidfd_open(server_pid)], [], [])
+    engine_pid = os.getppid()  # of a worker with a process of its own; else the server, or who inherited us from it
+    if engine_pid not in (1, server_pid) and "EngineCore" in Path(f"/proc/{engine_pid}/cmdline").read_text():
+        os.kill(engine_pid, signal.SIGKILL)
+    os._exit(1)
 
 
 def replica_of_turn(salt: str, nums_in_flight: Sequence[int]) -> int:

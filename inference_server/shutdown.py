@@ -1,31 +1,75 @@
-"""The end of a server that was told to end: it takes nothing more on, finishes what it has begun, and is then over.
+"""The end of a server: the first signal drains it, the second ends it at once.
 
-    told ─▶ Pulse(is_draining) ─▶ what has not begun is handed back ─▶ groups, scores, a push, requests of /v1 end ─▶ Acks ─▶ over
-                 └── Farewell of the learner ──────────────────────────┘ server.drain_timeout_s: over all the same
+    SIGTERM, SIGINT, SIGHUP ─▶ Pulse(is_draining) ─▶ groups that have not started are handed back
+                            ─▶ groups, scores, a push and requests of /v1 end ─▶ Acks, Farewell of the learner ─▶ parts cancelled
+    SIGTERM or SIGINT once more, server.drain_timeout_s, or a part that ends by itself ────────────────────────▶ parts cancelled
 
-Between the signal (ending.py) and the server's parts. Waits for the learner's Farewell, before which it may have asked for more, and for
-what is under way; unblocked by their end, the deadline, or the loss of the learner, which then asks others. Invariant: once the
-learner has been told no group and no push is begun.
+A drain waits for the learner's Farewell, because until then the learner may have sent more requests; it also ends when the learner
+is lost. Invariants: once the learner has been told, no group and no push is started; when `until_ended` returns, all parts have ended.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
 
 from inference_server.engine.containment import log_unexpected
-from inference_server.engine.life import EngineLife
-from inference_server.groups import Groups
-from inference_server.push import Pushes
+from inference_server.engine.interface import EngineDead
+from inference_server.engine.supervisor import EngineLife
+from inference_server.requests import Groups
+from inference_server.weight_update import Pushes
 from protocol.messages import PushBegin, PushFailed
+from protocol.signals import is_impatient, signals_to_end
 
 log = logging.getLogger(__name__)
-
 LOOK_EVERY_S = 0.05
 UNREACHED_S = 1.0
 """A learner that could not be reached for so long is gone, or has lost this server: it says Hello, and is not answered. A queue that is
 full lets something through sooner."""
 REASON = "the server is draining: it was told to end, finishes what it has begun and takes nothing more on"
+
+
+async def until_ended(parts: Sequence[Coroutine[Any, Any, None]], drain: Callable[[], Awaitable[None]]) -> None:
+    """Run all parts until a signal has come and `drain` has ended, or another has come; raise the error of one that ends before."""
+    told, told_again = asyncio.Event(), asyncio.Event()
+
+    def tell(number: int) -> None:
+        if not told.is_set():
+            told.set()
+        elif is_impatient(number):
+            told_again.set()
+
+    for number in signals_to_end():
+        asyncio.get_running_loop().add_signal_handler(number, tell, number)
+    ending = asyncio.create_task(_end(told, told_again, drain))
+    tasks = [asyncio.create_task(part) for part in parts]
+    done, _ = await asyncio.wait([ending, *tasks], return_when=asyncio.FIRST_COMPLETED)
+    for task in (ending, *tasks):
+        task.cancel()
+    ended, *results = await asyncio.gather(ending, *tasks, return_exceptions=True)
+    if ending not in done:
+        results.append(EngineDead("a part of the server ended"))
+        raise next(result for result in results if isinstance(result, Exception))
+    if isinstance(ended, Exception):
+        raise ended
+    log.info("stopping")
+
+
+async def _end(told: asyncio.Event, told_again: asyncio.Event, drain: Callable[[], Awaitable[None]]) -> None:
+    """Return when the server may end."""
+    await told.wait()
+    draining = asyncio.ensure_future(drain())
+    again = asyncio.create_task(told_again.wait())
+    try:
+        await asyncio.wait([draining, again], return_when=asyncio.FIRST_COMPLETED)
+        if draining.done():
+            draining.result()
+        else:
+            log.info("told to end once more: ending at once")
+    finally:
+        draining.cancel()
+        again.cancel()
 
 
 def _none() -> int:

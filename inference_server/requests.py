@@ -1,12 +1,13 @@
-"""The groups of the one learner: sampled by the engine, kept until the learner has acknowledged them.
+"""Requests of the learner: groups of completions, and logprobs of given tokens.
 
-Generate ──▶ running ──▶ finished ──▶ Ack ▸ forgotten
-                │           └── sent again on a new connection, at most MAX_UNACKED_BYTES before their Acks;
-                │               never twice on one: what waits on a slow link would only grow
-                └── GroupFailed: said once, the learner asks again
+    Generate ─▶ running ─▶ finished ─▶ Ack ─▶ forgotten
+                   │           └── sent again on a new connection, at most MAX_UNACKED_BYTES before their Acks;
+                   │               never twice on one connection, where a slow link would only get slower
+                   └── GroupFailed: sent once; the learner asks again
+    Score    ─▶ Scores: the logprobs, or the reason why there are none
 
-A group that loses completions, to an error or to its deadline, goes on with those that had ended if they are two or more: one
-alone has no baseline. The deadline is for no token at all since the last one: neither waiting for a place nor a push counts.
+A group that loses completions to an error or to its deadline is delivered with those that had ended, if they are two or more: a
+single completion has no baseline. The deadline counts from the group's last token; neither a wait for a place nor a push counts.
 """
 
 import asyncio
@@ -20,10 +21,9 @@ import numpy as np
 
 from inference_server.engine.containment import Fail, run_contained
 from inference_server.engine.interface import Engine, EngineFailed, EngineLimits, Sampled
-from protocol.messages import Completion, Generate, Group, GroupFailed, Message, Sampling
+from protocol.messages import Completion, Generate, Group, GroupFailed, Message, Sampling, Score, Scores
 
 log = logging.getLogger(__name__)
-
 MAX_COMPLETIONS = 16_384
 """vLLM's own bound on the completions of one request."""
 MIN_COMPLETIONS = 2
@@ -31,12 +31,10 @@ MIN_COMPLETIONS = 2
 MAX_UNACKED_BYTES = 128 << 20
 """Size of the groups that wait in the learner's connection or for their Acks. Without a limit a reconnect could queue
 gigabytes at once. A single group may be larger."""
-
 Deliver = Callable[[Message], Awaitable[bool]]
 """Sends a message to the learner; False if it cannot be reached now."""
 Tell = Callable[[Message], Awaitable[None]]
 """Sends a message to the learner, now or as soon as it can be reached on this connection."""
-
 Spawn = Callable[[Coroutine[None, None, None], str, Fail], asyncio.Task[None]]
 """Runs what needs the engine, under a name; an unexpected exception goes to the last argument."""
 
@@ -280,3 +278,32 @@ def why_not_tokens(token_ids: np.ndarray, limits: EngineLimits) -> str | None:
             "is it the tokenizer of this model?"
         )
     return None
+
+
+async def scores_of(request: Score, engine: Engine, *, has_weights: bool) -> Scores:
+    """Raises EngineDead."""
+    limits = engine.limits
+    if not has_weights:
+        return no_scores(request.request_id, "the server has no weights of this run yet; push before scoring")
+    if request.replica >= limits.num_replicas:
+        has = f"the server has {limits.num_replicas} (server.data_parallel_size)"
+        return no_scores(request.request_id, f"replica {request.replica} was asked, counted from 0, and {has}")
+    if problem := why_not_tokens(request.token_ids, limits):
+        return no_scores(request.request_id, problem)
+    # vLLM scores a prompt on the way to a first token, which needs a place of its own.
+    if not 2 <= len(request.token_ids) < limits.max_model_len:
+        expected = f"2 to {limits.max_model_len - 1} (server.max_model_len - 1)"
+        return no_scores(request.request_id, f"{len(request.token_ids)} tokens came to score; expected {expected}")
+    try:
+        async with asyncio.timeout(request.deadline_s):
+            logprobs, version = await engine.score(request.token_ids, request.replica)
+    except TimeoutError:
+        return no_scores(request.request_id, f"not scored within the request's deadline of {request.deadline_s:g} s")
+    except EngineFailed as error:
+        return no_scores(request.request_id, str(error))
+    return Scores(request_id=request.request_id, logprobs=logprobs, policy_version=version)
+
+
+def no_scores(request_id: str, error: str) -> Scores:
+    """Say why there are none."""
+    return Scores(request_id=request_id, logprobs=np.zeros(0, dtype=np.float32), policy_version=None, error=error)

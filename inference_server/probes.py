@@ -10,7 +10,7 @@ from collections.abc import Awaitable
 
 from inference_server.engine.containment import run_contained
 from inference_server.engine.interface import Engine
-from inference_server.engine.life import EngineLife
+from inference_server.engine.supervisor import EngineLife
 from protocol.channel.sockets import ServerChannel
 from protocol.checkup import package_version
 from protocol.messages import PROTOCOL_VERSION, ModelFingerprint, Probe, Trial, TrialEnded, Vitals
