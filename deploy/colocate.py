@@ -17,8 +17,7 @@ import msgspec
 
 from deploy.config import DeployConfig, DeployRun
 from deploy.placement import Place, rank_places, server_places
-from deploy.processes import Process
-from deploy.supervisor import Supervisor
+from deploy.supervisor import Process, Supervisor
 from inference_server.config import ServerRun
 from learner.config import LearnerRun
 from protocol import console

@@ -19,7 +19,8 @@ from inference_server.preparation import MIB, check_block_size, check_room, need
 from protocol.builtin_models import cache_dir
 from protocol.channel.keys import learner_keys, server_keys
 from protocol.channel.sockets import ServerChannel
-from protocol.checkup import (
+from protocol.config import load_config
+from protocol.doctor import (
     Finding,
     free_memory_bytes,
     of_disk,
@@ -32,7 +33,6 @@ from protocol.checkup import (
     tell,
     unknown,
 )
-from protocol.config import load_config
 from protocol.endpoint import is_loopback, join_address, split_endpoint
 from protocol.errors import ConfigError, PushError
 from protocol.hardware import gpu_choice
@@ -187,7 +187,7 @@ def nccl(run: ServerRun) -> Finding | None:
     wanted = run.learner.get("push", {}).get("transport", "auto")
     if gpu_memory_bytes() is None or wanted not in ("auto", "nccl"):
         return None
-    from protocol.collective.nccl import why_not_installed
+    from protocol.transports.nccl import why_not_installed
 
     reason = why_not_installed()
     if reason is None:

@@ -25,9 +25,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
 from inference_server.config import ServerConfig
+from protocol.channel.keys import read_secret
 from protocol.endpoint import is_loopback, join_address
 from protocol.errors import ConfigError
-from protocol.secret_file import read_secret
 
 Status = Callable[[], dict[str, Any]]
 RETRY_AFTER_S = 5

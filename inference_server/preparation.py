@@ -17,7 +17,7 @@ from inference_server.engine.vllm_names import check_vllm
 from inference_server.http_access import listen, read_api_key
 from protocol.channel.keys import ServerKeys, server_keys
 from protocol.channel.sockets import ServerChannel
-from protocol.checkup import GIB, total_memory_bytes
+from protocol.doctor import GIB, total_memory_bytes
 from protocol.endpoint import exposure
 from protocol.errors import ConfigError
 from protocol.hardware import gpu_choice

@@ -12,7 +12,7 @@ from inference_server.engine.containment import run_contained
 from inference_server.engine.interface import Engine
 from inference_server.engine.supervisor import EngineLife
 from protocol.channel.sockets import ServerChannel
-from protocol.checkup import package_version
+from protocol.doctor import package_version
 from protocol.messages import PROTOCOL_VERSION, ModelFingerprint, Probe, Trial, TrialEnded, Vitals
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class Visits:
 
 
 def _ended(trial: Trial) -> TrialEnded:
-    from protocol.collective.trial import receive_trial  # imports torch
+    from protocol.transports.trial import receive_trial  # imports torch
 
     try:
         return TrialEnded(trial_id=trial.trial_id, receive_s=receive_trial(trial))

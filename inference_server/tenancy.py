@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from protocol.channel.handshakes import Failure
+from protocol.channel.liveness import Failure
 
 State = Literal["free", "held", "away"]
 log = logging.getLogger(__name__)

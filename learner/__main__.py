@@ -131,7 +131,7 @@ def doctor_command(arguments: list[str]) -> int:
         arguments, "learner doctor", "Look for what would keep a run from beginning, and say what to do about it."
     )
     from learner.checkup.doctor import examine
-    from protocol.checkup import tell
+    from protocol.doctor import tell
 
     return tell(examine(run.in_effect()), as_json=as_json)
 
@@ -145,7 +145,7 @@ def check_command(arguments: list[str]) -> int:
     )  # fmt: skip
     _prepare_to_compute(run)
     from learner.checkup.check import check
-    from protocol.checkup import tell
+    from protocol.doctor import tell
 
     return tell(check(run, with_trial=rest != arguments), as_json=as_json)
 

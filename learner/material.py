@@ -20,7 +20,7 @@ from learner.policy.model import load_config, load_tokenizer
 from learner.policy.model_digest import digest_model
 from learner.prompts.chat_template import Turns
 from learner.prompts.prompts import Prompts
-from protocol.checkup import of_dtype
+from protocol.doctor import of_dtype
 from protocol.model_files import end_token_ids, resolve_model
 
 log = logging.getLogger(__name__)

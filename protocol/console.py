@@ -20,6 +20,8 @@ SWITCHES = (QUIET, JSON_LOGS)
 IN_USAGE = " ".join(f"[{switch}]" for switch in SWITCHES)
 COLOURS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[31m"}
 NO_COLOUR = "\033[0m"
+PROGRESS_EVERY_S = 1.0 if sys.stderr.isatty() else 10.0
+"""Between two drawings of a progress bar, each of which is a line in a file."""
 
 
 class Manner(msgspec.Struct, frozen=True):

@@ -20,7 +20,7 @@ import torch
 import inference_server.server
 import learner.servers.epoch
 import learner.servers.link
-import protocol.collective.group
+import protocol.transports.group
 from inference_server.config import ServerConfig
 from inference_server.engine.interface import EngineDead, PushOrder, WorkerReport
 from learner.config import LearnerRun
@@ -288,8 +288,8 @@ def _learner_run(directory: Path, setup: LearnerSetup) -> LearnerRun:
 
 def _begin(log: Path) -> None:
     logging.basicConfig(filename=log, level=logging.INFO, format="%(message)s")
-    protocol.collective.group.GlooCollective = TrappedGloo  # type: ignore[misc]
-    protocol.collective.group.TcpCollective = TrappedTcp  # type: ignore[misc]
+    protocol.transports.group.GlooCollective = TrappedGloo  # type: ignore[misc]
+    protocol.transports.group.TcpCollective = TrappedTcp  # type: ignore[misc]
 
 
 def _next_command(pipe: Connection) -> Any:

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import torch
 
-from protocol.collective.gloo import GlooCollective
-from protocol.collective.tcp import TcpCollective
+from protocol.transports.gloo import GlooCollective
+from protocol.transports.tcp import TcpCollective
 
 PUSH_TIMEOUT_S = 1.5
 HANG = 0

@@ -15,9 +15,9 @@ PACKAGES = ("protocol", "learner", "inference_server", "deploy")
 ONLY_IN = {
     "zmq": ("protocol/channel/",),
     "vllm": ("inference_server/engine/", "inference_server/http.py"),
-    "cupy": ("protocol/collective/nccl.py",),
+    "cupy": ("protocol/transports/nccl.py",),
     "torch": (
-        "protocol/collective/", "protocol/weights/", "protocol/builtin_models/", "inference_server/engine/", "learner/",
+        "protocol/transports/", "protocol/weights/", "protocol/builtin_models/", "inference_server/engine/", "learner/",
     ),
 }  # fmt: skip
 FORBIDDEN = {
@@ -36,7 +36,6 @@ ANYWHERE = {
     "descendants",
     "interrupt",
     "memory_watch",
-    "progress",
     "rank_agreement",
     "rank_watch",
     "together",

@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from protocol.collective.group import Meeting
-from protocol.collective.watch import watched
 from protocol.errors import PushError
 from protocol.messages import Rendezvous
+from protocol.transports.group import Meeting, watched
 
 TIMEOUT_S = 60.0
 

@@ -14,13 +14,11 @@ import msgspec
 import torch
 
 from inference_server.engine.interface import PushOrder
-from protocol.collective.group import Collective, join_collective
-from protocol.collective.watch import watched
 from protocol.errors import PushError, PushIncomplete
 from protocol.messages import Manifest, Rendezvous
-from protocol.weights.bucket_memory import BucketMemory
-from protocol.weights.checksum import checksum_of
-from protocol.weights.delta_wire import Baseline, receive_changes
+from protocol.transports.group import Collective, join_collective, watched
+from protocol.weights.buckets import BucketMemory, checksum_of
+from protocol.weights.delta import Baseline, receive_changes
 from protocol.weights.dense import Arrived, receive_weights
 
 LEAVE_TIMEOUT_S = 10.0

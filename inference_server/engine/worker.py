@@ -23,8 +23,8 @@ from inference_server.engine.interface import PushOrder, WorkerPlace, WorkerRepo
 from inference_server.engine.output import send_in_pieces
 from inference_server.engine.weight_loader import NextWeights, Reload, keep_trimmed, put_back
 from inference_server.engine.weight_receiver import Receiver
-from protocol.collective.transport import offered_transports, own_device_name
 from protocol.errors import PushIncomplete
+from protocol.transports.transport import offered_transports, own_device_name
 from protocol.weights.shared_baseline import worker_baseline
 
 log = logging.getLogger(__name__)

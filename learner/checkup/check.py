@@ -20,7 +20,7 @@ from learner.material import Material
 from learner.prompts.prompts import Prompt
 from learner.report.trackers import refuse_absent
 from learner.rewards.workers import GroupRewards, RewardWorkers
-from protocol.checkup import Finding, ok, problem, problem_of, unknown
+from protocol.doctor import Finding, ok, problem, problem_of, unknown
 from protocol.errors import ConfigError, RewardError, SlipstreamError
 
 NUM_SHOWN = 3

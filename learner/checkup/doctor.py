@@ -21,14 +21,14 @@ from learner.servers.membership import Membership
 from learner.servers.parity import DTYPES, coarser
 from protocol.channel.keys import learner_keys
 from protocol.channel.sockets import LearnerChannel
-from protocol.checkup import Finding, in_one_line, of_dtype, ok, package_version, problem, problem_of, unknown
-from protocol.collective.group import Meeting, address_towards
-from protocol.collective.nccl import ranks_may_share_a_gpu, why_not_installed
-from protocol.collective.transport import choose_transport, offered_transports, own_device_name, why_over_cpus
-from protocol.collective.trial import MAX_TRIAL_S, send_trial
+from protocol.doctor import Finding, in_one_line, of_dtype, ok, package_version, problem, problem_of, unknown
 from protocol.errors import ConfigError, HandshakeRefused, PushError
 from protocol.messages import PROTOCOL_VERSION, ModelFingerprint, Transport, Trial, TrialEnded, Vitals
 from protocol.model_files import fingerprint, local_model, weight_bytes
+from protocol.transports.group import Meeting, address_towards
+from protocol.transports.nccl import ranks_may_share_a_gpu, why_not_installed
+from protocol.transports.transport import choose_transport, offered_transports, own_device_name, why_over_cpus
+from protocol.transports.trial import MAX_TRIAL_S, send_trial
 
 MAX_CLOCK_OFFSET_S = 5.0
 EVALUATION_TIMEOUT_S = 3.0

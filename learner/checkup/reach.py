@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from protocol.channel.keys import LearnerKeys
 from protocol.channel.sockets import LearnerChannel
-from protocol.checkup import Finding, in_one_line, ok, package_version, problem
+from protocol.doctor import Finding, in_one_line, ok, package_version, problem
 from protocol.endpoint import join_address, split_endpoint
 from protocol.errors import DeadlineExceeded, ProtocolError
 from protocol.messages import Message, Probe, Pulse, Refused, TrialEnded, Vitals

@@ -8,7 +8,7 @@ from transformers import AutoConfig
 
 from learner.config import LearnerRun
 from learner.policy.memory import Memory, learner_memory, shape_of
-from protocol.checkup import Finding, free_memory_bytes, of_disk, of_memory, unknown
+from protocol.doctor import Finding, free_memory_bytes, of_disk, of_memory, unknown
 from protocol.model_files import local_model
 
 REMEDY = "lower learner.micro_batch_tokens, set learner.gradient_checkpointing or learner.lora.rank, or shard over several ranks"

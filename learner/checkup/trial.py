@@ -26,7 +26,7 @@ from learner.training.metrics import StepTimer, group_metrics
 from learner.training.ranks import make_accelerator
 from learner.training.step import train_on
 from learner.training.trainee import make_trainee
-from protocol.checkup import Finding, ok, problem_of
+from protocol.doctor import Finding, ok, problem_of
 from protocol.errors import ConfigError, SlipstreamError
 
 NUM_STEPS = 8

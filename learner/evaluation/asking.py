@@ -23,10 +23,9 @@ from tqdm import tqdm
 
 from learner.evaluation.questions import Questions
 from learner.evaluation.stops import NUM_TOLD, cut_choice
-from learner.progress import PROGRESS_EVERY_S
 from learner.prompts.prompts import Prompt
 from protocol.answer_headers import END, NO_VERSION, RUN, START
-from protocol.console import manner
+from protocol.console import PROGRESS_EVERY_S, manner
 from protocol.errors import SlipstreamError
 
 log = logging.getLogger(__name__)

@@ -10,13 +10,13 @@ import torch
 
 from learner.config import PushConfig
 from learner.servers.link import ServerLink
-from protocol.collective.group import Collective, Meeting, address_towards
-from protocol.collective.nccl import ranks_may_share_a_gpu
-from protocol.collective.transport import choose_transport, offered_transports, own_device_name
 from protocol.errors import PushError
 from protocol.messages import Manifest, Rendezvous, Transport, Welcome
+from protocol.transports.group import Collective, Meeting, address_towards
+from protocol.transports.nccl import ranks_may_share_a_gpu
+from protocol.transports.transport import choose_transport, offered_transports, own_device_name
 from protocol.weights.buckets import NamedTensors, cut, make_manifest
-from protocol.weights.delta_wire import Baseline, send_changes
+from protocol.weights.delta import Baseline, send_changes
 from protocol.weights.dense import Progress, Sent, send_weights
 
 

@@ -19,14 +19,13 @@ import torch
 from tqdm import tqdm
 
 from learner.config import PushConfig
-from learner.progress import PROGRESS_EVERY_S
 from learner.servers.epoch import Epoch, Epochs
 from learner.servers.loop_thread import LoopThread
 from learner.servers.member import Member
-from protocol.collective.group import Collective
-from protocol.console import manner
+from protocol.console import PROGRESS_EVERY_S, manner
 from protocol.errors import DeadlineExceeded, PushError, PushIncomplete, SlipstreamError
 from protocol.messages import Manifest, PushBegin, PushDone
+from protocol.transports.group import Collective
 from protocol.weights.buckets import NamedTensors, dtype_on_wire
 from protocol.weights.dense import Sent
 

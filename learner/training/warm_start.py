@@ -23,13 +23,12 @@ from learner.config import LearnerConfig
 from learner.environments.branch import UNKNOWN_VERSION, Branch
 from learner.forward.logprobs import token_logprobs
 from learner.material import Material
-from learner.progress import PROGRESS_EVERY_S
 from learner.prompts.prompts import Prompt
 from learner.training.batch import MicroBatch, Row
 from learner.training.finite import NotFiniteError
 from learner.training.optimizer import make_optimizer
 from learner.training.ranks import gradient_sync, my_batches
-from protocol.console import manner
+from protocol.console import PROGRESS_EVERY_S, manner
 from protocol.errors import DataError
 
 log = logging.getLogger(__name__)

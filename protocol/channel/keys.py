@@ -5,8 +5,8 @@
     DIR/learner.key           a learner's secret              goes to that learner
     DIR/allowed/learner.pub   the public keys let in          stays on the server, one file per learner, read at each handshake
 
-Public keys follow from the secret ones, so a side needs no file of its own public key. Invariant: secrets are read only
-from files that nobody else may read.
+Public keys follow from the secret ones, so a side needs no file of its own public key. Invariant: secrets, the key of the OpenAI API
+among them, are read only from files that nobody else may read.
 """
 
 import errno
@@ -20,12 +20,32 @@ import msgspec
 import zmq
 
 from protocol.errors import ConfigError, SlipstreamError
-from protocol.secret_file import read_secret, write_secret
 
 log = logging.getLogger(__name__)
-
 KEY_CHARACTERS = 40
 """32 bytes in Z85."""
+
+
+def read_secret(path: Path, purpose: str) -> str:
+    """Return the file's text, stripped. Raises ConfigError when it is missing, empty or open to group or others."""
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # to open a pipe would wait for somebody to write
+            raise ConfigError(f"{path} ({purpose}) is no regular file; name one that holds the secret")
+        mode, text = status.st_mode & 0o777, path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} ({purpose}) cannot be read: {error}") from error
+    if mode & 0o077:
+        raise ConfigError(f"{path} ({purpose}) has mode {mode:03o}, so others may read it; run: chmod 600 {path}")
+    if not text:
+        raise ConfigError(f"{path} ({purpose}) is empty; an empty secret would keep nobody out")
+    return text
+
+
+def write_secret(path: Path, text: str) -> None:
+    """Create the file with mode 600. Raises FileExistsError: a secret is never overwritten."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(f"{text}\n")
 
 
 class ServerKeys(msgspec.Struct, frozen=True):

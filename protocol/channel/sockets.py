@@ -5,28 +5,32 @@ never queues to a peer that is not there (IMMEDIATE, ROUTER_MANDATORY), and ever
 default is set here. Only tcp: `ipc://` loses messages when a peer exits while the reader is slow (libzmq #4660).
 
 With keys every connection is CURVE: an unknown key, another server's key and a plain-text client fail in libzmq's own
-threads and never reach `receive`. Without keys, a peer that has not been admitted may send little, and is cut off above it.
+threads and never reach `receive`. Without keys, a peer that has not been admitted may send enough for any Hello
+and is cut off above that (`Strangers`).
 """
 
 import asyncio
 import enum
 import math
 import socket
-from collections import Counter
+import time
+from collections import Counter, deque
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from protocol.channel.connections import MAX_UNFINISHED_BYTES, Connections, address_of
-from protocol.channel.handshakes import Failure, Monitor
 from protocol.channel.keys import LearnerKeys, ServerKeys
+from protocol.channel.liveness import MAX_UNFINISHED_BYTES, Connections, Failure, Monitor, address_of
 from protocol.channel.loop_socket import LoopSocket
-from protocol.channel.strangers import Strangers
 from protocol.codec import Decoder, encode
 from protocol.endpoint import check_endpoint, needs_ipv6, split_endpoint
 from protocol.errors import ConfigError, DeadlineExceeded, HandshakeRefused, ProtocolError
 from protocol.messages import LearnerMessage, Message, ServerMessage
 
+MAX_MESSAGES_PER_S = 1_000
+NUM_REMEMBERED = 1_000
+MAX_BYTES_PER_S = 1 << 20
+"""Decoding so much takes the server tens of milliseconds, and memory of tens of MiB, whatever the bytes are."""
 HEARTBEAT_INTERVAL_MS = 500
 DEAD_PEER_TIMEOUT_MS = 2_000
 """Without a byte. Whoever looks at the connections twice a second has found out within 3 s."""
@@ -43,6 +47,34 @@ MAX_PONG_BYTES = 256
 LINGER_MS = 1_000
 """Time for last messages (acks) to leave at close."""
 EVERY_ADDRESS = ("0.0.0.0", "::")
+
+
+class Strangers:
+    """Counts what strangers send within each second, and remembers the last ones that were cut off."""
+
+    def __init__(self) -> None:
+        self._second_began = time.monotonic()
+        self._num_messages: Counter[bytes] = Counter()
+        self._num_bytes: Counter[bytes] = Counter()
+        self._cut_off: deque[bytes] = deque(maxlen=NUM_REMEMBERED)
+
+    def allow(self, peer: bytes, num_bytes: int) -> bool:
+        """Count a message; False when its sender has had its share of this second."""
+        now = time.monotonic()
+        if now - self._second_began > 1:
+            self._second_began = now
+            self._num_messages.clear()
+            self._num_bytes.clear()
+        self._num_messages[peer] += 1
+        self._num_bytes[peer] += num_bytes
+        return self._num_messages[peer] <= MAX_MESSAGES_PER_S and self._num_bytes[peer] <= MAX_BYTES_PER_S
+
+    def is_cut_off(self, peer: bytes) -> bool:
+        """Whether the connection was ended before; what the peer had sent until then may still come out of the queue."""
+        return peer in self._cut_off
+
+    def cut_off(self, peer: bytes) -> None:
+        self._cut_off.append(peer)
 
 
 def _open(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) -> zmq.Socket[bytes]:

@@ -1,39 +1,60 @@
-"""A bucket of a push as what changed in it since the version its receiver holds, without loss.
+"""A push that carries only what has changed since the last one, without loss.
 
-    bucket, base ─▶ encode ─▶ wire ─▶ decode, in place ─▶ the base is the bucket, bit for bit
+    flat bucket ─▶ encode against the baseline ─▶ size, changes, trailer ═▶ decode onto the baseline ─▶ checked ─▶ load
 
-A message is the bucket's chunks one after the other, each a header and whichever payload is the smallest:
+Both sides keep the last push as flat buckets. The first push of an epoch is dense: comparing against nothing would take many times as
+long. The trailer holds the checksum of the whole bucket. Any failure ends the epoch and its baseline. A message is the bucket's chunks,
+each a header and the smallest of these payloads:
 
     DENSE       the chunk as it is
     DIFFERENCE  zlib(gaps), zlib(planes of new − base, as integers)
     OVERWRITE   zlib(gaps), zlib(planes of new)
 
-A gap is the number of unchanged words before a changed one, in bytes; 255 says that it goes on in the next byte.
-Plane p holds byte p of every value, so that the nearly constant high bytes stand together. Words are compared and
-subtracted as unsigned integers whatever dtype they hold: every bit pattern arrives, NaNs and −0 too.
+A gap is the number of unchanged words before a changed one, in bytes; 255 continues in the next byte. Plane p holds byte p of every
+value, so that the nearly constant high bytes stand together. Words are compared as unsigned integers whatever their dtype, so every
+bit pattern arrives, NaN and −0 included.
 
-Nothing a message says is used before it is checked against the size of the base. It does not say which base it was
-made from: on another one the result is other bytes, which the push's checksum finds.
+Invariant: nothing in a message is used before it is checked against the size of the base. A message does not name its base: on
+another one the checksum fails.
 """
 
 import struct
 import zlib
+from collections import Counter, deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from protocol.errors import PushError
+from protocol.messages import Manifest
+from protocol.transports.group import Collective
+from protocol.weights.buckets import ALIGNMENT_BYTES, Bucket, Checksum, NamedTensors, checksum_of, cut, spec_dtype
+from protocol.weights.dense import (
+    Arrived,
+    Frames,
+    Progress,
+    Sent,
+    broadcast_frames,
+    check_trailer,
+    fill,
+    in_bucket,
+    make_trailer,
+    no_progress,
+    receive_bytes,
+    receive_weights,
+    send_weights,
+)
 
 CHUNK_BYTES = 2 << 20
 """A bucket is encoded in pieces of this size, because the temporary arrays of a piece that changed everywhere take 20
 times as much at 2-byte words (measured; 10 times at 4 bytes, 40 at 1). Half the size costs 1 % of the ratio."""
-
 SAMPLE_WORDS = 1 << 12
 """DIFFERENCE and OVERWRITE are compared on about so many of a chunk's changed words: zlib takes most of the time."""
-
 DENSE, DIFFERENCE, OVERWRITE = range(3)
-
 # Kind, changed words, bytes of gaps; bytes of deflated gaps, bytes of deflated values.
 _HEADER = struct.Struct("<BIIII")
 
@@ -200,3 +221,138 @@ def _malformed(what: str) -> PushError:
 def max_encoded_bytes(num_bytes: int) -> int:
     """Return the most that `encode` makes of a bucket."""
     return num_bytes + _HEADER.size * -(-num_bytes // CHUNK_BYTES)
+
+
+class Baseline:
+    """The bytes of the last push, in host memory, bucket by bucket; none before the first."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[int, torch.Tensor] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._buffers
+
+    def of(self, bucket: Bucket) -> torch.Tensor:
+        if bucket.index not in self._buffers:
+            self._buffers[bucket.index] = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
+        return self._buffers[bucket.index]
+
+    @contextmanager
+    def changing(self, bucket: Bucket) -> Iterator[bool]:
+        """Around the change of a bucket; False where another process has made it already. Raises PushError."""
+        yield True
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._buffers.clear()
+
+    def filled(self, buckets: list[Bucket], tensors: NamedTensors) -> NamedTensors:
+        """Yield the tensors as they travel, each bucket's once it is here."""
+        source = iter(tensors)
+        for bucket in buckets:
+            fill(bucket, self.of(bucket), source)
+            yield from bucket.views(self.of(bucket))
+
+
+def send_changes(
+    collective: Collective,
+    buckets: list[Bucket],
+    tensors: NamedTensors,
+    baseline: Baseline,
+    progress: Progress = no_progress,
+) -> Sent:
+    """Send what differs from the baseline, which then holds these tensors. Raises PushError, ValueError as send_weights."""
+    if baseline.is_empty:
+        return send_weights(collective, buckets, baseline.filled(buckets, tensors), progress)
+    checksums: list[int] = []
+
+    def frames() -> Frames:
+        source = iter(tensors)
+        for bucket in buckets:
+            base, new = baseline.of(bucket), torch.zeros(bucket.num_bytes, dtype=torch.uint8)
+            fill(bucket, new, source)
+            changes = torch.from_numpy(encode(new, base, word_bytes(bucket)))
+            base.copy_(new)
+            checksums.append(_checksum(new))
+            size = torch.tensor([len(changes), bucket.num_bytes]).view(torch.uint8)
+            for frame in (size, changes, make_trailer(bucket, checksums[-1])):
+                yield bucket.index, frame.to(collective.device)
+            progress(bucket.num_bytes)
+
+    num_bytes = broadcast_frames(collective, frames())
+    return Sent(checksum=checksum_of(checksums), num_bytes=num_bytes)
+
+
+def receive_changes(collective: Collective, manifest: Manifest, baseline: Baseline) -> Iterator[Arrived]:
+    """Yield every bucket in order while the next one is on its way. Raises PushError.
+
+    The buffers are the baseline's, but for the first push, whose are on the collective's device.
+    """
+    if baseline.is_empty:
+        yield from _receive_first(collective, manifest, baseline)
+        return
+    buckets = cut(manifest)
+    with _transfer_thread(collective) as thread:
+        coming = deque(thread.submit(_receive_frames, collective, bucket) for bucket in buckets[:1])
+        for bucket in buckets:
+            coming += [thread.submit(_receive_frames, collective, after) for after in buckets[bucket.index + 1 :][:1]]
+            base = baseline.of(bucket)
+            try:
+                changes, trailer = coming.popleft().result()
+                with baseline.changing(bucket) as is_ours:
+                    if is_ours:
+                        decode(changes.cpu().numpy(), base, word_bytes(bucket))
+                    checksum = _checksum(base)
+                    check_trailer(bucket, trailer, checksum)
+            except PushError as error:
+                raise in_bucket(bucket, len(buckets), error) from error
+            yield Arrived(bucket, base, checksum)
+
+
+def _receive_first(collective: Collective, manifest: Manifest, baseline: Baseline) -> Iterator[Arrived]:
+    for arrived in receive_weights(collective, manifest):
+        # Tensor by tensor: what is in the gaps between them was not sent, and is zeros in the baseline.
+        with baseline.changing(arrived.bucket) as is_ours:
+            if is_ours:
+                fill(arrived.bucket, baseline.of(arrived.bucket), iter(arrived.bucket.views(arrived.buffer)))
+        yield arrived
+        del arrived  # or its memory would not be free for the next bucket
+
+
+def word_bytes(bucket: Bucket) -> int:
+    """Return the size of the elements that most of the bucket's bytes belong to."""
+    num_bytes = Counter[int]()
+    for slot in bucket.slots:
+        num_bytes[spec_dtype(slot.spec).itemsize] += slot.num_bytes
+    return num_bytes.most_common(1)[0][0]
+
+
+def _receive_frames(collective: Collective, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the bucket's changes, encoded, and its trailer."""
+    num_changes, num_bytes = receive_bytes(collective, ALIGNMENT_BYTES).cpu().view(torch.int64).tolist()
+    most = max_encoded_bytes(bucket.num_bytes)
+    if num_bytes != bucket.num_bytes or not 0 <= num_changes <= most:
+        raise PushError(
+            f"{num_changes} bytes of changes to a bucket of {num_bytes} were announced; expected at most {most} to "
+            f"{bucket.num_bytes}"
+        )
+    return receive_bytes(collective, num_changes), receive_bytes(collective, ALIGNMENT_BYTES)
+
+
+@contextmanager
+def _transfer_thread(collective: Collective) -> Iterator[ThreadPoolExecutor]:
+    """A thread for the broadcasts; whatever goes wrong outside it ends the one under way, so that it can be left."""
+    with ThreadPoolExecutor(1, "push-transfer") as thread:
+        try:
+            yield thread
+        except BaseException:
+            thread.shutdown(wait=False, cancel_futures=True)
+            collective.abort()
+            raise
+
+
+def _checksum(buffer: torch.Tensor) -> int:
+    checksum = Checksum()
+    checksum.update(buffer)
+    return checksum.value()

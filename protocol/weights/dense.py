@@ -14,22 +14,23 @@ from contextlib import contextmanager
 import msgspec
 import torch
 
-from protocol.collective.group import Collective
 from protocol.errors import PushError
 from protocol.messages import Manifest
-from protocol.weights.bucket_memory import BucketMemory
+from protocol.transports.group import Collective
 from protocol.weights.buckets import (
     ALIGNMENT_BYTES,
     Bucket,
+    BucketMemory,
+    Checksum,
     NamedTensors,
     Run,
     Slot,
+    checksum_of,
     cut,
     span_bytes_on,
     spec_dtype,
     view,
 )
-from protocol.weights.checksum import Checksum, checksum_of
 
 NUM_BROADCASTS_AHEAD = 3
 """Of the sender: under way while another is made. One would leave the connection idle between two."""

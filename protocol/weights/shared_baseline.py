@@ -28,7 +28,7 @@ import torch
 from protocol.errors import PushError
 from protocol.messages import Manifest
 from protocol.weights.buckets import ALIGNMENT_BYTES, Bucket, cut
-from protocol.weights.delta_wire import Baseline
+from protocol.weights.delta import Baseline
 
 log = logging.getLogger(__name__)
 

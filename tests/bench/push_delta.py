@@ -11,7 +11,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from protocol.weights.buckets import cut, make_manifest
-from protocol.weights.delta_wire import Baseline, send_changes
+from protocol.weights.delta import Baseline, send_changes
 from protocol.weights.dense import send_weights
 from tests.bench.push_peer import Order, Peer
 

@@ -13,12 +13,11 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from protocol.collective.group import Collective, Meeting, join_collective
 from protocol.messages import Manifest, Rendezvous
+from protocol.transports.group import Collective, Meeting, join_collective
 from protocol.weights import dense as weights
-from protocol.weights.bucket_memory import BucketMemory
-from protocol.weights.checksum import Checksum, checksum_of
-from protocol.weights.delta_wire import Baseline, receive_changes
+from protocol.weights.buckets import BucketMemory, Checksum, checksum_of
+from protocol.weights.delta import Baseline, receive_changes
 from protocol.weights.dense import receive_weights
 
 HOST = "127.0.0.1"

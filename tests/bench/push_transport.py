@@ -15,8 +15,7 @@ import psutil
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from protocol.weights.buckets import cut, make_manifest
-from protocol.weights.checksum import Checksum
+from protocol.weights.buckets import Checksum, cut, make_manifest
 from protocol.weights.dense import send_weights
 from tests.bench.push_peer import Order, Peer, Variant, as_ordered
 

@@ -24,7 +24,7 @@ import learner.servers.epoch
 import learner.servers.fleet
 import learner.storage.retention
 import learner.storage.writer
-import protocol.collective.group
+import protocol.transports.group
 from learner.__main__ import main
 from learner.environments.player import Player
 from learner.environments.pool import Seat
@@ -44,8 +44,8 @@ from learner.servers.push import ServerPush
 from learner.servers.pusher import Pusher
 from learner.storage.run_dir import RunDir
 from protocol.channel.sockets import LearnerChannel
-from protocol.collective.gloo import GlooCollective
 from protocol.endpoint import split_endpoint
+from protocol.transports.gloo import GlooCollective
 from protocol.weights.buckets import make_manifest
 from tests.chaos.environment import CHAOS_DIR
 from tests.chaos.episodes import ENDED
@@ -111,7 +111,7 @@ def _set_traps(traps: Traps) -> None:
                 tensor.view(torch.uint8)[0] ^= 4
             return super().start_broadcast(tensor)
 
-    protocol.collective.group.GlooCollective = TrappedCollective  # type: ignore[misc]
+    protocol.transports.group.GlooCollective = TrappedCollective  # type: ignore[misc]
     learner.servers.epoch.make_manifest = lambda tensors, dtype, _, wire: make_manifest(
         tensors, dtype, BUCKET_BYTES, wire
     )

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from deploy.planning.rates import Lengths, Rates
-from deploy.planning.server import Group
+from deploy.planning.servers import Group
 from deploy.planning.simulation import Setup, Simulation
 from inference_server.config import ServerConfig
 from learner.config import LearnerConfig, LearnerRun

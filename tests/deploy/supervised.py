@@ -8,8 +8,7 @@ import msgspec
 
 import deploy.supervisor
 from deploy.config import DeployConfig
-from deploy.processes import Process
-from deploy.supervisor import Supervisor
+from deploy.supervisor import Process, Supervisor
 
 PART = Path(__file__).parent / "part.py"
 RANKS_END_S = 3.0

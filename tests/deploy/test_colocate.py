@@ -17,7 +17,7 @@ import pytest
 from deploy import colocate
 from deploy.colocate import asks_at, flags_by_section, with_cores
 from deploy.config import DeployConfig
-from deploy.processes import GRACE_S
+from deploy.supervisor import GRACE_S
 from protocol.errors import ConfigError
 from protocol.hardware import has_gpu
 from tests.deploy.test_placement import a_learner, a_server

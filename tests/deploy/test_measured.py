@@ -6,8 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from deploy.planning.measured import idle_frac, observed, rates_of, read_run
-from deploy.planning.replay import Asked
+from deploy.planning.measured import Asked, idle_frac, observed, rates_of, read_run
 from deploy.planning.simulation import simulate
 from protocol.errors import ConfigError
 from tests.deploy.planned_run import CONSTANT, SPREAD, setup, write_run

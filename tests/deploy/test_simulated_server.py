@@ -5,7 +5,7 @@ from collections.abc import Callable
 import simpy
 
 from deploy.planning.rates import Rates
-from deploy.planning.server import Group, Server
+from deploy.planning.servers import Group, Server
 from tests.deploy.planned_run import constant
 
 RATES = Rates(lengths=constant(1), decode_step_s=1.0, decode_token_s=1.0, learner_token_s=1.0)

@@ -6,9 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from deploy.planning.fleet import Failures
 from deploy.planning.rates import Rates
-from deploy.planning.server import Group
+from deploy.planning.servers import Failures, Group
 from deploy.planning.simulation import Setup, Simulation, simulate
 from tests.deploy.planned_run import CONSTANT, SPREAD, setup
 

@@ -108,9 +108,9 @@ class ScriptedLearner:
         """Begin the first push of a new epoch; return its manifest once the server is ready and the group is formed."""
         import torch
 
-        from protocol.collective.group import Meeting
+        from protocol.transports.group import Meeting
         from protocol.weights.buckets import make_manifest
-        from protocol.weights.delta_wire import Baseline
+        from protocol.weights.delta import Baseline
 
         if self._meeting is None:
             self._meeting = Meeting("127.0.0.1", self.push_timeout_s)
@@ -133,7 +133,7 @@ class ScriptedLearner:
     async def transfer(self, tensors: Iterable[tuple[str, Any]]) -> Any:
         """Send the bytes of the push that was begun; return what left. Raises PushError."""
         from protocol.weights.buckets import cut
-        from protocol.weights.delta_wire import send_changes
+        from protocol.weights.delta import send_changes
         from protocol.weights.dense import send_weights
 
         buckets = cut(self._manifest)

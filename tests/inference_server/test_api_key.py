@@ -18,8 +18,8 @@ from starlette.routing import Route
 
 from inference_server.config import ServerConfig
 from inference_server.http_access import ApiKeyGate, read_api_key
+from protocol.channel.keys import write_secret
 from protocol.errors import ConfigError
-from protocol.secret_file import write_secret
 
 TIMEOUT_S = 60.0
 KEY = "sk-of-this-test"

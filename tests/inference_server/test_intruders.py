@@ -194,7 +194,7 @@ def test_a_stranger_that_floods_is_cut_off_and_the_learner_undisturbed(
     num_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A loaded machine reads fewer than the server's own limit in a second, and so would never cut off.
-    monkeypatch.setattr("protocol.channel.strangers.MAX_MESSAGES_PER_S", 100)
+    monkeypatch.setattr("protocol.channel.sockets.MAX_MESSAGES_PER_S", 100)
 
     async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
         memory_before = psutil.Process().memory_info().rss
@@ -210,7 +210,7 @@ def test_a_stranger_that_floods_is_cut_off_and_the_learner_undisturbed(
 
 
 def test_a_welcomed_learner_may_send_more_than_a_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("protocol.channel.strangers.MAX_MESSAGES_PER_S", 10)
+    monkeypatch.setattr("protocol.channel.sockets.MAX_MESSAGES_PER_S", 10)
 
     async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
         for index in range(200):

@@ -6,11 +6,11 @@ from contextlib import closing
 import pytest
 import torch
 
-import protocol.collective.watch
+import protocol.transports.group
 from inference_server.engine.interface import PushOrder
 from inference_server.engine.weight_receiver import Receiver, in_host_memory
-from protocol.collective.group import Meeting
 from protocol.errors import PushError
+from protocol.transports.group import Meeting
 from protocol.weights.buckets import cut, make_manifest
 from protocol.weights.dense import Arrived
 
@@ -21,7 +21,7 @@ def test_a_worker_gives_up_a_push_when_the_learner_is_gone_although_its_connecti
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """So it looks when its host has vanished: the collective alone would wait for a minute."""
-    monkeypatch.setattr(protocol.collective.watch, "INTERVAL_S", 0.05)
+    monkeypatch.setattr(protocol.transports.group, "INTERVAL_S", 0.05)
     manifest = make_manifest([("weight", torch.zeros(8))], torch.float32, 1024, "dense")
     meeting, receiver = Meeting("127.0.0.1", 60.0), Receiver(1, CPU)
     rendezvous = meeting.rendezvous(1, "gloo")

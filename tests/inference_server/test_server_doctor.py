@@ -14,8 +14,8 @@ from inference_server.config import ServerRun
 from inference_server.doctor import examine, nccl, vllm_names
 from inference_server.engine.vllm_names import all_names, installed_at
 from protocol.channel.keys import make_keys
-from protocol.checkup import Finding
 from protocol.config import load_config
+from protocol.doctor import Finding
 from protocol.hardware import GpuChoice
 from protocol.messages import MAX_TRIAL_BYTES, Rendezvous, Trial, TrialEnded
 from tests.fakes import ScriptedEngine, serving
@@ -112,7 +112,7 @@ def see_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 def test_workers_without_a_gpu_each_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference_server.doctor.gpu_memory_bytes", lambda: (70 << 30, 80 << 30))
     see_gpus(monkeypatch, 2)
-    monkeypatch.setattr("protocol.collective.nccl.why_not_installed", lambda: None)
+    monkeypatch.setattr("protocol.transports.nccl.why_not_installed", lambda: None)
     flags = (
         "--endpoint",
         free_endpoint(),
@@ -131,7 +131,7 @@ def of_nccl(monkeypatch: pytest.MonkeyPatch, *flags: str, num_gpus: int = 2, rea
     """What a machine with GPUs is told, whose NCCL cannot be used for a reason."""
     monkeypatch.setattr("inference_server.doctor.gpu_memory_bytes", lambda: (70 << 30, 80 << 30) if num_gpus else None)
     see_gpus(monkeypatch, num_gpus)
-    monkeypatch.setattr("protocol.collective.nccl.why_not_installed", lambda: reason)
+    monkeypatch.setattr("protocol.transports.nccl.why_not_installed", lambda: reason)
     return nccl(load_config(ServerRun, [str(ROOT / RECIPE), *flags], "test"))
 
 

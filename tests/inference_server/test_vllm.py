@@ -19,9 +19,8 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from protocol.channel.keys import learner_keys, make_keys
+from protocol.channel.keys import learner_keys, make_keys, write_secret
 from protocol.messages import Ack, Farewell, Group, GroupFailed, Pulse, PushDone, PushFailed, Refused
-from protocol.secret_file import write_secret
 from tests.deploy.grafana import asked_of_servers
 from tests.inference_server.scripted_learner import ScriptedLearner
 

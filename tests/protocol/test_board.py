@@ -8,9 +8,9 @@ from contextlib import closing, contextmanager
 import msgspec
 import pytest
 
-from protocol.collective import board
-from protocol.collective.board import MAX_LINE_BYTES, EpochStore, HostedBoard, Question, RemoteBoard
 from protocol.errors import PushError
+from protocol.transports import rendezvous as board
+from protocol.transports.rendezvous import MAX_LINE_BYTES, EpochStore, HostedBoard, Question, RemoteBoard
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 60.0

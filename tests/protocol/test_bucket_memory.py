@@ -2,8 +2,7 @@
 
 import torch
 
-from protocol.weights.bucket_memory import BucketMemory
-from protocol.weights.buckets import make_manifest
+from protocol.weights.buckets import BucketMemory, make_manifest
 
 CPU = torch.device("cpu")
 

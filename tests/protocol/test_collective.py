@@ -15,10 +15,10 @@ import psutil
 import pytest
 import torch
 
-import protocol.collective.group
-from protocol.collective.group import Collective, Meeting, join_collective
+import protocol.transports.group
 from protocol.errors import PushError
 from protocol.messages import Rendezvous, Transport
+from protocol.transports.group import Collective, Meeting, join_collective
 
 HOST = "127.0.0.1"
 CPU = torch.device("cpu")
@@ -123,7 +123,7 @@ def test_a_learner_that_is_not_there_is_an_error_for_the_worker() -> None:
 def test_a_learner_that_is_silent_ends_the_join_of_the_worker_long_before_the_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(protocol.collective.group, "ANSWER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(protocol.transports.group, "ANSWER_TIMEOUT_S", 0.2)
     with socket.create_server((HOST, 0)) as listener:
         port = listener.getsockname()[1]
         rendezvous = Rendezvous(transport="gloo", host=HOST, port=port, world_size=2, timeout_s=60)
@@ -179,7 +179,7 @@ class StuckForming(threading.Event):
 @pytest.fixture
 def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[StuckForming]:
     forming = StuckForming()
-    monkeypatch.setattr(protocol.collective.group, "GlooCollective", forming.form)
+    monkeypatch.setattr(protocol.transports.group, "GlooCollective", forming.form)
     yield forming
     forming.set()
 

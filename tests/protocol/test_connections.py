@@ -242,7 +242,7 @@ def test_one_long_message_after_the_other_is_no_endless_one(monkeypatch: pytest.
     monkeypatch.setattr("protocol.channel.sockets.MAX_UNFINISHED_BYTES", 3 * MIB)
 
     async def run() -> None:
-        monkeypatch.setattr("protocol.channel.strangers.MAX_BYTES_PER_S", 1 << 40)
+        monkeypatch.setattr("protocol.channel.sockets.MAX_BYTES_PER_S", 1 << 40)
         server = ServerChannel("tcp://127.0.0.1:*")
         learner = ScriptedLearner(server.endpoint)
         async with asyncio.timeout(TIMEOUT_S):

@@ -13,17 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from protocol.collective.group import Collective, Meeting, address_towards, join_collective
-from protocol.collective.interface import interface_of
-from protocol.collective.ipc import GpuMemory, TensorHandle
-from protocol.collective.nccl import FAMILY, INTERFACE, SHARED_GPU_SWITCH, is_installed, ranks_may_share_a_gpu
-from protocol.collective.transport import offered_transports, own_device_name
-from protocol.collective.watch import watched
 from protocol.errors import PushError
 from protocol.installation import install_command
 from protocol.messages import Manifest, Rendezvous, Transport
-from protocol.weights.buckets import cut, make_manifest
-from protocol.weights.checksum import checksum_of
+from protocol.transports.cuda_ipc import GpuMemory, TensorHandle
+from protocol.transports.group import Collective, Meeting, address_towards, join_collective, watched
+from protocol.transports.interface import interface_of
+from protocol.transports.nccl import FAMILY, INTERFACE, SHARED_GPU_SWITCH, is_installed, ranks_may_share_a_gpu
+from protocol.transports.transport import offered_transports, own_device_name
+from protocol.weights.buckets import checksum_of, cut, make_manifest
 from protocol.weights.dense import NUM_BUFFERS, receive_weights, send_weights
 from tests.protocol.test_collective import HOST, Waiting
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from protocol import hardware
-from protocol.checkup import of_dtype
 from protocol.config import SharedConfig
+from protocol.doctor import of_dtype
 from protocol.hardware import dtype_choice, gpu_choice, has_gpu
 
 AMX = "processor\t: 0\nflags\t\t: fpu avx512f amx_bf16 amx_tile amx_int8\nbugs\t\t:\n"

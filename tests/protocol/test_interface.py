@@ -5,7 +5,7 @@ import socket
 import psutil
 import pytest
 
-from protocol.collective.interface import interface_of
+from protocol.transports.interface import interface_of
 
 ADDRESSES = [
     (address.address.partition("%")[0], name)

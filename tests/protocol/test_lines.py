@@ -9,8 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import msgspec
 import pytest
 
-from protocol.collective.lines import MAX_EXPECTED, Call, Callers, Line, call_learner
 from protocol.errors import PushError
+from protocol.transports.tcp import MAX_EXPECTED, Call, Callers, Line, call_learner
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 30.0

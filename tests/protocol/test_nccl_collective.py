@@ -12,19 +12,19 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from protocol.collective import group
-from protocol.collective import nccl as nccl_collective
-from protocol.collective.group import Collective, Meeting, join_collective
-from protocol.collective.nccl import (
+from protocol.errors import PushError
+from protocol.messages import Rendezvous
+from protocol.transports import group
+from protocol.transports import nccl as nccl_collective
+from protocol.transports.group import Collective, Meeting, join_collective
+from protocol.transports.nccl import (
     NcclCollective,
     is_installed,
     ranks_may_share_a_gpu,
     use_interface_of,
     why_not_installed,
 )
-from protocol.collective.transport import offered_transports
-from protocol.errors import PushError
-from protocol.messages import Rendezvous
+from protocol.transports.transport import offered_transports
 from protocol.weights.buckets import cut, make_manifest
 from protocol.weights.dense import receive_weights, send_weights
 from tests.protocol.test_collective import CPU, HOST, Waiting, zeros

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from protocol.collective.group import Collective, Meeting, join_collective
 from protocol.errors import PushError
-from protocol.weights import delta_wire, shared_baseline
+from protocol.transports.group import Collective, Meeting, join_collective
+from protocol.weights import delta, shared_baseline
 from protocol.weights.buckets import cut, make_manifest
-from protocol.weights.delta_wire import Baseline, receive_changes, send_changes
+from protocol.weights.delta import Baseline, receive_changes, send_changes
 from protocol.weights.shared_baseline import DIRECTORY, PREFIX, SharedBaseline, worker_baseline
 
 pytestmark = pytest.mark.skipif(not DIRECTORY.is_dir(), reason=f"needs {DIRECTORY}")
@@ -65,8 +65,8 @@ def test_every_version_reaches_all_and_each_bucket_is_decoded_once(
         decoded.append(len(base))
         decode(changes, base, element_bytes)
 
-    decode = delta_wire.decode
-    monkeypatch.setattr(delta_wire, "decode", counted)
+    decode = delta.decode
+    monkeypatch.setattr(delta, "decode", counted)
     later = [(name, tensor.clone()) for name, tensor in FIRST]
     later[0][1][::50, ::2] *= 1.5
     mine = Baseline()

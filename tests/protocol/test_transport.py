@@ -5,8 +5,8 @@ import logging
 import pytest
 import torch
 
-from protocol.collective.transport import choose_transport, offered_transports, own_device_name
 from protocol.errors import ConfigError
+from protocol.transports.transport import choose_transport, offered_transports, own_device_name
 
 ALL = ["gloo", "tcp", "ipc", "nccl"]
 NO_CUPY = ["gloo", "ipc"]

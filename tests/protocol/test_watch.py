@@ -8,12 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
-import protocol.collective.board
-import protocol.collective.watch
-from protocol.collective.group import Meeting
-from protocol.collective.watch import watched
+import protocol.transports.group
+import protocol.transports.rendezvous
 from protocol.errors import PushError
 from protocol.messages import Rendezvous
+from protocol.transports.group import Meeting, watched
 from tests.protocol.test_collective import Waiting
 from tests.watching import WaitingCollective, transfer
 
@@ -22,7 +21,7 @@ INTERVAL_S = 0.05
 
 @pytest.fixture(autouse=True)
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol.collective.watch, "INTERVAL_S", INTERVAL_S)
+    monkeypatch.setattr(protocol.transports.group, "INTERVAL_S", INTERVAL_S)
 
 
 @pytest.fixture
@@ -90,7 +89,7 @@ def test_a_transfer_goes_on_while_the_learner_stands_still() -> None:
 def test_a_transfer_goes_on_when_the_board_ends_a_connection_that_says_nothing(
     meeting: Meeting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(protocol.collective.board, "IDLE_TIMEOUT_S", INTERVAL_S)
+    monkeypatch.setattr(protocol.transports.rendezvous, "IDLE_TIMEOUT_S", INTERVAL_S)
     collective = WaitingCollective()
     with watched(collective, meeting.rendezvous(1, "gloo"), "e1"):
         assert not collective.aborted.wait(20 * INTERVAL_S)

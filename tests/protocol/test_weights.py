@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from protocol.collective.group import Collective, Meeting, join_collective
 from protocol.errors import PushError
 from protocol.messages import Manifest, Rendezvous
-from protocol.weights.bucket_memory import BucketMemory
-from protocol.weights.buckets import NamedTensors, cut, make_manifest
-from protocol.weights.delta_wire import Baseline, receive_changes, send_changes
+from protocol.transports.group import Collective, Meeting, join_collective
+from protocol.weights.buckets import BucketMemory, NamedTensors, cut, make_manifest
+from protocol.weights.delta import Baseline, receive_changes, send_changes
 from protocol.weights.dense import Arrived, Sent, receive_weights, send_weights
 from tests.inference_server.broken_transfer import OneBitFlippedOnArrival
 

@@ -13,8 +13,8 @@ from learner.checkup.check import check
 from learner.config import LearnerRun
 from learner.policy.model import load_tokenizer
 from learner.report.trackers import is_installed
-from protocol.checkup import Finding, ok
 from protocol.config import load_config
+from protocol.doctor import Finding, ok
 from protocol.model_files import resolve_model
 from tests.learner.forked_learner import run_learner
 from tests.ports import free_port

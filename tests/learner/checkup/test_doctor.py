@@ -18,8 +18,8 @@ from learner.checkup.doctor import examine, transport
 from learner.config import LearnerRun, PushConfig
 from protocol.channel.keys import make_keys, server_keys
 from protocol.channel.sockets import ServerChannel
-from protocol.checkup import Finding, of_disk, package_version
 from protocol.config import load_config
+from protocol.doctor import Finding, of_disk, package_version
 from protocol.messages import PROTOCOL_VERSION, LearnerMessage, Probe, Refused, ServerMessage, Trial, TrialEnded, Vitals
 from protocol.model_files import fingerprint, resolve_model
 from tests.fakes import ScriptedEngine, ServerThread

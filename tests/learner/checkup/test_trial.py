@@ -12,7 +12,7 @@ from learner.checkup.trial import NUM_STEPS, findings_of, trial
 from learner.config import LearnerRun
 from learner.report.summary import read_metrics
 from learner.train import train
-from protocol.checkup import Finding, ok, problem
+from protocol.doctor import Finding, ok, problem
 from protocol.model_files import resolve_model
 from tests.learner.model_engine import ModelEngine, tiny_server
 from tests.learner.test_several_servers import wait_until_free

@@ -11,8 +11,8 @@ import torch
 from inference_server.engine.interface import PushOrder
 from inference_server.engine.weight_receiver import Receiver
 from learner.servers.epoch import Epoch
-from protocol.collective.group import Meeting, join_collective
 from protocol.errors import PushError
+from protocol.transports.group import Meeting, join_collective
 from protocol.weights.buckets import make_manifest
 from tests.protocol.test_collective import Waiting
 from tests.watching import WaitingCollective, transfer

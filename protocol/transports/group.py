@@ -4,30 +4,45 @@
 
 One collective lives for one epoch; after any error it is closed and a new epoch makes a new one. Forming a group cannot
 be interrupted, so it begins only when every rank has come, one that gives up calls the epoch off for all, and a rank
-leaves the forming of one that was called off to a thread that nobody waits for. Torch is imported here and in the files
-beside this one, never by `import protocol`.
+leaves the forming of one that was called off to a thread that nobody waits for.
+
+While bytes travel, `watched` keeps a connection to the learner's board. TCP does not notice that a host has vanished while it only
+receives, and within one host NCCL notices nothing. The transfer is aborted when the board says that it was called off, or when the
+learner's kernel no longer answers; a learner that only pauses, to write a checkpoint, keeps its transfer.
+
+Torch is imported here and in the files of this folder, never by `import protocol`.
 """
 
+import select
 import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError, wait
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import Protocol
 
+import msgspec
 import torch
 
-from protocol.collective.board import Board, EpochStore, HostedBoard, RemoteBoard
-from protocol.collective.gloo import GlooCollective
-from protocol.collective.ipc import IpcCollective
-from protocol.collective.lines import Call
-from protocol.collective.nccl import NcclCollective, new_unique_id, use_interface_of
-from protocol.collective.tcp import TcpCollective
-from protocol.endpoint import needs_ipv6, split_endpoint
+from protocol.endpoint import join_address, needs_ipv6, split_endpoint
 from protocol.errors import PushError
 from protocol.messages import Rendezvous, Transport
+from protocol.transports.cuda_ipc import IpcCollective
+from protocol.transports.gloo import GlooCollective
+from protocol.transports.nccl import NcclCollective, new_unique_id, use_interface_of
+from protocol.transports.rendezvous import (
+    CALLED_OFF,
+    MAX_LINE_BYTES,
+    Board,
+    EpochStore,
+    HostedBoard,
+    Question,
+    RemoteBoard,
+    was_called_off,
+)
+from protocol.transports.tcp import Call, TcpCollective
 
 ANSWER_TIMEOUT_S = 3.0
 """The learner's board answers at once, from a thread of its own."""
@@ -38,6 +53,16 @@ JOIN_SLACK_S = 1.0
 MAX_STUCK_JOINS = 64
 """A join that hangs in NCCL cannot be ended and keeps a thread until its process ends. One outage may leave one for each
 server of a fleet."""
+INTERVAL_S = 1.0
+"""Between two questions. A push that takes less is not watched."""
+DEAD_AFTER_S = 6
+KEEPALIVE = {
+    socket.TCP_KEEPIDLE: 1,
+    socket.TCP_KEEPINTVL: 1,
+    socket.TCP_KEEPCNT: DEAD_AFTER_S - 1,
+    socket.TCP_USER_TIMEOUT: DEAD_AFTER_S * 1000,  # a question that is under way is sent again for minutes, unprobed
+}
+"""A link that loses one packet in a hundred loses so many in a row once in years of transfers."""
 
 
 class Collective(Protocol):
@@ -207,3 +232,88 @@ def _check_few_are_stuck() -> None:
             f"{len(_given_up)} joins that were given up still hang in NCCL in this process, and nothing can end them; "
             'start the process again, or set learner.push.transport = "gloo"'
         )
+
+
+@contextmanager
+def watched(collective: Collective, rendezvous: Rendezvous, epoch: str) -> Iterator[None]:
+    """End the broadcasts soon after the learner has called the epoch off or is gone. Raises PushError that says so."""
+    watch = _Watch(collective, (rendezvous.host, rendezvous.port), epoch)
+    watch.start()
+    try:
+        yield
+    except PushError as effect:
+        if watch.reason is not None:
+            raise PushError(f"{watch.reason}; the transfer ended in {effect}") from effect
+        raise
+    finally:
+        watch.end()
+
+
+class _Watch(threading.Thread):
+    def __init__(self, collective: Collective, address: tuple[str, int], epoch: str) -> None:
+        super().__init__(name="push-watch", daemon=True)
+        self._collective, self._address, self._epoch = collective, address, epoch
+        self._is_over = threading.Event()
+        self._lock = threading.Lock()
+        """Held around the end and the abort: what comes after the end is another transfer."""
+        self.reason: str | None = None
+        """Why the collective was aborted."""
+
+    def run(self) -> None:
+        try:
+            while not self._is_over.wait(INTERVAL_S):
+                # Ended by the board while it was asked: whether the board is still there, another look tells.
+                with suppress(ConnectionResetError, BrokenPipeError):
+                    self._look()
+        except PushError as called_off:
+            self._abort(str(called_off))
+        except OSError as error:
+            where = join_address(*self._address)
+            self._abort(f"the learner at {where} is gone or its host cannot be reached ({error})")
+        except msgspec.MsgspecError as error:
+            self._abort(f"what answers at {join_address(*self._address)} is not the learner ({error})")
+
+    def _abort(self, reason: str) -> None:
+        with self._lock:
+            if not self._is_over.is_set():
+                self.reason = reason
+                self._collective.abort()
+
+    def _look(self) -> None:
+        """Ask until the transfer is over or the board ends the connection, as it does with those that are silent for long.
+
+        Raises PushError once the epoch is called off.
+        """
+        question = msgspec.json.encode(Question(self._epoch, CALLED_OFF)) + b"\n"
+        with socket.create_connection(self._address, DEAD_AFTER_S) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in KEEPALIVE.items():
+                connection.setsockopt(socket.IPPROTO_TCP, option, value)
+            while not self._is_over.is_set():
+                connection.sendall(question)
+                answer = self._answer(connection)
+                if answer is None:
+                    return
+                reason = msgspec.json.decode(answer, type=bytes | None)
+                if reason is not None:
+                    raise was_called_off(self._epoch, reason)
+                self._is_over.wait(INTERVAL_S)
+
+    def _answer(self, connection: socket.socket) -> bytes | None:
+        """Wait for one line, for as long as the transfer goes on; None where there is none to come."""
+        events = select.poll()
+        events.register(connection, select.POLLIN)
+        line = b""
+        while not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
+            if self._is_over.is_set():
+                return None
+            if events.poll(INTERVAL_S * 1000):
+                part = connection.recv(MAX_LINE_BYTES)
+                if not part:
+                    return None
+                line += part
+        return line
+
+    def end(self) -> None:
+        with self._lock:
+            self._is_over.set()

@@ -18,13 +18,12 @@ from typing import Any
 
 import torch
 
-from protocol.collective.interface import interface_of
 from protocol.endpoint import is_loopback
 from protocol.errors import PushError
 from protocol.installation import install_command
+from protocol.transports.interface import interface_of
 
 log = logging.getLogger(__name__)
-
 POLL_S = 0.0005
 MAX_QUEUED = 64
 """Broadcasts. CUDA lets a stream have about a thousand entries, and whoever adds more waits in C, where nothing ends it."""

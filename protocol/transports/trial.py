@@ -13,9 +13,9 @@ from contextlib import closing
 import msgspec
 import torch
 
-from protocol.collective.group import Collective, Meeting, join_collective
 from protocol.errors import PushError
 from protocol.messages import Trial
+from protocol.transports.group import Collective, Meeting, join_collective
 
 CHUNK_BYTES = 4 << 20
 MAX_TRIAL_S = 20.0

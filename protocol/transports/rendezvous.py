@@ -2,7 +2,7 @@
 
     RemoteBoard (a rank) ── a line: epoch, key, value or none ──▶ HostedBoard (the learner's)
                          ◀── a line: value or none ──────────────
-    a worker's line for weights (lines.py) comes to the same port
+    a worker's line for weights (tcp.py) comes to the same port
 
 In place of torch's TCPStore, which asks a name server for the learner's name before it connects, 5 s where none answers, and
 goes on connecting to a learner that is dead. Invariant: a rank that asks has its answer or an error within its time to answer.
@@ -19,9 +19,9 @@ from typing import Protocol
 import msgspec
 from torch.distributed import Store
 
-from protocol.collective.lines import Call, Callers, Line, call_learner
 from protocol.endpoint import join_address, needs_ipv6
 from protocol.errors import PushError
+from protocol.transports.tcp import Call, Callers, Line, call_learner
 
 POLL_S = 0.02
 IDLE_TIMEOUT_S = 10.0
@@ -29,7 +29,6 @@ IDLE_TIMEOUT_S = 10.0
 MAX_LINE_BYTES = 1 << 16
 MAX_KEYS = 1_000
 """Of all epochs; the oldest notes are thrown away first."""
-
 CALLED_OFF = "called off"
 """The key of the reason."""
 

@@ -8,14 +8,13 @@ from typing import Literal
 
 import torch
 
-from protocol.collective.ipc import has_expandable_segments
-from protocol.collective.nccl import extra_for_nccl, is_installed
 from protocol.errors import ConfigError
 from protocol.installation import install_command
 from protocol.messages import Transport
+from protocol.transports.cuda_ipc import has_expandable_segments
+from protocol.transports.nccl import extra_for_nccl, is_installed
 
 log = logging.getLogger(__name__)
-
 CPU = "cpu"
 
 

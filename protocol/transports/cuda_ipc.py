@@ -14,14 +14,13 @@ import msgspec
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from protocol.collective.gloo import GlooCollective
 from protocol.errors import PushError
+from protocol.transports.gloo import GlooCollective
 
 HEADER_BYTES = 1024
 """What one handle travels in: its length in two bytes, the handle, zeros."""
 MAX_OPEN_STORAGES = 6
 """As many as a sender has buffers, which it uses in turn, and its trailers; one that is open here cannot be freed there."""
-
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
