@@ -1,4 +1,4 @@
-"""One weight push after another, seen from the server: the other half is learner/servers/push.py.
+"""One weight push after another, seen from the server: the other half is learner/servers/weight_transfer.py.
 
     learner: PushBegin ─▶ pausing ─▶ PushReady ─▶ receiving (workers load what comes) ─▶ resuming ─▶ idle ─▶ PushDone
                              │                          │

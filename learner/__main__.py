@@ -130,7 +130,7 @@ def doctor_command(arguments: list[str]) -> int:
     run, as_json = _run_to_look_at(
         arguments, "learner doctor", "Look for what would keep a run from beginning, and say what to do about it."
     )
-    from learner.checkup.doctor import examine
+    from learner.doctor.doctor import examine
     from protocol.doctor import tell
 
     return tell(examine(run.in_effect()), as_json=as_json)
@@ -144,7 +144,7 @@ def check_command(arguments: list[str]) -> int:
         switches="[--trial] ",
     )  # fmt: skip
     _prepare_to_compute(run)
-    from learner.checkup.check import check
+    from learner.doctor.check import check
     from protocol.doctor import tell
 
     return tell(check(run, with_trial=rest != arguments), as_json=as_json)
@@ -157,7 +157,7 @@ def evaluate_command(arguments: list[str]) -> None:
     import msgspec
 
     from learner.evaluation.evaluate import evaluate
-    from learner.evaluation.evaluation import as_text
+    from learner.evaluation.results import as_text
 
     for made in evaluate(run.in_effect()):
         print(msgspec.json.encode(made).decode() if as_json else as_text(made))
@@ -194,8 +194,8 @@ def self_test_command(arguments: list[str]) -> None:
     _prepare_to_compute(run)
     import msgspec
 
-    from learner.checkup.self_test import self_test
-    from learner.checkup.verdict import as_text, problems
+    from learner.doctor.noise import as_text, problems
+    from learner.doctor.self_test import self_test
 
     measured = self_test(run)
     found = problems(measured)

@@ -17,19 +17,19 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from learner.config import LearnerRun
-from learner.evaluation.alongside import is_owed
+from learner.controller import Controller, Lead
+from learner.evaluation.background import is_owed
 from learner.interrupt import Interrupt
-from learner.leader import Lead, Leader
-from learner.material import Material
 from learner.rank_agreement import decide_on_rank_0
+from learner.run_inputs import RunInputs
 from learner.storage.checkpoint import load_checkpoint
 from learner.storage.resume import shared_checkpoint
 from learner.storage.retention import Books, Checkpoints
 from learner.storage.run_dir import RunDir, open_run_dir
+from learner.training.distributed import ranks_of, share_groups
 from learner.training.metrics import StepTimer, group_metrics
-from learner.training.ranks import ranks_of, share_groups
+from learner.training.policy_trainer import make_trainer
 from learner.training.step import train_on
-from learner.training.trainee import make_trainee
 
 log = logging.getLogger(__name__)
 
@@ -56,21 +56,23 @@ def _train(run: LearnerRun, accelerator: Accelerator, *, resume: bool) -> Path |
         config = run.learner
         directory = RunDir.checkpoints_of(run.run_dir)
         checkpoint = shared_checkpoint(accelerator, directory, config.rank_timeout_s, resume=resume)
-        material = Material(run)
+        run_inputs = RunInputs(run)
         if run_dir is not None:
-            material.log_needs(accelerator)
-        trainee = make_trainee(material, accelerator, is_new=checkpoint is None)
-        version = load_checkpoint(trainee, checkpoint).version if checkpoint else 0
-        trainee.set_kl_coef(version, None)
+            run_inputs.log_needs(accelerator)
+        trainer = make_trainer(run_inputs, accelerator, is_new=checkpoint is None)
+        version = load_checkpoint(trainer, checkpoint).version if checkpoint else 0
+        trainer.set_kl_coef(version, None)
         if version >= config.steps and not decide_on_rank_0(accelerator, lambda: is_owed(run, version), bool):
             log.warning("nothing to do: the run is at step %d, learner.steps = %d", version, config.steps)
             return run_dir.path if run_dir else None
-        published = trainee.published
-        leader = cleanup.enter_context(Leader.open(material, run_dir, published, checkpoint)) if run_dir else None
-        lead = Lead(leader, published)
-        books = Books(leader.ledger, leader.queue, leader.evaluations.scores) if leader else None
-        checkpoints = cleanup.enter_context(Checkpoints(trainee, directory, books, version if checkpoint else None))
-        lead(Leader.connect, version)
+        published = trainer.published
+        controller = (
+            cleanup.enter_context(Controller.open(run_inputs, run_dir, published, checkpoint)) if run_dir else None
+        )
+        lead = Lead(controller, published)
+        books = Books(controller.ledger, controller.queue, controller.evaluations.scores) if controller else None
+        checkpoints = cleanup.enter_context(Checkpoints(trainer, directory, books, version if checkpoint else None))
+        lead(Controller.connect, version)
         if checkpoint is None and config.warm_start.steps > 0:
             checkpoints.save(version)
         interrupt = cleanup.enter_context(Interrupt())
@@ -80,18 +82,18 @@ def _train(run: LearnerRun, accelerator: Accelerator, *, resume: bool) -> Path |
         for step in range(version + 1, config.steps + 1):
             timer = StepTimer()
             with timer("wait_for_batch"):
-                groups = share_groups(accelerator, lead(Leader.next_batch, version, interrupt))
+                groups = share_groups(accelerator, lead(Controller.next_batch, version, interrupt))
             if groups is None:
                 break
-            metrics = train_on(trainee, groups, version, timer)
+            metrics = train_on(trainer, groups, version, timer)
             with timer("push"):
-                metrics |= lead(Leader.push, step, groups) or {}
+                metrics |= lead(Controller.push, step, groups) or {}
             metrics |= group_metrics(groups, version)
             version = step
-            metrics |= trainee.after_step(version, metrics) | checkpoints.take_metrics()
-            lead(Leader.record, step, groups, metrics, timer)
+            metrics |= trainer.after_step(version, metrics) | checkpoints.take_metrics()
+            lead(Controller.record, step, groups, metrics, timer)
             checkpoints.after_step(step, metrics)
         checkpoints.save(version)
-        lead(Leader.finish, version, interrupt)
+        lead(Controller.finish, version, interrupt)
         checkpoints.wait()
     return run_dir.path if run_dir and version else None

@@ -16,7 +16,7 @@ import msgspec
 
 import learner.servers.fleet
 from learner.config import LearnerRun
-from learner.report.timeline import read_events
+from learner.report.records import read_events
 from protocol.config import DEFAULT_ENDPOINT, to_toml
 from tests.learner.forked_learner import end_of, start_learner
 from tests.learner.ranks import Place, places_of

@@ -34,7 +34,7 @@ from learner.rollouts.rollouts import Rollouts
 from learner.rollouts.scored_group import ScoredGroup
 from learner.servers.fleet import Fleet
 from learner.servers.loop_thread import LoopThread
-from learner.servers.pusher import Pusher
+from learner.servers.weight_sync import Pusher
 from protocol.errors import PushError, SlipstreamError
 from protocol.messages import PROTOCOL_VERSION, Hello, ModelFingerprint, Sampling, new_learner_id
 from protocol.weights.buckets import make_manifest

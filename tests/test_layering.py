@@ -26,8 +26,8 @@ FORBIDDEN = {
     "inference_server": {"learner", "deploy", "accelerate"},
 }
 ORDER = (  # of the learner's rooms and top files: each may import those before it, and no other
-    "config", "prompts", "servers", "algorithm", "forward", "policy", "environments", "gateway", "material", "rewards", "rollouts", "training", "storage",
-    "players", "evaluation", "report", "leader", "checkup", "train", "starter", "__main__",
+    "config", "prompts", "servers", "algorithm", "forward", "policy", "environments", "gateway", "run_inputs", "rewards", "rollouts", "training", "storage",
+    "players", "evaluation", "report", "controller", "doctor", "train", "starter", "__main__",
 )  # fmt: skip
 INDEPENDENT = {"prompts", "servers", "algorithm", "forward"}
 """Of each other: what is asked, whom, how to learn, what is trained."""
@@ -73,7 +73,7 @@ def test_the_rooms_of_a_package_import_each_other_one_way(package: str) -> None:
 
 def test_a_circle_between_rooms_would_be_found() -> None:
     assert rooms_imported("learner", "def f():\n    from learner.rollouts.slots import Slots") == {"rollouts"}
-    assert rooms_imported("learner", "from learner import train\nimport learner.leader") == {"train", "leader"}
+    assert rooms_imported("learner", "from learner import train\nimport learner.controller") == {"train", "controller"}
 
 
 def test_no_folder_of_the_learner_has_more_files_than_one_can_read_at_a_glance() -> None:

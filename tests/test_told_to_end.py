@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from learner.config import LearnerRun
-from learner.report.timeline import read_events
+from learner.report.records import read_events
 from protocol.config import to_toml
 from tests.chaos.audit import audit_prompts
 from tests.coming_and_going import wait_until_told

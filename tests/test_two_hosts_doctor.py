@@ -17,7 +17,7 @@ TIMEOUT_S = 120.0
 DOCTOR = """
 import json, sys
 from learner.config import LearnerRun
-from learner.checkup.doctor import examine
+from learner.doctor.doctor import examine
 from protocol.config import load_config
 run_dir, timeout_s, *words = sys.argv[1:]
 for endpoint, keys in zip(words[::2], words[1::2]):

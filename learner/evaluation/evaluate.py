@@ -1,8 +1,8 @@
 """One evaluation: how good the policy of a server is, with intervals, and how much better than at the evaluation before.
 
-    Questions ─▶ asking.py, or playing.py ─▶ rewards, as in training, each as its answer comes ─▶ Evaluation
+    Questions ─▶ openai_client.py, or episodes.py ─▶ rewards, as in training, each as its answer comes ─▶ Evaluation
 
-Called by `learner evaluate`, and beside a run that trains by alongside.py. It asks the OpenAI side of a server, so that training goes
+Called by `learner evaluate`, and beside a run that trains by background.py. It asks the OpenAI side of a server, so that training goes
 on and a checkpoint in `vllm serve` will do. Invariant: every prompt is rated once, or an error says why there is no evaluation.
 """
 
@@ -18,14 +18,13 @@ import msgspec
 import numpy as np
 
 from learner.config import LearnerRun
-from learner.evaluation.asking import Answered, ask_all, completions_of
-from learner.evaluation.estimates import estimate, is_binary, of_majority, pass_at, problem_means
-from learner.evaluation.evaluation import FILE, Evaluation, note
-from learner.evaluation.playing import ends_of, episodes_of, open_players, rate_played
-from learner.evaluation.questions import Questions, sets_of
-from learner.material import Material
+from learner.evaluation.episodes import ends_of, episodes_of, open_players, rate_played
+from learner.evaluation.eval_sets import Questions, sets_of
+from learner.evaluation.openai_client import Answered, ask_all, completions_of
+from learner.evaluation.results import FILE, Evaluation, estimate, is_binary, note, of_majority, pass_at, problem_means
 from learner.prompts.reasoning import texts_of
 from learner.rewards.workers import GroupRewards, RewardWorkers
+from learner.run_inputs import RunInputs
 from learner.servers.loop_thread import LoopThread
 from protocol.errors import RewardError
 
@@ -38,7 +37,7 @@ SCORING_S = 60.0
 
 def evaluate(run: LearnerRun) -> list[Evaluation]:
     """Ask, rate, compare and note each set. Raises SlipstreamError."""
-    sets = sets_of(Material(run))
+    sets = sets_of(RunInputs(run))
     # Functions that cannot be loaded are told before the server has worked for nothing.
     with RewardWorkers(run.learner.reward) as workers, ExitStack() as cleanup:
         loop = LoopThread("evaluation")

@@ -1,16 +1,22 @@
 """The logprobs that a policy gives to the tokens of a pack.
 
-    Pack ─▶ trunk.py ─▶ hidden states that predict ─▶ head.py ─▶ logprobs_BT, entropy_BT: a row for each completion
+    Pack ─▶ run_model, each prompt once (attention.py), or over padded sequences ─▶ hidden states that predict
+         ─▶ lm_head.py ─▶ logprobs_BT, entropy_BT: a row for each completion
 
 The model is called as a whole, so what wraps it (DDP, FSDP2, an adapter) sees an ordinary pass; its head computes a single row, and
-what the head was to have is taken from it.
+what the head was to have is taken from it. What a model does to the output of its head is found out by putting known numbers there
+(`logit_map_of`); no config key is read, and a model that does anything else is refused.
 
-Suffixes: M predicted tokens, B completions, T tokens of the longest completion, S tokens of a row that the pass computes,
-E hidden size, V vocabulary.
+Of the last layer only the rows that predict are computed: of the others nobody reads more than keys and values, and where prompts are
+long they are most of a pack. Invariant: what is cut gives every row what comes of this row alone; packing_check.py finds a family of
+which that is not true, because the last layer that it probes is of the kind of the model's last.
+
+Suffixes: N packed tokens, M predicted tokens, B completions, T tokens of the longest completion, S tokens of a row that the pass
+computes or of the longest sequence, R rows that predict, E hidden size, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -20,20 +26,25 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from learner.forward.head import EntropyUse, HeadLogprobs, Reading
-from learner.forward.logit_map import logit_map_of
+from learner.forward.attention import is_packed, layers_of, packed
+from learner.forward.lm_head import EntropyUse, HeadLogprobs, Reading
 from learner.forward.pack import Pack, pack
 from learner.forward.tile import PLAIN, LogitMap, Tiles
-from learner.forward.trunk import predicting_rows, run_model
+from protocol.errors import ConfigError
 
 Answer = tuple[torch.Tensor, torch.Tensor | None]
-
 logit_maps: WeakKeyDictionary[nn.Module, LogitMap] = WeakKeyDictionary()
 """Of models that have had a pass; found out by a pass of its own, which all ranks of a sharded model would have to make."""
 tiles_of: WeakKeyDictionary[nn.Module, Tiles] = WeakKeyDictionary()
-"""Of models whose head is fused (fused.py)."""
+"""Of models whose head is fused (compile.py)."""
 float32_heads: WeakSet[nn.Module] = WeakSet()
 """Models that compute in bfloat16, but for their logits (`head_dtype`)."""
+OF_ROWS = {"q_proj", "o_proj", "mlp", "feed_forward"}
+"""What transformers calls the modules that give a row nothing of others."""
+WORTH = 0.75
+"""Of the rows: where more of them predict, taking them out costs what it saves."""
+LARGE, SMALL = 2.0**23, 2.0**-20
+"""Far above every soft cap, and where none bends the line; no rounding in any dtype."""
 
 
 def token_logprobs(model: nn.Module, batch: Pack, temperature: float, *, entropy: EntropyUse = "none") -> Answer:
@@ -100,3 +111,96 @@ def _weight_and_bias(head: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch
     for name in adapters:
         weight_VE = weight_VE + head.get_delta_weight(name)
     return weight_VE.to(dtype), None if linear.bias is None else linear.bias.to(dtype)
+
+
+def run_model(model: nn.Module, inner: Any, batch: Pack) -> Any:
+    """Return the model's output. `model` may be wrapped for several ranks, `inner` is it without."""
+    if is_packed(inner):
+        layer = _layer_to_cut(inner, batch)
+        with packed(inner, batch, cut_layer=layer), _cut(layer, batch) if layer else nullcontext():
+            return _called(model, batch.token_ids_N[None], position_ids=batch.positions_N[None])
+    rows_BS, _ = batch.sequences()
+    # What is padded stands behind everything that is read: causal attention, which flash kernels know, hides it without a mask.
+    return _called(model, batch.token_ids_N[rows_BS])
+
+
+def _called(model: nn.Module, token_ids_BS: torch.Tensor, **positions: torch.Tensor) -> Any:
+    # Without a mask transformers guesses sequences from the positions, and warns of padding.
+    return model(input_ids=token_ids_BS, attention_mask=torch.ones_like(token_ids_BS), use_cache=False, **positions)
+
+
+def predicting_rows(inner: Any, batch: Pack) -> torch.Tensor:
+    """Which of the rows that the pass computes predict the M tokens; rows of one sequence after the other."""
+    return batch.predicting_M if is_packed(inner) else batch.sequences()[1]
+
+
+def _layer_to_cut(model: Any, pack: Pack) -> nn.Module | None:
+    """The last one, if that is worth it. A layer that the backward pass computes again, then without us, stays whole."""
+    layers = layers_of(model)
+    is_last_known = len(layers) == model.config.get_text_config().num_hidden_layers
+    if not is_last_known or model.is_gradient_checkpointing or len(pack.read_R) > WORTH * pack.num_tokens:
+        return None
+    return layers[-1]
+
+
+@contextmanager
+def _cut(layer: nn.Module, pack: Pack) -> Iterator[None]:
+    """Let the next pass over `pack` spare what nobody reads of this layer, but for its attention; see attention.py."""
+    with ExitStack() as undoing:
+        for module in _of_rows(layer):
+            # What stands around hooks and compiled code: torch leaves out a hook that comes after it compiled a module.
+            undoing.callback(setattr, module, "_compiled_call_impl", module._compiled_call_impl)
+            module._compiled_call_impl = _on_rows(module._compiled_call_impl or module._call_impl, pack)
+        yield
+
+
+def _of_rows(module: nn.Module) -> Iterator[Any]:
+    for name, child in module.named_children():
+        if name in OF_ROWS:
+            yield child
+        else:
+            yield from _of_rows(child)
+
+
+def _on_rows(whole: Callable[..., Any], pack: Pack) -> Callable[..., Any]:
+    def on_rows(x_1NE: torch.Tensor, *more: Any, **named: Any) -> Any:
+        if more or named or x_1NE.shape[:-1] != (1, pack.num_tokens):
+            return whole(x_1NE, *more, **named)
+        found = whole(x_1NE.index_select(1, pack.read_R))
+        if isinstance(found, tuple):  # of experts, and what their router said
+            return _spread(found[0], pack), *found[1:]
+        return _spread(found, pack)
+
+    return on_rows
+
+
+def _spread(found_1RE: torch.Tensor, pack: Pack) -> torch.Tensor:
+    return found_1RE.new_zeros(1, pack.num_tokens, found_1RE.shape[2]).index_copy_(1, pack.read_R, found_1RE)
+
+
+@torch.no_grad()
+def logit_map_of(model: Any) -> LogitMap:
+    """Raises ConfigError for a map that is neither a scaling nor a soft cap. All ranks call it if the model is sharded."""
+    known_V = torch.linspace(-100.0, 100.0, model.get_input_embeddings().num_embeddings, dtype=torch.float64)
+    known_V[:2] = torch.tensor([LARGE, SMALL])
+    known_V = known_V.to(model.device)
+
+    def replace(_head: nn.Module, _inputs: object, logits: torch.Tensor) -> torch.Tensor:
+        return known_V.expand(*logits.shape[:-1], len(known_V))  # float64 in any case: the scale comes out exactly
+
+    hook = model.get_output_embeddings().register_forward_hook(replace)
+    try:
+        one_token = pack([(np.zeros(1, np.int64), [np.zeros(1, np.int64)])], model.device)
+        found_V = run_model(model, model, one_token).logits[0, 0].double()
+    finally:
+        hook.remove()
+    scale = float(found_V[1] / SMALL)
+    cap = None if float(found_V[0]) > 0.01 * LARGE * scale else float(found_V[0])
+    expected_V = known_V * scale
+    expected_V = expected_V if cap is None else cap * torch.tanh(expected_V / cap)
+    if not torch.allclose(found_V, expected_V, rtol=1e-5, atol=1e-5):
+        raise ConfigError(
+            f"model: {type(model).__name__} does to its logits neither a scaling nor a soft cap (of {LARGE:g} it makes "
+            f"{float(found_V[0]):g}, of {SMALL:g} {float(found_V[1]):g}), so the learner cannot compute them; take another model"
+        )
+    return LogitMap(scale, cap)

@@ -1,7 +1,7 @@
 """The tokens of several groups in one row: each prompt once, its completions after it, no padding; what prompts have in common once too.
 
     prompts ─▶ Run: what they all begin with ─▶ those that end there, and those that go on in different ways: runs again
-    runs, completions ─▶ Pack ─▶ parts.py: who sees whom    logprobs.py: the pass, and back to one row a completion
+    runs, completions ─▶ Pack ─▶ tree_attention.py: who sees whom    logprobs.py: the pass, and back to one row a completion
 
 Invariant: the tokens on the way to where a prompt ends are that prompt's. Token n of the row has the position that it has in its
 sequence, and sees what it sees there. The last token of a completion predicts nothing, so it is not in the row.
@@ -68,7 +68,7 @@ class Pack(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     paths_B: tuple[tuple[Segment, ...], ...]
     """The segments of each completion's sequence, the prompt first."""
     plans: dict[object, object] = msgspec.field(default_factory=dict)
-    """Room for what parts.py works out once for all layers and passes."""
+    """Room for what tree_attention.py works out once for all layers and passes."""
 
     @property
     def num_tokens(self) -> int:

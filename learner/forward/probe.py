@@ -5,7 +5,7 @@
           ─▶ find_influence: the same of what has no gradient, such as a choice                  nothing but rounding, in float32
           ─▶ find_excess: a group that is further off than rounding takes it                      none
 
-Between settle.py and fused.py, which try out a pass, and the model. Nothing here knows packs from padded rows.
+Between packing_check.py and compile.py, which try out a pass, and the model. Nothing here knows packs from padded rows.
 
 Suffixes: N packed tokens, M predicted tokens, B completions, S tokens of the longest sequence, E hidden size, V vocabulary.
 """
@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import torch
 
-from learner.forward.interface import is_packed
+from learner.forward.attention import is_packed
 from learner.forward.logprobs import token_logprobs
 from learner.forward.pack import Pack, Segment, pack
 

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from learner.forward.interface import layers_of
+from learner.forward.attention import layers_of
 
 PROBE_WINDOW = 32
 WINDOW_WORDS = ("window", "attention_chunk", "index_topk")
@@ -75,7 +75,7 @@ def computing_in(model: nn.Module, dtype: torch.dtype, device: torch.device) -> 
     try:
         for parameter in parameters:
             parameter.data = parameter.data.to(device, dtype)
-        for buffer in model.buffers():  # a wider one stays, as in passes of the policy (compute_dtype.py)
+        for buffer in model.buffers():  # a wider one stays, as in passes of the policy (model.py)
             is_narrower = buffer.is_floating_point() and buffer.itemsize < dtype.itemsize
             buffer.data = buffer.data.to(device, dtype if is_narrower else buffer.dtype)
         yield

@@ -1,4 +1,4 @@
-"""What is done to a tile of logits between the products of head.py: rows × columns of the vocabulary, as the head's product gave it.
+"""What is done to a tile of logits between the products of lm_head.py: rows × columns of the vocabulary, as the head's product gave it.
 
     product_mv ─▶ tile_sums: of its rows        product_mv, what the whole rows came to ─▶ tile_gradient: of the loss by the product
 

@@ -1,24 +1,254 @@
-"""Attention over the parts of a pack, exact: each part by a flash kernel, merged by log-sum-exp.
+"""Exact attention over a pack on CPUs, as blocks of queries and keys that ordinary kernels take without a mask.
 
-    softmax over a union of parts = Σ part · exp(lse(part) - lse(all)),   lse(all) = log Σ exp(lse(part))
+    segments ─▶ each with itself: causal squares     each as keys of all that continues it: full rectangles     ─▶ a Plan of Parts
+    a Plan ─▶ each part by a flash kernel ─▶ merged by log-sum-exp:
+        softmax over a union of parts = Σ part · exp(lse(part) - lse(all)),   lse(all) = log Σ exp(lse(part))
 
-The backward pass of a part needs nothing of the others but the merged output and the merged lse, so ordinary kernels serve there
-too (FlashAttention-2, arXiv 2307.08691, §3.1). On CPUs; the kernels are those behind scaled_dot_product_attention.
+Blocks of nearly one shape are stacked, since a call costs more than a few idle rows. Only where a sliding window is shorter than
+a sequence a part has a mask: of a block of queries and the few keys they still see. The backward pass of a part needs nothing of the
+others but the merged output and the merged lse, so ordinary kernels serve there too (FlashAttention-2, arXiv 2307.08691, §3.1).
 
-Suffixes: N packed tokens, H heads, K key-value heads, D of a head; n stacked blocks, Q queries of a block; M queries of all parts,
-R of a chunk of them.
+Invariant: every visible (query, key) pair is in exactly one part.
+
+Suffixes: n stacked blocks, Q queries and K keys of a block; R rows of several stacks, or of a chunk; M queries of all parts, P of them
+repeated; N packed tokens, H heads, D of a head. In the attention K is key-value heads.
 """
 
+import itertools
 import math
-from typing import Any, NamedTuple
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
-from learner.forward.parts import Plan
+from learner.forward.pack import Pack, Segment
 
+STACK_ROWS = 512
+"""Queries of a stack."""
+CHUNK_ROWS = 16_384
+"""Queries and keys that are gathered at once, so that those of many windows do not take memory all together."""
+WHOLE, HALVED, HALF_STEP = 128, 1024, 32
+"""Squares of these sizes are halved; the kernel leaves out what they hide in steps of 512 keys only. Halves are multiples, to stack."""
+SHORT = 32
+"""A prompt of so few tokens stands in the square of each of its completions: a block of its own would cost more."""
+BAND_ROWS = 256
+"""Queries of a masked block: its mask has at most BAND_ROWS × (window + BAND_ROWS) entries."""
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class Block(NamedTuple):
+    """Rows and what they see: all of the keys, or, without any, each other as far as they stand before."""
+
+    queries: np.ndarray
+    keys: np.ndarray | None
+    num_repeated: int = 0
+    """Leading queries that are another block's."""
+
+    @property
+    def num_keys(self) -> int:
+        return 0 if self.keys is None else len(self.keys)
+
+
+class Band(NamedTuple):
+    """Where a sliding window cuts a block: consecutive positions of its queries and its keys."""
+
+    first_query: int
+    first_key: int
+    window: int
+
+
+class Part(NamedTuple):
+    """A stack of blocks of one shape. A block that is shorter than the others repeats its last row as a query, to no effect."""
+
+    queries_nQ: np.ndarray
+    keys_nK: np.ndarray
+    is_repeated_nQ: np.ndarray
+    is_causal: bool = False
+    band: Band | None = None
+
+    def bias(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """(1, 1, Q, K), -inf on what the window hides; None: nothing is hidden."""
+        if self.band is None:
+            return None
+        queries_Q1 = self.band.first_query + torch.arange(self.queries_nQ.shape[1]).unsqueeze(1)
+        keys_K = self.band.first_key + torch.arange(self.keys_nK.shape[1])
+        is_hidden_QK = (keys_K > queries_Q1) | (keys_K <= queries_Q1 - self.band.window)
+        return torch.zeros(is_hidden_QK.shape, dtype=dtype).masked_fill_(is_hidden_QK, -math.inf)[None, None]
+
+
+class Rows:
+    """What several stacks of blocks have of a tensor with a row for each token."""
+
+    def __init__(self, stacks: Sequence[np.ndarray]) -> None:
+        self.shapes = [stack.shape for stack in stacks]
+        self.sizes = [stack.size for stack in stacks]
+        rows_R = np.concatenate([stack.flatten() for stack in stacks])
+        self.at_R = torch.from_numpy(rows_R)
+        self._first = int(rows_R[0]) if (np.diff(rows_R) == 1).all() else None
+
+    def of(self, x_NHD: torch.Tensor) -> list[torch.Tensor]:
+        """(n, H, R, D) of each stack; views where the rows stand one after the other."""
+        x_RHD = x_NHD.index_select(0, self.at_R) if self._first is None else x_NHD[self._first :][: len(self.at_R)]
+        return self.stacked(x_RHD)
+
+    def stacked(self, x_RHD: torch.Tensor) -> list[torch.Tensor]:
+        """The same of what has been taken already."""
+        parts = zip(x_RHD.split(self.sizes), self.shapes, strict=True)
+        return [x.unflatten(0, shape).transpose(1, 2) for x, shape in parts]
+
+
+class Chunk:
+    """Parts whose rows are gathered at once: a call for each would cost as much as the little that it gathers."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts = parts
+        self.queries, self.keys = Rows([part.queries_nQ for part in parts]), Rows([part.keys_nK for part in parts])
+
+
+class Plan:
+    """All parts of a pack; M queries of them, one after the other."""
+
+    def __init__(self, parts: Iterable[Part]) -> None:
+        self.chunks = [Chunk(few) for few in _few(parts)]
+        self.rows_M = torch.cat([chunk.queries.at_R for chunk in self.chunks])
+        is_repeated_M = np.concatenate([part.is_repeated_nQ.flatten() for part in self.parts])
+        self.repeated_P = torch.from_numpy(np.flatnonzero(is_repeated_M))
+        """Places among the M."""
+
+    @property
+    def parts(self) -> list[Part]:
+        return [part for chunk in self.chunks for part in chunk.parts]
+
+
+def plan_of(pack: Pack, window: int | None, *, predicting_only: bool = False) -> Plan:
+    """Worked out once for a pack and a window. `predicting_only`: other rows may be left out as queries."""
+    key = (window, predicting_only)
+    if key not in pack.plans:
+        longest = max(sum(segment.length for segment in path) for path in pack.paths_B)
+        if window is not None and longest > window:
+            parts: Iterable[Part] = _bands(pack, window)
+        else:
+            parts = _stacked(_predicting(pack) if predicting_only else _blocks(pack.segments))
+        pack.plans[key] = Plan(parts)
+    return cast(Plan, pack.plans[key])
+
+
+def _few(parts: Iterable[Part]) -> Iterator[list[Part]]:
+    few: list[Part] = []
+    num_rows = 0
+    for part in parts:
+        more = part.queries_nQ.size + part.keys_nK.size
+        if few and num_rows + more > CHUNK_ROWS:
+            yield few
+            few, num_rows = [], 0
+        few.append(part)
+        num_rows += more
+    yield few
+
+
+def _predicting(pack: Pack) -> Iterator[Block]:
+    """The blocks without what only queries that predict nothing see; of a prompt's square its last row may be left."""
+    blocks = list(_blocks(pack.segments))
+    is_read_N = np.zeros(pack.num_tokens, bool)
+    is_read_N[pack.read_R.numpy()] = True
+    for block in blocks:  # of a row that is only repeated there would be no lse
+        is_read_N[block.queries[: block.num_repeated]] = True
+    for block in blocks:
+        read = block.queries[is_read_N[block.queries]]
+        if block.keys is not None and len(read):
+            yield Block(read, block.keys)
+        elif len(read) == 1 and read[0] == block.queries[-1]:
+            yield Block(read, block.queries)
+        elif len(read):
+            yield block
+
+
+def _blocks(segments: Sequence[Segment]) -> Iterator[Block]:
+    """Every row with itself and all that stands before it."""
+    for root, rest in _trees(segments):
+        if rest and root.length <= SHORT and all(segment.continued_until == segment.end for segment in rest):
+            for i, leaf in enumerate(rest):
+                yield from _square(np.concatenate([root.rows, leaf.rows]), root.length if i else 0)
+        else:
+            for segment in (root, *rest):
+                yield from _square(segment.rows)
+                if segment.length and segment.continued_until > segment.end:
+                    yield Block(np.arange(segment.end, segment.continued_until), segment.rows)
+
+
+def _trees(segments: Sequence[Segment]) -> Iterator[tuple[Segment, Sequence[Segment]]]:
+    """Each root, and what continues it."""
+    roots = [i for i, segment in enumerate(segments) if not segment.position]
+    for i, end in itertools.pairwise([*roots, len(segments)]):
+        yield segments[i], segments[i + 1 : end]
+
+
+def _square(rows: np.ndarray, num_repeated: int = 0) -> Iterator[Block]:
+    """Rows with themselves: halved while the kernel would compute all that it hides."""
+    if WHOLE < len(rows) <= HALVED:
+        middle = -(-len(rows) // (2 * HALF_STEP)) * HALF_STEP
+        yield from _square(rows[:middle], num_repeated)
+        yield from _square(rows[middle:])
+        yield Block(rows[middle:], rows[:middle])
+    elif len(rows) > num_repeated:
+        yield Block(rows, None, num_repeated)
+
+
+def _bands(pack: Pack, window: int) -> Iterator[Part]:
+    seen: set[Segment] = set()
+    for path in pack.paths_B:
+        for depth, segment in enumerate(path):
+            if segment in seen:
+                continue
+            seen.add(segment)
+            for first in range(segment.start, segment.end, BAND_ROWS):
+                queries = np.arange(first, min(first + BAND_ROWS, segment.end))
+                yield from _band(queries, segment.position + first - segment.start, path[: depth + 1], window)
+
+
+def _band(queries: np.ndarray, position: int, path: Sequence[Segment], window: int) -> Iterator[Part]:
+    """What a block of queries at `position` sees of its own segment, the last of `path`, and of those before."""
+    for keys in reversed(path):
+        oldest = max(keys.position, position - window + 1)
+        end = min(keys.position + keys.length, position + len(queries))
+        seeing = queries[
+            : max(0, end + window - 1 - position)
+        ]  # of a query that sees nothing the kernel makes nonsense
+        if oldest < end and len(seeing):
+            rows = keys.start - keys.position + np.arange(oldest, end)
+            band = Band(first_query=position, first_key=oldest, window=window)
+            yield Part(seeing[None], rows[None], np.zeros((1, len(seeing)), bool), band=band)
+
+
+def _stacked(blocks: Iterable[Block]) -> Iterator[Part]:
+    """Blocks with others whose queries are more by an eighth at most."""
+    alike: dict[tuple[int, int], list[Block]] = defaultdict(list)
+    for block in blocks:
+        alike[block.num_keys, _bucket(len(block.queries))].append(block)
+    for (_, bucket), members in sorted(alike.items(), key=lambda item: item[0]):
+        count = max(1, STACK_ROWS // bucket)
+        yield from (_stack(members[i : i + count]) for i in range(0, len(members), count))
+
+
+def _stack(blocks: Sequence[Block]) -> Part:
+    queries_nQ = np.empty((len(blocks), max(len(block.queries) for block in blocks)), np.int64)
+    is_repeated_nQ = np.ones(queries_nQ.shape, bool)
+    for i, block in enumerate(blocks):
+        length = len(block.queries)
+        queries_nQ[i, :length] = block.queries
+        queries_nQ[i, length:] = block.queries[-1]
+        is_repeated_nQ[i, block.num_repeated : length] = False
+    keys = [block.keys for block in blocks if block.keys is not None]
+    return Part(queries_nQ, np.stack(keys) if keys else queries_nQ, is_repeated_nQ, is_causal=not keys)
+
+
+def _bucket(length: int) -> int:
+    step = 1 << max(0, (length - 1).bit_length() - 4)
+    return -(-length // step) * step
 
 
 class Tree(NamedTuple):

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from learner.config import LoraConfig
-from learner.policy.checkpoint_names import held
+from learner.policy.hf_weights import held
 from learner.policy.snapshot import trainable
 from protocol.errors import ConfigError
 

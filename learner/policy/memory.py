@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from learner.config import LearnerConfig, LearnerRun
-from learner.forward.head import TILE_LOGITS
+from learner.forward.lm_head import TILE_LOGITS
 
 GIB = 1 << 30
 BYTES_PER_HIDDEN = {"float32": 40, "bfloat16": 24}

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from learner.policy.compute_dtype import compute_dtype
+from learner.policy.model import compute_dtype
 
 Snapshot = dict[str, torch.Tensor]
 

@@ -27,7 +27,7 @@ from learner.report.summary import (
     read_metrics,
     summary_of,
 )
-from learner.storage.disk import replace_file
+from learner.storage.files import replace_file
 
 EVALUATIONS = "Evaluations"
 CHARTS = (

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from learner.evaluation.evaluation import Evaluation
+from learner.evaluation.results import Evaluation
 from learner.report.charts import Chart
 from learner.report.drawing import COLOURS, canvas, label_ends, plain, room_for, set_limits, svg_of
 

@@ -9,11 +9,11 @@ from transformers import PreTrainedTokenizerBase
 
 from learner.config import ReportConfig
 from learner.report.dashboard import Dashboard
-from learner.report.samples import Samples
+from learner.report.records import Samples
 from learner.report.trackers import Trackers
 from learner.rollouts.scored_group import ScoredGroup
 from learner.rollouts.waits import held_up_by
-from learner.storage.lines import Lines, last_line
+from learner.storage.files import Lines, last_line
 from learner.storage.run_dir import RunDir
 from learner.training.health import Health
 from protocol.console import say

@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 
 from learner.report.summary import RunDirectoryError, duration, number
-from learner.storage.lines import last_line
+from learner.storage.files import last_line
 
 MAX_DEPTH = 3
 """Directories between the one that is asked for and a run's."""

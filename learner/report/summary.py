@@ -14,8 +14,7 @@ from typing import Any
 
 import msgspec
 
-from learner.evaluation.estimates import Estimate
-from learner.evaluation.evaluation import FILE, Evaluation, earlier
+from learner.evaluation.results import FILE, Estimate, Evaluation, earlier
 from learner.rollouts.ledger import Ledger, LedgerCounts
 from learner.rollouts.waits import IN_WORDS, shares
 from protocol.errors import SlipstreamError

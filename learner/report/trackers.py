@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from learner.config import LearnerRun
-from learner.storage.disk import DiskError, writing
+from learner.storage.files import DiskError, writing
 from learner.storage.run_dir import RunDir
 from protocol.config import to_toml
 from protocol.errors import ConfigError

@@ -17,7 +17,7 @@ from learner.config import LearnerRun
 from learner.environments.episode import AnyGroup
 from learner.rollouts.request import Owed
 from learner.servers.fleet import Fleet
-from learner.servers.member import Member
+from learner.servers.membership import Member
 
 log = logging.getLogger(__name__)
 

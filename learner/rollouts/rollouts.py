@@ -33,7 +33,7 @@ from learner.rollouts.scored_group import ScoredGroup, keep, recalled, received,
 from learner.rollouts.turns import Plays, Turns
 from learner.rollouts.waits import IN_WORDS
 from learner.servers.fleet import Fleet
-from learner.servers.member import Member
+from learner.servers.membership import Member
 from learner.together import Together
 from protocol.errors import DataError, ProtocolError
 from protocol.messages import Group, GroupFailed

@@ -17,7 +17,7 @@ from learner.environments.player import Ask, Asked, Sampled
 from learner.prompts.prompts import Prompt
 from learner.rollouts.asking import Asking
 from learner.rollouts.request import Request, TurnRequest, check_completions
-from learner.servers.member import Member
+from learner.servers.membership import Member
 from protocol.errors import DataError, ProtocolError
 from protocol.messages import Group, GroupFailed
 

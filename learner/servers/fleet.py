@@ -5,7 +5,7 @@ for them.
     waits for: a welcome of any                             unblocked by: whatever server listens at one of the endpoints,
                                                             which may change (membership.py)
 
-Rollouts, pushes and the parity probe talk to servers through the members of one fleet (member.py has their states), and nothing
+Rollouts, pushes and the parity probe talk to servers through the members of one fleet (membership.py has their states), and nothing
 else knows how. A server that does not fit the run is left out with an error in the log; what is wrong with the last one ends the
 run, as a failure of the loop's background if it came there. Invariant: only a ready server is chosen: one that is connected and
 has the version that was published last.
@@ -22,9 +22,7 @@ from functools import partial
 from learner.config import LearnerRun
 from learner.servers.link import ServerLink
 from learner.servers.loop_thread import LoopThread
-from learner.servers.member import Member, State
-from learner.servers.membership import Membership
-from learner.servers.routing import Load, least_loaded
+from learner.servers.membership import Load, Member, Membership, State, least_loaded
 from protocol.channel.keys import learner_keys
 from protocol.errors import ConfigError, DeadlineExceeded, HandshakeRefused, ServerLost, SlipstreamError
 from protocol.messages import Group, GroupFailed, Hello, Refused, Welcome

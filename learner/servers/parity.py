@@ -1,7 +1,7 @@
 """Parity: server and learner must give the same logprobs to the same tokens under the same weights.
 
     connect                    measure: texts of the data on both sides, before the first group is asked for
-                               (and before a run's first push: identity.py)
+                               (and before a run's first push: check_identity)
     every push                 sync_check.py: a group of the step, before and after it
     every step                 check_fresh: the tokens that the newest version has sampled
 
@@ -9,6 +9,9 @@ A wrong model, another temperature or a stale LM head shows here at once instead
 is compared by itself, with a bound that follows from its dtype and the run's, and none is waited for long while others are there: one in
 bfloat16 in a run of float32 samples from a policy that is the learner's up to its rounding, with that policy's logprobs, so importance
 ratios correct for the difference as they do for staleness.
+
+A run's first push brings the weights that an untouched server has loaded by itself, so it must change nothing (`check_identity`): its
+bound is far tighter than one between two programs, and a reload that packs, shuffles or forgets something shows there and nowhere else.
 """
 
 import itertools
@@ -21,19 +24,20 @@ import torch
 
 from learner.config import LearnerRun
 from learner.servers.fleet import Fleet
-from learner.servers.member import Member
+from learner.servers.membership import Member
 from protocol.errors import ConfigError, DeadlineExceeded, ParityError
 from protocol.hardware import Dtype
 from protocol.messages import Scores, Welcome
 
 log = logging.getLogger(__name__)
-
 NUM_SEQUENCES = 4
 MAX_PROMPT_TOKENS = 256
 MIN_TEXT_TOKENS = 48
 CALL_SLACK_S = 10.0
 DTYPES: tuple[str, ...] = get_args(Dtype)
 """Those with a known bound, the finer ones first."""
+NOISE_FACTOR = 3.0
+"""The noise is of one pair of scorings; that of another may be larger."""
 
 
 class Comparison(msgspec.Struct, frozen=True):
@@ -199,3 +203,45 @@ def of_version(member: Member, scores: Sequence[Scores], version: int | None) ->
                 f"the server at {member.endpoint} scored with version {one.policy_version}, pushed was {version}"
             )
     return torch.cat([torch.from_numpy(one.logprobs.copy()) for one in scores])
+
+
+class Untouched(msgspec.Struct, frozen=True, eq=False):
+    """What the server gave to the fixed sequences before anything was pushed. R: its replicas, T: their tokens after the first."""
+
+    dtype: str
+    """In which the server computes."""
+    logprobs_RT: torch.Tensor
+    noise: float
+    """Mean |Δ logprob| between two scorings of the same weights: 0, unless it computes other requests beside."""
+
+
+def score_untouched(run: LearnerRun, probe: ParityProbe, member: Member, version: int) -> Untouched | None:
+    """Before the first push; None if the policy is not what the server has loaded. Raises ServerLost, DeadlineExceeded.
+
+    Nor is it for a server in a finer dtype than weights travel in: the first push rounds what it has loaded from the model's files.
+    """
+    welcome = member.welcome
+    if version > 0 or run.learner.warm_start.steps > 0 or welcome is None or not welcome.is_untouched:
+        return None
+    if is_finer(welcome.dtype, run.dtype):
+        return None
+    logprobs_RT = probe.server_logprobs(member, None)
+    return Untouched(welcome.dtype, logprobs_RT, _distance(logprobs_RT, probe.server_logprobs(member, None)))
+
+
+def check_identity(run: LearnerRun, probe: ParityProbe, member: Member, untouched: Untouched, version: int) -> None:
+    """After the first push. Raises ParityError if it has changed the logprobs, ServerLost, DeadlineExceeded."""
+    changed = _distance(untouched.logprobs_RT, probe.server_logprobs(member, version))
+    bound = run.learner.parity.identity_bound(untouched.dtype) + NOISE_FACTOR * untouched.noise
+    if not changed <= bound:
+        raise ParityError(
+            f"the first push brought the weights that the server at {member.endpoint} had loaded by itself, and yet its logprobs changed by {changed:.2g} "
+            f"(mean |Δ logprob| of fixed sequences); the bound is {bound:.2g} for {untouched.dtype} with a noise of {untouched.noise:.2g} "
+            "(learner.parity.max_identity_abs_logprob). Either vLLM does not load this model a second time as it did the first, or "
+            "the files of the model differ on both sides"
+        )
+
+
+def _distance(one_RT: torch.Tensor, other_RT: torch.Tensor) -> float:
+    """Of the replica where it is largest."""
+    return (one_RT - other_RT).abs().mean(dim=1).max().item()

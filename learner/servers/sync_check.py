@@ -22,7 +22,7 @@ import msgspec
 import torch
 
 from learner.config import ParityConfig
-from learner.servers.member import Member
+from learner.servers.membership import Member
 from learner.servers.parity import ParityProbe, longest_scored, of_version, replicas
 from protocol.errors import ParityError, ServerLost, SlipstreamError
 from protocol.messages import Scores

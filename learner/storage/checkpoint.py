@@ -3,7 +3,7 @@
     step-000050/  state.json, which is written last    curriculum.json: the prompts' pass rates, where there is one
                   trained/: what is trained, in its own dtype, and the optimizer's moments    reference/: its snapshots
                   random_states_<rank>.pkl: the generators of each rank
-                  model/, adapter/: the policy for others to load (policy/export.py); of one that stays because it is
+                  model/, adapter/: the policy for others to load (policy/published.py); of one that stays because it is
                   among the best they are all that is left, and best.json says by what
 
 Written by writer.py, beside training. A checkpoint of step n stands for the ledger's rows up to step n: a resume rewinds the
@@ -20,12 +20,12 @@ import msgspec
 import torch
 from accelerate.checkpointing import load_accelerator_state
 
-from learner.policy.checkpoint_names import held
+from learner.policy.hf_weights import held
 from learner.policy.reference import ReferenceState
 from learner.policy.shards import read_trained
 from learner.prompts.curriculum import PassRates
-from learner.storage.disk import replace_file
-from learner.training.trainee import Trainee
+from learner.storage.files import replace_file
+from learner.training.policy_trainer import PolicyTrainer
 from protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -114,57 +114,57 @@ def keep_model_alone(checkpoint: Path, best: Best) -> None:
             path.unlink()
 
 
-def load_checkpoint(trainee: Trainee, checkpoint: Path) -> CheckpointState:
+def load_checkpoint(trainer: PolicyTrainer, checkpoint: Path) -> CheckpointState:
     """Restore every part in place. Raises ConfigError if the checkpoint is of another reference or cannot be read."""
-    accelerator = trainee.accelerator
+    accelerator = trainer.accelerator
     state = read_state(checkpoint)
     before = "none" if state.reference is None else state.reference.kind
-    now = "none" if trainee.reference is None else trainee.reference.state.kind
+    now = "none" if trainer.reference is None else trainer.reference.state.kind
     if before != now:
         raise ConfigError(
             f'{checkpoint} has a reference of kind "{before}", learner.reference.kind is "{now}"; set it to "{before}" to '
             "resume, or choose another run_dir"
         )
-    require_same_model(trainee, checkpoint, state)
+    require_same_model(trainer, checkpoint, state)
     if not (checkpoint / TRAINED).is_dir():
         raise ConfigError(
             f"{checkpoint} was written by an earlier version of Slipstream, in whole files; finish the run with that one, or begin a "
             f"new one with its model: --model {checkpoint / 'model'}"
         )
-    policy = accelerator.unwrap_model(trainee.policy)
+    policy = accelerator.unwrap_model(trainer.policy)
     try:
         with torch.no_grad():
-            read_trained(policy, trainee.optimizer, checkpoint / TRAINED)
-            if trainee.reference is not None and state.reference is not None:
-                trainee.reference.load(checkpoint / REFERENCE, policy, state.reference)
+            read_trained(policy, trainer.optimizer, checkpoint / TRAINED)
+            if trainer.reference is not None and state.reference is not None:
+                trainer.reference.load(checkpoint / REFERENCE, policy, state.reference)
         load_accelerator_state(str(checkpoint), [], [], [], [], accelerator.process_index)
     except (OSError, RuntimeError) as error:
         raise ConfigError(
             f"{checkpoint} cannot be read ({error}); remove it, so that --resume goes on from the one before it"
         ) from error
-    trainee.kl_coef = state.kl_coef
+    trainer.kl_coef = state.kl_coef
     log.info("resumed from %s", checkpoint)
     return state
 
 
-def require_same_model(trainee: Trainee, checkpoint: Path, state: CheckpointState) -> None:
+def require_same_model(trainer: PolicyTrainer, checkpoint: Path, state: CheckpointState) -> None:
     """Refuse a checkpoint without the policy's frozen weights (with LoRA: its base) if these are of another model now.
 
     Raises:
         ConfigError: The digests of both models differ.
     """
-    frozen = [name for name, tensor in held(trainee.published.model).items() if not tensor.requires_grad]
-    if not frozen or state.model_digest == trainee.model_digest:
+    frozen = [name for name, tensor in held(trainer.published.model).items() if not tensor.requires_grad]
+    if not frozen or state.model_digest == trainer.model_digest:
         return
     if state.model_digest is None:
         log.warning(
             "%s does not say which model its run started from; check that it was %s, whose weights are frozen",
-            checkpoint, trainee.model_path,
+            checkpoint, trainer.model_path,
         )  # fmt: skip
         return
     raise ConfigError(
-        f"model: {trainee.model_path} has changed since the run started: its digest was {state.model_digest} and is "
-        f"{trainee.model_digest}. {checkpoint} does not hold the {len(frozen)} tensors that are not trained ({frozen[0]}, …). Restore "
+        f"model: {trainer.model_path} has changed since the run started: its digest was {state.model_digest} and is "
+        f"{trainer.model_digest}. {checkpoint} does not hold the {len(frozen)} tensors that are not trained ({frozen[0]}, …). Restore "
         "the files of that model, or start a new run in another run_dir"
     )
 

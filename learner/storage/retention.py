@@ -22,9 +22,9 @@ from learner.storage.checkpoint import (
     read_state,
     remove_checkpoint,
 )
-from learner.storage.disk import writing
+from learner.storage.files import writing
 from learner.storage.writer import CheckpointWriter
-from learner.training.trainee import Trainee
+from learner.training.policy_trainer import PolicyTrainer
 
 log = logging.getLogger(__name__)
 
@@ -44,9 +44,9 @@ class Books(NamedTuple):
 class Checkpoints(CheckpointWriter):
     """Those of one run. Every rank has it; rank 0, which has the books, decides what stays."""
 
-    def __init__(self, trainee: Trainee, directory: Path, books: Books | None, newest_step: int | None) -> None:
+    def __init__(self, trainer: PolicyTrainer, directory: Path, books: Books | None, newest_step: int | None) -> None:
         """`newest_step`: that of the checkpoint the run was resumed from."""
-        super().__init__(trainee, directory)
+        super().__init__(trainer, directory)
         self._books, self._newest_step = books, newest_step
         self._rewards: list[float] = []
         """The mean reward of every step since the newest checkpoint."""
@@ -55,7 +55,7 @@ class Checkpoints(CheckpointWriter):
         """Save if it is time."""
         if "reward/mean" in metrics:
             self._rewards.append(metrics["reward/mean"])
-        if step % self._trainee.config.checkpoint.every_steps == 0:
+        if step % self._trainer.config.checkpoint.every_steps == 0:
             self.save(step)
 
     def save(self, step: int) -> None:
@@ -74,7 +74,7 @@ class Checkpoints(CheckpointWriter):
     def _retain(self) -> None:
         """In the background of rank 0: nothing is removed or forgotten before the newest is complete."""
         assert self._books is not None
-        config = self._trainee.config.checkpoint
+        config = self._trainer.config.checkpoint
         with writing(self._directory):
             scores = self._books.scores() if config.is_by_evaluation else None
             oldest_step = prune(self._directory, config.keep_last, config.keep_best, scores, config.best_by)

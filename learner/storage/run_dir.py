@@ -1,7 +1,8 @@
 """The directory of one run: who may write into it, and where each file is.
 
 A run never overwrites another's: an existing run is resumed with --resume and the same config, but for the keys that may
-change (protocol/config.py), or refused.
+change (protocol/config.py), or refused. The data is recorded as a digest for every prompt: in the ledger a group is the number of a
+prompt, and with other data under the same numbers it would be trained as another's.
 """
 
 import fcntl
@@ -12,16 +13,17 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from msgspec import NODEFAULT, to_builtins
 from msgspec.structs import FieldInfo, replace
 
 from learner.config import KlConfig, LearnerRun, LossConfig
-from learner.storage.disk import network_file_system, replace_file
+from learner.prompts.prompts import Prompts
+from learner.storage.files import network_file_system, replace_file
 from protocol.config import keys_of, may_change, to_toml
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, DataError
 
 log = logging.getLogger(__name__)
-
 MOVED = {
     "learner.checkpoint_every": "learner.checkpoint.every_steps",
     "learner.keep_last": "learner.checkpoint.keep_last",
@@ -32,10 +34,8 @@ MOVED = {
     "learner.parity.max_abs_logprob": "learner.parity.max_mean_abs_logprob",
 }
 """Where keys of earlier versions went: a run that one of these began has the old name in its config.toml."""
-
 DUAL_CLIP = "learner.loss.dual_clip"
 """Written out in every config.toml; one without it is of a version that set no bound by default."""
-
 LEFT_BY_A_FAILED_START = {".lock", "logs", "run_id", "run_id.tmp", "config.toml.tmp", "ledger.db", "ledger.db-shm",
                           "ledger.db-wal", "metrics.jsonl", "samples.jsonl", "timeline.jsonl", "data.digests", "evaluations.jsonl",
                           "evaluation.partial.jsonl", "tensorboard", "wandb"}  # fmt: skip
@@ -182,3 +182,34 @@ def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in table.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat
+
+
+def record_data(path: Path, prompts: Prompts) -> None:
+    """Keep the digests of a run that begins, eight bytes for each prompt. Raises DiskError."""
+    replace_file(path, prompts.digests.astype("<i8").tobytes())
+
+
+def check_data(path: Path, prompts: Prompts) -> None:
+    """Raise DataError, with the first prompt that differs, where the data is not what the run began with."""
+    if not path.exists():
+        log.warning("%s is missing, so nobody can say whether the data is still the run's", path)
+        return
+    before, now = np.frombuffer(path.read_bytes(), "<i8"), prompts.digests
+    if np.array_equal(before, now):
+        return
+    num_common = min(len(before), len(now))
+    changed = np.flatnonzero(before[:num_common] != now[:num_common])
+    if len(changed):
+        what = (
+            f"row {prompts.row(int(changed[0]))} is the first that changed (its prompt, its columns, or its token ids)"
+        )
+        remedy = "Restore the data, the chat template and the tokenizer (learner.data.revision pins a hub dataset)"
+    elif len(now) > len(before):
+        what = f"{len(now) - len(before)} prompts came after the {len(before)} it began with, which would change the order of all"
+        remedy = f"Leave them out with learner.data.num_prompts = {prompts.row(len(before) - 1) + 1}"
+    else:
+        what = f"{len(before) - len(now)} of its {len(before)} prompts are missing, from the end"
+        remedy = "Restore the data"
+    raise DataError(
+        f"{prompts.name} is not what the run in {path.parent} began with: {what}. {remedy}, or begin a new run with --run-dir"
+    )

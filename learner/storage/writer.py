@@ -24,7 +24,7 @@ import torch.distributed as dist
 from accelerate.checkpointing import save_accelerator_state
 from accelerate.utils import broadcast
 
-from learner.policy.export import Export, copy_for_export
+from learner.policy.published import Export, copy_for_export
 from learner.policy.shards import begin_writing, trained, written
 from learner.storage.checkpoint import (
     ASIDE,
@@ -37,8 +37,8 @@ from learner.storage.checkpoint import (
     checkpoint_of,
     remove_checkpoint,
 )
-from learner.storage.disk import DiskError, writing
-from learner.training.trainee import Trainee
+from learner.storage.files import DiskError, writing
+from learner.training.policy_trainer import PolicyTrainer
 from protocol.durable import sync
 from protocol.errors import DeadlineExceeded, SlipstreamError
 
@@ -83,16 +83,16 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True):
 class CheckpointWriter:
     """Of one run, on every rank, which all call the same at the same steps; a context that no checkpoint outlives."""
 
-    def __init__(self, trainee: Trainee, directory: Path) -> None:
-        self._trainee, self._directory = trainee, directory
+    def __init__(self, trainer: PolicyTrainer, directory: Path) -> None:
+        self._trainer, self._directory = trainer, directory
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._under_way: Future[dict[str, float]] | None = None
         self._path, self._begun_s = directory, 0.0
         """Of the newest."""
         self._metrics: dict[str, float] = {}
         self._groups: list[dist.ProcessGroup | None] = [None, None]
-        if trainee.accelerator.num_processes > 1:  # what is said in the background must not mix with anything else
-            patience = timedelta(seconds=trainee.config.checkpoint.timeout_s)
+        if trainer.accelerator.num_processes > 1:  # what is said in the background must not mix with anything else
+            patience = timedelta(seconds=trainer.config.checkpoint.timeout_s)
             self._groups = [dist.new_group(backend="gloo", timeout=patience) for _ in self._groups]
 
     def begin(self, step: int, course: Course, earlier_step: int | None, when_complete: Callable[[], None]) -> None:
@@ -103,26 +103,26 @@ class CheckpointWriter:
         """
         begun_s = time.monotonic()
         self.wait()
-        trainee, path = self._trainee, checkpoint_of(self._directory, step)
-        aside, is_main = path.with_suffix(ASIDE), trainee.accelerator.is_main_process
+        trainer, path = self._trainer, checkpoint_of(self._directory, step)
+        aside, is_main = path.with_suffix(ASIDE), trainer.accelerator.is_main_process
         self._make_room(aside)
         try:
             with writing(aside):
-                save_accelerator_state(str(aside), [], [], [], [], trainee.accelerator.process_index, step=0)
+                save_accelerator_state(str(aside), [], [], [], [], trainer.accelerator.process_index, step=0)
                 keeps_reference = self._keeps_reference(aside, earlier_step)
         except DiskError:
             shutil.rmtree(aside, ignore_errors=True)
             raise
-        trainee.accelerator.wait_for_everyone()
+        trainer.accelerator.wait_for_everyone()
         export = self._export()
         shards = self._begin_shards(aside, with_reference=not keeps_reference)
         state = CheckpointState(
             step=step,
             version=step,
-            reference=None if trainee.reference is None else trainee.reference.state,
-            kl_coef=trainee.kl_coef,
+            reference=None if trainer.reference is None else trainer.reference.state,
+            kl_coef=trainer.kl_coef,
             reward_mean=course.reward_mean,
-            model_digest=trainee.model_digest,
+            model_digest=trainer.model_digest,
         )
         draft = Draft(path=path, state=state, course=course, export=export, shards=shards)
         self._path, self._begun_s = path, begun_s
@@ -132,16 +132,16 @@ class CheckpointWriter:
 
     def take_metrics(self) -> dict[str, float]:
         """What a checkpoint that was completed since the last call took. Raises, on every rank, what stopped it."""
-        with self._trainee.published.led():
-            if self._under_way is not None and self._under_way.done() and self._trainee.accelerator.is_main_process:
+        with self._trainer.published.led():
+            if self._under_way is not None and self._under_way.done() and self._trainer.accelerator.is_main_process:
                 self._await()
         taken, self._metrics = self._metrics, {}
         return taken
 
     def wait(self) -> None:
         """Until none is under way. Raises, on every rank, what stopped it, and DeadlineExceeded."""
-        with self._trainee.published.led():
-            if self._trainee.accelerator.is_main_process:
+        with self._trainer.published.led():
+            if self._trainer.accelerator.is_main_process:
                 self._await()
         self._await()
 
@@ -162,9 +162,9 @@ class CheckpointWriter:
     def _await(self) -> None:
         if self._under_way is None:
             return
-        timeout_s = self._trainee.config.checkpoint.timeout_s
+        timeout_s = self._trainer.config.checkpoint.timeout_s
         while not wait([self._under_way], WAIT_SLICE_S).done:
-            self._trainee.published.still_waiting()
+            self._trainer.published.still_waiting()
             if time.monotonic() - self._begun_s > timeout_s:
                 raise DeadlineExceeded(
                     f"{self._path} was not written within {timeout_s:g} s; write to a faster disk, save less often "
@@ -175,15 +175,15 @@ class CheckpointWriter:
 
     def _make_room(self, aside: Path) -> None:
         with writing(self._directory):
-            if self._trainee.accelerator.is_main_process:
+            if self._trainer.accelerator.is_main_process:
                 for left_over in self._directory.glob(f"step-*{ASIDE}"):
                     shutil.rmtree(left_over)
                 aside.mkdir(parents=True)
-        self._trainee.accelerator.wait_for_everyone()
+        self._trainer.accelerator.wait_for_everyone()
 
     def _keeps_reference(self, aside: Path, earlier_step: int | None) -> bool:
         """What never changes is files under several names, which are there as long as one of them is."""
-        accelerator, reference, is_linked = self._trainee.accelerator, self._trainee.reference, False
+        accelerator, reference, is_linked = self._trainer.accelerator, self._trainer.reference, False
         if reference is None or not reference.never_changes or earlier_step is None:
             return False
         if accelerator.is_main_process:
@@ -196,22 +196,22 @@ class CheckpointWriter:
         return bool(broadcast(torch.tensor([is_linked], device=accelerator.device)))
 
     def _export(self) -> Export | None:
-        trainee, export = self._trainee, None
-        if trainee.config.checkpoint.export_model:
-            with trainee.published.led():
-                if trainee.accelerator.is_main_process:
-                    export = copy_for_export(trainee.published, trainee.run, trainee.model_path)
+        trainer, export = self._trainer, None
+        if trainer.config.checkpoint.export_model:
+            with trainer.published.led():
+                if trainer.accelerator.is_main_process:
+                    export = copy_for_export(trainer.published, trainer.run, trainer.model_path)
         return export
 
     def _begin_shards(self, aside: Path, *, with_reference: bool) -> list[Future[Any]]:
         """Of what every rank holds the whole of, rank 0 writes it."""
-        trainee, accelerator = self._trainee, self._trainee.accelerator
+        trainer, accelerator = self._trainer, self._trainer.accelerator
         if not (accelerator.is_fsdp2 or accelerator.is_main_process):
             return []
-        policy, is_sharded = accelerator.unwrap_model(trainee.policy), accelerator.is_fsdp2
-        rooms = {TRAINED: trained(policy, trainee.optimizer)}
-        if trainee.reference is not None and with_reference:
-            rooms[REFERENCE] = trainee.reference.tensors(policy)
+        policy, is_sharded = accelerator.unwrap_model(trainer.policy), accelerator.is_fsdp2
+        rooms = {TRAINED: trained(policy, trainer.optimizer)}
+        if trainer.reference is not None and with_reference:
+            rooms[REFERENCE] = trainer.reference.tensors(policy)
         return [
             begin_writing(tensors, aside / room, group, is_sharded=is_sharded)
             for (room, tensors), group in zip(rooms.items(), self._groups, strict=False)

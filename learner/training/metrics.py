@@ -1,21 +1,49 @@
-"""The metrics of a step, from sums over its tokens and from its groups. Names: DESIGN's `area/name`."""
+"""The metrics of a step, from sums over its tokens, from its groups and from its time. Names: DESIGN's `area/name`.
 
+    loss of each micro-batch ─▶ sums, Extremes, Mismatch ─▶ all ranks ─▶ metrics of the step
+    counts, seconds ─▶ throughput: arithmetic of N tokens and their (query, key) pairs = 6 · P · N + 12 · L · H · pairs
+
+Extremes are what a mean hides: the extreme ratios, and how much of an update's gradient one token is. Mismatch is how far the logprobs
+are from those of each server, so that a wrong server is not lost in the mean of many. The arithmetic counts what training the whole
+model needs, forward and backward, with the P parameters that a token goes through: no second pass of gradient checkpointing or of a
+reference, nothing that LoRA or a cut last layer saves, no padding.
+
+Suffixes: U updates, N micro-batches, ranks or episodes of the step (M, R), B branches, T tokens of the longest.
+"""
+
+import math
 import os
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 
 from learner.algorithm.loss import Sums
 from learner.config import LearnerConfig
 from learner.environments.branch import Branch
-from learner.policy.memory import GIB
+from learner.policy.memory import GIB, ModelShape
 from learner.rollouts.scored_group import ScoredGroup
+from learner.training.packing import Piece, num_pairs, num_tokens
+
+MAX_NATS = 20.0
+"""As in the loss: beyond it a ratio is no different."""
+MIN_PULL = 1e-12
+"""Of a row whose advantage is 0."""
+OF_SERVER = "mismatch of "
+"""Begins the names of these numbers, which are no metrics: an endpoint follows."""
+PEAK_TFLOPS = {
+    "B200": 2250.0, "H200": 989.0, "H100 PCIe": 756.0, "H100": 989.0, "GH200": 989.0, "A100": 312.0, "L40S": 362.0, "A10": 125.0,
+    "RTX 4090": 165.0,
+}  # fmt: skip
+"""Dense bfloat16, by a part of the device's name; the first that fits."""
+TERA = 1e12
 
 
 def loss_metrics(total: Sums, config: LearnerConfig) -> dict[str, float]:
@@ -153,3 +181,127 @@ class StepTimer:
         step_s = time.monotonic() - self._started
         phases = self._phases | {"other": step_s - sum(self._phases.values()), "step": step_s}
         return {f"time/{phase}": seconds for phase, seconds in phases.items()}
+
+
+class Extremes:
+    """Since the last `take`."""
+
+    def __init__(self) -> None:
+        self._seen: list[torch.Tensor] = []
+        """Of each micro-batch, where it was computed, since to look at it now would wait for the GPU: -lowest and highest log-ratio,
+        largest pull and its multiplier, sum of the pulls."""
+
+    def see(self, log_ratio_BT: torch.Tensor, pull_BT: torch.Tensor, plain_pull_B: torch.Tensor) -> None:
+        """Log-ratios to the behavior policy and |∂ loss / ∂ logprob|, both 0 outside the mask: a ratio of 1 is no extreme.
+
+        `plain_pull_B`: of a row's tokens by weight and advantage alone.
+        """
+        low, high = log_ratio_BT.float().nan_to_num().aminmax()
+        pull_BT = pull_BT.float().nan_to_num()
+        heaviest = pull_BT.argmax()
+        pull, plain_pull = pull_BT.flatten()[heaviest], plain_pull_B[heaviest // pull_BT.shape[1]].float()
+        self._seen.append(torch.stack([-low, high, pull, pull / plain_pull.clamp(min=MIN_PULL), pull_BT.sum()]))
+
+    def take(self, accelerator: Accelerator, num_updates: int) -> dict[str, float]:
+        """Return the metrics of the updates since, each with as many micro-batches, of all ranks, each of which calls this.
+
+        loss/max_token_share: the largest share that one token has of Σ |∂ loss / ∂ logprob| over the tokens of an update.
+        loss/max_token_multiplier: how much more that token pulls than its row's weight and advantage make it.
+        """
+        nothing = [torch.zeros(5, device=accelerator.device)] * num_updates
+        seen_UM5 = torch.stack(self._seen or nothing).view(num_updates, -1, 5)
+        self._seen.clear()
+        of_ranks_RU5 = accelerator.gather(_joined(seen_UM5).unsqueeze(0))
+        all_U5 = _joined(of_ranks_RU5.transpose(0, 1))
+        low, high = all_U5[:, :2].amax(dim=0).tolist()
+        metrics = {"policy/ratio_min": math.exp(-min(low, MAX_NATS)), "policy/ratio_max": math.exp(min(high, MAX_NATS))}
+        shares = [(pull / total, multiplier) for _, _, pull, multiplier, total in all_U5.tolist() if total > 0]
+        return metrics | dict(
+            zip(("loss/max_token_share", "loss/max_token_multiplier"), max(shares, default=()), strict=False)
+        )
+
+
+def _joined(seen_UN5: torch.Tensor) -> torch.Tensor:
+    """Of each update, over its micro-batches or ranks."""
+    heaviest_U11 = seen_UN5[..., 2:3].argmax(dim=1, keepdim=True)
+    heaviest_U2 = seen_UN5[..., 2:4].gather(1, heaviest_U11.expand(-1, -1, 2)).squeeze(1)
+    return torch.cat([seen_UN5[..., :2].amax(dim=1), heaviest_U2, seen_UN5[..., 4:].sum(dim=1)], dim=1)
+
+
+class Mismatch:
+    """Since the last `take`."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """(places_B, sum and number of tokens by branch) of each micro-batch, where they were computed."""
+
+    def see(self, places_B: torch.Tensor, fresh_BT: torch.Tensor, mismatch_BT: torch.Tensor) -> None:
+        """|Δ logprob|, of which the fresh ones count."""
+        sums_B = torch.where(fresh_BT, mismatch_BT, 0.0).sum(dim=1)
+        self._seen.append((places_B, torch.stack([sums_B.double(), fresh_BT.sum(dim=1).double()], dim=1)))
+
+    def take(self, accelerator: Accelerator, groups: list[ScoredGroup]) -> dict[str, float]:
+        """The mean of each server, if they are several, of all ranks, each of which calls this."""
+        seen, self._seen = self._seen, []
+        servers = sorted({group.server for group in groups})
+        if len(servers) == 1:
+            return {}
+        server_N = torch.tensor([servers.index(group.server) for group in groups for _ in group.rewards_G])
+        sums = torch.zeros(len(servers), 2, dtype=torch.float64, device=accelerator.device)
+        for places_B, sums_B in seen:
+            sums.index_add_(0, server_N.to(accelerator.device)[places_B], sums_B)
+        totals = accelerator.reduce(sums, "sum").tolist()
+        return {
+            OF_SERVER + server: total / num_tokens
+            for server, (total, num_tokens) in zip(servers, totals, strict=True)
+            if num_tokens
+        }
+
+
+def take_mismatches(metrics: dict[str, float], groups: list[ScoredGroup]) -> dict[str, float]:
+    """Take those of all servers out of a step's metrics, by endpoint; that of a single one is a metric, and stays."""
+    of_servers = {
+        name.removeprefix(OF_SERVER): metrics.pop(name) for name in list(metrics) if name.startswith(OF_SERVER)
+    }
+    if not of_servers and "policy/mismatch_abs_logprob" in metrics:
+        of_servers[groups[0].server] = metrics["policy/mismatch_abs_logprob"]
+    return of_servers
+
+
+class Devices(NamedTuple):
+    """What the learner computes on: one for each rank."""
+
+    device: torch.device
+    num: int
+
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
+
+
+def train_flops(shape: ModelShape, pieces: Sequence[Piece]) -> float:
+    """Of one forward and backward pass over these pieces."""
+    linear = 6 * (shape.num_active - shape.num_embedding) * sum(map(num_tokens, pieces))
+    attention = 12 * shape.num_layers * shape.hidden_size * sum(map(num_pairs, pieces))
+    return float(linear + attention)
+
+
+def peak_tflops(device_name: str) -> float | None:
+    """None: not known."""
+    return next((peak for part, peak in PEAK_TFLOPS.items() if part in device_name), None)
+
+
+def throughput(
+    groups: Sequence[ScoredGroup], train_tflop: float | None, step_s: float, devices: Devices
+) -> dict[str, float]:
+    """Tokens and arithmetic per second and device, over the whole step, waits included."""
+    tokens = sum(
+        len(group.prompt_of(branch)) + len(branch.token_ids) for group in groups for branch in group.completions
+    )
+    device_s = step_s * devices.num
+    found = {"perf/tokens_per_s_per_device": tokens / device_s}
+    if train_tflop is None:
+        return found
+    found["perf/tflops_per_device"] = train_tflop / device_s
+    peak = peak_tflops(devices.name)
+    return found if peak is None else found | {"perf/mfu": train_tflop / device_s / peak}

@@ -19,60 +19,59 @@ from learner.algorithm.kl import masked
 from learner.algorithm.loss import NUM_LENGTH_QUARTERS, LossInputs, Sums, policy_loss
 from learner.algorithm.schedules import learning_rate
 from learner.config import LearnerConfig
-from learner.forward.head import EntropyUse
+from learner.forward.lm_head import EntropyUse
 from learner.forward.logprobs import token_logprobs
 from learner.rollouts.scored_group import ScoredGroup
 from learner.training.batch import MicroBatch, Row, step_rows, trained_rows
-from learner.training.finite import NotFiniteError, require_finite_weights
-from learner.training.metrics import StepTimer, loss_metrics
+from learner.training.distributed import gradient_sync, layout_of, my_batches
+from learner.training.metrics import TERA, StepTimer, loss_metrics, train_flops
+from learner.training.optimizer import NotFiniteError, require_finite_weights
 from learner.training.packing import pieces_of
-from learner.training.ranks import gradient_sync, layout_of, my_batches
-from learner.training.survey import episode_kls, survey
-from learner.training.throughput import TERA, train_flops
-from learner.training.trainee import Trainee
+from learner.training.policy_trainer import PolicyTrainer
+from learner.training.precompute import episode_kls, survey
 
 log = logging.getLogger(__name__)
 
 
-def train_on(trainee: Trainee, groups: list[ScoredGroup], version: int, timer: StepTimer) -> dict[str, float]:
+def train_on(trainer: PolicyTrainer, groups: list[ScoredGroup], version: int, timer: StepTimer) -> dict[str, float]:
     """Train the weights of `version` on one batch of groups. Returns metrics of all ranks' tokens, as far as they are numbers.
 
     Raises NotFiniteError when the weights are no numbers any more, or too many updates in a row had to be skipped.
     """
-    accelerator, config = trainee.accelerator, trainee.config
+    accelerator, config = trainer.accelerator, trainer.config
     metrics: dict[str, float] = {}
     if config.kl.place == "reward":
-        groups, metrics["reference/kl"] = less_kl(trainee, groups, version, timer)
+        groups, metrics["reference/kl"] = less_kl(trainer, groups, version, timer)
     with timer("batch"):
         advantages_P_G = advantages(groups, config)
         rows = trained_rows(groups, advantages_P_G, config)
-        batches = my_batches(accelerator, trainee.policy, rows, config, trainee.position(version))
-    batches = survey(trainee, batches, timer)
+        batches = my_batches(accelerator, trainer.policy, rows, config, trainer.position(version))
+    batches = survey(trainer, batches, timer)
     total: Sums = {}
     num_skipped = 0
     for update in range(config.updates_per_batch):
         with timer("forward_backward"):
-            sums = forward_backward(trainee, batches, version, is_first_update=update == 0)
+            sums = forward_backward(trainer, batches, version, is_first_update=update == 0)
             total = _added(total, sums)
         with timer("optimizer"):
-            metrics |= optimizer_step(trainee, version)
-        num_skipped += trainee.num_skipped_in_a_row > 0
-    require_finite_weights(accelerator, trainee.policy, _told_of_weights(version, metrics))
+            metrics |= optimizer_step(trainer, version)
+        num_skipped += trainer.num_skipped_in_a_row > 0
+    require_finite_weights(accelerator, trainer.policy, _told_of_weights(version, metrics))
     total = {name: accelerator.reduce(value, "sum") for name, value in total.items()}
-    metrics = loss_metrics(total, config) | trainee.extremes.take(accelerator, config.updates_per_batch) | metrics
-    metrics |= trainee.mismatch.take(accelerator, groups)
-    metrics["perf/train_tflop"] = train_tflop(trainee, rows)
+    metrics = loss_metrics(total, config) | trainer.extremes.take(accelerator, config.updates_per_batch) | metrics
+    metrics |= trainer.mismatch.take(accelerator, groups)
+    metrics["perf/train_tflop"] = train_tflop(trainer, rows)
     metrics["batch/no_signal_groups"] = float(sum(not any(advantages_G) for advantages_G in advantages_P_G))
     metrics["optim/skipped_updates"] = float(num_skipped)
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
-def train_tflop(trainee: Trainee, rows: list[Row]) -> float:
+def train_tflop(trainer: PolicyTrainer, rows: list[Row]) -> float:
     """The arithmetic of the step on all ranks."""
-    if trainee.shape is None:
+    if trainer.shape is None:
         return math.nan
-    layout = layout_of(trainee.accelerator, trainee.policy, trainee.config)
-    return train_flops(trainee.shape, pieces_of(rows, layout)) * trainee.config.updates_per_batch / TERA
+    layout = layout_of(trainer.accelerator, trainer.policy, trainer.config)
+    return train_flops(trainer.shape, pieces_of(rows, layout)) * trainer.config.updates_per_batch / TERA
 
 
 def advantages(groups: list[ScoredGroup], config: LearnerConfig) -> list[list[float]]:
@@ -84,20 +83,20 @@ def advantages(groups: list[ScoredGroup], config: LearnerConfig) -> list[list[fl
 
 
 def less_kl(
-    trainee: Trainee, groups: list[ScoredGroup], version: int, timer: StepTimer
+    trainer: PolicyTrainer, groups: list[ScoredGroup], version: int, timer: StepTimer
 ) -> tuple[list[ScoredGroup], float]:
     """Take kl_coef times its KL to the reference off each episode's reward; also return the mean KL per token."""
-    rows_P_G = step_rows(groups, [[0.0] * len(group.rewards_G) for group in groups], trainee.config)
+    rows_P_G = step_rows(groups, [[0.0] * len(group.rewards_G) for group in groups], trainer.config)
     rows = [row for rows_G in rows_P_G for row in rows_G]
-    batches = my_batches(trainee.accelerator, trainee.policy, rows, trainee.config, trainee.position(version))
+    batches = my_batches(trainer.accelerator, trainer.policy, rows, trainer.config, trainer.position(version))
     num_episodes = sum(len(group.rewards_G) for group in groups)
-    kls_N, kl_per_token = episode_kls(trainee, batches, num_episodes, timer)
+    kls_N, kl_per_token = episode_kls(trainer, batches, num_episodes, timer)
     kls = iter(kls_N)
     shaped = [
         msgspec.structs.replace(
             group,
             rewards_G=[
-                None if reward is None else reward - trainee.kl_coef * kl
+                None if reward is None else reward - trainer.kl_coef * kl
                 for reward, kl in zip(group.rewards_G, islice(kls, len(group.rewards_G)), strict=True)
             ],
         )
@@ -106,55 +105,55 @@ def less_kl(
     return shaped, kl_per_token
 
 
-def forward_backward(trainee: Trainee, batches: list[MicroBatch], version: int, *, is_first_update: bool) -> Sums:
+def forward_backward(trainer: PolicyTrainer, batches: list[MicroBatch], version: int, *, is_first_update: bool) -> Sums:
     """Accumulate the gradient of the step's loss in the policy; return the sums of this rank's tokens."""
-    accelerator = trainee.accelerator
+    accelerator = trainer.accelerator
     total: Sums = {}
     for i, batch in enumerate(batches):
-        with gradient_sync(accelerator, trainee.policy, is_last=i == len(batches) - 1):
-            loss, sums = _micro_batch_loss(trainee, batch, version, is_first_update=is_first_update)
+        with gradient_sync(accelerator, trainer.policy, is_last=i == len(batches) - 1):
+            loss, sums = _micro_batch_loss(trainer, batch, version, is_first_update=is_first_update)
             # Gradients are averaged over ranks; the loss is already a share of the global token mean.
             accelerator.backward(loss * accelerator.num_processes)
         total = _added(total, sums)
     return total
 
 
-def optimizer_step(trainee: Trainee, version: int) -> dict[str, float]:
+def optimizer_step(trainer: PolicyTrainer, version: int) -> dict[str, float]:
     """Take the step, unless the gradient is no number: then the weights stay as they are. Raises NotFiniteError."""
-    config = trainee.config
+    config = trainer.config
     rate = learning_rate(config.optimizer, version, config.steps)
-    for group in trainee.optimizer.param_groups:
+    for group in trainer.optimizer.param_groups:
         group["lr"] = rate
     # Of the gradients as reduced over the ranks, so it is the same on all of them.
     grad_norm = float(
-        trainee.accelerator.clip_grad_norm_(trainee.policy.parameters(), config.optimizer.max_grad_norm) or 0.0
+        trainer.accelerator.clip_grad_norm_(trainer.policy.parameters(), config.optimizer.max_grad_norm) or 0.0
     )
     if math.isfinite(grad_norm):
-        trainee.optimizer.step()
-        trainee.num_skipped_in_a_row = 0
+        trainer.optimizer.step()
+        trainer.num_skipped_in_a_row = 0
     else:
-        _skip(trainee, version, grad_norm)
-    trainee.optimizer.zero_grad()
+        _skip(trainer, version, grad_norm)
+    trainer.optimizer.zero_grad()
     return {"optim/grad_norm": grad_norm, "optim/lr": rate}
 
 
-def _skip(trainee: Trainee, version: int, grad_norm: float) -> None:
-    trainee.num_skipped_in_a_row += 1
-    limit = trainee.config.optimizer.max_skipped_updates
+def _skip(trainer: PolicyTrainer, version: int, grad_norm: float) -> None:
+    trainer.num_skipped_in_a_row += 1
+    limit = trainer.config.optimizer.max_skipped_updates
     told = (
         f"the norm of the gradient is {grad_norm}: the loss or its gradient overflowed, or the policy gives logprobs that are no "
         "numbers"
     )
-    if trainee.num_skipped_in_a_row >= limit:
+    if trainer.num_skipped_in_a_row >= limit:
         raise NotFiniteError(
             f"step {version + 1}: {told}, {limit} times in a row (learner.optimizer.max_skipped_updates). None of these updates "
             "was made, and the checkpoints are sound. Lower learner.optimizer.learning_rate, or set learner.correction if "
             'policy/ratio_max grew before, or try dtype = "float32", and go on with --resume'
         )
-    if trainee.accelerator.is_main_process:
+    if trainer.accelerator.is_main_process:
         log.warning(
             "step %d: %s. The update is skipped and the weights stay as they are (%d in a row, the run stops at %d)",
-            version + 1, told, trainee.num_skipped_in_a_row, limit,
+            version + 1, told, trainer.num_skipped_in_a_row, limit,
         )  # fmt: skip
 
 
@@ -166,12 +165,12 @@ def _told_of_weights(version: int, metrics: dict[str, float]) -> str:
 
 
 def _micro_batch_loss(
-    trainee: Trainee, batch: MicroBatch, version: int, *, is_first_update: bool
+    trainer: PolicyTrainer, batch: MicroBatch, version: int, *, is_first_update: bool
 ) -> tuple[torch.Tensor, Sums]:
-    config = trainee.config
+    config = trainer.config
     entropy_use: EntropyUse = "gradient" if config.loss.entropy_coef > 0 else "value"
     logprobs_BT, entropy_BT = token_logprobs(
-        trainee.policy, batch.pack, config.sampling.temperature, entropy=entropy_use
+        trainer.policy, batch.pack, config.sampling.temperature, entropy=entropy_use
     )
     assert entropy_BT is not None
     lengths_B = batch.mask_BT.sum(dim=1)
@@ -190,7 +189,7 @@ def _micro_batch_loss(
             max=NUM_LENGTH_QUARTERS - 1  # an episode of several turns
         ),
     )
-    loss, sums = policy_loss(inputs, config.loss, config.correction, config.kl, trainee.kl_coef)
+    loss, sums = policy_loss(inputs, config.loss, config.correction, config.kl, trainer.kl_coef)
     # Only completions of this version alone, prompt included: older tokens leave keys and values of older weights behind.
     is_fresh_B = ((batch.versions_BT == version) | ~batch.mask_BT).all(dim=1) & (batch.entered_versions_B == version)
     fresh_BT = batch.mask_BT & is_fresh_B.unsqueeze(1) & is_first_update
@@ -198,8 +197,8 @@ def _micro_batch_loss(
     log_ratio_BT = masked(inputs.logprobs_BT.detach() - batch.behaviour_logprobs_BT, batch.mask_BT)
     # How much each token moves the policy; stops at the logprobs, so it costs next to nothing.
     (pull_BT,) = torch.autograd.grad(loss, logprobs_BT, retain_graph=True)
-    trainee.extremes.see(log_ratio_BT, pull_BT.abs(), (batch.weights_B * batch.advantages_B).abs())
-    trainee.mismatch.see(batch.places_B, fresh_BT, mismatch_BT)
+    trainer.extremes.see(log_ratio_BT, pull_BT.abs(), (batch.weights_B * batch.advantages_B).abs())
+    trainer.mismatch.see(batch.places_B, fresh_BT, mismatch_BT)
     sums["entropy"] = torch.where(batch.mask_BT, entropy_BT.detach(), 0.0).sum()
     sums["fresh_tokens"] = fresh_BT.sum().float()
     sums["fresh_mismatch"] = torch.where(fresh_BT, mismatch_BT, 0.0).sum()

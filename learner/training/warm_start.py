@@ -22,25 +22,24 @@ from transformers import PreTrainedTokenizerBase
 from learner.config import LearnerConfig
 from learner.environments.branch import UNKNOWN_VERSION, Branch
 from learner.forward.logprobs import token_logprobs
-from learner.material import Material
 from learner.prompts.prompts import Prompt
+from learner.run_inputs import RunInputs
 from learner.training.batch import MicroBatch, Row
-from learner.training.finite import NotFiniteError
-from learner.training.optimizer import make_optimizer
-from learner.training.ranks import gradient_sync, my_batches
+from learner.training.distributed import gradient_sync, my_batches
+from learner.training.optimizer import NotFiniteError, make_optimizer
 from protocol.console import PROGRESS_EVERY_S, manner
 from protocol.errors import DataError
 
 log = logging.getLogger(__name__)
 
 
-def warm_start(material: Material, accelerator: Accelerator, policy: nn.Module) -> float:
+def warm_start(run_inputs: RunInputs, accelerator: Accelerator, policy: nn.Module) -> float:
     """Train the prepared policy for `warm_start.steps` steps; return the last step's mean loss per token.
 
     Every rank reads the data and takes its share of the rows. Raises DataError for data without usable answers, NotFiniteError.
     """
-    config, settings = material.run.learner, material.run.learner.warm_start
-    prompts, tokenizer = material.prompts, material.tokenizer
+    config, settings = run_inputs.run.learner, run_inputs.run.learner.warm_start
+    prompts, tokenizer = run_inputs.prompts, run_inputs.tokenizer
     end = prompts.template.turn_end() if prompts.are_conversations else tokenizer.eos_token_id
     if end is None:
         raise DataError("learner.warm_start needs a tokenizer with an end-of-sequence token; this model's has none")

@@ -23,13 +23,13 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-from learner.material import Material
 from learner.policy.shards import trained
+from learner.run_inputs import RunInputs
 from learner.storage.checkpoint import Course, checkpoint_of
 from learner.storage.writer import CheckpointWriter
 from learner.training.metrics import StepTimer
+from learner.training.policy_trainer import PolicyTrainer, make_trainer
 from learner.training.step import train_on
-from learner.training.trainee import Trainee, make_trainee
 from protocol.model_files import resolve_model
 from tests.learner.checkpoints import whole_tensors
 from tests.learner.training.fixed_groups import VERSION, make_groups, make_run
@@ -54,21 +54,21 @@ def main() -> None:
 
 
 def measure(directory: Path, num_layers: int, num_rounds: int) -> dict[str, Any]:
-    trainee = a_trainee(directory / "model", num_layers)
-    groups = make_groups(trainee.policy)
+    trainer = a_trainer(directory / "model", num_layers)
+    groups = make_groups(trainer.policy)
 
     def train() -> float:
         started = time.monotonic()
-        train_on(trainee, groups, VERSION, StepTimer())
+        train_on(trainer, groups, VERSION, StepTimer())
         return time.monotonic() - started
 
     train()
     rounds = []
-    with CheckpointWriter(trainee, directory / "checkpoints") as writer:
+    with CheckpointWriter(trainer, directory / "checkpoints") as writer:
         for step in range(1, 2 * num_rounds, 2):
-            rounds.append(one_round(trainee, directory / "checkpoints", writer, train, step))
+            rounds.append(one_round(trainer, directory / "checkpoints", writer, train, step))
             shutil.rmtree(directory / "checkpoints")
-    num_parameters = sum(parameter.numel() for parameter in trainee.policy.parameters())
+    num_parameters = sum(parameter.numel() for parameter in trainer.policy.parameters())
     return {
         name: statistics.median(one[name] for one in rounds) for name in rounds[0] if name != "is_exact"
     } | {
@@ -81,7 +81,7 @@ def measure(directory: Path, num_layers: int, num_rounds: int) -> dict[str, Any]
 
 
 def one_round(
-    trainee: Trainee, directory: Path, writer: CheckpointWriter, train: Callable[[], float], step: int
+    trainer: PolicyTrainer, directory: Path, writer: CheckpointWriter, train: Callable[[], float], step: int
 ) -> dict[str, float]:
     alone_s = statistics.median(train() for _ in range(STEPS_ALONE))
     started = time.monotonic()
@@ -89,7 +89,7 @@ def one_round(
     writer.wait()
     waited_s = time.monotonic() - started
     writer.take_metrics()
-    before = {name: tensor.clone() for name, tensor in trained(trainee.policy, trainee.optimizer).items()}
+    before = {name: tensor.clone() for name, tensor in trained(trainer.policy, trainer.optimizer).items()}
     complete: list[bool] = []
     writer.begin(step + 1, Course(), None, lambda: complete.append(True))
     beside_s = [train()]
@@ -111,7 +111,7 @@ def one_round(
     }  # fmt: skip
 
 
-def a_trainee(path: Path, num_layers: int) -> Trainee:
+def a_trainer(path: Path, num_layers: int) -> PolicyTrainer:
     config = Qwen2Config(
         vocab_size=16, hidden_size=512, intermediate_size=1408, num_hidden_layers=num_layers, num_attention_heads=8,
         num_key_value_heads=8, tie_word_embeddings=False, eos_token_id=0,
@@ -120,7 +120,7 @@ def a_trainee(path: Path, num_layers: int) -> Trainee:
     Qwen2ForCausalLM(config).save_pretrained(path)
     AutoTokenizer.from_pretrained(resolve_model("tiny:digits")).save_pretrained(path)
     run = msgspec.structs.replace(make_run(optimizer={"learning_rate": 1e-5}), model=str(path))
-    return make_trainee(Material(run), Accelerator(cpu=True), is_new=True)
+    return make_trainer(RunInputs(run), Accelerator(cpu=True), is_new=True)
 
 
 if __name__ == "__main__":

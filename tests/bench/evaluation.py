@@ -23,10 +23,10 @@ import torch
 
 from inference_server.config import ServerRun
 from learner.config import LearnerRun
-from learner.evaluation import evaluation, under_way
-from learner.evaluation.questions import sets_of
-from learner.material import Material
+from learner.evaluation import background, results
+from learner.evaluation.eval_sets import sets_of
 from learner.policy.model import load_policy
+from learner.run_inputs import RunInputs
 from learner.storage.checkpoint import checkpoint_of
 from learner.storage.run_dir import RunDir
 from protocol.errors import SlipstreamError
@@ -103,7 +103,7 @@ class _Answers:
     """The file of answers is removed when an evaluation is noted; a second name keeps it."""
 
     def __init__(self, run_dir: Path, directory: Path) -> None:
-        self._file, self._directory = run_dir / under_way.FILE, directory
+        self._file, self._directory = run_dir / background.FILE, directory
 
     def look(self) -> None:
         try:
@@ -128,11 +128,11 @@ def costs_of(run: LearnerRun) -> list[dict[str, Any]]:
     told = {line["evaluation/step"]: line["evaluation/training_slowdown"] for line in lines if "evaluation/training_slowdown" in line}  # fmt: skip
     return [
         cost_of(one, lines) | {"training_slowdown": told.get(one.step)}
-        for one in evaluation.earlier(Path(run.run_dir) / evaluation.FILE)
+        for one in results.earlier(Path(run.run_dir) / results.FILE)
     ]
 
 
-def cost_of(one: evaluation.Evaluation, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def cost_of(one: results.Evaluation, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """By the clock: seconds per step while it was asked ÷ those of the steps before."""
     began_at = one.time - one.seconds
     before = [line["time"] for line in lines if line["time"] <= began_at][-STEPS_BEFORE - 1 :]
@@ -154,7 +154,7 @@ def cost_of(one: evaluation.Evaluation, lines: Sequence[dict[str, Any]]) -> dict
 
 def compare(run: LearnerRun, answers: dict[int, list[list[int]]]) -> list[dict[str, Any]]:
     """The pinned answers with those of the exported checkpoint of the same version in plain vLLM, problem by problem."""
-    (questions,) = sets_of(Material(run))
+    (questions,) = sets_of(RunInputs(run))
     prompts = [prompt.token_ids for prompt in questions.prompts]
     sampling = Sampling(num_completions=1, max_tokens=run.learner.sampling.max_tokens, temperature=0.0)
     compared = []

@@ -1,6 +1,6 @@
 """Pushes into real vLLM while it generates and the learner trains: how long generation and training stand still.
 
-    Trainee (steps of AdamW) ─▶ Pusher.push / Pusher.begin ═▶ server process ─▶ PushDone(stall) ─▶ shares of the push
+    PolicyTrainer (steps of AdamW) ─▶ Pusher.push / Pusher.begin ═▶ server process ─▶ PushDone(stall) ─▶ shares of the push
 
 Two servers, without and with server.receive_overlap; at each, pushes without and with learner.push.overlap. A share is taken
 push by push; what is reported is the median.
@@ -17,8 +17,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from learner.config import PushConfig
 from learner.policy.model import load_policy
-from learner.servers.push import PushReport
-from learner.servers.pusher import Pusher
+from learner.servers.weight_sync import Pusher
+from learner.servers.weight_transfer import PushReport
 from protocol.messages import Sampling
 from protocol.model_files import resolve_model
 from protocol.weights.buckets import cut, make_manifest
@@ -40,7 +40,7 @@ def save_gpt2_small(directory: Path) -> str:
     return str(directory)
 
 
-class Trainee:
+class PolicyTrainer:
     """A model that takes real optimizer steps on random tokens."""
 
     wire_dtype, device, copy_device = torch.float32, CPU, None
@@ -66,16 +66,16 @@ def measure(model: str, directory: Path, num_pushes: int, num_groups: int, sampl
         server = ServedModel(model, directory / f"overlap-{receive_overlap}", receive_overlap=receive_overlap)
         try:
             link = BusyLink(server, num_groups, sampling)
-            trainee = Trainee(load_policy(resolve_model(model), gradient_checkpointing=False), num_tokens=64)
-            pusher = Pusher(link.fleet, trainee, PushConfig(bucket_mib=BUCKET_MIB))
+            trainer = PolicyTrainer(load_policy(resolve_model(model), gradient_checkpointing=False), num_tokens=64)
+            pusher = Pusher(link.fleet, trainer, PushConfig(bucket_mib=BUCKET_MIB))
             side = "server_overlap" if receive_overlap else "no_overlap"
-            memory = first_pushes(server, pusher, trainee)
+            memory = first_pushes(server, pusher, trainer)
             result |= {f"memory_{side}": memory}
             link.keep_busy()
             time.sleep(SETTLE_S)
-            result[side] = blocking_pushes(pusher, trainee, num_pushes)
+            result[side] = blocking_pushes(pusher, trainer, num_pushes)
             result["both_overlap" if receive_overlap else "learner_overlap"] = overlapped_pushes(
-                pusher, trainee, num_pushes
+                pusher, trainer, num_pushes
             )
             pusher.close()
             link.close()
@@ -84,10 +84,10 @@ def measure(model: str, directory: Path, num_pushes: int, num_groups: int, sampl
     return result
 
 
-def first_pushes(server: ServedModel, pusher: Pusher, trainee: Trainee) -> dict[str, Any]:
+def first_pushes(server: ServedModel, pusher: Pusher, trainer: PolicyTrainer) -> dict[str, Any]:
     """Push three times without load; return the memory this took on each side, also in buckets of the size configured."""
-    largest = max(bucket.num_bytes for bucket in cut(make_manifest(trainee.tensors(), torch.float32, BUCKET_MIB << 20)))
-    trainee.step()
+    largest = max(bucket.num_bytes for bucket in cut(make_manifest(trainer.tensors(), torch.float32, BUCKET_MIB << 20)))
+    trainer.step()
     with peak_memory(server.processes) as server_peak, peak_memory([psutil.Process()]) as learner_peak:
         for version in range(3):
             pusher.push(version)
@@ -102,11 +102,11 @@ def first_pushes(server: ServedModel, pusher: Pusher, trainee: Trainee) -> dict[
     return memory
 
 
-def blocking_pushes(pusher: Pusher, trainee: Trainee, num_pushes: int) -> dict[str, float]:
+def blocking_pushes(pusher: Pusher, trainer: PolicyTrainer, num_pushes: int) -> dict[str, float]:
     """A step, then a push that training waits for."""
     costs = []
     for version in range(10, 10 + num_pushes):
-        trainee.step()
+        trainer.step()
         started = time.monotonic()
         report = pusher.push(version)
         assert report is not None
@@ -114,16 +114,16 @@ def blocking_pushes(pusher: Pusher, trainee: Trainee, num_pushes: int) -> dict[s
     return medians(costs)
 
 
-def overlapped_pushes(pusher: Pusher, trainee: Trainee, num_pushes: int) -> dict[str, float]:
+def overlapped_pushes(pusher: Pusher, trainer: PolicyTrainer, num_pushes: int) -> dict[str, float]:
     """Steps for as long as the push before takes, then the next push, for which training waits only to copy."""
     costs = []
     for version in range(100, 101 + num_pushes):
-        trainee.step()
+        trainer.step()
         started = time.monotonic()
         pusher.begin(version, lambda: None)
         blocked_s = time.monotonic() - started
         while pusher.is_pushing:
-            trainee.step()
+            trainer.step()
         report = pusher.wait()
         assert report is not None
         costs.append(cost(report, blocked_s, blocked_s))

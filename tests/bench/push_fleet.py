@@ -20,7 +20,7 @@ import torch
 from learner.config import LearnerRun, PushConfig
 from learner.servers.fleet import Fleet
 from learner.servers.loop_thread import LoopThread
-from learner.servers.pusher import Pusher
+from learner.servers.weight_sync import Pusher
 from protocol.messages import PROTOCOL_VERSION, Hello
 from tests.fingerprint import MODEL
 from tests.ports import free_port

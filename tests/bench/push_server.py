@@ -24,7 +24,7 @@ from inference_server.config import ServerRun
 from learner.config import LearnerRun
 from learner.servers.fleet import Fleet
 from learner.servers.loop_thread import LoopThread
-from learner.servers.member import Member
+from learner.servers.membership import Member
 from protocol.config import to_toml
 from protocol.errors import SlipstreamError
 from protocol.messages import PROTOCOL_VERSION, Generate, Group, GroupFailed, Hello, Sampling

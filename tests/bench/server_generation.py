@@ -25,13 +25,13 @@ from learner.config import PushConfig
 from learner.policy.model import load_policy
 from learner.servers.fleet import Fleet
 from learner.servers.loop_thread import LoopThread
-from learner.servers.member import Member
-from learner.servers.pusher import Pusher
+from learner.servers.membership import Member
+from learner.servers.weight_sync import Pusher
 from protocol.errors import SlipstreamError
 from protocol.messages import PROTOCOL_VERSION, Generate, Group, GroupFailed, Hello, Sampling
 from protocol.model_files import fingerprint, resolve_model
 from tests.bench.bare_vllm import BareVllm, Generated, Order
-from tests.bench.push_engine import Trainee
+from tests.bench.push_engine import PolicyTrainer
 from tests.bench.push_server import ServedModel, bench_run, server_run
 
 EOS = 0
@@ -215,7 +215,7 @@ def pushed_link(server: ServedModel) -> GroupLink:
 
 def push_own_weights(fleet: Fleet, model: str) -> None:
     policy = load_policy(resolve_model(model), gradient_checkpointing=False)
-    pusher = Pusher(fleet, Trainee(policy, num_tokens=1), PushConfig())
+    pusher = Pusher(fleet, PolicyTrainer(policy, num_tokens=1), PushConfig())
     pusher.push(0)
     pusher.close()
 

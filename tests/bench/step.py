@@ -28,14 +28,14 @@ from typing import Any
 import torch
 import transformers
 
-from learner.forward.head import TILE_COLUMNS, TILE_LOGITS, HeadLogprobs, Reading
+from learner.forward.lm_head import TILE_COLUMNS, TILE_LOGITS, HeadLogprobs, Reading
 from learner.forward.tile import LogitMap
 from learner.training.batch import Row
-from learner.training.ranks import my_batches
+from learner.training.distributed import my_batches
+from learner.training.policy_trainer import PolicyTrainer
 from learner.training.step import forward_backward, optimizer_step
-from learner.training.trainee import Trainee
 from tests.bench.live_memory import LiveBytes
-from tests.bench.step_model import HALF_B, SMALL, VERSION, apart, load_trainee, make_model, make_rows
+from tests.bench.step_model import HALF_B, SMALL, VERSION, apart, load_trainer, make_model, make_rows
 from tests.learner.policy.plain import ordinary
 
 GROUP_SIZES = (4, 8, 16)
@@ -71,16 +71,16 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as directory:
         make_model(SMALL, Path(directory))
-        trainee = load_trainee(Path(directory), micro_batch_tokens=TOKENS)
+        trainer = load_trainer(Path(directory), micro_batch_tokens=TOKENS)
         say("against dense rows")
-        dense = against_dense(trainee, options.rounds)
+        dense = against_dense(trainer, options.rounds)
         sharing = []
         for group_size in GROUP_SIZES:
             for num_prompt in PROMPT_LENGTHS:
                 say(f"groups of {group_size}, prompts of {num_prompt}")
-                sharing.append(against_unshared(trainee, group_size, num_prompt, options.rounds))
+                sharing.append(against_unshared(trainer, group_size, num_prompt, options.rounds))
         say(f"{NUM_BRANCHES} branches of each episode")
-        branches = [against_unshared(trainee, 8, num, options.rounds, NUM_BRANCHES) for num in PROMPT_LENGTHS]
+        branches = [against_unshared(trainer, 8, num, options.rounds, NUM_BRANCHES) for num in PROMPT_LENGTHS]
     say("head")
     heads = [head_peak(vocab_size) for vocab_size in VOCABULARIES]
     half_b = None if options.skip_half_b else half_b_in_its_own_process(options.threads)
@@ -100,12 +100,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def against_dense(trainee: Trainee, num_rounds: int, num_rows: int = 64) -> dict[str, Any]:
+def against_dense(trainer: PolicyTrainer, num_rounds: int, num_rows: int = 64) -> dict[str, Any]:
     """Rows of 256 tokens, each a group of its own."""
     rows = make_rows(num_rows, 1, 16, 240, SMALL["vocab_size"])
     token_ids_BS = torch.stack([_sequence(row) for row in rows])
-    ours, bare = (lambda: our_pass(trainee, rows)), (lambda: plain_pass(trainee, rows, token_ids_BS))
-    oracle = differences(trainee, ours, bare)
+    ours, bare = (lambda: our_pass(trainer, rows)), (lambda: plain_pass(trainer, rows, token_ids_BS))
+    oracle = differences(trainer, ours, bare)
     seconds = alternated({"ours": ours, "bare": bare}, num_rounds)
     return {
         "useful_over_bare": seconds["bare"] / seconds["ours"],
@@ -115,7 +115,7 @@ def against_dense(trainee: Trainee, num_rounds: int, num_rows: int = 64) -> dict
 
 
 def against_unshared(
-    trainee: Trainee, group_size: int, num_prompt: int, num_rounds: int, num_branches: int = 1
+    trainer: PolicyTrainer, group_size: int, num_prompt: int, num_rounds: int, num_branches: int = 1
 ) -> dict[str, Any]:
     """As many groups as about TOKENS unshared tokens make. Branches: of each episode, with SAID tokens more before each."""
     num_before = num_prompt + SAID * (num_branches - 1) // 2
@@ -130,10 +130,10 @@ def against_unshared(
         num_said=SAID,
     )
     alone = apart(rows)
-    ours, unshared = (lambda: our_pass(trainee, rows)), (lambda: our_pass(trainee, alone))
-    oracle = differences(trainee, ours, unshared)
+    ours, unshared = (lambda: our_pass(trainer, rows)), (lambda: our_pass(trainer, alone))
+    oracle = differences(trainer, ours, unshared)
     seconds = alternated({"shared": ours, "unshared": unshared}, num_rounds)
-    num_tokens = {"shared": num_computed(trainee, rows), "unshared": num_computed(trainee, alone)}
+    num_tokens = {"shared": num_computed(trainer, rows), "unshared": num_computed(trainer, alone)}
     speedup, token_ratio = seconds["unshared"] / seconds["shared"], num_tokens["unshared"] / num_tokens["shared"]
     return {
         "group_size": group_size,
@@ -148,30 +148,30 @@ def against_unshared(
     }
 
 
-def our_pass(trainee: Trainee, rows: list[Row]) -> float:
+def our_pass(trainer: PolicyTrainer, rows: list[Row]) -> float:
     """Batch, forward, loss, backward; returns the loss."""
-    batches = my_batches(trainee.accelerator, trainee.policy, rows, trainee.config, "the step")
-    return float(forward_backward(trainee, batches, VERSION, is_first_update=True)["loss"])
+    batches = my_batches(trainer.accelerator, trainer.policy, rows, trainer.config, "the step")
+    return float(forward_backward(trainer, batches, VERSION, is_first_update=True)["loss"])
 
 
-def plain_pass(trainee: Trainee, rows: list[Row], token_ids_BS: torch.Tensor) -> float:
+def plain_pass(trainer: PolicyTrainer, rows: list[Row], token_ids_BS: torch.Tensor) -> float:
     """The same by transformers and one line of torch, on rows of one shape."""
     num_prompt, num_predicted = len(rows[0].prompt_token_ids), len(rows) * len(rows[0].branch.token_ids)
-    with ordinary(trainee.policy):
-        logits_BTV = trainee.policy(token_ids_BS, use_cache=False).logits[:, num_prompt - 1 : -1]
+    with ordinary(trainer.policy):
+        logits_BTV = trainer.policy(token_ids_BS, use_cache=False).logits[:, num_prompt - 1 : -1]
         targets_BT1 = token_ids_BS[:, num_prompt:].unsqueeze(-1)
         loss = -logits_BTV.log_softmax(-1).gather(-1, targets_BT1).sum() / num_predicted
         loss.backward()
     return float(loss.detach())
 
 
-def differences(trainee: Trainee, ours: Callable[[], float], oracle: Callable[[], float]) -> dict[str, float]:
+def differences(trainer: PolicyTrainer, ours: Callable[[], float], oracle: Callable[[], float]) -> dict[str, float]:
     """Relative, of the losses and of the gradients' norms."""
     losses, gradients = [], []
     for one in (ours, oracle):
-        trainee.optimizer.zero_grad()
+        trainer.optimizer.zero_grad()
         losses.append(one())
-        gradients.append(torch.cat([p.grad.flatten() for p in trainee.policy.parameters() if p.grad is not None]))
+        gradients.append(torch.cat([p.grad.flatten() for p in trainer.policy.parameters() if p.grad is not None]))
     return {
         "loss": abs(losses[0] - losses[1]) / abs(losses[1]),
         "gradient": float((gradients[0] - gradients[1]).norm() / gradients[1].norm()),
@@ -189,8 +189,8 @@ def alternated(runs: dict[str, Callable[[], object]], num_rounds: int) -> dict[s
     return {name: statistics.median(taken[1:]) for name, taken in seconds.items()}
 
 
-def num_computed(trainee: Trainee, rows: list[Row]) -> int:
-    batches = my_batches(trainee.accelerator, trainee.policy, rows, trainee.config, "the step")
+def num_computed(trainer: PolicyTrainer, rows: list[Row]) -> int:
+    batches = my_batches(trainer.accelerator, trainer.policy, rows, trainer.config, "the step")
     return sum(batch.pack.num_tokens for batch in batches)
 
 
@@ -230,14 +230,14 @@ def half_b_in_its_own_process(num_threads: int) -> dict[str, Any]:
 def half_b_step(directory: Path) -> dict[str, Any]:
     """One update on TOKENS tokens in one micro-batch: groups of 8 with prompts of 512."""
     make_model(HALF_B, directory)
-    trainee = load_trainee(directory, micro_batch_tokens=TOKENS, gradient_checkpointing=True)
+    trainer = load_trainer(directory, micro_batch_tokens=TOKENS, gradient_checkpointing=True)
     rows = make_rows(4, 8, 512, 448, HALF_B["vocab_size"])
-    batches = my_batches(trainee.accelerator, trainee.policy, rows, trainee.config, "the step")
+    batches = my_batches(trainer.accelerator, trainer.policy, rows, trainer.config, "the step")
     started = time.perf_counter()
-    loss = float(forward_backward(trainee, batches, VERSION, is_first_update=True)["loss"])
-    metrics = optimizer_step(trainee, VERSION)
+    loss = float(forward_backward(trainer, batches, VERSION, is_first_update=True)["loss"])
+    metrics = optimizer_step(trainer, VERSION)
     return {
-        "parameters": sum(parameter.numel() for parameter in trainee.policy.parameters()),
+        "parameters": sum(parameter.numel() for parameter in trainer.policy.parameters()),
         "tokens": sum(row.num_tokens for row in rows) - (len(rows) - 4) * 512,
         "micro_batches": len(batches),
         "seconds": time.perf_counter() - started,

@@ -6,7 +6,7 @@
 A step is everything from rows to new weights: batches, forward, loss, backward, clipping, AdamW; in bfloat16, the weights float32.
 
     tokens_per_s    of prompts and completions, a prompt once for each completion, on both sides
-    matrix_share    arithmetic that the rows need (learner/training/throughput.py) ÷ seconds ÷ the card's rate for a product of
+    matrix_share    arithmetic that the rows need (learner/training/metrics.py) ÷ seconds ÷ the card's rate for a product of
                     8192 × 8192 in bfloat16; for both sides the same arithmetic
     peak_gb         the most that torch's allocator has held
 
@@ -31,16 +31,16 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from learner.forward.interface import compiled_layers
+from learner.forward.attention import compiled_layers
 from learner.training.batch import Row
+from learner.training.distributed import layout_of, my_batches
+from learner.training.metrics import TERA, train_flops
 from learner.training.packing import pieces_of
-from learner.training.ranks import layout_of, my_batches
+from learner.training.policy_trainer import PolicyTrainer
 from learner.training.step import forward_backward, optimizer_step
-from learner.training.throughput import TERA, train_flops
-from learner.training.trainee import Trainee
 from protocol.errors import SlipstreamError
 from tests.bench.machine import versions
-from tests.bench.step_model import HALF_B, ONE_AND_A_HALF_B, VERSION, load_trainee, make_model, make_rows
+from tests.bench.step_model import HALF_B, ONE_AND_A_HALF_B, VERSION, load_trainer, make_model, make_rows
 
 SIZES = {"0.5b": HALF_B, "1.5b": ONE_AND_A_HALF_B}
 LENGTHS = {2048: 2, 8192: 1}
@@ -103,33 +103,33 @@ def our_side(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
     """All lengths of one size."""
     logging.basicConfig(level=logging.INFO)
     (size,) = options.sizes
-    trainee = load_trainee(directory, dtype="bfloat16", on_cpu=False, loss={"objective": "grpo"} | CLIPS)
+    trainer = load_trainer(directory, dtype="bfloat16", on_cpu=False, loss={"objective": "grpo"} | CLIPS)
     answer: dict[str, Any] = {"num_compiled_layers": len(compiled_layers)}
-    answer |= {"attention": trainee.accelerator.unwrap_model(trainee.policy).config._attn_implementation}
+    answer |= {"attention": trainer.accelerator.unwrap_model(trainer.policy).config._attn_implementation}
     oracle = directory / "oracle.safetensors"
     if oracle.exists():
-        loss = our_gradient(trainee, oracle_rows(size))
-        gradients = {name: one.grad for name, one in trainee.policy.named_parameters() if one.grad is not None}
+        loss = our_gradient(trainer, oracle_rows(size))
+        gradients = {name: one.grad for name, one in trainer.policy.named_parameters() if one.grad is not None}
         answer["off_trl_float32"] = differences(loss, gradients, oracle)
-        trainee.optimizer.zero_grad()
+        trainer.optimizer.zero_grad()
     for length in options.lengths:
         rows = rows_of(size, length)
-        measured = measure(lambda rows=rows: our_step(trainee, rows), options.rounds)
+        measured = measure(lambda rows=rows: our_step(trainer, rows), options.rounds)
         flops = train_flops(
-            trainee.shape, pieces_of(rows, layout_of(trainee.accelerator, trainee.policy, trainee.config))
+            trainer.shape, pieces_of(rows, layout_of(trainer.accelerator, trainer.policy, trainer.config))
         )
         answer[str(length)] = told(measured, rows, flops)
     return answer
 
 
-def our_step(trainee: Trainee, rows: list[Row]) -> None:
-    our_gradient(trainee, rows)
-    optimizer_step(trainee, VERSION)
+def our_step(trainer: PolicyTrainer, rows: list[Row]) -> None:
+    our_gradient(trainer, rows)
+    optimizer_step(trainer, VERSION)
 
 
-def our_gradient(trainee: Trainee, rows: list[Row]) -> float:
-    batches = my_batches(trainee.accelerator, trainee.policy, rows, trainee.config, "the step")
-    return float(forward_backward(trainee, batches, VERSION, is_first_update=True)["loss"])
+def our_gradient(trainer: PolicyTrainer, rows: list[Row]) -> float:
+    batches = my_batches(trainer.accelerator, trainer.policy, rows, trainer.config, "the step")
+    return float(forward_backward(trainer, batches, VERSION, is_first_update=True)["loss"])
 
 
 def rows_of(size: str, length: int) -> list[Row]:

@@ -17,9 +17,9 @@ from transformers import AutoTokenizer
 
 from learner.config import LearnerRun
 from learner.environments.branch import Branch
-from learner.material import Material
+from learner.run_inputs import RunInputs
 from learner.training.batch import Row
-from learner.training.trainee import Trainee, make_trainee
+from learner.training.policy_trainer import PolicyTrainer, make_trainer
 from protocol.model_files import resolve_model
 from tests.bench.push_transport import QWEN2_HALF_B
 
@@ -46,7 +46,7 @@ def make_model(shape: dict[str, Any], path: Path, dtype: torch.dtype = torch.flo
     AutoTokenizer.from_pretrained(resolve_model("tiny:digits")).save_pretrained(path)
 
 
-def load_trainee(path: Path, *, dtype: str = "float32", on_cpu: bool = True, **learner: Any) -> Trainee:
+def load_trainer(path: Path, *, dtype: str = "float32", on_cpu: bool = True, **learner: Any) -> PolicyTrainer:
     settings = {
         "steps": 1,
         "data": {"task": "reverse"},
@@ -54,8 +54,8 @@ def load_trainee(path: Path, *, dtype: str = "float32", on_cpu: bool = True, **l
         "loss": {"objective": "reinforce"},
     }
     run = {"model": str(path), "dtype": dtype, "run_dir": "unused", "learner": settings | learner}
-    return make_trainee(
-        Material(msgspec.convert(run, LearnerRun)), Accelerator(cpu=on_cpu, mixed_precision="no"), is_new=True
+    return make_trainer(
+        RunInputs(msgspec.convert(run, LearnerRun)), Accelerator(cpu=on_cpu, mixed_precision="no"), is_new=True
     )
 
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from learner.evaluation.evaluation import Evaluation
+from learner.evaluation.results import Evaluation
 from learner.policy.model import load_policy
 from protocol.model_files import resolve_model
 from tests.bench.evaluation import NUM_PROBLEMS, _Answers, config_of, cost_of, gaps_of

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import GPT2Config
 
-from learner.servers.push import PushReport
+from learner.servers.weight_transfer import PushReport
 from tests.bench import push_delta, push_fleet, push_gpu, push_transport
 from tests.bench.push import as_text, headlines, parse_options
 from tests.bench.push_engine import cost, medians

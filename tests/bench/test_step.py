@@ -6,48 +6,48 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from learner.training.trainee import Trainee
+from learner.training.policy_trainer import PolicyTrainer
 from tests.bench import step
 from tests.bench.live_memory import LiveBytes
-from tests.bench.step_model import SMALL, apart, load_trainee, make_model, make_rows
+from tests.bench.step_model import SMALL, apart, load_trainer, make_model, make_rows
 
 TINY = SMALL | {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
 
 
 @pytest.fixture
-def trainee(tmp_path: Path):
+def trainer(tmp_path: Path):
     AcceleratorState._reset_state(reset_partial_state=True)
     make_model(TINY, tmp_path)
-    yield load_trainee(tmp_path, micro_batch_tokens=1000)
+    yield load_trainer(tmp_path, micro_batch_tokens=1000)
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def test_both_sides_of_each_comparison_have_one_loss_and_one_gradient(trainee: Trainee) -> None:
-    found = step.against_dense(trainee, 1, num_rows=3)
+def test_both_sides_of_each_comparison_have_one_loss_and_one_gradient(trainer: PolicyTrainer) -> None:
+    found = step.against_dense(trainer, 1, num_rows=3)
     assert found["oracle"]["loss"] < 1e-5 and found["oracle"]["gradient"] < 1e-5
     assert 0 < found["useful_over_bare"] < 10
 
 
-def test_the_oracle_sees_rows_that_are_others(trainee: Trainee) -> None:
+def test_the_oracle_sees_rows_that_are_others(trainer: PolicyTrainer) -> None:
     rows = make_rows(2, 2, 5, 4, 128)
     found = step.differences(
-        trainee, lambda: step.our_pass(trainee, rows), lambda: step.our_pass(trainee, rows[:2] + rows[1:2] * 2)
+        trainer, lambda: step.our_pass(trainer, rows), lambda: step.our_pass(trainer, rows[:2] + rows[1:2] * 2)
     )
     assert found["loss"] > 1e-4 and found["gradient"] > 0.1
 
 
-def test_a_prompt_that_is_shared_is_computed_once(trainee: Trainee) -> None:
+def test_a_prompt_that_is_shared_is_computed_once(trainer: PolicyTrainer) -> None:
     rows = make_rows(3, 4, 50, 10, 128)
-    assert step.num_computed(trainee, rows) == 3 * (50 + 4 * 9)
-    assert step.num_computed(trainee, apart(rows)) == 3 * 4 * (50 + 9)
+    assert step.num_computed(trainer, rows) == 3 * (50 + 4 * 9)
+    assert step.num_computed(trainer, apart(rows)) == 3 * 4 * (50 + 9)
 
 
-def test_what_the_branches_of_episodes_begin_with_is_computed_once(trainee: Trainee) -> None:
+def test_what_the_branches_of_episodes_begin_with_is_computed_once(trainer: PolicyTrainer) -> None:
     rows = make_rows(2, 3, 50, 10, 128, num_branches=4, num_said=40)
     assert [len(row.prompt_token_ids) for row in rows[:5]] == [50, 90, 130, 170, 50]
     assert [row.place for row in rows] == [place for place in range(6) for _ in range(4)]
-    assert step.num_computed(trainee, rows) == 2 * (50 + 3 * (3 * 40 + 4 * 9))
-    assert step.num_computed(trainee, apart(rows)) == 6 * (50 + 90 + 130 + 170 + 4 * 9)
+    assert step.num_computed(trainer, rows) == 2 * (50 + 3 * (3 * 40 + 4 * 9))
+    assert step.num_computed(trainer, apart(rows)) == 6 * (50 + 90 + 130 + 170 + 4 * 9)
 
 
 def test_a_speed_is_the_median_of_turns_without_the_first(monkeypatch: pytest.MonkeyPatch) -> None:

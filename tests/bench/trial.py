@@ -14,13 +14,13 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from learner.config import LearnerRun
-from learner.material import Material
 from learner.policy.model import load_tokenizer
 from learner.prompts.prompts import Prompt
 from learner.prompts.tasks import make_rows
+from learner.run_inputs import RunInputs
 from learner.training.metrics import StepTimer, group_metrics
+from learner.training.policy_trainer import make_trainer
 from learner.training.step import train_on
-from learner.training.trainee import make_trainee
 from protocol.model_files import resolve_model
 from tests.bench.cell import NUM_TASK_PROMPTS, Cell
 from tests.bench.sampler import StaleSampler, exact_match
@@ -77,19 +77,19 @@ def run_trial(cell: Cell, *, last_step: int | None = None) -> Trial:
     config = run.learner
     accelerator = cpu_accelerator()
     set_seed(run.seed)
-    material = Material(run)
-    trainee = make_trainee(material, accelerator, is_new=True)
-    policy, tokenizer = accelerator.unwrap_model(trainee.policy), material.tokenizer
+    run_inputs = RunInputs(run)
+    trainer = make_trainer(run_inputs, accelerator, is_new=True)
+    policy, tokenizer = accelerator.unwrap_model(trainer.policy), run_inputs.tokenizer
     held_out = held_out_prompts(run)
-    sampler = StaleSampler(policy, material.prompts, tokenizer, config, run.seed)
+    sampler = StaleSampler(policy, run_inputs.prompts, tokenizer, config, run.seed)
     curve = [Point(step=0, exact_match=exact_match(policy, held_out, tokenizer, config.sampling.max_tokens))]
     window: dict[str, list[float]] = defaultdict(list)
     num_steps = last_step or config.steps
     for step in range(1, num_steps + 1):
         groups = sampler.groups()
-        metrics = train_on(trainee, groups, step - 1, StepTimer())
+        metrics = train_on(trainer, groups, step - 1, StepTimer())
         metrics |= group_metrics(groups, step - 1)
-        metrics |= trainee.after_step(step, metrics)
+        metrics |= trainer.after_step(step, metrics)
         sampler.publish(policy)
         for metric, name in WATCHED.items():
             window[name] += [metrics[metric]] if metric in metrics else []

@@ -21,8 +21,8 @@ from trl import GRPOConfig, GRPOTrainer
 from learner.config.learner import AUTO_TOKENS
 from learner.policy.memory import shape_of
 from learner.training.batch import Row
+from learner.training.metrics import train_flops
 from learner.training.packing import Layout, pieces_of
-from learner.training.throughput import train_flops
 from tests.bench import step_gpu
 from tests.bench.step_gpu import CLIPS, GROUP_SIZE, measure, oracle_rows, rows_of, told
 

@@ -19,29 +19,29 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-import learner.evaluation.evaluation
+import learner.evaluation.results
 import learner.servers.epoch
 import learner.servers.fleet
 import learner.storage.retention
 import learner.storage.writer
 import protocol.transports.group
 from learner.__main__ import main
+from learner.controller import Controller
 from learner.environments.player import Player
 from learner.environments.pool import Seat
-from learner.evaluation import under_way
-from learner.evaluation.under_way import UnderWay
+from learner.evaluation import background
+from learner.evaluation.background import UnderWay
 from learner.gateway.agent_player import AgentPlayer
 from learner.gateway.agent_process import AgentProcess
 from learner.gateway.session import Session
-from learner.leader import Leader
 from learner.rollouts.ledger import Ledger
 from learner.rollouts.ledger_row import GroupPayload
 from learner.servers.epoch import Epoch, Epochs
 from learner.servers.fleet import Fleet
 from learner.servers.link import ServerLink
-from learner.servers.member import Member
-from learner.servers.push import ServerPush
-from learner.servers.pusher import Pusher
+from learner.servers.membership import Member
+from learner.servers.weight_sync import Pusher
+from learner.servers.weight_transfer import ServerPush
 from learner.storage.run_dir import RunDir
 from protocol.channel.sockets import LearnerChannel
 from protocol.endpoint import split_endpoint
@@ -77,7 +77,7 @@ def run(chaos_dir: Path, arguments: list[str]) -> None:
 
 def _set_traps(traps: Traps) -> None:
     traps.wrap(Ledger, "rewind", "starting")
-    traps.wrap(Leader, "connect", "resuming")
+    traps.wrap(Controller, "connect", "resuming")
     traps.wrap(RunDir, "begin", "beginning")
     traps.wrap(Ledger, "admit", "admitting")
     traps.wrap(Ledger, "receive", "before receive is committed")
@@ -86,7 +86,7 @@ def _set_traps(traps: Traps) -> None:
     traps.wrap(Ledger, "consume", "before step is committed")
     traps.wrap(Player, "_turn", "between turns")
     traps.wrap(UnderWay, "add", "before an answer is kept")
-    traps.wrap(learner.evaluation.evaluation, "note", "before evaluation is noted")
+    traps.wrap(learner.evaluation.results, "note", "before evaluation is noted")
     traps.wrap(UnderWay, "forget", "before answers are forgotten")
     traps.wrap(Session, "turn", "between turns")
     traps.wrap(ServerLink, "begin_push", "before ready")
@@ -157,7 +157,7 @@ def _keep_books(traps: Traps) -> None:
         traps.tell("consumed", step)
 
     def keep_answers(kept: UnderWay) -> None:
-        lines = directory / "run" / under_way.FILE
+        lines = directory / "run" / background.FILE
         if lines.is_file():
             _write_whole(directory / ANSWERED / f"{time.time_ns()}", lines.read_bytes())
         forget(kept)
@@ -165,7 +165,7 @@ def _keep_books(traps: Traps) -> None:
     Pusher._push_until_done = keep_weights  # type: ignore[method-assign]
     Ledger.receive, Ledger.consume = keep_received, tell_consumed  # type: ignore[method-assign]
     UnderWay.forget = keep_answers  # type: ignore[method-assign]
-    Leader.connect = _told_before(Leader.connect, traps)  # type: ignore[method-assign]
+    Controller.connect = _told_before(Controller.connect, traps)  # type: ignore[method-assign]
     ServerLink._connected = _Connected(traps)  # type: ignore[assignment]
     Fleet._note = _told_states(Fleet._note, traps)  # type: ignore[method-assign]
     learner.servers.fleet.REREAD_EVERY_S = REREAD_EVERY_S
@@ -174,15 +174,15 @@ def _keep_books(traps: Traps) -> None:
 
 def _keep_pace(slow: Path) -> None:
     """A step takes SLOW_STEP_S while nobody waits for one."""
-    next_batch = Leader.next_batch
+    next_batch = Controller.next_batch
 
-    def wait_and_take(leader: Leader, *args: Any) -> Any:
+    def wait_and_take(controller: Controller, *args: Any) -> Any:
         goes_on_at = time.monotonic() + SLOW_STEP_S
         while slow.exists() and time.monotonic() < goes_on_at:
             time.sleep(LOOK_EVERY_S)
-        return next_batch(leader, *args)
+        return next_batch(controller, *args)
 
-    Leader.next_batch = wait_and_take  # type: ignore[method-assign]
+    Controller.next_batch = wait_and_take  # type: ignore[method-assign]
 
 
 def _tell_ends(traps: Traps) -> None:

@@ -8,12 +8,12 @@ from accelerate.utils.other import load
 from learner.policy.shards import OPTIMIZER, POLICY, begin_writing, read_index, read_into, written
 from learner.storage.checkpoint import Course
 from learner.storage.writer import CheckpointWriter
-from learner.training.trainee import Trainee
+from learner.training.policy_trainer import PolicyTrainer
 
 
-def save(trainee: Trainee, directory: Path, step: int) -> Path:
+def save(trainer: PolicyTrainer, directory: Path, step: int) -> Path:
     """Called by every rank; returns when it is complete."""
-    with CheckpointWriter(trainee, directory) as writer:
+    with CheckpointWriter(trainer, directory) as writer:
         writer.begin(step, Course(), None, lambda: None)
         writer.wait()
     return directory / f"step-{step:06d}"

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import learner.checkup.self_test
+import learner.doctor.self_test
 import learner.report.page
 import learner.train  # noqa: F401  (these are for the fork server)
 from learner.__main__ import main

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from learner.config import LearnerRun
-from learner.storage.disk import replace_file
+from learner.storage.files import replace_file
 from protocol.config import to_toml
 from tests.learner.forked_learner import end_of, start_learner
 from tests.learner.ranks import ALONE, Place
@@ -30,13 +30,13 @@ POINTS = {
     "shards written": "learner.policy.shards:ShardWriter.write_data",
     "shards indexed": "learner.policy.shards:ShardWriter.finish",
     "reference linked": "os:link",
-    "model exported": "learner.policy.export:Export.write",
+    "model exported": "learner.policy.published:Export.write",
     "checkpoint named": "learner.storage.writer:Draft.write",
     "old one unnamed": "pathlib:Path.rename",
     "best one named": "learner.storage.checkpoint:replace_file",
-    "answer kept": "learner.evaluation.under_way:UnderWay.add",
-    "evaluation noted": "learner.evaluation.evaluation:note",
-    "answers forgotten": "learner.evaluation.under_way:UnderWay.forget",
+    "answer kept": "learner.evaluation.background:UnderWay.add",
+    "evaluation noted": "learner.evaluation.results:note",
+    "answers forgotten": "learner.evaluation.background:UnderWay.forget",
     "old one removed": "learner.storage.retention:remove_checkpoint",
 }
 """What has just been called when the blow falls."""

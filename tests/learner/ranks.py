@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from learner.training.ranks import make_accelerator
+from learner.training.distributed import make_accelerator
 from tests.learner.training.sharding import FSDP2, launched_environment, shard_on_cpu
 from tests.peer import PROCESSES
 from tests.ports import free_port
@@ -73,5 +73,5 @@ def _be(place: Place, work: Work, args: tuple[Any, ...]) -> None:
     accelerator = make_accelerator()
     assert accelerator.is_fsdp2 == place.is_sharded and accelerator.num_processes == place.num_ranks
     work(accelerator, *args)
-    accelerator.free_memory()  # the model first, see learner/training/ranks.py
+    accelerator.free_memory()  # the model first, see learner/training/distributed.py
     accelerator.end_training()

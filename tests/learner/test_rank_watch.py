@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 import learner.rank_watch as rank_watch
-from learner.training.ranks import ranks_of
+from learner.training.distributed import ranks_of
 from protocol.config import to_toml
 from protocol.errors import SlipstreamError
 from tests.learner.forked_learner import end_of, start_learner

@@ -16,7 +16,7 @@ import torch
 
 from inference_server.config import ServerConfig
 from learner.config import LearnerRun
-from learner.report.timeline import read_events
+from learner.report.records import read_events
 from learner.train import train
 from protocol.channel.sockets import ServerChannel
 from protocol.config import DEFAULT_ENDPOINT, to_toml

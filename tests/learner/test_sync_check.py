@@ -16,8 +16,8 @@ import torch
 from inference_server.engine.interface import EngineLimits
 from learner.config import LearnerRun, ParityConfig
 from learner.servers import sync_check
-from learner.servers.push import WeightSample
 from learner.servers.sync_check import SyncCheck
+from learner.servers.weight_transfer import WeightSample
 from learner.train import train
 from protocol.errors import ParityError
 from protocol.messages import Scores

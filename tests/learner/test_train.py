@@ -21,11 +21,11 @@ from transformers import AutoModelForCausalLM
 
 from inference_server.engine.interface import EngineDead, PushOrder, WorkerReport
 from learner.config import LearnerRun
-from learner.leader import check_fits
-from learner.material import Material
+from learner.controller import check_fits
 from learner.policy.model import load_tokenizer
 from learner.prompts.prompts import Prompts
-from learner.servers.pusher import Pusher
+from learner.run_inputs import RunInputs
+from learner.servers.weight_sync import Pusher
 from learner.storage.checkpoint import find_checkpoint
 from learner.train import train
 from protocol.errors import (
@@ -321,7 +321,7 @@ def test_a_push_that_would_fail_again_ends_the_run_at_once(tmp_path: Path, overl
 def test_a_large_push_shows_how_far_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wire: str
 ) -> None:
-    monkeypatch.setattr("learner.servers.push.PROGRESS_BYTES", 1)
+    monkeypatch.setattr("learner.servers.weight_transfer.PROGRESS_BYTES", 1)
     with tiny_server() as server:
         train(make_run(tmp_path, server.endpoint, steps=1, push={"wire": wire}), resume=False)
     drawn = capsys.readouterr().err
@@ -541,7 +541,7 @@ def test_episodes_longer_than_the_server_allows_are_refused_with_the_numbers(tmp
         environment = {"factory": "guess", "max_turns": 4, "max_episode_tokens": max_episode_tokens}
         run = make_run(tmp_path, server.endpoint, environment=environment)
         with refused:
-            check_fits(Material(run), server)
+            check_fits(RunInputs(run), server)
 
 
 @pytest.mark.parametrize(

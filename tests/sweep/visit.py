@@ -17,14 +17,13 @@ import transformers
 from accelerate import Accelerator
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from learner.forward.interface import is_packed
+from learner.forward.attention import is_packed
 from learner.forward.logprobs import token_logprobs
 from learner.forward.pack import Group, pack
+from learner.forward.packing_check import settle_attention
 from learner.forward.probed_model import listening, loud
-from learner.forward.settle import settle_attention
-from learner.material import Material
-from learner.policy.compute_dtype import compute_in
-from learner.policy.model import load_policy
+from learner.policy.model import compute_in, load_policy
+from learner.run_inputs import RunInputs
 from protocol.errors import ConfigError
 from tests.learner.training.fixed_groups import make_run
 from tests.sweep.families import VOCAB_SIZE, CannotBuild, tiny_config, tiny_model
@@ -88,7 +87,7 @@ def visit(family: str, directory: Path) -> Visit:
     except CannotBuild as error:
         refusal = refusal_of(family, directory)
         return Visit(family=family, way="refused" if refusal else "not built", reason=refusal or str(error))
-    Material(msgspec.structs.replace(make_run(), model=str(directory))).shape  # noqa: B018  # as a run's start does
+    RunInputs(msgspec.structs.replace(make_run(), model=str(directory))).shape  # noqa: B018  # as a run's start does
     policies: list[Any | None] = []
     ways: list[str] = []
     with _warnings() as reasons:
@@ -194,7 +193,7 @@ def _warnings() -> Iterator[list[str]]:
             if (text := record.getMessage()) not in said:
                 said.append(text)
 
-    log, listener = logging.getLogger("learner.forward.settle"), Listener(logging.WARNING)
+    log, listener = logging.getLogger("learner.forward.packing_check"), Listener(logging.WARNING)
     log.addHandler(listener)
     try:
         yield said

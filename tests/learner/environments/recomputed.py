@@ -21,11 +21,11 @@ from learner.environments.branch import Branch
 from learner.environments.episode import PlayedGroup
 from learner.forward.logprobs import token_logprobs
 from learner.forward.pack import pack
-from learner.forward.settle import settle_attention
-from learner.material import Material
+from learner.forward.packing_check import settle_attention
 from learner.policy.model import load_policy
 from learner.rollouts.ledger import Ledger
-from learner.servers.pusher import Pusher
+from learner.run_inputs import RunInputs
+from learner.servers.weight_sync import Pusher
 from protocol.codec import unpack
 from tests.learner.ledgers import consumed_groups
 
@@ -76,11 +76,11 @@ def keep_all(monkeypatch: pytest.MonkeyPatch) -> Weights:
 
 def recorded_turns(run: LearnerRun, weights: Weights) -> list[RecordedTurn]:
     """Of all episodes that were trained on."""
-    material = Material(run)
-    learners, exact = policy_of_learner(material.model_path), policy_in_float64(material.model_path)
+    run_inputs = RunInputs(run)
+    learners, exact = policy_of_learner(run_inputs.model_path), policy_in_float64(run_inputs.model_path)
     turns: list[RecordedTurn] = []
     for row, payload in consumed_groups(run):
-        group, prompt = unpack(payload, PlayedGroup), material.prompts.prompt_at(row.position).token_ids
+        group, prompt = unpack(payload, PlayedGroup), run_inputs.prompts.prompt_at(row.position).token_ids
         for branch in (branch for episode in group.episodes for branch in episode.branches):
             before = prompt if branch.prompt_token_ids is None else branch.prompt_token_ids.tolist()
             turns += turns_of(branch, before, group.entered_version, weights, learners, exact)

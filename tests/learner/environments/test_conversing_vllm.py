@@ -48,7 +48,7 @@ EVERYTHING_IS_A_CALL = takes_for_calls("tell", {"text": "{content}"})
 def test_every_recorded_token_has_the_servers_logprob_whatever_the_template_does(
     tmp_path: Path, kind: str, kv_on_push: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("learner.material.check_calls", lambda template: None)  # everything is read as calls
+    monkeypatch.setattr("learner.run_inputs.check_calls", lambda template: None)  # everything is read as calls
     weights = keep_all(monkeypatch)
     model = tmp_path / "model"
     write_model(model, TEMPLATES[kind], EVERYTHING_IS_A_CALL)

@@ -10,8 +10,8 @@ import pytest
 
 from learner.config import LearnerRun
 from learner.environments.answer import HERMES, check_calls
-from learner.material import Material
 from learner.prompts.chat_template import ChatTemplate, Turns
+from learner.run_inputs import RunInputs
 from protocol.errors import ConfigError
 from tests.learner.environments.chat_model import write_model
 from tests.learner.environments.chat_tokenizer import DROPPING, END, KEEPING, chat_tokenizer
@@ -123,4 +123,4 @@ def test_a_run_whose_calls_would_not_be_read_does_not_begin(tmp_path: Path) -> N
     }  # fmt: skip
     run = msgspec.convert({"model": str(tmp_path), "run_dir": "runs/x", "learner": settings}, LearnerRun)
     with pytest.raises(ConfigError, match="calls of tools would not be read"):
-        _ = Material(run).prompts
+        _ = RunInputs(run).prompts

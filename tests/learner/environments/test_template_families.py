@@ -12,9 +12,9 @@ from learner.config import DataConfig, LearnerRun
 from learner.environments.answer import HERMES, check_calls, read_answer
 from learner.environments.host import Said
 from learner.environments.talk import ChatTalk, Heard, continued
-from learner.material import Material
 from learner.prompts.chat_template import ChatTemplate, Message, Turns
 from learner.prompts.encoding import Encoder
+from learner.run_inputs import RunInputs
 from protocol.errors import ConfigError, DataError
 from tests.learner.environments.chat_model import write_model
 from tests.learner.environments.chat_tokenizer import KEEPING, chat_tokenizer
@@ -248,6 +248,6 @@ def test_the_ends_are_those_of_the_models_generation_config(tmp_path: Path) -> N
     settings = {"steps": 1, "data": {"path": str(data)}, "reward": {"functions": ["exact_match"]}}
     run = msgspec.convert({"model": str(tmp_path), "run_dir": "runs/x", "learner": settings}, LearnerRun)
     own = chat_tokenizer().eos_token_id
-    assert Material(run).prompts.template.ends == {own}
+    assert RunInputs(run).prompts.template.ends == {own}
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
-    assert Material(run).prompts.template.ends == {5, 7, own}
+    assert RunInputs(run).prompts.template.ends == {5, 7, own}

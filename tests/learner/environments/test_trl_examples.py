@@ -53,7 +53,7 @@ def payloads_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def everything_is_read_as_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("learner.material.check_calls", lambda template: None)
+    monkeypatch.setattr("learner.run_inputs.check_calls", lambda template: None)
 
 
 def test_the_environment_and_its_reward_function_run_unchanged(tmp_path: Path) -> None:

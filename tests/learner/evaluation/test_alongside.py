@@ -11,11 +11,10 @@ import msgspec
 import pytest
 
 from learner.config import LearnerRun
-from learner.evaluation import evaluation
-from learner.evaluation.alongside import Evaluations
-from learner.evaluation.asking import Answered
-from learner.evaluation.evaluation import FILE, Evaluation, earlier
-from learner.evaluation.under_way import Begun, UnderWay
+from learner.evaluation import results
+from learner.evaluation.background import Begun, Evaluations, UnderWay
+from learner.evaluation.openai_client import Answered
+from learner.evaluation.results import FILE, Evaluation, earlier
 from learner.report.summary import read_metrics
 from learner.rewards.workers import RewardWorkers
 from learner.storage.checkpoint import best_models, complete_checkpoints, remove_checkpoint
@@ -131,7 +130,7 @@ def test_a_step_is_judged_or_awaited_at_every_moment(
 ) -> None:
     began: list[Evaluations] = []
     scores: list[dict[int, float | None]] = []
-    start, note = Evaluations.start, evaluation.note
+    start, note = Evaluations.start, results.note
 
     def watched(self: Evaluations, workers: RewardWorkers) -> None:
         began.append(self)
@@ -142,7 +141,7 @@ def test_a_step_is_judged_or_awaited_at_every_moment(
         return note(path, made)
 
     monkeypatch.setattr(Evaluations, "start", watched)
-    monkeypatch.setattr(evaluation, "note", asked_meanwhile)
+    monkeypatch.setattr(results, "note", asked_meanwhile)
     train(evaluating(tmp_path, server, openai.url, {"every_steps": 3, "pin": True}), resume=False)
     assert [known[step] for known, step in zip(scores, (3, 6), strict=True)] == [None, None]
     assert None not in began[0].scores().values() and set(began[0].scores()) == {3, 6}
@@ -294,7 +293,7 @@ def test_what_was_noted_of_weights_that_a_resume_throws_away_is_taken_back(
     run = evaluating(tmp_path, server, openai.url, {"pin": True}, checkpoint={"every_steps": 3})
     train(run, resume=False)
     noted = Path(run.run_dir) / FILE
-    by_hand = evaluation.note(noted, msgspec.structs.replace(made_by(run)[0], step=None))
+    by_hand = results.note(noted, msgspec.structs.replace(made_by(run)[0], step=None))
     remove_checkpoint(complete_checkpoints(RunDir.checkpoints_of(run.run_dir))[-1])
     train(run, resume=True)
     again = made_by(run)

@@ -6,7 +6,7 @@ import mpmath
 import numpy as np
 import pytest
 
-from learner.evaluation.estimates import Estimate, estimate, of_majority, of_means, pass_at, t_quantile, wilson
+from learner.evaluation.results import Estimate, estimate, of_majority, of_means, pass_at, t_quantile, wilson
 
 NUM_EVALUATIONS = 2000
 

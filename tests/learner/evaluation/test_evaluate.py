@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from learner.config import DataConfig, EvaluationConfig, LearnerRun
-from learner.evaluation.asking import EvaluationError
+from learner.evaluation.eval_sets import evaluated_data
 from learner.evaluation.evaluate import evaluate
-from learner.evaluation.evaluation import Evaluation, as_text
-from learner.evaluation.questions import evaluated_data
+from learner.evaluation.openai_client import EvaluationError
+from learner.evaluation.results import Evaluation, as_text
 from protocol.config import load_config
 from protocol.errors import ConfigError, RewardError
 from tests.learner.forked_learner import run_learner

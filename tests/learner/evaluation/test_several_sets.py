@@ -9,7 +9,7 @@ import pytest
 
 from learner.config import EvaluationConfig, LearnerRun
 from learner.evaluation.evaluate import evaluate
-from learner.evaluation.evaluation import FILE, as_text
+from learner.evaluation.results import FILE, as_text
 from learner.report.comparison import compare, write_comparison
 from learner.report.page import render
 from learner.report.summary import as_text as as_summary

@@ -10,13 +10,12 @@ import torch
 import transformers
 
 from learner.config.policy import LoraConfig
-from learner.forward import interface
-from learner.forward.interface import Unpackable, is_packed
-from learner.forward.logit_map import logit_map_of
-from learner.forward.logprobs import token_logprobs
+from learner.forward import attention
+from learner.forward.attention import Unpackable, is_packed
+from learner.forward.logprobs import logit_map_of, token_logprobs
 from learner.forward.pack import pack
-from learner.forward.parts import Part, Plan
-from learner.forward.settle import settle_attention
+from learner.forward.packing_check import settle_attention
+from learner.forward.tree_attention import Part, Plan
 from learner.policy.lora import add_adapter
 from learner.policy.model import load_policy
 from protocol.errors import ConfigError
@@ -113,7 +112,7 @@ def test_a_family_gives_the_losses_and_gradients_of_the_plain_pass(
 
 
 def said_of_attention(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "learner.forward.settle"]
+    return [record.getMessage() for record in caplog.records if record.name == "learner.forward.packing_check"]
 
 
 def tiny(name: str, keys: dict[str, Any]) -> Any:
@@ -178,7 +177,7 @@ def test_a_packed_pass_that_would_mix_sequences_is_found_before_the_first_step(
         rows_1N = np.arange(batch.num_tokens)[None]
         return Plan([Part(rows_1N, rows_1N, np.zeros(rows_1N.shape, bool), is_causal=True)])
 
-    monkeypatch.setattr(interface, "plan_of", everything_before)
+    monkeypatch.setattr(attention, "plan_of", everything_before)
     model = tiny("Qwen2Config", {})
     with caplog.at_level(logging.WARNING):
         settle_attention(model, CPU, torch.float32)

@@ -12,12 +12,12 @@ from torch._inductor import config as inductor
 from torch._inductor.utils import fresh_cache
 
 from learner.config.policy import LoraConfig
-from learner.forward.fused import ROTARY, fuse
+from learner.forward.compile import ROTARY, fuse
 from learner.forward.logprobs import token_logprobs
 from learner.forward.pack import pack
-from learner.forward.settle import settle_attention
-from learner.policy.compute_dtype import compute_in
+from learner.forward.packing_check import settle_attention
 from learner.policy.lora import add_adapter
+from learner.policy.model import compute_in
 from tests.learner.forward.test_families import CPU, TEMPERATURE, gradients, loss_of, make_groups, tiny
 
 pytestmark = [

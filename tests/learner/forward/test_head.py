@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from learner.forward import head
-from learner.forward.head import HeadLogprobs, Reading
+from learner.forward import lm_head
+from learner.forward.lm_head import HeadLogprobs, Reading
 from learner.forward.tile import LogitMap
 
 MAPS = {"none": LogitMap(), "scaled": LogitMap(scale=0.25), "soft cap": LogitMap(scale=1.5, cap=3.0)}
@@ -59,7 +59,7 @@ def test_a_head_in_float32_does_not_round_the_logits_of_a_model_in_bfloat16(has_
 def test_tiles_add_up_to_the_whole(
     monkeypatch: pytest.MonkeyPatch, vocab_size: int, logit_map: LogitMap, entropy
 ) -> None:
-    monkeypatch.setitem(head.TILE_LOGITS, "cpu", 5 * min(vocab_size, head.TILE_COLUMNS))  # five rows a tile
+    monkeypatch.setitem(lm_head.TILE_LOGITS, "cpu", 5 * min(vocab_size, lm_head.TILE_COLUMNS))  # five rows a tile
     hidden, weight, bias, targets = inputs(13, vocab_size)
     reading = Reading(logit_map, 0.7, entropy)
     found, found_entropy = HeadLogprobs.apply(hidden, weight, bias, targets, reading)
@@ -124,7 +124,7 @@ def test_no_tensor_of_rows_times_vocabulary_is_ever_made() -> None:
     with LargestTensor() as largest:
         logprobs, entropy = HeadLogprobs.apply(hidden, weight, None, targets, Reading(LogitMap(), 0.7, "gradient"))
         (logprobs.sum() + entropy.sum()).backward()
-    assert largest.num_elements <= head.TILE_LOGITS["cpu"] < 2000 * 20_000 / 8
+    assert largest.num_elements <= lm_head.TILE_LOGITS["cpu"] < 2000 * 20_000 / 8
     with LargestTensor() as largest:
         whole(hidden, weight, None, targets, Reading(LogitMap(), 0.7, "gradient"))
     assert largest.num_elements == 2000 * 20_000, "it would be seen"

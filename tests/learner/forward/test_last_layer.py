@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from learner.forward.interface import Unpackable
+from learner.forward.attention import Unpackable
 from learner.forward.logprobs import token_logprobs
 from learner.forward.pack import Pack, pack
-from learner.forward.settle import settle_attention
+from learner.forward.packing_check import settle_attention
 from tests.learner.forward.test_families import CPU, tiny
 
 LAST_ROW, COMPLETIONS = 1, 4 + 6

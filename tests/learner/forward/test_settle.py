@@ -14,15 +14,15 @@ from torch import nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from learner.forward import interface, probed_model
-from learner.forward.interface import is_packed
+from learner.forward import attention as attention_module
+from learner.forward import probed_model
+from learner.forward.attention import is_packed, key_layout
 from learner.forward.logprobs import token_logprobs
 from learner.forward.pack import pack
-from learner.forward.parts import plan_of
+from learner.forward.packing_check import TIMES_ROUNDING, TOLERANCE, settle_attention
 from learner.forward.probe import eager_logprobs, probe_of
 from learner.forward.probed_model import PROBE_WINDOW, computing_in, few_layers, listening, loud, short_windows
-from learner.forward.settle import TIMES_ROUNDING, TOLERANCE, settle_attention
-from learner.forward.varlen_attention import key_layout
+from learner.forward.tree_attention import plan_of
 from learner.policy.model import load_policy
 from protocol.errors import ConfigError
 from tests.learner.forward.test_families import CPU, LM, make_groups, plain, tiny
@@ -53,7 +53,7 @@ def test_a_hybrid_whose_state_would_go_on_into_the_next_sequence_is_padded(
 def test_a_state_that_no_name_tells_of_is_found_by_its_gradient(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("learner.forward.settle._state_problem", lambda model: None)
+    monkeypatch.setattr("learner.forward.packing_check._state_problem", lambda model: None)
     model = falcon_h1(dtype)
     settle_attention(model, CPU, dtype)
     assert not is_packed(model) and "depend on other sequences of the pass" in caplog.text
@@ -234,7 +234,7 @@ def test_a_model_that_takes_no_attention_but_its_own_is_padded(caplog: pytest.Lo
 def test_a_window_that_packing_would_forget_is_found_though_it_is_longer_than_the_probe(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(interface, "plan_of", lambda batch, window, **how: plan_of(batch, None, **how))
+    monkeypatch.setattr(attention_module, "plan_of", lambda batch, window, **how: plan_of(batch, None, **how))
     model = tiny("MistralConfig", {"sliding_window": 4096})
     settle_attention(model, CPU, torch.float32)
     assert not is_packed(model) and "its logprobs differ by" in caplog.text
@@ -250,8 +250,8 @@ def test_a_sink_that_packing_would_forget_is_found(
         ) -> torch.Tensor:
             return attention.apply(q_NHD, k_NKD, v_NKD, None, tree)
 
-    attention = interface.TreeAttention
-    monkeypatch.setattr(interface, "TreeAttention", WithoutSinks)
+    attention = attention_module.TreeAttention
+    monkeypatch.setattr(attention_module, "TreeAttention", WithoutSinks)
     model = tiny("GptOssConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64})
     settle_attention(model, CPU, torch.float32)
     assert not is_packed(model) and "its logprobs differ by" in caplog.text
@@ -266,8 +266,8 @@ def test_an_attention_that_is_wrong_where_scores_are_small_alone_is_found(
             is_loud = q_NHD.norm(dim=-1).max() * k_NKD.norm(dim=-1).max() * rest[-1].scale > probed_model.LOUDEST / 2
             return attention.apply(q_NHD if is_loud else q_NHD * 2, k_NKD, *rest)
 
-    attention = interface.TreeAttention
-    monkeypatch.setattr(interface, "TreeAttention", Quiet)
+    attention = attention_module.TreeAttention
+    monkeypatch.setattr(attention_module, "TreeAttention", Quiet)
     model = tiny("Qwen2Config", {})
     settle_attention(model, CPU, torch.float32)
     assert not is_packed(model) and "cannot (its logprobs differ by" in caplog.text
@@ -285,8 +285,8 @@ def test_an_attention_that_is_wrong_in_the_dtype_of_the_run_alone_is_found(
                 q_NHD = torch.where(is_wrong_N[:, None, None], 8 * q_NHD, q_NHD)
             return attention.apply(q_NHD, *rest)
 
-    attention = interface.TreeAttention
-    monkeypatch.setattr(interface, "TreeAttention", Narrow)
+    attention = attention_module.TreeAttention
+    monkeypatch.setattr(attention_module, "TreeAttention", Narrow)
     model = tiny("Qwen2Config", {})
     settle_attention(model, CPU, torch.bfloat16)
     assert not is_packed(model) and "in torch.bfloat16 on cpu its logprobs are off by" in caplog.text
@@ -307,12 +307,12 @@ def with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def on_any_device(model: Any, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
         with computing_in(model, dtype, CPU), monkeypatch.context() as patch:
             if device == GPU:
-                patch.setattr(interface, "_keys_of", key_layout)
+                patch.setattr(attention_module, "_keys_of", key_layout)
             yield
 
     monkeypatch.setattr(torch.random, "fork_rng", lambda devices: nullcontext())
-    monkeypatch.setattr("learner.forward.settle.computing_in", on_any_device)
-    monkeypatch.setattr(interface, "varlen_attention", spelt_out)
+    monkeypatch.setattr("learner.forward.packing_check.computing_in", on_any_device)
+    monkeypatch.setattr(attention_module, "varlen_attention", spelt_out)
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "mimo_v2_flash"])
@@ -338,7 +338,7 @@ def test_a_kernel_that_is_wrong_on_gpus_alone_is_padded_there(
         *most, _window, scale = inputs
         return spelt_out(*most, None, scale)
 
-    monkeypatch.setattr(interface, "varlen_attention", forgetful)
+    monkeypatch.setattr(attention_module, "varlen_attention", forgetful)
     model = tiny("MistralConfig", {"sliding_window": 64})
     settle_attention(model, GPU, dtype)
     assert not is_packed(model) and "its logprobs are off by" in caplog.text

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from learner.forward.head import HeadLogprobs, Reading
+from learner.forward.lm_head import HeadLogprobs, Reading
 from learner.forward.tile import PLAIN, LogitMap, RowSums, Tiles, fused_tiles, tiles_problem
 
 CPU = torch.device("cpu")

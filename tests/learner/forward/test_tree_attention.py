@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from learner.forward.pack import Pack, Segment, pack
-from learner.forward.parts import CHUNK_ROWS, Rows, plan_of
-from learner.forward.tree_attention import Tree, TreeAttention
+from learner.forward.tree_attention import CHUNK_ROWS, Rows, Tree, TreeAttention, plan_of
 
 HEADS, KEY_HEADS, DIM = 4, 2, 8
 

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.forward.interface import is_packed
+from learner.forward.attention import is_packed
 from learner.forward.logprobs import token_logprobs
 from learner.forward.pack import MIN_SHARED, Group, Run, common_length, pack, pack_trees, runs_of
-from learner.forward.settle import settle_attention
+from learner.forward.packing_check import settle_attention
 from tests.learner.forward.test_families import MIXED, gradients, loss_of, tiny
 
 CPU = torch.device("cpu")

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
+from learner.forward.attention import key_layout, varlen_attention
 from learner.forward.pack import Pack
-from learner.forward.parts import plan_of
-from learner.forward.settle import settle_attention
-from learner.forward.tree_attention import Tree, TreeAttention
-from learner.forward.varlen_attention import key_layout, varlen_attention
+from learner.forward.packing_check import settle_attention
+from learner.forward.tree_attention import Tree, TreeAttention, plan_of
 from tests.learner.forward.test_families import tiny
 from tests.learner.forward.test_tree_attention import HEADS, KEY_HEADS, a_pack, a_trie, visible
 

@@ -12,13 +12,12 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from learner.forward import fused, interface
-from learner.forward.fused import ROTARY, fuse
-from learner.forward.interface import compiled_layers, is_packed, layers_of
+from learner.forward import attention, compile
+from learner.forward.attention import KeyLayout, compiled_layers, is_packed, key_layout, layers_of
+from learner.forward.compile import ROTARY, fuse
 from learner.forward.logprobs import token_logprobs
+from learner.forward.packing_check import settle_attention
 from learner.forward.probe import probe_of
-from learner.forward.settle import settle_attention
-from learner.forward.varlen_attention import KeyLayout, key_layout
 from learner.policy.model import load_policy
 from tests.learner.forward.test_families import CPU, TEMPERATURE, tiny
 from tests.learner.forward.test_fused import assert_same, compiled_pieces, loss_and_gradients
@@ -141,9 +140,9 @@ def keep_rotary(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The way of a GPU, its kernel spelt out: whole layers, and keys laid out for them."""
-    monkeypatch.setattr(interface, "_keys_of", key_layout)
-    monkeypatch.setattr(interface, "varlen_attention", on_kernel)
-    monkeypatch.setattr(fused, "_whole_layers", lambda model: layers_of(model)[:-1] if is_packed(model) else [])
+    monkeypatch.setattr(attention, "_keys_of", key_layout)
+    monkeypatch.setattr(attention, "varlen_attention", on_kernel)
+    monkeypatch.setattr(compile, "_whole_layers", lambda model: layers_of(model)[:-1] if is_packed(model) else [])
 
 
 def test_whole_layers_have_the_loss_and_the_gradients_of_the_pass_without_and_are_compiled_once_for_any_length(
@@ -169,7 +168,7 @@ def test_where_torch_cannot_compile_a_layer_whole_it_compiles_its_pieces(
         torch._dynamo.graph_break()
         return on_kernel(*args)
 
-    monkeypatch.setattr(interface, "varlen_attention", breaking)
+    monkeypatch.setattr(attention, "varlen_attention", breaking)
     model = tiny_model("Qwen2Config", {})
     loss, right = loss_and_gradients(model)
     with caplog.at_level(logging.INFO):

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from learner.config import LoraConfig
-from learner.policy import checkpoint_names
-from learner.policy.checkpoint_names import CheckpointNames, held
+from learner.policy import hf_weights
+from learner.policy.hf_weights import CheckpointNames, held
 from learner.policy.lora import add_adapter
 from learner.policy.model import load_policy
 from learner.policy.published import PublishedPolicy
@@ -108,7 +108,7 @@ def test_tensors_that_need_each_other_are_converted_together(tmp_path: Path, mon
             left[f"norms.{layer}"] = torch.cat([tensors[f"model.layers.{layer}.{end}"] for end in ends])
         return left
 
-    monkeypatch.setattr(checkpoint_names, "revert_weight_conversion", revert)
+    monkeypatch.setattr(hf_weights, "revert_weight_conversion", revert)
     tensors = held(policy)
     sent = list(CheckpointNames(policy, tensors).convert(tensors.items()))
     assert_equal([(name, tensor.detach()) for name, tensor in sent], revert(policy, tensors))

@@ -9,8 +9,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from learner.config import LoraConfig
-from learner.policy.compute_dtype import compute_dtype, compute_in
 from learner.policy.lora import add_adapter
+from learner.policy.model import compute_dtype, compute_in
 from learner.policy.snapshot import trainable
 from tests.sweep.families import tiny_config, tiny_model
 from tests.zoo.families import FAMILIES, make_model

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from learner.config import LearnerRun
-from learner.material import Material
-from learner.training.trainee import make_trainee
+from learner.run_inputs import RunInputs
+from learner.training.policy_trainer import make_trainer
 from protocol.model_files import fingerprint, resolve_model
 from tests.learner.checkpoints import save, weights_of
 from tests.learner.policy.plain import plain_logits
@@ -45,13 +45,13 @@ def a_run(tmp_path: Path, dtype: str = "float32", **learner: Any) -> LearnerRun:
 
 def trained_and_saved(accelerator: Accelerator, run: LearnerRun, tmp_path: Path) -> tuple[Any, Path]:
     """Return a policy whose trained weights have moved, and its checkpoint."""
-    trainee = make_trainee(Material(run), accelerator, is_new=True)
+    trainer = make_trainer(RunInputs(run), accelerator, is_new=True)
     torch.manual_seed(1)
     with torch.no_grad():
-        for parameter in trainee.policy.parameters():
+        for parameter in trainer.policy.parameters():
             if parameter.requires_grad:
                 parameter.add_(0.05 * torch.randn(parameter.shape))
-    return trainee.policy, save(trainee, tmp_path, 7)
+    return trainer.policy, save(trainer, tmp_path, 7)
 
 
 def test_transformers_loads_the_model_of_a_checkpoint_with_the_policys_logits(

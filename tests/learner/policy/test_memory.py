@@ -22,11 +22,8 @@ from transformers import (
 )
 
 from learner.config import LearnerRun
-from learner.forward.head import TILE_LOGITS, HeadLogprobs, Reading
+from learner.forward.lm_head import TILE_LOGITS, HeadLogprobs, Reading
 from learner.forward.tile import LogitMap
-from learner.material import Material
-from learner.policy.compute_dtype import compute_in
-from learner.policy.export import copy_for_export
 from learner.policy.lora import add_adapter
 from learner.policy.memory import (
     GIB,
@@ -39,9 +36,12 @@ from learner.policy.memory import (
     shape_of,
     told,
 )
+from learner.policy.model import compute_in
+from learner.policy.published import copy_for_export
 from learner.policy.shards import trained
 from learner.policy.snapshot import trainable
-from learner.training.trainee import make_trainee
+from learner.run_inputs import RunInputs
+from learner.training.policy_trainer import make_trainer
 from protocol.model_files import resolve_model
 from tests.bench.live_memory import LiveBytes
 from tests.learner.training.fixed_groups import make_run
@@ -180,27 +180,27 @@ def test_weights_gradients_moments_and_references_are_the_bytes_of_the_tensors(
     accelerator: Accelerator, learner: dict[str, Any], dtype: str
 ) -> None:
     run = run_of(learner, dtype)
-    trainee = make_trainee(Material(run), accelerator, is_new=True)
-    parameters = trainable(trainee.policy).values()
+    trainer = make_trainer(RunInputs(run), accelerator, is_new=True)
+    parameters = trainable(trainer.policy).values()
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    trainee.optimizer.step()
-    state = trainee.optimizer.state_dict()["state"].values()
-    snapshots = [] if trainee.reference is None else trainee.reference._snapshots
+    trainer.optimizer.step()
+    state = trainer.optimizer.state_dict()["state"].values()
+    snapshots = [] if trainer.reference is None else trainer.reference._snapshots
     whole = learner_memory(shape_of(AutoConfig.from_pretrained(resolve_model("tiny:digits"))), run)
     memory = whole.device
 
     def size(tensors: Any) -> int:
         return sum(tensor.nbytes for tensor in tensors)
 
-    assert memory["weights"] == size(trainee.policy.parameters())
+    assert memory["weights"] == size(trainer.policy.parameters())
     assert memory["gradients"] == size(parameter.grad for parameter in parameters)
     assert memory["optimizer"] == size(m for moments in state for m in moments.values() if m.numel() > 1)
     if snapshots:
         full = len(snapshots) + 1 if len(snapshots) < (run.learner.reference.num_snapshots or 1) else len(snapshots)
         assert memory["reference"] == full * size(snapshots[0].values())
-    export = copy_for_export(trainee.published, run, trainee.model_path)
-    copied = [*trained(trainee.policy, trainee.optimizer).values(), *export.model.values()]
+    export = copy_for_export(trainer.published, run, trainer.model_path)
+    copied = [*trained(trainer.policy, trainer.optimizer).values(), *export.model.values()]
     assert whole.host["checkpoint"] == memory["reference"] + size(tensor for tensor in copied if tensor.numel() > 1)
 
 
@@ -269,7 +269,7 @@ if __name__ == "__main__":
 def test_layers_of_two_head_sizes_are_estimated_by_their_mean(tmp_path: Path) -> None:
     config = tiny_config("gemma4_text")  # two layers with heads of 16, two with heads of 32, two heads of keys each
     tiny_model(config).save_pretrained(tmp_path)
-    shape = Material(msgspec.structs.replace(make_run(), model=str(tmp_path))).shape
+    shape = RunInputs(msgspec.structs.replace(make_run(), model=str(tmp_path))).shape
     assert shape is not None and shape.kv_size == 2 * (16 + 32) / 2
 
 
@@ -280,6 +280,6 @@ def test_a_config_that_cannot_be_read_costs_the_estimate_alone(
         raise RuntimeError("ambiguous")
 
     tiny_model(tiny_config("qwen2")).save_pretrained(tmp_path)
-    monkeypatch.setattr("learner.material.shape_of", fail)
-    assert Material(msgspec.structs.replace(make_run(), model=str(tmp_path))).shape is None
+    monkeypatch.setattr("learner.run_inputs.shape_of", fail)
+    assert RunInputs(msgspec.structs.replace(make_run(), model=str(tmp_path))).shape is None
     assert "needs is not known: RuntimeError: ambiguous" in caplog.text

@@ -16,8 +16,7 @@ from torch import nn
 from learner.config import ReferenceConfig
 from learner.forward.logprobs import token_logprobs
 from learner.forward.pack import Pack, pack
-from learner.policy.compute_dtype import compute_in
-from learner.policy.model import load_policy
+from learner.policy.model import compute_in, load_policy
 from learner.policy.reference import Reference, ReferenceState, make_reference
 from protocol.errors import ConfigError
 from protocol.model_files import resolve_model

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from learner.config import ReferenceConfig
-from learner.policy.refresh import RefreshState, decide, first_state
+from learner.policy.reference import RefreshState, decide, first_state
 
 ADAPTIVE = {"kind": "adaptive", "kl_threshold": 0.1}
 

@@ -17,12 +17,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from learner.forward.logprobs import token_logprobs
 from learner.forward.pack import pack
-from learner.forward.settle import settle_attention
-from learner.material import Material
+from learner.forward.packing_check import settle_attention
 from learner.policy.model import load_policy
 from learner.policy.rope import check_rope, check_server_rope, default_max_model_len, pin_rope
+from learner.run_inputs import RunInputs
 from learner.train import train
-from learner.training.trainee import make_trainee
+from learner.training.policy_trainer import make_trainer
 from protocol.errors import ConfigError
 from protocol.model_files import fingerprint, resolve_model
 from tests.fakes import ServerThread
@@ -280,8 +280,8 @@ def test_a_policy_is_trained_with_the_factors_of_the_server_that_the_config_desc
     run = msgspec.structs.replace(
         make_run(tmp_path, "tcp://a:1"), model=str(tmp_path), server={"max_model_len": max_model_len}
     )
-    trainee = make_trainee(Material(run), accelerator, is_new=True)
-    assert torch.equal(rotary(trainee.policy, 8), rotary_of(phi3(), max_model_len)[:8])
+    trainer = make_trainer(RunInputs(run), accelerator, is_new=True)
+    assert torch.equal(rotary(trainer.policy, 8), rotary_of(phi3(), max_model_len)[:8])
 
 
 def test_a_run_ends_at_the_welcome_of_a_server_that_takes_the_other_factors(tmp_path: Path) -> None:

@@ -12,11 +12,11 @@ import pytest
 
 import learner.report.dashboard
 from learner.config import ReportConfig
-from learner.leader import start_dashboard
+from learner.controller import start_dashboard
 from learner.report.dashboard import Dashboard
 from learner.report.history import MAX_POINTS, History, read_history
 from learner.servers.loop_thread import LoopThread
-from learner.storage.lines import Lines, last_line
+from learner.storage.files import Lines, last_line
 from learner.storage.run_dir import RunDir
 from tests.learner.report.synthetic_run import write_lines
 from tests.learner.test_train import make_run

@@ -18,7 +18,7 @@ ROWS = [
 ]
 DOCUMENTED = {name for row in ROWS for name in re.findall(r"`([a-z_]+/[a-z_0-9<>]+)`", row[0])}
 NO_METRIC = {"application/json", "text/html", "perf/train_tflop"}
-"""Media types; and what is handed from the step to the leader, which takes it away."""
+"""Media types; and what is handed from the step to the controller, which takes it away."""
 
 
 def names_in(path: Path) -> set[str]:

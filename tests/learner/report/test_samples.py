@@ -8,18 +8,17 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-import learner.report.samples
+import learner.report.records
 from learner.config import ReportConfig
 from learner.environments.branch import Branch
 from learner.environments.episode import Course
 from learner.policy.model import load_tokenizer
-from learner.report.page import render
+from learner.report.page import newest_sample, render
+from learner.report.records import Samples
 from learner.report.run_log import RunLog
-from learner.report.sample_view import newest_sample
-from learner.report.samples import Samples
 from learner.report.summary import steps_in
 from learner.rollouts.scored_group import ScoredGroup
-from learner.storage.lines import ends_of
+from learner.storage.files import ends_of
 from learner.storage.run_dir import RunDir
 from protocol.model_files import resolve_model
 from tests.learner.report.synthetic_run import write_run
@@ -75,7 +74,7 @@ def test_a_run_keeps_those_of_every_tenth_step_if_nothing_else_is_said(tmp_path:
 def test_a_file_that_grows_too_long_keeps_its_head_and_the_newest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(learner.report.samples, "MAX_BYTES", 40_000)
+    monkeypatch.setattr(learner.report.records, "MAX_BYTES", 40_000)
     path = tmp_path / "samples.jsonl"
     kept = write(path, range(1, 501), 1, a_group(100))
     assert path.stat().st_size <= 40_000

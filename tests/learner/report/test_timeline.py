@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from learner.report import timeline as timeline_module
+from learner.report import records
 from learner.report.page import write_report
-from learner.report.timeline import Event, Timeline, read_events
+from learner.report.records import Event, Timeline, read_events
 from tests.learner.report.synthetic_run import write_run
 
 
@@ -35,7 +35,7 @@ def test_a_story_goes_on_after_a_kill_without_the_line_that_was_cut_off(tmp_path
 
 
 def test_of_a_long_story_the_ends_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timeline_module, "SHOWN_BYTES", 400)
+    monkeypatch.setattr(records, "SHOWN_BYTES", 400)
     told = Timeline(tmp_path / "timeline.jsonl")
     for i in range(100):
         told.note(f"event {i}")

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from learner.config import RewardConfig
-from learner.evaluation.asking import EvaluationError
+from learner.evaluation.openai_client import EvaluationError
 from learner.rewards import reach
 from learner.rewards.reach import is_unreachable
 from learner.rewards.workers import RewardWorkers

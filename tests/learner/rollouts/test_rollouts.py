@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from learner.config import LearnerRun
-from learner.material import Material
 from learner.rewards.scoring import Scorer
 from learner.rewards.workers import RewardWorkers
 from learner.rollouts.ledger import Ledger
@@ -22,6 +21,7 @@ from learner.rollouts.outstanding import Outstanding
 from learner.rollouts.queue import GroupQueue
 from learner.rollouts.rollouts import Rollouts
 from learner.rollouts.scored_group import ScoredGroup
+from learner.run_inputs import RunInputs
 from learner.servers.fleet import Fleet
 from learner.servers.loop_thread import LoopThread
 from protocol.channel.sockets import ServerChannel
@@ -164,13 +164,13 @@ class HandServer:
 @contextmanager
 def rollouts_of(run: LearnerRun) -> Iterator[tuple[Fleet, Rollouts]]:
     """The rollouts of a run, not started."""
-    material, directory = Material(run), Path(run.run_dir).parent
+    run_inputs, directory = RunInputs(run), Path(run.run_dir).parent
     ledger = Ledger(directory / "ledger.db")
     fleet = Fleet(run, Hello(run="r", protocol_version=PROTOCOL_VERSION, model=MODEL, learner="l"), LoopThread("test"))
     with RewardWorkers(run.learner.reward) as workers:
-        queue = GroupQueue(run, material.prompts, ledger)
-        outstanding = Outstanding(ledger, material.prompts, run.learner.max_group_attempts)
-        scorer = Scorer(run.learner, material.tokenizer, workers)
+        queue = GroupQueue(run, run_inputs.prompts, ledger)
+        outstanding = Outstanding(ledger, run_inputs.prompts, run.learner.max_group_attempts)
+        scorer = Scorer(run.learner, run_inputs.tokenizer, workers)
         rollouts = Rollouts(run, fleet, queue, outstanding, scorer, ledger)
         try:
             yield fleet, rollouts

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from learner.material import Material
 from learner.prompts.curriculum import Curriculum
 from learner.rewards.workers import FunctionRewards, GroupRewards
 from learner.rollouts.scored_group import ScoredGroup
 from learner.rollouts.selection import Selection
 from learner.rollouts.slots import Slots
+from learner.run_inputs import RunInputs
 from tests.learner.test_train import make_run
 from tests.learner.training.test_batch import make_group
 
@@ -20,7 +20,7 @@ def admitted(tmp_path: Path, rewards: dict[str, list[float]], **learner: Any) ->
     reward = {"functions": ["exact_match", "share_right"], "overlong_buffer_tokens": 2}
     run = make_run(tmp_path, "tcp://127.0.0.1:1", active_sampling=True, reward=reward, **learner)
     config = run.learner
-    curriculum = Curriculum(config.curriculum, "exact_match", Material(run).prompts, run.seed, 0)
+    curriculum = Curriculum(config.curriculum, "exact_match", RunInputs(run).prompts, run.seed, 0)
     totals = [sum(values) for values in zip(*rewards.values(), strict=True)]
     scored = GroupRewards(
         rewards=totals, functions=[FunctionRewards(name=name, rewards=values) for name, values in rewards.items()]

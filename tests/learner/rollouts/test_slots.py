@@ -9,11 +9,11 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.material import Material
 from learner.rollouts.ledger import Ledger
 from learner.rollouts.outstanding import Outstanding
 from learner.rollouts.request import Request
 from learner.rollouts.slots import PassedOver, Slots
+from learner.run_inputs import RunInputs
 from tests.learner.rollouts.test_admission import group
 from tests.learner.test_train import make_run
 
@@ -137,7 +137,7 @@ def seconds_to_take_up(num_held: int, outstanding: Outstanding, request: Request
 def test_a_resume_with_ten_times_as_many_groups_under_way_costs_about_ten_times_as_much(tmp_path: Path) -> None:
     run = make_run(tmp_path, "tcp://127.0.0.1:1")
     with closing(Ledger(tmp_path / "ledger.db")) as ledger:
-        outstanding = Outstanding(ledger, Material(run).prompts, max_attempts=3)
+        outstanding = Outstanding(ledger, RunInputs(run).prompts, max_attempts=3)
         request = outstanding.request(0, 0, 0)
         few, many = (seconds_to_take_up(num, outstanding, request) for num in (400, 4_000))
     assert many < 30 * few

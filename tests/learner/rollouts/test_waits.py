@@ -47,7 +47,7 @@ def slow_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., l
         engine = SlowEngine(engine_s)
         train_on = train_module.train_on
 
-        def slow_step(trainee: Any, groups: Any, version: int, timer: Any) -> dict[str, float]:
+        def slow_step(trainer: Any, groups: Any, version: int, timer: Any) -> dict[str, float]:
             num_allowed = (MAX_STALENESS + version + 1) * GROUPS_PER_STEP
             assert len(engine.prompts) <= num_allowed
             if (
@@ -56,7 +56,7 @@ def slow_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., l
                 time.sleep(step_s)
                 assert len(engine.prompts) == num_allowed
                 assert server.running.server.status()["groups_unacked"] == 0
-            return train_on(trainee, groups, version, timer)
+            return train_on(trainer, groups, version, timer)
 
         monkeypatch.setattr(train_module, "train_on", slow_step)
         with tiny_server(engine) as server, closing(Link(int(server.endpoint.rpartition(":")[2]), bytes_per_s)) as link:

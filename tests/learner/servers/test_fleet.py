@@ -36,7 +36,7 @@ def loop() -> Iterator[LoopThread]:
 
 @contextmanager
 def a_fleet(tmp_path: Path, *endpoints: str, listed: Path | None = None, name: str = "r") -> Iterator[Fleet]:
-    """Started, and closed as the leader closes it; `listed`: the file of its endpoints; `name`: the run's."""
+    """Started, and closed as the controller closes it; `listed`: the file of its endpoints; `name`: the run's."""
     run = make_run(tmp_path, *endpoints, connect_timeout_s=1.0)
     if listed is not None:
         run = msgspec.structs.replace(run, endpoint=DEFAULT_ENDPOINT, endpoints_from=f"file:{listed}")

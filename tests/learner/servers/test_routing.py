@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.servers.routing import Load, least_loaded
+from learner.servers.membership import Load, least_loaded
 
 LOADS = st.lists(st.builds(Load, st.integers(0, 50), st.integers(0, 50)), min_size=1, max_size=8)
 

@@ -11,9 +11,9 @@ import pytest
 
 from inference_server.engine.interface import PushOrder, WorkerReport
 from learner.servers.fan_out import FanOut, Share
-from learner.servers.member import Member
-from learner.servers.push import ServerPush
-from learner.servers.stragglers import Stragglers
+from learner.servers.membership import Member
+from learner.servers.weight_sync import Stragglers
+from learner.servers.weight_transfer import ServerPush
 from learner.train import train
 from tests.fakes import report
 from tests.learner.test_several_servers import Engine, assert_each_prompt_once, servers
@@ -68,7 +68,7 @@ class Hanging(Engine):
 
 def failures_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What the pusher tells of pushes that failed."""
-    told = [record.getMessage() for record in caplog.records if record.name == "learner.servers.pusher"]
+    told = [record.getMessage() for record in caplog.records if record.name == "learner.servers.weight_sync"]
     return [message for message in told if "failed while" in message]
 
 

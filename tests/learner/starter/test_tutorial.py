@@ -10,9 +10,9 @@ import pytest
 
 import learner.starter
 from learner.config import LearnerRun
-from learner.evaluation.evaluation import FILE, earlier
-from learner.material import Material
+from learner.evaluation.results import FILE, earlier
 from learner.rewards.workers import RewardWorkers
+from learner.run_inputs import RunInputs
 from learner.starter.starter import write_starter
 from learner.storage.checkpoint import best_models
 from learner.storage.run_dir import RunDir
@@ -50,10 +50,10 @@ def run_with(recipe: str, **learner: object) -> LearnerRun:
 
 
 def rewards_of(run: LearnerRun, *texts: str) -> list[list[float | None]]:
-    material = Material(run)
-    ids = [material.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    run_inputs = RunInputs(run)
+    ids = [run_inputs.tokenizer.encode(text, add_special_tokens=False) for text in texts]
     with RewardWorkers(run.learner.reward) as workers:
-        group = workers.submit(material.prompts.prompt_at(0), list(texts), ids).result(60)
+        group = workers.submit(run_inputs.prompts.prompt_at(0), list(texts), ids).result(60)
     assert [function.message for function in group.functions] == [None, None]
     return [function.rewards for function in group.functions]
 

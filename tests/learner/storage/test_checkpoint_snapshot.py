@@ -12,15 +12,15 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 
 from learner.config import LearnerRun
-from learner.material import Material
 from learner.policy.shards import ShardWriter
 from learner.rewards.workers import FunctionRewards, GroupRewards
 from learner.rollouts.ledger import Ledger
 from learner.rollouts.queue import GroupQueue, Scored
+from learner.run_inputs import RunInputs
 from learner.storage.retention import Books, Checkpoints
 from learner.training.metrics import StepTimer
+from learner.training.policy_trainer import make_trainer
 from learner.training.step import train_on
-from learner.training.trainee import make_trainee
 from tests.learner.ledgers import receive
 from tests.learner.ranks import on_two_ranks
 from tests.learner.training.fixed_groups import VERSION, make_groups, make_run
@@ -42,22 +42,22 @@ class RunWithoutServer:
 
     def __init__(self, accelerator: Accelerator, run: LearnerRun, directory: Path) -> None:
         set_seed(0)
-        material = Material(run)
-        self.trainee = make_trainee(material, accelerator, is_new=True)
-        self.groups = make_groups(self.trainee.policy, num_groups=run.learner.groups_per_step)
+        run_inputs = RunInputs(run)
+        self.trainer = make_trainer(run_inputs, accelerator, is_new=True)
+        self.groups = make_groups(self.trainer.policy, num_groups=run.learner.groups_per_step)
         self.version, self.books = VERSION, None
         if accelerator.is_main_process:
             self._ledger = Ledger(directory / "ledger.db")
-            self._queue = GroupQueue(run, material.prompts, self._ledger)
+            self._queue = GroupQueue(run, run_inputs.prompts, self._ledger)
             self.books = Books(self._ledger, self._queue, dict)
 
     def train(self) -> None:
         """Take one step: weights, moments and their counts, reference, KL coefficient, pass rates."""
         if self.books is not None:
             self._take_groups()
-        metrics = train_on(self.trainee, self.groups, self.version, StepTimer())
+        metrics = train_on(self.trainer, self.groups, self.version, StepTimer())
         self.version += 1
-        self.trainee.after_step(self.version, metrics)
+        self.trainer.after_step(self.version, metrics)
 
     def _take_groups(self) -> None:
         first = self._queue._slots.next_to_take
@@ -78,7 +78,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 def begin(run: RunWithoutServer, directory: Path) -> Checkpoints:
-    checkpoints = Checkpoints(run.trainee, directory, run.books, None)
+    checkpoints = Checkpoints(run.trainer, directory, run.books, None)
     checkpoints.save(1)
     return checkpoints
 

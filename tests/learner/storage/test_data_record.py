@@ -10,7 +10,7 @@ import pytest
 from learner.config import DataConfig
 from learner.policy.model import load_tokenizer
 from learner.prompts.prompts import Prompts
-from learner.storage.data_record import check_data, record_data
+from learner.storage.run_dir import check_data, record_data
 from learner.train import train
 from protocol.errors import DataError
 from protocol.model_files import resolve_model

@@ -14,8 +14,7 @@ from safetensors.torch import save_file
 from learner.config import LearnerRun
 from learner.rollouts.ledger import Ledger, LedgerError
 from learner.storage.checkpoint import complete_checkpoints
-from learner.storage.disk import DiskError, replace_file, writing
-from learner.storage.lines import Lines
+from learner.storage.files import DiskError, Lines, replace_file, writing
 from tests.learner.ledgers import receive
 from tests.learner.model_engine import tiny_server
 from tests.learner.mortal_learner import BALLAST, FullDisk, Life, live

@@ -15,10 +15,10 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
 
-from learner.material import Material
 from learner.policy.model_digest import WINDOW_BYTES, digest_model
+from learner.run_inputs import RunInputs
 from learner.storage.checkpoint import load_checkpoint
-from learner.training.trainee import Trainee, make_trainee
+from learner.training.policy_trainer import PolicyTrainer, make_trainer
 from protocol.config import to_toml
 from protocol.errors import ConfigError
 from protocol.model_files import resolve_model
@@ -73,8 +73,8 @@ def of_another_training(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor + 0.01 * torch.randn_like(tensor)
 
 
-def a_trainee(accelerator: Accelerator, model: Path, **learner: Any) -> Trainee:
-    return make_trainee(Material(a_run(model, **learner)), accelerator, is_new=True)
+def a_trainer(accelerator: Accelerator, model: Path, **learner: Any) -> PolicyTrainer:
+    return make_trainer(RunInputs(a_run(model, **learner)), accelerator, is_new=True)
 
 
 LORA: dict[str, Any] = {"lora": {"rank": 4}}
@@ -82,19 +82,19 @@ LORA: dict[str, Any] = {"lora": {"rank": 4}}
 
 def test_an_adapter_is_not_resumed_on_another_base(accelerator: Accelerator, tmp_path: Path) -> None:
     model = a_model(tmp_path / "model")
-    checkpoint = save(a_trainee(accelerator, model, **LORA), tmp_path, 1)
-    load_checkpoint(a_trainee(accelerator, model, **LORA), checkpoint)
+    checkpoint = save(a_trainer(accelerator, model, **LORA), tmp_path, 1)
+    load_checkpoint(a_trainer(accelerator, model, **LORA), checkpoint)
     rewrite(model, of_another_training)
     with pytest.raises(ConfigError, match=r"model: .* has changed since the run started.*are not trained.*Restore"):
-        load_checkpoint(a_trainee(accelerator, model, **LORA), checkpoint)
+        load_checkpoint(a_trainer(accelerator, model, **LORA), checkpoint)
 
 
 def test_a_whole_policy_is_resumed_wherever_its_run_started(accelerator: Accelerator, tmp_path: Path) -> None:
     model = a_model(tmp_path / "model")
-    first = a_trainee(accelerator, model)
+    first = a_trainer(accelerator, model)
     checkpoint = save(first, tmp_path, 1)
     rewrite(model, of_another_training)
-    second = a_trainee(accelerator, model)
+    second = a_trainer(accelerator, model)
     load_checkpoint(second, checkpoint)
     pairs = zip(first.policy.parameters(), second.policy.parameters(), strict=True)
     assert all(torch.equal(parameter, again) for parameter, again in pairs)
@@ -104,12 +104,12 @@ def test_an_adapter_of_an_earlier_version_is_resumed_with_a_warning(
     accelerator: Accelerator, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = a_model(tmp_path / "model")
-    checkpoint = save(a_trainee(accelerator, model, **LORA), tmp_path, 1)
+    checkpoint = save(a_trainer(accelerator, model, **LORA), tmp_path, 1)
     state = json.loads((checkpoint / "state.json").read_text())
     del state["model_digest"]
     (checkpoint / "state.json").write_text(json.dumps(state))
     with caplog.at_level(logging.WARNING, "learner.storage.checkpoint"):
-        load_checkpoint(a_trainee(accelerator, model, **LORA), checkpoint)
+        load_checkpoint(a_trainer(accelerator, model, **LORA), checkpoint)
     assert sum("does not say which model" in line for line in caplog.messages) == 1
 
 

@@ -12,7 +12,7 @@ import pytest
 import tomli_w
 
 from learner.config import LearnerRun
-from learner.storage.disk import network_file_system
+from learner.storage.files import network_file_system
 from learner.storage.run_dir import open_run_dir
 from learner.train import train
 from protocol.config import to_toml
@@ -134,7 +134,7 @@ def test_a_network_file_system_is_known_by_the_mount_that_holds_the_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, kind: str | None
 ) -> None:
     (tmp_path / "mountinfo").write_text(MOUNTINFO)
-    monkeypatch.setattr("learner.storage.disk.MOUNTS", tmp_path / "mountinfo")
+    monkeypatch.setattr("learner.storage.files.MOUNTS", tmp_path / "mountinfo")
     assert network_file_system(Path(path)) == kind
 
 
@@ -142,7 +142,7 @@ def test_a_run_on_a_network_file_system_is_warned_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "mountinfo").write_text("22 1 254:0 / / rw - nfs4 host:/export rw\n")
-    monkeypatch.setattr("learner.storage.disk.MOUNTS", tmp_path / "mountinfo")
+    monkeypatch.setattr("learner.storage.files.MOUNTS", tmp_path / "mountinfo")
     open_run_dir(now(tmp_path / "run"), resume=False).close()
     assert "lies on a network file system (nfs4)" in caplog.text and "--run-dir" in caplog.text
 

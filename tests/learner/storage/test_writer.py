@@ -15,13 +15,13 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from learner.config import LearnerRun
-from learner.material import Material
 from learner.policy.shards import ShardWriter
+from learner.run_inputs import RunInputs
 from learner.storage.checkpoint import Course, complete_checkpoints, load_checkpoint
-from learner.storage.disk import DiskError
+from learner.storage.files import DiskError
 from learner.storage.writer import CheckpointWriter
 from learner.train import train
-from learner.training.trainee import Trainee, make_trainee
+from learner.training.policy_trainer import PolicyTrainer, make_trainer
 from protocol.errors import ConfigError, DeadlineExceeded, ParityError, RankFailed
 from tests.learner import checkpoints
 from tests.learner.ledgers import steps_kept
@@ -127,8 +127,8 @@ def accelerator() -> Iterator[Accelerator]:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def a_trainee(accelerator: Accelerator, **checkpoint: Any) -> Trainee:
-    return make_trainee(Material(make_plain_run(checkpoint=checkpoint)), accelerator, is_new=True)
+def a_trainer(accelerator: Accelerator, **checkpoint: Any) -> PolicyTrainer:
+    return make_trainer(RunInputs(make_plain_run(checkpoint=checkpoint)), accelerator, is_new=True)
 
 
 def test_one_that_takes_too_long_ends_the_run_with_the_key_to_raise(
@@ -136,7 +136,7 @@ def test_one_that_takes_too_long_ends_the_run_with_the_key_to_raise(
 ) -> None:
     may_write = threading.Event()
     before_writing(monkeypatch, lambda: until(may_write.is_set))
-    with CheckpointWriter(a_trainee(accelerator, timeout_s=0.1), tmp_path) as writer:
+    with CheckpointWriter(a_trainer(accelerator, timeout_s=0.1), tmp_path) as writer:
         writer.begin(1, Course(), None, lambda: None)
         assert writer.take_metrics() == {}
         with pytest.raises(
@@ -149,7 +149,7 @@ def test_one_that_takes_too_long_ends_the_run_with_the_key_to_raise(
 
 
 def test_one_under_way_survives_the_error_that_ends_the_run(accelerator: Accelerator, tmp_path: Path) -> None:
-    with pytest.raises(ParityError), CheckpointWriter(a_trainee(accelerator), tmp_path) as writer:
+    with pytest.raises(ParityError), CheckpointWriter(a_trainer(accelerator), tmp_path) as writer:
         writer.begin(1, Course(), None, lambda: None)
         raise ParityError("apart")
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-000001"]
@@ -160,7 +160,7 @@ def test_who_wants_to_stop_now_waits_for_none(
 ) -> None:
     may_write = threading.Event()
     before_writing(monkeypatch, lambda: until(may_write.is_set))
-    with pytest.raises(KeyboardInterrupt), CheckpointWriter(a_trainee(accelerator), tmp_path) as writer:
+    with pytest.raises(KeyboardInterrupt), CheckpointWriter(a_trainer(accelerator), tmp_path) as writer:
         writer.begin(1, Course(), None, lambda: None)
         raise KeyboardInterrupt
     assert complete_checkpoints(tmp_path) == []
@@ -172,7 +172,7 @@ def test_a_disk_that_fails_in_the_background_is_told_at_the_next_step_and_leaves
 ) -> None:
     before_writing(monkeypatch, no_space)
     completed: list[int] = []
-    with CheckpointWriter(a_trainee(accelerator), tmp_path) as writer:
+    with CheckpointWriter(a_trainer(accelerator), tmp_path) as writer:
         writer.begin(1, Course(), None, lambda: completed.append(1))
         with pytest.raises(DiskError, match=r"step-000001\S* could not be written \(.*No space left.*--resume"):
             until(lambda: bool(writer.take_metrics()))
@@ -191,7 +191,7 @@ def fail_on_the_second_rank(accelerator: Accelerator, directory: Path) -> None:
     if not accelerator.is_main_process:
         ShardWriter.write_data = lambda *_: no_space()  # type: ignore[method-assign]
     kind = DiskError if accelerator.is_main_process else RankFailed
-    with CheckpointWriter(a_trainee(accelerator), directory) as writer:
+    with CheckpointWriter(a_trainer(accelerator), directory) as writer:
         writer.begin(1, Course(), None, lambda: None)
         with pytest.raises(kind):
             writer.wait()
@@ -204,8 +204,8 @@ def test_the_disk_of_any_rank_stops_all_of_them(tmp_path: Path) -> None:
 
 
 def save_and_count(accelerator: Accelerator, directory: Path) -> None:
-    trainee = a_trainee(accelerator, export_model=False)
-    checkpoint = checkpoints.save(trainee, directory, 1)
+    trainer = a_trainer(accelerator, export_model=False)
+    checkpoint = checkpoints.save(trainer, directory, 1)
     sizes = [(checkpoint / "trained" / f"__{rank}_0.distcp").stat().st_size for rank in range(2)]
     assert max(sizes) < 0.6 * sum(sizes), "one of them has written more than its own"
 
@@ -215,17 +215,17 @@ def test_each_of_two_ranks_that_share_a_policy_writes_its_own_part(tmp_path: Pat
 
 
 def test_a_checkpoint_of_whole_files_is_refused_with_what_to_do(accelerator: Accelerator, tmp_path: Path) -> None:
-    trainee = a_trainee(accelerator)
-    checkpoint = checkpoints.save(trainee, tmp_path, 1)
+    trainer = a_trainer(accelerator)
+    checkpoint = checkpoints.save(trainer, tmp_path, 1)
     shutil.rmtree(checkpoint / "trained")
     with pytest.raises(ConfigError, match=r"earlier version of Slipstream.*--model \S*/step-000001/model"):
-        load_checkpoint(trainee, checkpoint)
+        load_checkpoint(trainer, checkpoint)
 
 
 def test_another_policy_is_refused_by_the_name_of_a_parameter(accelerator: Accelerator, tmp_path: Path) -> None:
-    checkpoint = checkpoints.save(a_trainee(accelerator), tmp_path, 1)
+    checkpoint = checkpoints.save(a_trainer(accelerator), tmp_path, 1)
     accelerator.free_memory()
-    adapted = make_trainee(Material(make_plain_run(lora={"rank": 4})), accelerator, is_new=True)
+    adapted = make_trainer(RunInputs(make_plain_run(lora={"rank": 4})), accelerator, is_new=True)
     with pytest.raises(
         ConfigError, match=r"holds another policy: it differs in transformer\.\S+ and \d+ more; resume with"
     ):

@@ -14,20 +14,20 @@ from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
-import learner.forward.fused
-import learner.training.trainee
+import learner.forward.compile
+import learner.training.policy_trainer
 from learner.config import LearnerRun
-from learner.forward.fused import describe_fused
-from learner.material import Material
+from learner.forward.compile import describe_fused
 from learner.rank_agreement import first_problem
 from learner.rollouts.scored_group import ScoredGroup
-from learner.training import ranks
+from learner.run_inputs import RunInputs
+from learner.training import distributed
 from learner.training.batch import Row, trained_rows
+from learner.training.distributed import my_batches
 from learner.training.metrics import StepTimer
 from learner.training.packing import Layout, Piece, cut, share_out
-from learner.training.ranks import my_batches
+from learner.training.policy_trainer import PolicyTrainer, make_trainer
 from learner.training.step import advantages, train_on
-from learner.training.trainee import Trainee, make_trainee
 from protocol.errors import RanksDisagree
 from protocol.model_files import resolve_model
 from tests.learner.training.fixed_groups import VERSION, make_groups, make_run
@@ -77,8 +77,8 @@ def a_run(model: Path | str = "tiny:digits", **learner: Any) -> LearnerRun:
     return msgspec.structs.replace(make_run(**settings), model=str(model))
 
 
-def a_trainee(accelerator: Accelerator, run: LearnerRun) -> Trainee:
-    return make_trainee(Material(run), accelerator, is_new=True)
+def a_trainer(accelerator: Accelerator, run: LearnerRun) -> PolicyTrainer:
+    return make_trainer(RunInputs(run), accelerator, is_new=True)
 
 
 def everyones(accelerator: Accelerator, name: str) -> list[str]:
@@ -87,16 +87,16 @@ def everyones(accelerator: Accelerator, name: str) -> list[str]:
     return [bytes(row).decode().strip() for row in accelerator.gather(mine[None]).tolist()]
 
 
-def attention_of(accelerator: Accelerator, trainee: Trainee) -> list[str]:
-    return everyones(accelerator, accelerator.unwrap_model(trainee.policy).config._attn_implementation)
+def attention_of(accelerator: Accelerator, trainer: PolicyTrainer) -> list[str]:
+    return everyones(accelerator, accelerator.unwrap_model(trainer.policy).config._attn_implementation)
 
 
 def train_a_step(accelerator: Accelerator, model: Path, into: Path) -> None:
     """The attention of both ranks, and the metrics of a step, in a file."""
-    trainee = a_trainee(accelerator, a_run(model))
-    attention = attention_of(accelerator, trainee)
+    trainer = a_trainer(accelerator, a_run(model))
+    attention = attention_of(accelerator, trainer)
     assert len(set(attention)) == 1, attention
-    metrics = train_on(trainee, make_groups(trainee.policy), VERSION, StepTimer())
+    metrics = train_on(trainer, make_groups(trainer.policy), VERSION, StepTimer())
     if accelerator.is_main_process:
         into.write_bytes(msgspec.json.encode({"attention": attention[0]} | {name: metrics[name] for name in METRICS}))
 
@@ -108,32 +108,32 @@ def settle_on_one(accelerator: Accelerator) -> None:
         assert accelerator.is_main_process, "only rank 0 is sure to have weights"
         model.set_attn_implementation("eager")
 
-    learner.training.trainee.settle_attention = settle
-    assert attention_of(accelerator, a_trainee(accelerator, a_run())) == ["eager", "eager"]
+    learner.training.policy_trainer.settle_attention = settle
+    assert attention_of(accelerator, a_trainer(accelerator, a_run())) == ["eager", "eager"]
 
 
 def compile_on_one(accelerator: Accelerator) -> None:
     """Rank 1 has no compiler."""
     problem = None if accelerator.is_main_process else "no compiler"
-    learner.forward.fused._pieces = lambda model: [model.transformer.h[0].mlp]
-    learner.forward.fused._problem = lambda *_: problem
-    policy = accelerator.unwrap_model(a_trainee(accelerator, a_run(compile=True)).policy)
+    learner.forward.compile._pieces = lambda model: [model.transformer.h[0].mlp]
+    learner.forward.compile._problem = lambda *_: problem
+    policy = accelerator.unwrap_model(a_trainer(accelerator, a_run(compile=True)).policy)
     assert everyones(accelerator, describe_fused(policy)) == ["0 layers, 0 pieces, 0 heads"] * 2
     assert first_problem(accelerator, problem) == "on rank 1: no compiler"
 
 
 def keep_buffers(accelerator: Accelerator, model: Path) -> None:
     """Those of the checkpoint are on every rank as they are in it, and would be pushed."""
-    trainee = a_trainee(accelerator, a_run(model))
+    trainer = a_trainer(accelerator, a_run(model))
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     expected = AutoModelForCausalLM.from_pretrained(model).state_dict() if accelerator.is_main_process else {}
-    found = trainee.published.model.state_dict()[name]
+    found = trainer.published.model.state_dict()[name]
     assert found.abs().max() > 0.01 and not isinstance(found, DTensor)
     if accelerator.is_main_process:
         assert torch.equal(found, expected[name])
     assert len(set(accelerator.gather(found.double().sum()[None]).tolist())) == 1
-    train_on(trainee, make_groups(trainee.policy), VERSION, StepTimer())
-    assert torch.equal(trainee.published.model.state_dict()[name], found)
+    train_on(trainer, make_groups(trainer.policy), VERSION, StepTimer())
+    assert torch.equal(trainer.published.model.state_dict()[name], found)
 
 
 WORDS = {
@@ -151,27 +151,29 @@ WORDS = {
 def differ_in_a_step(accelerator: Accelerator) -> None:
     """Rank 1 is about to do something else, each time in another way; both must say so, before any pass."""
     for field, words in WORDS.items():
-        trainee = a_trainee(accelerator, a_run())
-        groups = make_groups(trainee.policy)
-        accelerator.unwrap_model(trainee.policy).register_forward_pre_hook(lambda *_: pytest.fail("a pass has begun"))
+        trainer = a_trainer(accelerator, a_run())
+        groups = make_groups(trainer.policy)
+        accelerator.unwrap_model(trainer.policy).register_forward_pre_hook(lambda *_: pytest.fail("a pass has begun"))
         version = VERSION
         if accelerator.process_index == 1:
-            trainee, groups, version = differing(field, trainee, groups)
+            trainer, groups, version = differing(field, trainer, groups)
         with pytest.raises(RanksDisagree) as caught:
-            train_on(trainee, groups, version, StepTimer())
+            train_on(trainer, groups, version, StepTimer())
         said = str(caught.value)
         assert all(word in said for word in [f"{field} is ", "rank 0", "rank 1", "No rank has changed", *words]), said
 
 
-def differing(field: str, trainee: Trainee, groups: list[ScoredGroup]) -> tuple[Trainee, list[ScoredGroup], int]:
-    model: Any = trainee.accelerator.unwrap_model(trainee.policy)
+def differing(
+    field: str, trainer: PolicyTrainer, groups: list[ScoredGroup]
+) -> tuple[PolicyTrainer, list[ScoredGroup], int]:
+    model: Any = trainer.accelerator.unwrap_model(trainer.policy)
     match field:
         case "step":
-            return trainee, groups, VERSION + 1
+            return trainer, groups, VERSION + 1
         case "attention":
             model.set_attn_implementation("eager")
         case "layout.max_tokens":
-            trainee = msgspec.structs.replace(trainee, run=a_run(micro_batch_tokens=40))
+            trainer = msgspec.structs.replace(trainer, run=a_run(micro_batch_tokens=40))
         case "num_rows":
             groups = groups[:-1]
         case "rows":
@@ -180,8 +182,8 @@ def differing(field: str, trainee: Trainee, groups: list[ScoredGroup]) -> tuple[
         case "compiled":
             model.transformer.h[0].mlp.compile()
         case "micro_batches":
-            ranks.share_out = share_out_otherwise
-    return trainee, groups, VERSION
+            distributed.share_out = share_out_otherwise
+    return trainer, groups, VERSION
 
 
 def share_out_otherwise(rows: list[Row], num_ranks: int, layout: Layout) -> list[list[Piece]]:
@@ -198,12 +200,12 @@ def share_out_otherwise(rows: list[Row], num_ranks: int, layout: Layout) -> list
 
 def agree_in_a_step(accelerator: Accelerator) -> None:
     """The same rows, made anew on each rank: nothing that differs between two processes may be in the plan."""
-    trainee = a_trainee(accelerator, a_run(reference={"kind": "fixed"}, kl={"coef": 0.1}))
-    rows = trained_rows(groups := make_groups(trainee.policy), advantages(groups, trainee.config), trainee.config)
-    batches = my_batches(accelerator, trainee.policy, rows, trainee.config, trainee.position(VERSION))
+    trainer = a_trainer(accelerator, a_run(reference={"kind": "fixed"}, kl={"coef": 0.1}))
+    rows = trained_rows(groups := make_groups(trainer.policy), advantages(groups, trainer.config), trainer.config)
+    batches = my_batches(accelerator, trainer.policy, rows, trainer.config, trainer.position(VERSION))
     num_rows = accelerator.reduce(torch.tensor([sum(int(batch.mask_BT.any(1).sum()) for batch in batches)]), "sum")
     assert int(num_rows) == len(rows)
-    assert np.isfinite(train_on(trainee, groups, VERSION, StepTimer())["loss/policy"])
+    assert np.isfinite(train_on(trainer, groups, VERSION, StepTimer())["loss/policy"])
 
 
 def differ_at_the_start(accelerator: Accelerator, other_model: Path) -> None:
@@ -223,12 +225,12 @@ def differ_at_the_start(accelerator: Accelerator, other_model: Path) -> None:
     }
     for words, other_run in cases.items():
         with pytest.raises(RanksDisagree) as caught:
-            a_trainee(accelerator, other_run if accelerator.process_index else a_run())
+            a_trainer(accelerator, other_run if accelerator.process_index else a_run())
         assert words in str(caught.value) and "same config, model files" in str(caught.value), caught.value
     cores = {"cpu_cores": [accelerator.process_index]}
-    a_trainee(accelerator, a_run(**cores))
+    a_trainer(accelerator, a_run(**cores))
 
 
 def differ_in_sharding(accelerator: Accelerator) -> None:
     with pytest.raises(RanksDisagree, match=r'sharding is "FSDP2, .*" on rank 0 and "MULTI_CPU" on rank 1'):
-        a_trainee(accelerator, a_run())
+        a_trainer(accelerator, a_run())

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from learner.config import LearnerRun
 from learner.environments.branch import Branch
 from learner.forward.logprobs import sequences_logprobs
-from learner.material import Material
 from learner.rollouts.scored_group import ScoredGroup
-from learner.training.trainee import Trainee, make_trainee
+from learner.run_inputs import RunInputs
+from learner.training.policy_trainer import PolicyTrainer, make_trainer
 
 VERSION = 5
 """The learner's; the groups are of versions 1 to 5."""
@@ -34,19 +34,19 @@ def make_run(**learner: Any) -> LearnerRun:
     return msgspec.convert(shared | {"learner": settings | learner}, LearnerRun)
 
 
-def make_moved_trainee(run: LearnerRun, accelerator: Accelerator) -> Trainee:
-    """A trainee whose policy has moved away from its reference, with plain gradient descent for an optimizer."""
+def make_moved_trainer(run: LearnerRun, accelerator: Accelerator) -> PolicyTrainer:
+    """A trainer whose policy has moved away from its reference, with plain gradient descent for an optimizer."""
     torch.manual_seed(0)
-    trainee = make_trainee(Material(run), accelerator, is_new=True)
+    trainer = make_trainer(RunInputs(run), accelerator, is_new=True)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in trainee.policy.parameters():
+        for parameter in trainer.policy.parameters():
             change = 0.05 * torch.randn(parameter.shape, generator=generator)
             if isinstance(parameter, DTensor):
                 change = distribute_tensor(change, parameter.device_mesh, parameter.placements, src_data_rank=None)
             parameter.add_(change)
-    trainee.optimizer = torch.optim.SGD(trainee.policy.parameters(), lr=0.1)
-    return trainee
+    trainer.optimizer = torch.optim.SGD(trainer.policy.parameters(), lr=0.1)
+    return trainer
 
 
 def make_groups(policy: torch.nn.Module, num_groups: int = 3, num_completions: int = 4) -> list[ScoredGroup]:

@@ -10,12 +10,12 @@ from safetensors.torch import save_file
 from learner.policy.snapshot import whole
 from learner.rollouts.scored_group import ScoredGroup
 from learner.training.batch import trained_rows
+from learner.training.distributed import my_batches
 from learner.training.metrics import StepTimer
-from learner.training.ranks import my_batches
+from learner.training.policy_trainer import PolicyTrainer
+from learner.training.precompute import survey
 from learner.training.step import advantages, forward_backward, less_kl
-from learner.training.survey import survey
-from learner.training.trainee import Trainee
-from tests.learner.training.fixed_groups import VERSION, make_groups, make_moved_trainee, make_run
+from tests.learner.training.fixed_groups import VERSION, make_groups, make_moved_trainer, make_run
 
 GEOMETRIC_MASK = {
     "anchor": "proximal",
@@ -47,17 +47,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def gradient_of(trainee: Trainee, groups: list[ScoredGroup]) -> torch.Tensor:
+def gradient_of(trainer: PolicyTrainer, groups: list[ScoredGroup]) -> torch.Tensor:
     """The gradient of the first update, as one vector."""
-    config = trainee.config
+    config = trainer.config
     if config.kl.place == "reward":
-        groups, _ = less_kl(trainee, groups, VERSION, StepTimer())
+        groups, _ = less_kl(trainer, groups, VERSION, StepTimer())
     rows = trained_rows(groups, advantages(groups, config), config)
-    batches = my_batches(trainee.accelerator, trainee.policy, rows, config, "the step")
-    batches = survey(trainee, batches, StepTimer())
-    forward_backward(trainee, batches, VERSION, is_first_update=True)
-    gradient = torch.cat([whole(parameter.grad).flatten() for parameter in trainee.policy.parameters()])
-    trainee.optimizer.zero_grad()
+    batches = my_batches(trainer.accelerator, trainer.policy, rows, config, "the step")
+    batches = survey(trainer, batches, StepTimer())
+    forward_backward(trainer, batches, VERSION, is_first_update=True)
+    gradient = torch.cat([whole(parameter.grad).flatten() for parameter in trainer.policy.parameters()])
+    trainer.optimizer.zero_grad()
     return gradient
 
 
@@ -65,9 +65,9 @@ def all_gradients(accelerator: Accelerator, *, micro_batch_tokens: int) -> dict[
     gradients = {}
     for name, settings in CONFIGS.items():
         run = make_run(**settings, micro_batch_tokens=micro_batch_tokens)
-        trainee = make_moved_trainee(run, accelerator)
-        groups = make_groups(accelerator.unwrap_model(trainee.policy))
-        gradients[name] = gradient_of(trainee, groups)
+        trainer = make_moved_trainer(run, accelerator)
+        groups = make_groups(accelerator.unwrap_model(trainer.policy))
+        gradients[name] = gradient_of(trainer, groups)
     return gradients
 
 

@@ -19,21 +19,21 @@ import learner.policy.published
 from learner.config import ReferenceConfig
 from learner.forward.logprobs import token_logprobs
 from learner.forward.pack import pack
-from learner.material import Material
 from learner.policy.model import load_policy
 from learner.policy.published import PublishedPolicy
 from learner.policy.reference import Reference
 from learner.policy.snapshot import trainable, whole
+from learner.run_inputs import RunInputs
 from learner.storage.checkpoint import load_checkpoint
 from learner.training.batch import trained_rows
+from learner.training.distributed import my_batches
 from learner.training.metrics import StepTimer
-from learner.training.ranks import my_batches
+from learner.training.policy_trainer import PolicyTrainer, make_trainer
+from learner.training.precompute import survey
 from learner.training.step import advantages, train_on
-from learner.training.survey import survey
-from learner.training.trainee import Trainee, make_trainee
 from protocol.errors import ParityError, RankFailed
 from tests.learner.checkpoints import save
-from tests.learner.training.fixed_groups import VERSION, make_groups, make_moved_trainee, make_run
+from tests.learner.training.fixed_groups import VERSION, make_groups, make_moved_trainer, make_run
 from tests.learner.training.gradients import CONFIGS, gradient_of
 
 OBJECTIVES = ("grpo", "decoupled", "top entropy and bonus", "kl in the loss", "kl in the reward")
@@ -47,9 +47,9 @@ def gradients(accelerator: Accelerator, *, micro_batch_tokens: int) -> dict[str,
     found = {}
     for name in OBJECTIVES:
         run = make_run(**CONFIGS[name], micro_batch_tokens=micro_batch_tokens)
-        trainee = make_moved_trainee(run, accelerator)
-        groups = make_groups(trainee.policy, num_completions=3)
-        found[name] = gradient_of(trainee, groups)
+        trainer = make_moved_trainer(run, accelerator)
+        groups = make_groups(trainer.policy, num_completions=3)
+        found[name] = gradient_of(trainer, groups)
     return found
 
 
@@ -66,18 +66,18 @@ LORA = {
 }
 
 
-def a_trainee(accelerator: Accelerator, dtype: str = "float32", **learner: Any) -> Trainee:
+def a_trainer(accelerator: Accelerator, dtype: str = "float32", **learner: Any) -> PolicyTrainer:
     reference = {"reference": {"kind": "ema", "alpha": 0.5, "every_steps": 1}, "kl": {"coef": 0.3}}
     optimizer = {"optimizer": {"learning_rate": 1e-3, "max_grad_norm": 0.1}}
     settings = reference | optimizer | {"micro_batch_tokens": 20, "checkpoint": {"export_model": True}} | learner
     run = msgspec.structs.replace(make_run(**settings), dtype=dtype)
     torch.manual_seed(0)
-    return make_trainee(Material(run), accelerator, is_new=True)
+    return make_trainer(RunInputs(run), accelerator, is_new=True)
 
 
-def weights_of(accelerator: Accelerator, trainee: Trainee) -> dict[str, torch.Tensor]:
+def weights_of(accelerator: Accelerator, trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
     """As they are pushed; on rank 0."""
-    published, found = trainee.published, {}
+    published, found = trainer.published, {}
     with published.led():
         if accelerator.is_main_process:
             found = {name: tensor.detach().clone() for name, tensor in published.tensors()}
@@ -86,16 +86,16 @@ def weights_of(accelerator: Accelerator, trainee: Trainee) -> dict[str, torch.Te
 
 def train_and_save(accelerator: Accelerator, directory: Path, settings: dict[str, Any]) -> None:
     """Four steps, a checkpoint before the last, and what was found in files."""
-    trainee = a_trainee(accelerator, **settings)
-    groups = make_groups(trainee.policy, num_completions=3)
-    found, metrics = weights_of(accelerator, trainee), []
+    trainer = a_trainer(accelerator, **settings)
+    groups = make_groups(trainer.policy, num_completions=3)
+    found, metrics = weights_of(accelerator, trainer), []
     tensors = {f"first/{name}": tensor for name, tensor in found.items()}
     for version in STEPS:
-        metrics.append(train_on(trainee, groups, version, StepTimer()))
-        metrics[-1] |= trainee.after_step(version + 1, metrics[-1])
+        metrics.append(train_on(trainer, groups, version, StepTimer()))
+        metrics[-1] |= trainer.after_step(version + 1, metrics[-1])
         if version == SAVED_AFTER:
-            save(trainee, directory, version)
-    tensors |= {f"last/{name}": tensor for name, tensor in weights_of(accelerator, trainee).items()}
+            save(trainer, directory, version)
+    tensors |= {f"last/{name}": tensor for name, tensor in weights_of(accelerator, trainer).items()}
     if accelerator.is_main_process:
         save_file(tensors, directory / "found.safetensors")
         (directory / "metrics.json").write_bytes(msgspec.json.encode(metrics))
@@ -103,26 +103,26 @@ def train_and_save(accelerator: Accelerator, directory: Path, settings: dict[str
 
 def resume(accelerator: Accelerator, directory: Path, into: Path, settings: dict[str, Any]) -> None:
     """Take the last step again, from the checkpoint of this or the other kind."""
-    trainee = a_trainee(accelerator, **settings)
-    groups = make_groups(trainee.policy, num_completions=3)
-    load_checkpoint(trainee, directory / f"step-{SAVED_AFTER:06d}")
-    tensors = {f"read/{name}": tensor for name, tensor in weights_of(accelerator, trainee).items()}
-    train_on(trainee, groups, STEPS[-1], StepTimer())
-    tensors |= {f"last/{name}": tensor for name, tensor in weights_of(accelerator, trainee).items()}
+    trainer = a_trainer(accelerator, **settings)
+    groups = make_groups(trainer.policy, num_completions=3)
+    load_checkpoint(trainer, directory / f"step-{SAVED_AFTER:06d}")
+    tensors = {f"read/{name}": tensor for name, tensor in weights_of(accelerator, trainer).items()}
+    train_on(trainer, groups, STEPS[-1], StepTimer())
+    tensors |= {f"last/{name}": tensor for name, tensor in weights_of(accelerator, trainer).items()}
     if accelerator.is_main_process:
         save_file(tensors, into)
 
 
 def train_long(accelerator: Accelerator, directory: Path, settings: dict[str, Any]) -> None:
     """Twenty steps, the losses in a file, a checkpoint in the end and what would be pushed then."""
-    trainee = a_trainee(accelerator, **settings)
-    groups = make_groups(trainee.policy, num_completions=3)
+    trainer = a_trainer(accelerator, **settings)
+    groups = make_groups(trainer.policy, num_completions=3)
     metrics = []
     for version in range(VERSION, VERSION + NUM_STEPS):
-        metrics.append(train_on(trainee, groups, version, StepTimer()))
-        metrics[-1] |= trainee.after_step(version + 1, metrics[-1])
-    save(trainee, directory, NUM_STEPS)
-    pushed = weights_of(accelerator, trainee)
+        metrics.append(train_on(trainer, groups, version, StepTimer()))
+        metrics[-1] |= trainer.after_step(version + 1, metrics[-1])
+    save(trainer, directory, NUM_STEPS)
+    pushed = weights_of(accelerator, trainer)
     if accelerator.is_main_process:
         (directory / "metrics.json").write_bytes(msgspec.json.encode(metrics))
         save_file(pushed, directory / "pushed.safetensors")
@@ -130,16 +130,16 @@ def train_long(accelerator: Accelerator, directory: Path, settings: dict[str, An
 
 def push_again(accelerator: Accelerator, directory: Path, into: Path, settings: dict[str, Any]) -> None:
     """What would be pushed of that checkpoint."""
-    trainee = a_trainee(accelerator, **settings)
-    load_checkpoint(trainee, directory / f"step-{NUM_STEPS:06d}")
-    pushed = weights_of(accelerator, trainee)
+    trainer = a_trainer(accelerator, **settings)
+    load_checkpoint(trainer, directory / f"step-{NUM_STEPS:06d}")
+    pushed = weights_of(accelerator, trainer)
     if accelerator.is_main_process:
         save_file(pushed, into)
 
 
 def lead_and_follow(accelerator: Accelerator) -> None:
     """A push that breaks off, a pass, a push; then an error of rank 0's, at which no rank may hang."""
-    policy = a_trainee(accelerator).policy
+    policy = a_trainer(accelerator).policy
     expected = {name: whole(parameter.detach()) for name, parameter in policy.named_parameters()}
     published = PublishedPolicy(accelerator, policy, torch.bfloat16)
     with published.led():
@@ -219,21 +219,21 @@ def compare_passes_in_bfloat16(accelerator: Accelerator) -> None:
     """A survey's pass, the reference's and a training pass must agree to the bit, or the first ratio is not 1, nor the KL 0."""
     settings = CONFIGS["decoupled"] | {"micro_batch_tokens": 20}
     run = msgspec.structs.replace(make_run(**settings), dtype="bfloat16")
-    trainee = make_moved_trainee(run, accelerator)
-    groups = make_groups(trainee.policy, num_completions=3)
+    trainer = make_moved_trainer(run, accelerator)
+    groups = make_groups(trainer.policy, num_completions=3)
     rows = trained_rows(groups, advantages(groups, run.learner), run.learner)
-    batches = survey(trainee, my_batches(accelerator, trainee.policy, rows, trainee.config, "the step"), StepTimer())
+    batches = survey(trainer, my_batches(accelerator, trainer.policy, rows, trainer.config, "the step"), StepTimer())
     temperature = run.learner.sampling.temperature
-    reference = Reference(ReferenceConfig(kind="fixed"), trainee.policy, accelerator, temperature)
-    references = reference.logprobs(trainee.policy, [batch.pack for batch in batches])
+    reference = Reference(ReferenceConfig(kind="fixed"), trainer.policy, accelerator, temperature)
+    references = reference.logprobs(trainer.policy, [batch.pack for batch in batches])
     for batch, reference_BT in zip(batches, references, strict=True):
-        logprobs_BT, _ = token_logprobs(trainee.policy, batch.pack, temperature)
+        logprobs_BT, _ = token_logprobs(trainer.policy, batch.pack, temperature)
         assert torch.equal(logprobs_BT, batch.proximal_logprobs_BT)
         assert torch.equal(logprobs_BT, reference_BT)
     logprobs_BT.sum().backward()
-    for parameter in trainee.policy.parameters():
+    for parameter in trainer.policy.parameters():
         assert parameter.dtype == parameter.grad.dtype == torch.float32
-    gradient = trainee.policy.transformer.h[0].mlp.c_fc.weight.grad
+    gradient = trainer.policy.transformer.h[0].mlp.c_fc.weight.grad
     assert not torch.equal(gradient, gradient.bfloat16().float()), "it was reduced in bfloat16"
 
 
@@ -241,7 +241,7 @@ def pass_in_bfloat16(accelerator: Accelerator, model: Path, *, gradient_checkpoi
     """Logprobs and gradients of a run in bfloat16, by which each rank computes the same rows."""
     settings = {"gradient_checkpointing": gradient_checkpointing}
     run = msgspec.structs.replace(make_run(**settings), model=str(model), dtype="bfloat16")
-    policy = make_trainee(Material(run), accelerator, is_new=True).policy
+    policy = make_trainer(RunInputs(run), accelerator, is_new=True).policy
     rows = torch.randint(1, 16, (3, 20), generator=torch.Generator().manual_seed(0)).numpy()
     logprobs_BT, _ = token_logprobs(policy, pack([(row[:1], [row[1:]]) for row in rows], accelerator.device), 1.0)
     accelerator.backward(logprobs_BT.sum())

@@ -7,9 +7,9 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 
-from learner.training.ranks import ranks_of
+from learner.training.distributed import ranks_of
 from protocol.errors import ConfigError
-from tests.learner.training.fixed_groups import make_groups, make_moved_trainee, make_run
+from tests.learner.training.fixed_groups import make_groups, make_moved_trainer, make_run
 from tests.learner.training.gradients import gradient_of
 
 
@@ -29,8 +29,8 @@ def _reset() -> None:
 def gradient() -> torch.Tensor:
     run = make_run()
     with ranks_of(run) as accelerator:
-        trainee = make_moved_trainee(run, accelerator)
-        return gradient_of(trainee, make_groups(accelerator.unwrap_model(trainee.policy)))
+        trainer = make_moved_trainer(run, accelerator)
+        return gradient_of(trainer, make_groups(accelerator.unwrap_model(trainer.policy)))
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,14 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
 
 from learner.training.batch import Row, trained_rows
-from learner.training.ranks import layout_of, make_accelerator, plan_of
+from learner.training.distributed import layout_of, make_accelerator, plan_of
 from learner.training.step import advantages
 from protocol.model_files import resolve_model
 from tests.learner.ranks import be_ranks, on_two_ranks, places_of
 from tests.learner.training.disagreement import (
     METRICS,
     a_run,
-    a_trainee,
+    a_trainer,
     agree_in_a_step,
     compile_on_one,
     deepseek_v3,
@@ -118,13 +118,13 @@ def test_ranks_of_which_one_was_launched_without_fsdp_stop_at_the_start() -> Non
 
 
 def test_a_plan_tells_rows_apart_by_their_prompt_group_and_episode(accelerator: Accelerator) -> None:
-    trainee = a_trainee(accelerator, a_run())
-    groups, layout = make_groups(trainee.policy), layout_of(accelerator, trainee.policy, trainee.config)
-    first, *others = trained_rows(groups, advantages(groups, trainee.config), trainee.config)
+    trainer = a_trainer(accelerator, a_run())
+    groups, layout = make_groups(trainer.policy), layout_of(accelerator, trainer.policy, trainer.config)
+    first, *others = trained_rows(groups, advantages(groups, trainer.config), trainer.config)
 
     def digest(row: Row) -> str:
         rows = [row, *others]
-        return plan_of(trainee.policy, rows, [[rows]], layout, "step 6").rows
+        return plan_of(trainer.policy, rows, [[rows]], layout, "step 6").rows
 
     changes = {"prompt_token_ids": first.prompt_token_ids + 1, "group": 7, "place": 7}
     changed = [msgspec.structs.replace(first, **{field: value}) for field, value in changes.items()]

@@ -15,12 +15,12 @@ from learner.environments.branch import Branch
 from learner.forward import pack as forward_pack
 from learner.rollouts.scored_group import ScoredGroup
 from learner.training import packing
+from learner.training.distributed import StepBatch
 from learner.training.metrics import StepTimer, group_metrics
-from learner.training.ranks import StepBatch
 from learner.training.step import train_on
 from protocol.codec import pack, unpack
 from tests.learner.policy.plain import plain_logits
-from tests.learner.training.fixed_groups import MAX_TOKENS, VERSION, make_groups, make_moved_trainee, make_run
+from tests.learner.training.fixed_groups import MAX_TOKENS, VERSION, make_groups, make_moved_trainer, make_run
 from tests.learner.training.test_step import LEARNING_RATE, clipped, compare, group_advantages
 
 ANSWER = [3, 9]
@@ -194,8 +194,8 @@ def test_the_ratio_of_a_sequence_is_made_of_what_the_policy_sampled(accelerator:
 
 
 def test_metrics_count_episodes_and_what_the_policy_sampled(accelerator: Accelerator) -> None:
-    trainee = make_moved_trainee(make_run(), accelerator)
-    (group,) = with_episodes(make_groups(trainee.policy, num_groups=1))
+    trainer = make_moved_trainer(make_run(), accelerator)
+    (group,) = with_episodes(make_groups(trainer.policy, num_groups=1))
     sampled = [sum(c for b in branches for v, c in b.versions if v is not None) for branches in episodes_of(group)]
     metrics = group_metrics([group], VERSION)
     assert metrics["rollout/tokens"] == sum(sampled)
@@ -208,20 +208,20 @@ def test_metrics_count_episodes_and_what_the_policy_sampled(accelerator: Acceler
 def test_an_episode_may_sample_more_than_a_turn_may(accelerator: Accelerator) -> None:
     """Its metrics by length too, which are by quarters of what a turn may have."""
     run = make_run(correction={"weight": "mask", "max_weight": 1.5})
-    trainee = make_moved_trainee(run, accelerator)
-    groups = make_groups(trainee.policy, num_groups=1)
+    trainer = make_moved_trainer(run, accelerator)
+    groups = make_groups(trainer.policy, num_groups=1)
     (turn,) = [branch for branch in groups[0].completions if len(branch.token_ids) == MAX_TOKENS][:1]
     twice = Branch(
         token_ids=np.tile(turn.token_ids, 2), behaviour_logprobs=np.tile(turn.behaviour_logprobs, 2),
         versions=turn.versions * 2, finish_reason="stop",
     )  # fmt: skip
     groups = [msgspec.structs.replace(groups[0], completions=[twice, *groups[0].completions[1:]])]
-    assert train_on(trainee, groups, VERSION, StepTimer())["loss/kept_frac_length_q4"] > 0
+    assert train_on(trainer, groups, VERSION, StepTimer())["loss/kept_frac_length_q4"] > 0
 
 
 def test_episodes_reach_the_other_ranks_as_they_are(accelerator: Accelerator) -> None:
-    trainee = make_moved_trainee(make_run(), accelerator)
-    groups = with_episodes(make_groups(trainee.policy, num_groups=1))
+    trainer = make_moved_trainer(make_run(), accelerator)
+    groups = with_episodes(make_groups(trainer.policy, num_groups=1))
     received = unpack(pack(StepBatch(groups=groups)), StepBatch).groups
     assert received is not None and received[0].num_branches_G == groups[0].num_branches_G
     for before, after in zip(groups[0].completions, received[0].completions, strict=True):

@@ -13,21 +13,21 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
 
 import learner.training.step
-from learner.material import Material
 from learner.policy.snapshot import whole
+from learner.run_inputs import RunInputs
 from learner.storage.checkpoint import complete_checkpoints
 from learner.train import train
-from learner.training.finite import NotFiniteError
 from learner.training.metrics import StepTimer
+from learner.training.optimizer import NotFiniteError
+from learner.training.policy_trainer import PolicyTrainer, make_trainer
 from learner.training.step import train_on
-from learner.training.trainee import Trainee, make_trainee
 from protocol.model_files import resolve_model
 from tests.learner import checkpoints
 from tests.learner.model_engine import ModelEngine, tiny_server
 from tests.learner.ranks import on_two_ranks
 from tests.learner.test_train import make_run as make_whole_run
 from tests.learner.test_train import metrics_of, seeded
-from tests.learner.training.fixed_groups import VERSION, make_groups, make_moved_trainee, make_run
+from tests.learner.training.fixed_groups import VERSION, make_groups, make_moved_trainer, make_run
 
 
 @pytest.fixture
@@ -37,19 +37,19 @@ def accelerator() -> Iterator[Accelerator]:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def weights_of(trainee: Trainee) -> dict[str, torch.Tensor]:
-    policy = trainee.accelerator.unwrap_model(trainee.policy)
+def weights_of(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
+    policy = trainer.accelerator.unwrap_model(trainer.policy)
     return {name: whole(parameter).detach().clone() for name, parameter in policy.named_parameters()}
 
 
-def poison(trainee: Trainee) -> Any:
+def poison(trainer: PolicyTrainer) -> Any:
     """From now on what this rank's layers compute are no numbers; the handle's `remove` ends it."""
-    norm = trainee.accelerator.unwrap_model(trainee.policy).transformer.ln_f
+    norm = trainer.accelerator.unwrap_model(trainer.policy).transformer.ln_f
     return norm.register_forward_hook(lambda module, inputs, output: output * math.nan)
 
 
-def is_unchanged(trainee: Trainee, before: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(tensor, before[name]) for name, tensor in weights_of(trainee).items())
+def is_unchanged(trainer: PolicyTrainer, before: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(tensor, before[name]) for name, tensor in weights_of(trainer).items())
 
 
 KL = {"reference": {"kind": "fixed"}, "kl": {"coef": 0.3, "schedule": "target", "target": 0.01}}
@@ -58,41 +58,41 @@ KL = {"reference": {"kind": "fixed"}, "kl": {"coef": 0.3, "schedule": "target", 
 def test_an_update_with_a_gradient_that_is_no_number_is_skipped_counted_and_said(
     accelerator: Accelerator, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainee = make_moved_trainee(make_run(**KL), accelerator)
-    groups, before = make_groups(trainee.policy), weights_of(trainee)
-    poisoned = poison(trainee)
+    trainer = make_moved_trainer(make_run(**KL), accelerator)
+    groups, before = make_groups(trainer.policy), weights_of(trainer)
+    poisoned = poison(trainer)
     with caplog.at_level(logging.WARNING):
-        metrics = train_on(trainee, groups, VERSION, StepTimer())
-    assert is_unchanged(trainee, before)
+        metrics = train_on(trainer, groups, VERSION, StepTimer())
+    assert is_unchanged(trainer, before)
     assert metrics["optim/skipped_updates"] == 1 and all(map(math.isfinite, metrics.values()))
     assert "optim/grad_norm" not in metrics and "loss/policy" not in metrics
     assert "step 6: the norm of the gradient is nan" in caplog.text and "the weights stay as they are" in caplog.text
-    coef = trainee.kl_coef
-    trainee.after_step(VERSION + 1, metrics)
-    assert trainee.kl_coef == coef, "what was not measured moves nothing"
+    coef = trainer.kl_coef
+    trainer.after_step(VERSION + 1, metrics)
+    assert trainer.kl_coef == coef, "what was not measured moves nothing"
     poisoned.remove()
-    metrics = train_on(trainee, groups, VERSION + 1, StepTimer())
+    metrics = train_on(trainer, groups, VERSION + 1, StepTimer())
     assert metrics["optim/skipped_updates"] == 0 and metrics["optim/grad_norm"] > 0
-    assert not is_unchanged(trainee, before) and all(w.isfinite().all() for w in weights_of(trainee).values())
+    assert not is_unchanged(trainer, before) and all(w.isfinite().all() for w in weights_of(trainer).values())
 
 
 def test_only_so_many_in_a_row_are_skipped(accelerator: Accelerator) -> None:
     run = make_run(optimizer={"learning_rate": 0.1, "max_skipped_updates": 3}, updates_per_batch=2)
-    trainee = make_moved_trainee(run, accelerator)
-    groups, before = make_groups(trainee.policy), weights_of(trainee)
+    trainer = make_moved_trainer(run, accelerator)
+    groups, before = make_groups(trainer.policy), weights_of(trainer)
     for _ in range(2):  # one that is sound lies between
-        poisoned = poison(trainee)
-        assert train_on(trainee, groups, VERSION, StepTimer())["optim/skipped_updates"] == 2
+        poisoned = poison(trainer)
+        assert train_on(trainer, groups, VERSION, StepTimer())["optim/skipped_updates"] == 2
         poisoned.remove()
-        assert train_on(trainee, groups, VERSION, StepTimer())["optim/skipped_updates"] == 0
-    before = weights_of(trainee)
-    poison(trainee)
-    train_on(trainee, groups, VERSION, StepTimer())
+        assert train_on(trainer, groups, VERSION, StepTimer())["optim/skipped_updates"] == 0
+    before = weights_of(trainer)
+    poison(trainer)
+    train_on(trainer, groups, VERSION, StepTimer())
     with pytest.raises(
         NotFiniteError, match=r"step 6: .* nan.* 3 times in a row \(learner\.optimizer\.max_skipped_upd"
     ):
-        train_on(trainee, groups, VERSION, StepTimer())
-    assert is_unchanged(trainee, before)
+        train_on(trainer, groups, VERSION, StepTimer())
+    assert is_unchanged(trainer, before)
 
 
 class Overflowing(torch.optim.SGD):
@@ -104,12 +104,12 @@ class Overflowing(torch.optim.SGD):
 
 
 def test_weights_that_overflow_are_an_error_that_says_by_which_step(accelerator: Accelerator) -> None:
-    trainee = make_moved_trainee(make_run(), accelerator)
-    groups = make_groups(trainee.policy)
-    trainee.optimizer = Overflowing(trainee.policy.parameters(), lr=0.1)
+    trainer = make_moved_trainer(make_run(), accelerator)
+    groups = make_groups(trainer.policy)
+    trainer.optimizer = Overflowing(trainer.policy.parameters(), lr=0.1)
     said = r"step 6 was too large.*rate 0\.1.*neither pushed nor saved.*first in transformer\.wte"
     with pytest.raises(NotFiniteError, match=said):
-        train_on(trainee, groups, VERSION, StepTimer())
+        train_on(trainer, groups, VERSION, StepTimer())
 
 
 def test_a_model_with_weights_that_are_no_numbers_is_refused(accelerator: Accelerator, tmp_path: Path) -> None:
@@ -118,22 +118,22 @@ def test_a_model_with_weights_that_are_no_numbers_is_refused(accelerator: Accele
     weights = load_file(tmp_path / "model.safetensors")
     weights["transformer.wpe.weight"][3, 3] = math.inf
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    material = Material(make_run())
-    material.model_path = tmp_path
+    run_inputs = RunInputs(make_run())
+    run_inputs.model_path = tmp_path
     with pytest.raises(NotFiniteError, match=r"the weights of .* hold values that are .* first in transformer\.wpe"):
-        make_trainee(material, accelerator, is_new=True)
+        make_trainer(run_inputs, accelerator, is_new=True)
 
 
 def skip_where_one_rank_is_poisoned(accelerator: Accelerator) -> None:
-    trainee = make_moved_trainee(make_run(**KL), accelerator)
-    groups, before = make_groups(accelerator.unwrap_model(trainee.policy)), weights_of(trainee)
-    poisoned = poison(trainee) if accelerator.process_index == 1 else None
-    metrics = train_on(trainee, groups, VERSION, StepTimer())
-    assert metrics["optim/skipped_updates"] == 1 and is_unchanged(trainee, before)
+    trainer = make_moved_trainer(make_run(**KL), accelerator)
+    groups, before = make_groups(accelerator.unwrap_model(trainer.policy)), weights_of(trainer)
+    poisoned = poison(trainer) if accelerator.process_index == 1 else None
+    metrics = train_on(trainer, groups, VERSION, StepTimer())
+    assert metrics["optim/skipped_updates"] == 1 and is_unchanged(trainer, before)
     if poisoned is not None:
         poisoned.remove()
-    assert train_on(trainee, groups, VERSION, StepTimer())["optim/skipped_updates"] == 0
-    assert not is_unchanged(trainee, before)
+    assert train_on(trainer, groups, VERSION, StepTimer())["optim/skipped_updates"] == 0
+    assert not is_unchanged(trainer, before)
 
 
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["whole", "sharded"])
@@ -146,10 +146,10 @@ def test_a_run_goes_on_after_a_skipped_step_and_pushes_and_saves_numbers_only(
 ) -> None:
     backward = learner.training.step.forward_backward
 
-    def poisoned_once(trainee: Trainee, batches: Any, version: int, **rest: Any) -> Any:
-        sums = backward(trainee, batches, version, **rest)
+    def poisoned_once(trainer: PolicyTrainer, batches: Any, version: int, **rest: Any) -> Any:
+        sums = backward(trainer, batches, version, **rest)
         if version == 1:
-            next(iter(trainee.policy.parameters())).grad[0, 0] = math.nan
+            next(iter(trainer.policy.parameters())).grad[0, 0] = math.nan
         return sums
 
     monkeypatch.setattr(learner.training.step, "forward_backward", poisoned_once)

@@ -13,13 +13,13 @@ from torch import nn
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from learner.config import OptimizerConfig
-from learner.material import Material
 from learner.policy.memory import learner_memory, shape_of
+from learner.run_inputs import RunInputs
 from learner.storage.checkpoint import load_checkpoint
 from learner.training.metrics import StepTimer
 from learner.training.optimizer import make_optimizer
+from learner.training.policy_trainer import PolicyTrainer, make_trainer
 from learner.training.step import train_on
-from learner.training.trainee import Trainee, make_trainee
 from protocol.errors import ConfigError
 from protocol.model_files import resolve_model
 from tests.learner.checkpoints import save
@@ -108,10 +108,10 @@ def accelerator() -> Iterator[Accelerator]:
 IN_8_BITS = make_run(optimizer={"kind": "adamw_8bit", "learning_rate": 1e-3})
 
 
-def steps(trainee: Trainee, versions: range) -> None:
-    groups = make_groups(trainee.policy)
+def steps(trainer: PolicyTrainer, versions: range) -> None:
+    groups = make_groups(trainer.policy)
     for version in versions:
-        train_on(trainee, groups, version, StepTimer())
+        train_on(trainer, groups, version, StepTimer())
 
 
 def test_moments_of_8_bits_make_nearly_the_same_steps() -> None:
@@ -127,7 +127,7 @@ def test_moments_of_8_bits_make_nearly_the_same_steps() -> None:
 
 def test_moments_of_8_bits_take_a_quarter_and_resume_exactly(accelerator: Accelerator, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
-    whole = make_trainee(Material(IN_8_BITS), accelerator, is_new=True)
+    whole = make_trainer(RunInputs(IN_8_BITS), accelerator, is_new=True)
     steps(whole, range(VERSION, VERSION + 2))
     save(whole, tmp_path, VERSION)
     state = whole.optimizer.state.values()
@@ -138,7 +138,7 @@ def test_moments_of_8_bits_take_a_quarter_and_resume_exactly(accelerator: Accele
     assert size == pytest.approx(learner_memory(shape, IN_8_BITS).device["optimizer"], rel=0.2)
     steps(whole, range(VERSION + 2, VERSION + 4))
     accelerator.free_memory()
-    resumed = make_trainee(Material(IN_8_BITS), accelerator, is_new=False)
+    resumed = make_trainer(RunInputs(IN_8_BITS), accelerator, is_new=False)
     load_checkpoint(resumed, tmp_path / f"step-{VERSION:06d}")
     steps(resumed, range(VERSION + 2, VERSION + 4))
     for (name, found), expected in zip(resumed.policy.named_parameters(), whole.policy.parameters(), strict=True):

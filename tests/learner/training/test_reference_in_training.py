@@ -8,10 +8,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
-from learner.material import Material
+from learner.run_inputs import RunInputs
 from learner.storage.checkpoint import find_checkpoint, load_checkpoint
 from learner.train import train
-from learner.training.trainee import make_trainee
+from learner.training.policy_trainer import make_trainer
 from protocol.errors import ConfigError
 from tests.learner.checkpoints import save, steps_of_moments
 from tests.learner.model_engine import tiny_server
@@ -72,18 +72,18 @@ def run_with(tmp_path: Path, reference: dict | None):
     return make_run(tmp_path, "tcp://127.0.0.1:1", **settings)
 
 
-def trainee_with(accelerator: Accelerator, tmp_path: Path, reference: dict | None):
-    return make_trainee(Material(run_with(tmp_path, reference)), accelerator, is_new=True)
+def trainer_with(accelerator: Accelerator, tmp_path: Path, reference: dict | None):
+    return make_trainer(RunInputs(run_with(tmp_path, reference)), accelerator, is_new=True)
 
 
 @pytest.mark.parametrize(("before", "now"), [(MIXTURE, ADAPTIVE), (MIXTURE, None), (None, ADAPTIVE)])
 def test_a_checkpoint_of_another_kind_of_reference_is_refused(
     accelerator: Accelerator, tmp_path: Path, before: dict | None, now: dict | None
 ) -> None:
-    save(trainee_with(accelerator, tmp_path, before), tmp_path, 3)
+    save(trainer_with(accelerator, tmp_path, before), tmp_path, 3)
     kinds = ["none" if settings is None else settings["kind"] for settings in (before, now)]
     with pytest.raises(ConfigError, match=f'a reference of kind "{kinds[0]}", learner.reference.kind is "{kinds[1]}"'):
-        load_checkpoint(trainee_with(accelerator, tmp_path, now), tmp_path / "step-000003")
+        load_checkpoint(trainer_with(accelerator, tmp_path, now), tmp_path / "step-000003")
 
 
 def test_with_a_coefficient_of_0_a_run_is_one_without_reference_and_says_so_in_one_line(
@@ -107,7 +107,7 @@ def test_a_checkpoint_whose_state_cannot_be_read_is_named(accelerator: Accelerat
     (tmp_path / "step-000003").mkdir()
     (tmp_path / "step-000003" / "state.json").write_text('{"step": 3, "version": 3}')
     with pytest.raises(ConfigError, match=r"step-000003/state\.json is damaged or of another version .*`reference`"):
-        load_checkpoint(trainee_with(accelerator, tmp_path, None), tmp_path / "step-000003")
+        load_checkpoint(trainer_with(accelerator, tmp_path, None), tmp_path / "step-000003")
 
 
 def test_a_reference_that_is_always_the_policy_itself_is_refused(tmp_path: Path) -> None:

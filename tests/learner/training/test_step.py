@@ -15,14 +15,14 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from learner.environments.branch import Branch
-from learner.material import Material
 from learner.rollouts.scored_group import ScoredGroup
+from learner.run_inputs import RunInputs
 from learner.training.metrics import StepTimer, group_metrics
+from learner.training.policy_trainer import make_trainer
 from learner.training.step import train_on
-from learner.training.trainee import make_trainee
 from tests.learner.policy.plain import plain_logits
 from tests.learner.ranks import on_two_ranks
-from tests.learner.training.fixed_groups import MAX_TOKENS, VERSION, make_groups, make_moved_trainee, make_run
+from tests.learner.training.fixed_groups import MAX_TOKENS, VERSION, make_groups, make_moved_trainer, make_run
 from tests.learner.training.gradients import CONFIGS, all_gradients, gradient_of, write_gradients
 
 LEARNING_RATE = 0.1
@@ -88,16 +88,16 @@ def compare(
 ) -> dict[str, float]:
     """Train on the same groups by `train_on` and by `plain(model, reference, groups)`; the weights must be equal."""
     run = make_run(**settings)
-    trainee = make_moved_trainee(run, accelerator)
-    groups = change(make_groups(trainee.policy))
-    model = copy.deepcopy(trainee.policy).double()
+    trainer = make_moved_trainer(run, accelerator)
+    groups = change(make_groups(trainer.policy))
+    model = copy.deepcopy(trainer.policy).double()
     reference = copy.deepcopy(make_start(accelerator)).double().requires_grad_(False)
-    metrics = train_on(trainee, groups, VERSION, StepTimer())
+    metrics = train_on(trainer, groups, VERSION, StepTimer())
     before = copy.deepcopy(model)
     plain(model, reference, groups)
     moved = 0.0
     start = dict(before.named_parameters())
-    for (name, trained), expected in zip(trainee.policy.named_parameters(), model.parameters(), strict=True):
+    for (name, trained), expected in zip(trainer.policy.named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(trained.double(), expected, atol=2e-6, rtol=0, msg=name)
         moved = max(moved, float((expected - start[name]).detach().abs().max()))
     assert moved > 1e-3
@@ -107,7 +107,7 @@ def compare(
 def make_start(accelerator: Accelerator) -> torch.nn.Module:
     """The policy as it was when the reference was taken."""
     torch.manual_seed(0)
-    return accelerator.unwrap_model(make_trainee(Material(make_run()), accelerator, is_new=True).policy)
+    return accelerator.unwrap_model(make_trainer(RunInputs(make_run()), accelerator, is_new=True).policy)
 
 
 def test_several_updates_on_a_batch_clip_against_the_stored_logprobs(accelerator: Accelerator) -> None:
@@ -241,13 +241,13 @@ def test_groups_without_signal_still_have_a_kl_and_an_entropy(accelerator: Accel
 
 def test_a_logprob_that_is_no_number_takes_its_token_out_of_loss_and_metrics(accelerator: Accelerator) -> None:
     run = make_run(kl={"coef": 0.5}, reference={"kind": "fixed"})
-    trainee = make_moved_trainee(run, accelerator)
-    groups = [msgspec.structs.replace(group, entered_version=VERSION) for group in make_groups(trainee.policy)]
+    trainer = make_moved_trainer(run, accelerator)
+    groups = [msgspec.structs.replace(group, entered_version=VERSION) for group in make_groups(trainer.policy)]
     for group in groups:
         for completion in group.completions:
             completion.behaviour_logprobs[0] = -math.inf
             completion.versions[:] = [(VERSION, len(completion.token_ids))]
-    metrics = train_on(trainee, groups, VERSION, StepTimer())
+    metrics = train_on(trainer, groups, VERSION, StepTimer())
     assert all(map(math.isfinite, metrics.values())) and "policy/mismatch_abs_logprob" in metrics
     assert group_metrics(groups, VERSION)["rollout/nonfinite_logprobs"] == 12
 
@@ -282,15 +282,15 @@ def test_only_the_tokens_of_highest_entropy_of_the_whole_step_carry_the_objectiv
 @pytest.mark.parametrize("settings", CONFIGS.values(), ids=CONFIGS.keys())
 def test_micro_batches_padding_and_order_do_not_change_the_gradient(accelerator: Accelerator, settings: dict) -> None:
     run = make_run(**settings)
-    trainee = make_moved_trainee(run, accelerator)
-    groups = make_groups(trainee.policy)
-    whole = gradient_of(trainee, groups)
+    trainer = make_moved_trainer(run, accelerator)
+    groups = make_groups(trainer.policy)
+    whole = gradient_of(trainer, groups)
     assert whole.abs().max() > 1e-3
     for budget in (1, 30):
-        trainee.run = make_run(**settings, micro_batch_tokens=budget)
-        torch.testing.assert_close(gradient_of(trainee, groups), whole, atol=1e-5, rtol=0)
-    trainee.run = run
-    turned = gradient_of(trainee, groups[::-1])
+        trainer.run = make_run(**settings, micro_batch_tokens=budget)
+        torch.testing.assert_close(gradient_of(trainer, groups), whole, atol=1e-5, rtol=0)
+    trainer.run = run
+    turned = gradient_of(trainer, groups[::-1])
     torch.testing.assert_close(turned, whole, atol=1e-5, rtol=0)
 
 

@@ -27,16 +27,23 @@ from learner.forward.logprobs import sequences_logprobs
 from learner.policy.memory import shape_of
 from learner.rewards.latency import Latencies
 from learner.train import train
-from learner.training.extremes import Extremes
 from learner.training.health import unhealthy
-from learner.training.metrics import StepTimer, group_metrics, memory_metrics
+from learner.training.metrics import (
+    Devices,
+    Extremes,
+    StepTimer,
+    group_metrics,
+    memory_metrics,
+    peak_tflops,
+    throughput,
+    train_flops,
+)
 from learner.training.step import train_on
-from learner.training.throughput import Devices, peak_tflops, throughput, train_flops
 from tests.learner.model_engine import tiny_server
 from tests.learner.ranks import on_two_ranks
 from tests.learner.test_train import make_run as make_whole_run
 from tests.learner.test_train import metrics_of
-from tests.learner.training.fixed_groups import VERSION, make_groups, make_moved_trainee, make_run
+from tests.learner.training.fixed_groups import VERSION, make_groups, make_moved_trainer, make_run
 from tests.learner.training.test_packing import rows_of
 
 PAGE = Path(__file__).parents[3] / "learner/report/README.md"
@@ -101,8 +108,8 @@ def test_a_shared_prompt_counts_once_where_it_is_computed_once() -> None:
 
 
 def test_tokens_count_with_their_prompts_for_each_device(accelerator: Accelerator) -> None:
-    trainee = make_moved_trainee(make_run(), accelerator)
-    groups = make_groups(trainee.policy)
+    trainer = make_moved_trainer(make_run(), accelerator)
+    groups = make_groups(trainer.policy)
     tokens = sum(len(g.prompt_token_ids) + len(c.token_ids) for g in groups for c in g.completions)
     found = throughput(groups, 3.0, 0.5, CPU)
     assert found == {"perf/tokens_per_s_per_device": pytest.approx(tokens), "perf/tflops_per_device": 3.0}
@@ -116,14 +123,14 @@ class TwoH100(Devices):
 
 
 def test_the_share_of_the_peak_is_told_where_the_peak_is_known(accelerator: Accelerator) -> None:
-    groups = make_groups(make_moved_trainee(make_run(), accelerator).policy)
+    groups = make_groups(make_moved_trainer(make_run(), accelerator).policy)
     found = throughput(groups, 989.0, 2.0, TwoH100(torch.device("cpu"), 2))
     assert found["perf/tflops_per_device"] == 989 / 4 and found["perf/mfu"] == 0.25
 
 
 def test_lengths_and_the_deviation_within_groups_are_those_of_the_completions(accelerator: Accelerator) -> None:
-    trainee = make_moved_trainee(make_run(), accelerator)
-    first, second, _ = make_groups(trainee.policy)
+    trainer = make_moved_trainer(make_run(), accelerator)
+    first, second, _ = make_groups(trainer.policy)
     first = msgspec.structs.replace(first, rewards_G=[0.0, 1.0, None, None])
     second = msgspec.structs.replace(second, rewards_G=[1.0, None, None, None])
     metrics = group_metrics([first, second], VERSION)
@@ -139,9 +146,9 @@ def test_lengths_and_the_deviation_within_groups_are_those_of_the_completions(ac
     )
 
 
-def ratios_and_pulls(trainee: Any, groups: list) -> tuple[list[float], list[float]]:
+def ratios_and_pulls(trainer: Any, groups: list) -> tuple[list[float], list[float]]:
     """Of every token: its ratio to the behavior policy, and ratio · |A| where PPO's clip and the dual clip at 3 leave it a gradient."""
-    policy = trainee.accelerator.unwrap_model(trainee.policy)
+    policy = trainer.accelerator.unwrap_model(trainer.policy)
     ratios, pulls = [], []
     for group in groups:
         prompt = group.prompt_token_ids.tolist()
@@ -159,10 +166,10 @@ def ratios_and_pulls(trainee: Any, groups: list) -> tuple[list[float], list[floa
 
 
 def check_extremes(accelerator: Accelerator) -> None:
-    trainee = make_moved_trainee(make_run(micro_batch_tokens=20), accelerator)
-    groups = make_groups(accelerator.unwrap_model(trainee.policy))
-    ratios, pulls = ratios_and_pulls(trainee, groups)
-    metrics = train_on(trainee, groups, VERSION, StepTimer())
+    trainer = make_moved_trainer(make_run(micro_batch_tokens=20), accelerator)
+    groups = make_groups(accelerator.unwrap_model(trainer.policy))
+    ratios, pulls = ratios_and_pulls(trainer, groups)
+    metrics = train_on(trainer, groups, VERSION, StepTimer())
     assert math.isclose(metrics["loss/max_token_share"], max(pulls) / sum(pulls), rel_tol=1e-3)
     assert math.isclose(metrics["policy/ratio_max"], max(ratios), rel_tol=1e-4)
     assert math.isclose(metrics["policy/ratio_min"], min(ratios), rel_tol=1e-4)

@@ -9,8 +9,8 @@ from accelerate.utils import DistributedType
 
 from learner.algorithm.schedules import next_coef
 from learner.config import LearnerConfig
-from learner.material import Material
-from learner.training.trainee import make_trainee
+from learner.run_inputs import RunInputs
+from learner.training.policy_trainer import make_trainer
 from protocol.errors import ConfigError
 from tests.learner.training.fixed_groups import make_run
 
@@ -19,7 +19,7 @@ def test_a_policy_sharded_by_fsdp1_is_refused() -> None:
     """It does not run on a CPU under accelerate, so only what the refusal looks at stands in for it."""
     fsdp1 = SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=False)
     with pytest.raises(ConfigError, match=r"shards the policy by FSDP1.*fsdp_version: 2"):
-        make_trainee(Material(make_run()), fsdp1, is_new=True)
+        make_trainer(RunInputs(make_run()), fsdp1, is_new=True)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_what_does_not_go_with_fsdp2_is_refused(activation_checkpointing: bool, 
     state = SimpleNamespace(fsdp_plugin=plugin)
     accelerator = SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=True, state=state)
     with pytest.raises(ConfigError, match=remedy):
-        make_trainee(Material(make_run(**learner)), accelerator, is_new=True)
+        make_trainer(RunInputs(make_run(**learner)), accelerator, is_new=True)
 
 
 def coefs(config: LearnerConfig, measured: list[float | None]) -> list[float]:
@@ -64,8 +64,8 @@ def test_a_resume_with_more_steps_goes_on_with_the_weight_of_the_longer_run() ->
     AcceleratorState._reset_state(reset_partial_state=True)
     kl = {"coef": 0.4, "schedule": "linear", "final_coef": 0.0}
     longer = make_run(steps=9, kl=kl, reference={"kind": "fixed"})
-    trainee = make_trainee(Material(longer), Accelerator(cpu=True), is_new=False)
-    trainee.kl_coef = 0.0  # as the checkpoint of a run of 5 steps has it
-    trainee.set_kl_coef(4, None)
-    assert trainee.kl_coef == pytest.approx(0.2)
+    trainer = make_trainer(RunInputs(longer), Accelerator(cpu=True), is_new=False)
+    trainer.kl_coef = 0.0  # as the checkpoint of a run of 5 steps has it
+    trainer.set_kl_coef(4, None)
+    assert trainer.kl_coef == pytest.approx(0.2)
     AcceleratorState._reset_state(reset_partial_state=True)

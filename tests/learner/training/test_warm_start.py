@@ -12,10 +12,10 @@ from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
 
 from learner.config import LearnerRun
-from learner.forward.settle import settle_attention
-from learner.material import Material
+from learner.forward.packing_check import settle_attention
 from learner.policy.model import load_policy, load_tokenizer
 from learner.prompts.prompts import Prompts
+from learner.run_inputs import RunInputs
 from learner.storage.checkpoint import find_checkpoint
 from learner.train import train
 from learner.training.warm_start import warm_start
@@ -32,7 +32,7 @@ WARM = {"steps": 5, "learning_rate": 3e-3, "rows_per_step": 6}
 def warmed(run: LearnerRun) -> tuple[torch.nn.Module, float]:
     policy = load_policy(resolve_model("tiny:digits"), gradient_checkpointing=False)
     settle_attention(policy, torch.device("cpu"), torch.float32)
-    return policy, warm_start(Material(run), Accelerator(cpu=True), policy)
+    return policy, warm_start(RunInputs(run), Accelerator(cpu=True), policy)
 
 
 def plain_loop(run: LearnerRun) -> tuple[torch.nn.Module, float]:

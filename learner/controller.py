@@ -1,0 +1,332 @@
+"""What rank 0 alone has and does: the rollouts, the way to the servers, the books. train.py says when.
+
+    connect ─▶ (next_batch ─▶ push ─▶ record) for every step ─▶ finish
+
+Every rank has a PolicyTrainer (training/policy_trainer.py); rank 0 alone has a Controller, and the others follow it through a Lead.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import msgspec
+
+from learner.evaluation.background import Evaluations
+from learner.interrupt import Interrupt
+from learner.players import open_agents, open_player
+from learner.policy.published import PublishedPolicy
+from learner.policy.rope import check_server_rope
+from learner.report.dashboard import start_dashboard
+from learner.report.records import Timeline
+from learner.report.run_log import RunLog
+from learner.rewards.scoring import Scorer
+from learner.rewards.workers import RewardWorkers
+from learner.rollouts.ledger import Ledger
+from learner.rollouts.outstanding import Outstanding
+from learner.rollouts.queue import GroupQueue
+from learner.rollouts.rollouts import Rollouts
+from learner.rollouts.scored_group import ScoredGroup, texts_of
+from learner.rollouts.waits import learner_s
+from learner.run_inputs import RunInputs
+from learner.servers.fleet import Fleet
+from learner.servers.loop_thread import LoopThread
+from learner.servers.membership import Member
+from learner.servers.parity import NUM_SEQUENCES, ParityProbe, Untouched, check_dtype, check_identity, score_untouched
+from learner.servers.sync_check import Expected, SyncCheck
+from learner.servers.weight_sync import Pusher
+from learner.storage.checkpoint import read_pass_rates, read_state
+from learner.storage.run_dir import RunDir, check_data, record_data
+from learner.training.metrics import Devices, StepTimer, memory_metrics, staleness, take_mismatches, throughput
+from protocol.endpoint import exposure
+from protocol.errors import ConfigError, DataError, DeadlineExceeded, ParityError, ServerLost
+from protocol.messages import PROTOCOL_VERSION, Hello, new_learner_id
+from protocol.model_files import fingerprint
+
+log = logging.getLogger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
+WAIT_SLICE_S = 0.5
+LOOK_EVERY_S = 0.05
+"""At an evaluation that is waited for."""
+WAITING_NOTE_S = 15.0
+CHECKED_TOKENS = {"min_tokens": 64, "max_tokens": 256}
+"""Of each step that both sides score around its sync: one completion with its prompt, or several short ones."""
+
+
+class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
+    """The parts of rank 0, and the verbs of the main loop that need several of them."""
+
+    run_inputs: RunInputs
+    fleet: Fleet
+    queue: GroupQueue
+    rewards: RewardWorkers
+    rollouts: Rollouts
+    pusher: Pusher
+    parity: ParityProbe
+    sync_check: SyncCheck
+    evaluations: Evaluations
+    ledger: Ledger
+    log: RunLog
+    run_dir: RunDir
+    devices: Devices
+
+    @classmethod
+    @contextmanager
+    def open(
+        cls, run_inputs: RunInputs, run_dir: RunDir, published: PublishedPolicy, checkpoint: Path | None
+    ) -> Iterator["Controller"]:
+        """Open the books at the checkpoint, start the reward workers and the rollouts; close them in reverse."""
+        run, config = run_inputs.run, run_inputs.run.learner
+        version = read_state(checkpoint).version if checkpoint else 0
+        if run_dir.has_begun:
+            check_data(run_dir.data_digests, run_inputs.prompts)
+        num_prompts = min(NUM_SEQUENCES, len(run_inputs.prompts))  # read before there are threads, for it may fork
+        prompts = [run_inputs.prompts.prompt_at(position).token_ids for position in range(num_prompts)]
+        evaluations = Evaluations(run_inputs, run_dir.path, run_dir.run_id)
+        with ExitStack() as cleanup:
+            timeline = Timeline(run_dir.timeline)
+            cleanup.callback(timeline.close)
+            timeline.note(f"the learner goes on after step {version}" if run_dir.has_begun else "the run begins")
+            ledger = Ledger(run_dir.ledger)
+            cleanup.callback(ledger.close)
+            ledger.rewind(version)
+            workers = RewardWorkers(config.reward)
+            cleanup.callback(workers.close)
+            player = open_player(run, run_inputs.prompts, workers, cleanup)
+            model = fingerprint(run_inputs.model_path)
+            hello = Hello(run=run_dir.run_id, protocol_version=PROTOCOL_VERSION, model=model, learner=new_learner_id())
+            fleet = Fleet(run, hello, LoopThread("learner"))
+            fleet.on_wait, fleet.on_change = published.still_waiting, timeline.note
+            fleet.is_over = not run_dir.has_begun  # until then nothing at a server is worth coming back for
+            for note in filter(None, (exposure(one.endpoint, has_keys=run.keys is not None) for one in fleet.members)):
+                log.warning(note)
+            cleanup.callback(fleet.close)
+            cleanup.callback(fleet.loop.stop)
+            cleanup.callback(fleet.leave)
+            queue = GroupQueue(run, run_inputs.prompts, ledger, read_pass_rates(checkpoint) if checkpoint else None)
+            outstanding = Outstanding(ledger, run_inputs.prompts, config.max_group_attempts)
+            scorer = Scorer(config, run_inputs.tokenizer, workers)
+            rollouts = Rollouts(run, fleet, queue, outstanding, scorer, ledger)
+            cleanup.callback(rollouts.close)
+            rollouts.start(version, open_agents(run, run_inputs.prompts, fleet.loop, cleanup) or player)
+            dashboard = start_dashboard(fleet.loop, run_dir.path, config.report, cleanup)
+            run_log = RunLog(run_dir, config.report, config.steps, dashboard)
+            cleanup.callback(run_log.close)
+            pusher = Pusher(fleet, published, config.push)
+            cleanup.callback(pusher.close)
+            cleanup.callback(evaluations.close)
+            evaluations.start(workers)
+            parity = ParityProbe(run, fleet, published.logprobs, prompts)
+            yield cls(
+                run_inputs=run_inputs,
+                fleet=fleet,
+                queue=queue,
+                rewards=workers,
+                rollouts=rollouts,
+                pusher=pusher,
+                parity=parity,
+                sync_check=SyncCheck(parity, config.parity, pusher.sample.changed_frac),
+                evaluations=evaluations,
+                ledger=ledger,
+                log=run_log,
+                run_dir=run_dir,
+                devices=Devices(published.device, published.num_ranks),
+            )
+
+    def connect(self, version: int) -> None:
+        """Wait for a server, give it this run's weights, check that both sides agree, and open admission."""
+        if not self.fleet.is_connected:
+            log.info("waiting for %s", self.fleet.in_words())
+        while (mismatch := self._sync(self.fleet.wait(), version)) is None:
+            pass
+        record_data(self.run_dir.data_digests, self.run_inputs.prompts)
+        if self.run_dir.has_begun:
+            self.evaluations.resume(version)
+        else:
+            self.evaluations.begin_run()
+        self.run_dir.begin()
+        self.fleet.is_over = False
+        log.info("parity: mean |Δ logprob| = %.1e between server and learner", mismatch)
+        self.publish(version)
+        self.log.start_clock()
+
+    def publish(self, version: int, expected: Expected | None = None) -> None:
+        """Ask the servers that have `version` whether they have it right, and let rollouts ask them for what the staleness rule allows."""
+        holders = self.pusher.holders(version)
+        # Before the groups: behind those of a step the answers would be late for the next one.
+        self.sync_check.ask(holders, expected)
+        self.sync_check.ask_before(holders)  # with overlap the next step may have begun meanwhile
+        self.rollouts.publish(version, *(member.link.welcome.server_id for member in holders if member.link.welcome))
+
+    def next_batch(self, version: int, interrupt: Interrupt) -> list[ScoredGroup] | None:
+        """Return the groups of the next step, or None when interrupted. A server that came, or came back, is given the weights.
+
+        Raises ParityError before tokens of this version are trained on that come from other weights.
+        """
+        last_connected = last_note = time.monotonic()
+        while not interrupt.requested:
+            if self.fleet.is_connected:
+                last_connected = time.monotonic()
+                self._sync_joiners(version)
+            elif time.monotonic() - last_connected > self.run_inputs.run.learner.connect_timeout_s:
+                raise self.fleet.no_server()
+            self.fleet.on_wait()
+            if is_held := self.evaluations.holds:
+                time.sleep(LOOK_EVERY_S)
+            groups = None if is_held else self.rollouts.take(version, WAIT_SLICE_S)
+            if groups is not None:
+                if any(group.newest_version >= version for group in groups):
+                    self.pusher.wait()  # with overlap its tokens may be here before its check was asked for
+                    self.sync_check.check()
+                self.sync_check.begin(version, texts_of(groups, **CHECKED_TOKENS))
+                if not self.pusher.is_pushing:  # else `push` asks, once the servers have this version
+                    self.sync_check.ask_before(self.pusher.holders(version))
+                return groups
+            if time.monotonic() - last_note > WAITING_NOTE_S:
+                last_note = time.monotonic()
+                log.info(
+                    "waiting for %s", "the evaluation (learner.evaluation.pin)" if is_held else self.rollouts.waits_for
+                )
+        return None
+
+    def push(self, step: int, groups: list[ScoredGroup]) -> dict[str, float]:
+        """Book the groups as consumed by `step` and push its weights; return the metrics of the last push that is done: this
+        one, or with overlap the one before.
+        """
+        self.ledger.consume([(group.group_id, staleness(group, step - 1)) for group in groups], step)
+        config = self.run_inputs.run.learner
+        self.pusher.wait()
+        self.sync_check.ask_before(self.pusher.holders(step - 1))
+        self.sync_check.check()
+        if self.pusher.holders() and (joiners := self.pusher.joiners()):
+            # A push that is always under way while a batch is waited for must not keep them out.
+            self._sync(joiners, step)
+        when_done = partial(self.publish, step, self.sync_check.expect(step))
+        report = self.pusher.take_report()
+        if config.push.overlap:
+            self.pusher.begin(step, when_done)
+        else:
+            report = self.pusher.push(step)
+            when_done()
+        return report.metrics() if report is not None else {}
+
+    def record(self, step: int, groups: list[ScoredGroup], metrics: dict[str, float], timer: StepTimer) -> None:
+        """Log the step everywhere, and stop the run when server and learner no longer agree."""
+        of_servers = take_mismatches(metrics, groups)
+        metrics |= self.parity.take_metrics()
+        times = timer.metrics()
+        metrics |= times
+        metrics["perf/completion_tokens_per_s"] = metrics["rollout/tokens"] / times["time/step"]
+        metrics["perf/learner_idle_frac"] = times["time/wait_for_batch"] / times["time/step"]
+        metrics |= throughput(groups, metrics.pop("perf/train_tflop", None), times["time/step"], self.devices)
+        metrics |= memory_metrics(self.devices.device)
+        metrics |= self.fleet.metrics()
+        if "perf/server_idle_frac" in metrics:
+            metrics["wait/learner"] = learner_s(metrics, metrics["perf/server_idle_frac"])
+        metrics |= self.evaluations.take_metrics()
+        metrics |= self.rollouts.batch_metrics | self.run_inputs.prompts.metrics | self.rewards.latencies.take()
+        self.log.step(step, metrics)
+        self.evaluations.after_step(step, times["time/step"])
+        self.log.sample(step, groups[0], self.run_inputs.tokenizer, lambda: self._columns_of(groups[0]))
+        if all(reward is None for group in groups for reward in group.rewards_G):
+            log.warning(
+                "step %d: no completion could be scored: every reward function gave None (or was too slow)", step
+            )
+        self.parity.check_fresh(of_servers)
+
+    def _columns_of(self, group: ScoredGroup) -> Mapping[str, Any]:
+        return self.run_inputs.prompts.prompt_at(self.ledger.position_of(group.slot)).columns
+
+    def finish(self, version: int, interrupt: Interrupt) -> None:
+        """Wait for the last push and its check, and for the last evaluation, which an interrupted run leaves to a resume."""
+        self.pusher.wait()
+        self.sync_check.check()
+        if not interrupt.requested and not self.evaluations.is_over():
+            log.info("the last step is done; waiting for the evaluation (an interrupt leaves it to --resume)")
+        while not interrupt.requested and not self.evaluations.is_over():
+            self._sync_joiners(version)
+            self.fleet.on_wait()
+            time.sleep(LOOK_EVERY_S)
+        self.log.amend(self.evaluations.take_metrics())
+        self.fleet.is_over = not interrupt.requested
+
+    def _sync_joiners(self, version: int) -> None:
+        if not self.pusher.is_pushing and (joiners := self.pusher.joiners()):
+            self._sync(joiners, version)
+            self.publish(version)
+
+    def _sync(self, members: list[Member], version: int) -> float | None:
+        """Give servers that have no weights of this run what the learner has now, and compare both sides on the fixed sequences.
+
+        Returns the largest mean |Δ logprob|, None if no server was there to the end. Raises what is wrong with the last server.
+        """
+        run, mismatches = self.run_inputs.run, []
+        untouched: dict[Member, Untouched | None] = {}
+        for member in members:
+            with self._at_the_cost_of(member):
+                check_fits(self.run_inputs, member)
+                untouched[member] = score_untouched(run, self.parity, member, version)
+        if untouched:
+            self.pusher.push(version, list(untouched))
+        for member, before in untouched.items():
+            if member in self.pusher.holders(version):
+                with self._at_the_cost_of(member):
+                    mismatch = self.parity.measure(member, version)
+                    if before is not None:
+                        check_identity(run, self.parity, member, before, version)
+                    if self.fleet.is_several:
+                        log.info("parity of the server at %s: mean |Δ logprob| = %.1e", member.endpoint, mismatch)
+                    mismatches.append(mismatch)
+        return max(mismatches, default=None)
+
+    @contextmanager
+    def _at_the_cost_of(self, member: Member) -> Iterator[None]:
+        """What goes wrong with one server costs that server; with the last one, the run."""
+        try:
+            yield
+        except (ConfigError, DataError, ParityError) as error:
+            self.fleet.expel(member, error)
+        except (ServerLost, DeadlineExceeded) as error:
+            if isinstance(error, DeadlineExceeded) and not self.fleet.is_several:
+                raise
+            log.warning("parity could not be measured: %s", error)
+            self.pusher.failed(member)
+
+
+class Lead:
+    """Rank 0 acts with its Controller while the others follow (policy/published.py); on those it returns None."""
+
+    def __init__(self, controller: Controller | None, published: PublishedPolicy) -> None:
+        self._controller, self._published = controller, published
+
+    def __call__(self, act: Callable[Concatenate[Controller, P], T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        with self._published.led():
+            return act(self._controller, *args, **kwargs) if self._controller is not None else None
+
+
+def check_fits(run_inputs: RunInputs, member: Member) -> None:
+    """Raise ConfigError or DataError when the run asks for what the server does not have, ServerLost if it is not there."""
+    run, welcome = run_inputs.run, member.welcome
+    if welcome is None:
+        raise ServerLost(f"the server at {member.endpoint} went away before it was looked at")
+    check_dtype(run, member, welcome)
+    check_server_rope(
+        run_inputs.model_config, run.server.get("max_model_len"), welcome.max_model_len, endpoint=member.endpoint
+    )
+    max_episode_tokens = run.learner.environment.max_episode_tokens or 0
+    if max_episode_tokens > welcome.max_model_len:
+        raise ConfigError(
+            f"learner.environment.max_episode_tokens = {max_episode_tokens} is more than the {welcome.max_model_len} of the server at "
+            f"{member.endpoint}; lower it, or raise server.max_model_len"
+        )
+    row, num_tokens = run_inputs.prompts.longest()
+    max_tokens = run.learner.sampling.max_tokens
+    if num_tokens + max_tokens > welcome.max_model_len:
+        raise DataError(
+            f"the prompt in row {row} has {num_tokens} tokens; with learner.sampling.max_tokens = {max_tokens} that is more "
+            f"than the {welcome.max_model_len} of the server at {member.endpoint}. Raise server.max_model_len, lower max_tokens or filter the data"
+        )

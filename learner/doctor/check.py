@@ -1,0 +1,277 @@
+"""`learner check`: what a run would do, shown without training: its prompts as the model gets them, its rewards on right answers and
+on noise, how much there is to do; then what the doctor sees, and with --trial how long it would take.
+
+    config ─▶ prompts (first rows, their tokens) ─▶ rewards (processes as in the run) ─▶ course ─▶ doctor.py: servers, memory, disk ─▶ trial
+
+It comes before everything else in the data's way, and changes nothing of the run. A trial takes the first steps for real in a directory
+that is gone afterwards, on a server that nobody uses; the server keeps the trial's weights until the run's first push.
+"""
+
+import math
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, redirect_stdout
+from pathlib import Path
+from statistics import fmean, median
+
+import msgspec
+import numpy as np
+from accelerate.utils import set_seed
+
+from learner.config import CheckpointConfig, EvaluationConfig, LearnerRun, ReportConfig
+from learner.controller import Controller
+from learner.doctor.doctor import examine
+from learner.evaluation.eval_sets import sets_of
+from learner.interrupt import Interrupt
+from learner.prompts.prompts import Prompt
+from learner.report.summary import duration, read_metrics
+from learner.report.trackers import refuse_absent
+from learner.rewards.workers import GroupRewards, RewardWorkers
+from learner.run_inputs import RunInputs
+from learner.storage.run_dir import open_run_dir
+from learner.training.distributed import make_accelerator
+from learner.training.metrics import StepTimer, group_metrics
+from learner.training.policy_trainer import make_trainer
+from learner.training.step import train_on
+from protocol.doctor import Finding, ok, problem, problem_of, unknown
+from protocol.errors import ConfigError, RewardError, SlipstreamError
+
+NUM_SHOWN = 3
+NUM_RATED = 8
+NUM_NOISY = 4
+"""Completions of noise for each prompt that is rated."""
+MAX_CHARACTERS = 400
+GOLD_COLUMN = "answer"
+STARTUP_S = 60.0
+NUM_STEPS = 8
+NUM_COLD = 3
+"""Of these the first, which wait for the first groups and warm caches, say nothing about the others."""
+Metrics = list[dict[str, float]]
+
+
+def check(run: LearnerRun, *, with_trial: bool = False) -> Iterator[Finding]:
+    """Look at everything, what needs a server last, and what changes its weights, a trial, only where all before is well."""
+    has_problem = False
+    for finding in look(run):
+        has_problem |= finding.verdict == "problem"
+        yield finding
+    if not with_trial:
+        yield unknown("time", "not measured; --trial takes the first steps with a server that nobody uses")
+    elif has_problem:
+        yield unknown("time", "not measured, for the problems above")
+    else:
+        yield from trial(run.in_effect())
+
+
+def look(run: LearnerRun) -> Iterator[Finding]:
+    """Without changing anything."""
+    note = run.note_on_idle_keys()
+    yield ok("config", note or "no key contradicts another, none is idle")
+    try:
+        refuse_absent(run.learner.report.trackers)
+    except ConfigError as error:
+        yield problem_of("trackers", error, "install them, or leave them out")
+    run, run_inputs = run.in_effect(), RunInputs(run.in_effect())
+    try:
+        prompts = run_inputs.prompts
+    except SlipstreamError as error:
+        yield problem_of("prompts", error, "correct learner.data")
+    else:
+        yield from of_prompts(run_inputs)
+        if run.learner.environment.is_used:
+            yield unknown("rewards", f"they are of {run.learner.environment.named}, which answers only a policy")
+        else:
+            yield from of_rewards(
+                run_inputs, [prompts.prompt_at(place) for place in range(min(NUM_RATED, len(prompts)))]
+            )
+        yield course(run, len(prompts))
+    if run.learner.evaluation.every_steps:
+        yield from of_evaluation(run_inputs)
+    yield from examine(run)
+
+
+def of_prompts(run_inputs: RunInputs) -> Iterator[Finding]:
+    """The first rows with every special token, and what often is wrong with them."""
+    prompts, run, tokenizer = run_inputs.prompts, run_inputs.run, run_inputs.tokenizer
+    row, length = prompts.longest()
+    yield ok("prompts", f"{len(prompts):,} of {prompts.name}, the longest of {length:,} tokens in row {row}")
+    for place in range(min(NUM_SHOWN, len(prompts))):
+        prompt = prompts.prompt_at(place)
+        text, count = repr(tokenizer.decode(prompt.token_ids)), len(prompt.token_ids)
+        if len(text) > MAX_CHARACTERS:
+            text = f"{text[: MAX_CHARACTERS // 2]} … {text[-MAX_CHARACTERS // 2 :]}"
+        yield ok(f"row {prompt.prompt_id}", f"{count} tokens: {text}")
+    room = getattr(run_inputs.model_config.get_text_config(), "max_position_embeddings", None)
+    needed = length + run.learner.sampling.max_tokens
+    if room is not None and needed > room:
+        yield problem(
+            "prompts",
+            f"the longest and learner.sampling.max_tokens are {needed:,} tokens, the model knows {room:,}",
+            "lower max_tokens, or set learner.data.max_prompt_tokens and too_long",
+        )
+
+
+def of_rewards(run_inputs: RunInputs, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+    """What each function says of right answers, if the data has any, and of noise."""
+    config = run_inputs.run.learner.reward
+    try:
+        with RewardWorkers(config) as workers:
+            noisy = [_rated(run_inputs, workers, prompt, _noise(run_inputs, prompt)) for prompt in prompts]
+            gold = [
+                _rated(run_inputs, workers, prompt, [str(prompt.columns[GOLD_COLUMN])])
+                for prompt in prompts
+                if prompt.columns.get(GOLD_COLUMN) is not None
+            ]
+    except RewardError as error:
+        yield problem_of("rewards", error, "correct learner.reward.functions")
+        return
+    for message in dict.fromkeys(one.message for group in [*gold, *noisy] for one in group.functions if one.message):
+        yield problem_of("rewards", RewardError(message), "correct the function")
+    for place, name in enumerate(config.names):
+        of_noise = _mean([value for group in noisy for value in group.functions[place].rewards])
+        of_gold = _mean([value for group in gold for value in group.functions[place].rewards])
+        yield ok("rewards", f"{name}: {of_gold} for the column {GOLD_COLUMN!r}, {of_noise} for noise")
+    if not gold:
+        yield unknown(
+            "rewards",
+            f"none of the first {len(prompts)} prompts has an {GOLD_COLUMN!r}, so no right answer could be rated",
+        )
+        return
+    right, wrong = ([one for group in groups for one in group.rewards if one is not None] for groups in (gold, noisy))
+    if right and wrong and fmean(right) <= fmean(wrong):
+        yield unknown(
+            "rewards",
+            f"right answers are worth no more than noise, {fmean(right):.3g} and {fmean(wrong):.3g} in all: is the reward meant so?",
+        )
+
+
+def course(run: LearnerRun, num_prompts: int) -> Finding:
+    """What the run will do."""
+    config = run.learner
+    num_groups, num_completions = config.steps * config.groups_per_step, config.sampling.num_completions
+    num_turns = config.environment.max_turns if config.environment.is_used else 1
+    tokens = num_groups * num_completions * num_turns * config.sampling.max_tokens
+    return ok(
+        "course",
+        f"{config.steps:,} steps of {config.groups_per_step:,} groups of {num_completions:,} completions: each prompt "
+        f"{num_groups / num_prompts:,.3g} times, {num_groups * num_completions:,} completions, at most {tokens:,} tokens to sample, none "
+        f"trained on when more than {config.staleness_bound} versions old",
+    )
+
+
+def of_evaluation(run_inputs: RunInputs) -> Iterator[Finding]:
+    """What will be asked while the run trains, and how often."""
+    try:
+        sets = sets_of(run_inputs)
+    except SlipstreamError as error:
+        yield problem_of("evaluation", error, "correct learner.evaluation")
+        return
+    for questions in sets:
+        config = questions.config
+        times = math.ceil(run_inputs.run.learner.steps / config.every_steps) + config.at_start
+        each = "greedy" if config.temperature == 0 else f"{config.num_samples:,} samples each"
+        of_set = f"{questions.set_name}: " if questions.set_name else ""
+        yield ok(
+            "evaluation",
+            f"{of_set}{len(questions.prompts):,} prompts of {questions.name}, {each}, asked {times:,} times of {questions.url}",
+        )
+
+
+def _rated(run_inputs: RunInputs, workers: RewardWorkers, prompt: Prompt, texts: list[str]) -> GroupRewards:
+    config, tokenizer = run_inputs.run.learner.reward, run_inputs.tokenizer
+    ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    return workers.submit(prompt, texts, ids).result(STARTUP_S + len(config.functions) * config.timeout_s)
+
+
+def _noise(run_inputs: RunInputs, prompt: Prompt) -> list[str]:
+    """Tokens by chance, the same at every call."""
+    generator = np.random.default_rng(prompt.prompt_id)
+    num_tokens = min(run_inputs.run.learner.sampling.max_tokens, 64)
+    ids = generator.integers(0, len(run_inputs.tokenizer), (NUM_NOISY, num_tokens))
+    return list(run_inputs.tokenizer.batch_decode(ids.tolist(), skip_special_tokens=True))
+
+
+def _mean(values: Sequence[float | None]) -> str:
+    scored = [value for value in values if value is not None]
+    return f"{fmean(scored):.3g}" if scored else "nothing"
+
+
+def trial(run: LearnerRun) -> Iterator[Finding]:
+    """What server and learner say of each other, and the time."""
+    with tempfile.TemporaryDirectory(prefix="slipstream-trial-") as directory:
+        try:
+            with redirect_stdout(sys.stderr):  # its lines are no findings
+                metrics = first_steps(of_its_own(run, Path(directory) / "run"))
+        except SlipstreamError as error:
+            yield problem_of("trial", error, "correct what it names, or end what else uses the server")
+            return
+    yield from findings_of(run, metrics)
+
+
+def first_steps(run: LearnerRun) -> Metrics:
+    """Raises SlipstreamError."""
+    with ExitStack() as cleanup:
+        accelerator = make_accelerator()
+        if accelerator.num_processes > 1:
+            raise ConfigError(f"{accelerator.num_processes} ranks came; a trial is made by one: `learner check`")
+        set_seed(run.seed)
+        run_dir = open_run_dir(run, resume=False)
+        cleanup.callback(run_dir.close)
+        run_inputs = RunInputs(run)
+        trainer = make_trainer(run_inputs, accelerator, is_new=False)  # without a warm start, which is told by itself
+        trainer.set_kl_coef(0, None)
+        controller = cleanup.enter_context(Controller.open(run_inputs, run_dir, trainer.published, None))
+        controller.connect(0)
+        controller.fleet.is_over = True  # however it ends
+        interrupt = Interrupt()  # not entered: Ctrl-C ends the trial at once
+        num_steps = min(NUM_STEPS, run.learner.steps)
+        for step in range(1, num_steps + 1):
+            timer = StepTimer()
+            with timer("wait_for_batch"):
+                groups = controller.next_batch(step - 1, interrupt)
+            assert groups is not None
+            metrics = train_on(trainer, groups, step - 1, timer)
+            with timer("push"):
+                metrics |= controller.push(step, groups)
+            metrics |= group_metrics(groups, step - 1)
+            metrics |= trainer.after_step(step, metrics)
+            controller.record(step, groups, metrics, timer)
+        controller.finish(num_steps, interrupt)
+    return read_metrics(Path(run.run_dir))
+
+
+def of_its_own(run: LearnerRun, directory: Path) -> LearnerRun:
+    """The run in another directory, with neither evaluations nor trackers. Its steps stay as they are, for schedules reckon with them."""
+    config = msgspec.structs.replace(
+        run.learner.in_effect(),
+        evaluation=EvaluationConfig(),
+        checkpoint=CheckpointConfig(),
+        report=ReportConfig(trackers=(), dashboard_port=0),
+    )
+    return msgspec.structs.replace(run, run_dir=str(directory), learner=config)
+
+
+def findings_of(run: LearnerRun, metrics: Metrics) -> Iterator[Finding]:
+    if mismatches := _present(metrics, "parity/abs_logprob") + _present(metrics, "policy/mismatch_abs_logprob"):
+        yield ok("parity", f"a mean |Δ logprob| of {max(mismatches):.1e} at most between server and learner")
+    warm = metrics[NUM_COLD:] or metrics[-1:]
+    step_s = median(_present(warm, "time/step"))
+    speed = fmean(_present(warm, "perf/completion_tokens_per_s"))
+    length = fmean(_present(metrics, "rollout/completion_length_mean"))
+    idle = {
+        "learner": _present(warm, "perf/learner_idle_frac"),
+        "server": _present(warm, "perf/server_idle_frac"),
+    }
+    waits = ", ".join(f"the {side} idle for {fmean(shares):.0%}" for side, shares in idle.items() if shares)
+    without = " and the warm start" if run.learner.warm_start.steps else ""
+    yield ok(
+        "time",
+        f"{run.learner.steps:,} steps of {step_s:.2f} s, about {duration(run.learner.steps * step_s)} without evaluations{without}; "
+        f"{speed:,.0f} completion tokens/s, {length:,.0f} tokens each, {waits}; by the median of {len(warm)} steps",
+    )
+
+
+def _present(metrics: Metrics, name: str) -> list[float]:
+    """Of the steps that have it."""
+    return [line[name] for line in metrics if name in line]

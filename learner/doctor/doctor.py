@@ -1,0 +1,289 @@
+"""`learner doctor`: whether a run could begin, seen from the learner; each problem is one line with its remedy.
+
+    names ─▶ port ─▶ keys ─▶ Probe, Vitals ─▶ versions, model, clock, transport ─▶ Trial ─▶ bandwidth       evaluation, memory, disk
+
+The server is asked as it stands, also while it serves a run, and nothing is changed. What cannot be reached is not asked further. Memory
+and disk are looked at before anything is loaded.
+"""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+
+import msgspec
+import torch
+from transformers import AutoConfig
+
+from learner.config import LearnerRun, PushConfig
+from learner.doctor.reach import ANSWER_TIMEOUT_S, NotReached, answer, ask, names, port
+from learner.evaluation.openai_client import EvaluationError, door_to
+from learner.policy.memory import Memory, learner_memory, shape_of
+from learner.servers.membership import Membership
+from learner.servers.parity import DTYPES, coarser
+from protocol.channel.keys import learner_keys
+from protocol.channel.sockets import LearnerChannel
+from protocol.doctor import (
+    Finding,
+    free_memory_bytes,
+    in_one_line,
+    of_disk,
+    of_dtype,
+    of_memory,
+    ok,
+    package_version,
+    problem,
+    problem_of,
+    unknown,
+)
+from protocol.errors import ConfigError, HandshakeRefused, PushError
+from protocol.messages import PROTOCOL_VERSION, ModelFingerprint, Transport, Trial, TrialEnded, Vitals
+from protocol.model_files import fingerprint, local_model, weight_bytes
+from protocol.transports.group import Meeting, address_towards
+from protocol.transports.nccl import ranks_may_share_a_gpu, why_not_installed
+from protocol.transports.transport import choose_transport, offered_transports, own_device_name, why_over_cpus
+from protocol.transports.trial import MAX_TRIAL_S, send_trial
+
+MAX_CLOCK_OFFSET_S = 5.0
+EVALUATION_TIMEOUT_S = 3.0
+TRIAL_BYTES = 64 << 20
+MIB = 1 << 20
+REMEDY = "lower learner.micro_batch_tokens, set learner.gradient_checkpointing or learner.lora.rank, or shard over several ranks"
+
+
+def examine(run: LearnerRun) -> Iterator[Finding]:
+    """Look at everything, slowest last."""
+    try:
+        endpoints = servers_now(run)
+    except ConfigError as error:
+        endpoints = ()
+        yield problem_of("servers", error, "give `endpoints_from` a source that names the servers")
+    with asyncio.Runner() as runner:
+        for endpoint in endpoints:
+            findings = examine_server(run, endpoint)
+            while (finding := runner.run(_next(findings))) is not None:
+                is_one = len(endpoints) == 1
+                yield finding if is_one else msgspec.structs.replace(finding, text=f"{endpoint}: {finding.text}")
+        if run.learner.evaluation.every_steps:
+            yield runner.run(evaluation(run.evaluation_url))
+    yield of_dtype(run.dtype)
+    yield from resources(run)
+
+
+def servers_now(run: LearnerRun) -> tuple[str, ...]:
+    """The endpoints of the run. Raises ConfigError."""
+    if run.endpoints_from is None:
+        return run.servers
+    return Membership(run.endpoints_from, has_keys=run.keys is not None, insecure=run.insecure).endpoints
+
+
+async def _next(findings: AsyncIterator[Finding]) -> Finding | None:
+    return await anext(findings, None)
+
+
+async def examine_server(run: LearnerRun, endpoint: str) -> AsyncIterator[Finding]:
+    """Go to one server, as far as it can be reached."""
+    found = names(endpoint)
+    yield found
+    if found.verdict == "problem":
+        return
+    found = port(endpoint)
+    yield found
+    if found.verdict == "problem":
+        return
+    try:
+        keys = learner_keys(run.keys) if run.keys is not None else None
+    except ConfigError as error:
+        yield problem_of("keys", error, "make keys with `make keys`, or copy them here with `scp -p`")
+        return
+    with closing(LearnerChannel(endpoint, keys, insecure=run.insecure)) as channel:
+        try:
+            vitals, offset_s, slack_s = await ask(channel, keys)
+        except HandshakeRefused as error:
+            yield problem_of("keys", error, "use the same keys on both sides")
+            return
+        except NotReached as reason:
+            yield reason.finding
+            return
+        yield ok("keys", f"{endpoint} knows this learner" if keys else "none on either side")
+        for finding in (
+            versions(vitals), tenancy(vitals.run), model(vitals.model, run.model), dtype(run, vitals.dtype),
+            clock(offset_s, slack_s),
+        ):  # fmt: skip
+            yield finding
+        found = transport(run, vitals)
+        yield found
+        if found.verdict != "problem":
+            yield await bandwidth(run, channel)
+
+
+async def evaluation(url: str) -> Finding:
+    """Whether somebody is there whom the evaluations of the run will ask."""
+    try:
+        async with door_to(url, EVALUATION_TIMEOUT_S) as door:
+            return ok("evaluation", f"{url} serves {(await door.model_served()).name}")
+    except EvaluationError as error:
+        return problem_of(
+            "evaluation", error, "start the server with server.http_port, or correct learner.evaluation.url"
+        )
+
+
+def tenancy(served: str | None) -> Finding:
+    """Whom a run would find there."""
+    if served is None:
+        return ok("tenancy", "the server is free")
+    return ok(
+        "tenancy", f"the server is busy with run {served}; another run waits for its end (learner.connect_timeout_s)"
+    )
+
+
+def versions(vitals: Vitals) -> Finding:
+    theirs, ours = (vitals.protocol_version, vitals.package_version), (PROTOCOL_VERSION, package_version())
+    text = f"slipstream-rl {theirs[1]} (protocol {theirs[0]}) at the server, {ours[1]} (protocol {ours[0]}) here"
+    return ok("versions", text) if theirs == ours else problem("versions", text, "install the same on both sides")
+
+
+def model(theirs: ModelFingerprint, name: str) -> Finding:
+    """Whether both sides have the same, as the handshake will ask."""
+    try:
+        path = local_model(name)
+        if path is None:
+            return unknown("model", f"{name} is not on this machine yet; the run will download it")
+        ours = fingerprint(path)
+    except ConfigError as error:
+        return problem_of("model", error, "set `model` to one that both sides have")
+    differ = [
+        f"{field} {getattr(theirs, field)} at the server, {getattr(ours, field)} here"
+        for field in theirs.__struct_fields__
+        if getattr(theirs, field) != getattr(ours, field)
+    ]
+    if differ:
+        return problem("model", f"the models differ: {'; '.join(differ)}", "start both sides with the same `model`")
+    return ok("model", f"the same {theirs.architecture} of {theirs.size} on both sides")
+
+
+def dtype(run: LearnerRun, theirs: str) -> Finding:
+    """What lies between both sides', as the run would take it."""
+    if theirs == run.dtype:
+        return ok("dtype", f"{theirs} on both sides")
+    text = f"{theirs} at the server, {run.dtype} here"
+    if theirs not in DTYPES:
+        return problem(
+            "dtype", text, f"start the server with server.dtype as one of {', '.join(DTYPES)}, or without it"
+        )
+    bound = run.learner.parity.bound(coarser(theirs, run.dtype))
+    return ok("dtype", f"{text}: a mean |Δ logprob| of up to {bound:.2g} counts as agreement")
+
+
+def clock(offset_s: float, slack_s: float) -> Finding:
+    """`offset_s`: how far the server's is ahead, known to within `slack_s`."""
+    text = f"the server's clock is {abs(offset_s):.1f} s {'ahead of' if offset_s > 0 else 'behind'} this machine's"
+    if abs(offset_s) - slack_s > MAX_CLOCK_OFFSET_S:
+        remedy = "let NTP set both (`timedatectl set-ntp true`): logs and reports of the two cannot be put in order"
+        return problem("clock", text, remedy)
+    return ok("clock", f"{text}, to within {slack_s:.1g} s")
+
+
+def transport(run: LearnerRun, vitals: Vitals) -> Finding:
+    """What a push would travel by, as the push itself would choose."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    offered = offered_transports()
+    try:
+        chosen = choose_transport(
+            run.learner.push.transport,
+            own_device_name(device),
+            vitals.devices,
+            learner_transports=offered,
+            server_transports=vitals.transports,
+            ranks_may_share_a_gpu="nccl" in offered and ranks_may_share_a_gpu(),
+        )
+    except (ConfigError, PushError) as error:
+        return problem_of("transport", error, 'set learner.push.transport = "auto"')
+    detour = why_over_cpus(
+        own_device_name(device), vitals.devices, learner_transports=offered, server_transports=vitals.transports
+    )
+    if chosen == "gloo" and run.learner.push.transport == "auto" and detour is not None:
+        remedy = why_not_installed() or "run `inference-server doctor` on the machine of the server"
+        text = f"weights will travel by gloo, over the CPUs: {detour}"
+        return problem("transport", text, f'{remedy}, or accept it: learner.push.transport = "gloo"')
+    return ok("transport", f"weights will travel by {chosen} to {len(vitals.devices)} worker(s)")
+
+
+async def bandwidth(run: LearnerRun, channel: LearnerChannel) -> Finding:
+    """Send bytes as a push between CPUs would: over gloo, which takes ports that both sides open as they need them, or tcp."""
+    push, own_host = run.learner.push, address_towards(channel.endpoint)
+    timeout_s = min(push.timeout_s, MAX_TRIAL_S)
+    by: Transport = "tcp" if push.transport == "tcp" else "gloo"
+    called = push.advertise or own_host
+    remedy = f"let the firewalls pass TCP between {own_host} and the server on all ports, in both directions"
+    if by == "tcp":
+        remedy = (
+            f"let the server's machine call {called} on port {push.ports or 'any'} (learner.push.ports, learner.push.advertise), "
+            "and let the firewalls pass it"
+        )
+    try:
+        meeting = Meeting(own_host, timeout_s, ports=push.port_range(), advertise=push.advertise)
+    except PushError as error:
+        return problem_of("bandwidth", error, "end the run that has the ports, or name more in learner.push.ports")
+    with closing(meeting):
+        trial = Trial(trial_id=uuid.uuid4().hex, rendezvous=meeting.rendezvous(1, by), num_bytes=TRIAL_BYTES)
+        await channel.send(trial, ANSWER_TIMEOUT_S)
+        sending = asyncio.create_task(asyncio.to_thread(send_trial, meeting, trial))
+        try:
+            ended = await answer(channel, TrialEnded, 3 * timeout_s)
+        except NotReached as reason:
+            return problem("bandwidth", f"the trial of the way for weights did not end: {reason.finding.text}", remedy)
+        finally:
+            meeting.call_off(trial.trial_id, "the doctor has seen enough")
+            with suppress(PushError):  # what went wrong the other side has told
+                (await sending).close()
+    if ended.error is not None:
+        return problem("bandwidth", f"weights would not arrive: {in_one_line(ended.error)}", remedy)
+    found = fast_enough(TRIAL_BYTES / max(ended.receive_s, 1e-6), pushed_bytes(run), push)
+    return msgspec.structs.replace(found, text=f"{found.text}, workers call {called} back")
+
+
+def fast_enough(rate: float, num_bytes: int | None, push: PushConfig) -> Finding:
+    """Whether so many bytes a second bring a bucket in time, of weights that may be smaller than one."""
+    bucket = push.bucket_mib * MIB if num_bytes is None else min(push.bucket_mib * MIB, num_bytes)
+    text = f"{rate / MIB:,.0f} MiB/s to the server over TCP"
+    if bucket / rate > push.timeout_s:
+        remedy = (
+            f"lower learner.push.bucket_mib ({push.bucket_mib}) or raise learner.push.timeout_s ({push.timeout_s:g})"
+        )
+        return problem("bandwidth", f"{text}, so that one bucket takes longer than a push may wait", remedy)
+    return ok("bandwidth", text)
+
+
+def pushed_bytes(run: LearnerRun) -> int | None:
+    """None if the model's files are not on this machine yet."""
+    path = local_model(run.model)
+    return None if path is None else weight_bytes(path, run.dtype)
+
+
+def resources(run: LearnerRun) -> Iterator[Finding]:
+    """Of one rank that is not sharded; learner/policy/README.md has the formulas."""
+    try:
+        path = local_model(run.model)
+        if path is None:
+            yield unknown("memory", f"what {run.model} needs is known once it is on this machine")
+            return
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        memory = learner_memory(shape_of(AutoConfig.from_pretrained(path)), run, device_type=device_type)
+    except Exception as error:  # of a config of transformers, which may raise anything
+        yield unknown("memory", f"what {run.model} needs is not known ({error})")
+        return
+    yield from _memory(memory)
+    checkpoints = run.learner.checkpoint
+    num_kept = max(checkpoints.keep_last, 1) + 1  # one more while it is written
+    yield of_disk(Path(run.run_dir), f"run_dir with {num_kept} checkpoints", num_kept * memory.host["checkpoint"])
+
+
+def _memory(memory: Memory) -> Iterator[Finding]:
+    device, host = sum(memory.device.values()), sum(memory.host.values())
+    if torch.cuda.is_available():
+        yield of_memory("the learner's GPU", device, torch.cuda.mem_get_info()[0], REMEDY)
+        yield of_memory("the learner's host", host, free_memory_bytes(), REMEDY)
+    else:
+        yield of_memory("the learner", device + host, free_memory_bytes(), REMEDY)

@@ -1,0 +1,129 @@
+"""How far a doctor gets towards one server: its name, its port, the handshake, an answer. Says where it ends, and why."""
+
+import asyncio
+import ipaddress
+import socket
+import time
+import uuid
+from contextlib import suppress
+from typing import TypeVar
+
+from protocol.channel.keys import LearnerKeys
+from protocol.channel.sockets import LearnerChannel
+from protocol.doctor import Finding, in_one_line, ok, package_version, problem
+from protocol.endpoint import join_address, split_endpoint
+from protocol.errors import DeadlineExceeded, ProtocolError
+from protocol.messages import Message, Probe, Pulse, Refused, TrialEnded, Vitals
+
+CONNECT_TIMEOUT_S = 5.0
+HANDSHAKE_TIMEOUT_S = 6.0
+"""Twice what a server gives one, so that it is tried again."""
+ANSWER_TIMEOUT_S = 10.0
+LOOK_INTERVAL_S = 0.25
+M = TypeVar("M", Vitals, TrialEnded)
+
+
+class NotReached(Exception):
+    """There is nobody to ask any further."""
+
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(str(finding))
+        self.finding = finding
+
+
+def names(endpoint: str) -> Finding:
+    """Whether the server's name stands for an address that can be connected to."""
+    host, port_text = split_endpoint(endpoint)
+    if host == "*" or _is_unspecified(host) or port_text == "*":
+        return problem(
+            "names", f"{endpoint} is where a server listens, not an address of one",
+            "give the learner the server's name and port: --endpoint tcp://HOST:PORT",
+        )  # fmt: skip
+    try:
+        addresses = {str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError as error:
+        return problem(
+            "names", f"{host} does not resolve ({error.strerror or error})",
+            "check the spelling of `endpoint`, enter the name in DNS or /etc/hosts, or write the address itself",
+        )  # fmt: skip
+    return ok("names", f"{host} is {', '.join(sorted(addresses))}")
+
+
+def port(endpoint: str) -> Finding:
+    """Whether something takes connections there."""
+    host, port_text = split_endpoint(endpoint)
+    where = join_address(host, int(port_text))
+    try:
+        socket.create_connection((host, int(port_text)), CONNECT_TIMEOUT_S).close()
+    except ConnectionRefusedError:
+        return problem(
+            "port", f"nothing listens at {where}",
+            "start `inference-server run.toml` there, or correct the port of `endpoint`; on another node its `endpoint` must not be loopback",
+        )  # fmt: skip
+    except TimeoutError:
+        return problem(
+            "port", f"{where} gave no answer within {CONNECT_TIMEOUT_S:g} s",
+            f"correct the address in `endpoint`, or let the firewalls between the nodes pass TCP port {port_text}",
+        )  # fmt: skip
+    except OSError as error:
+        return problem(
+            "port", f"{where} cannot be reached ({error.strerror or error})",
+            "correct the address in `endpoint`, or mend the route to that network",
+        )  # fmt: skip
+    return ok("port", f"{where} takes connections")
+
+
+async def ask(channel: LearnerChannel, keys: LearnerKeys | None) -> tuple[Vitals, float, float]:
+    """Return the server's vitals, how far its clock is ahead of ours, and how exactly that is known.
+
+    Raises HandshakeRefused for keys that do not fit, NotReached for any other reason.
+    """
+    await _send_first(channel, Probe(probe_id=uuid.uuid4().hex), keys)
+    sent_s = time.time()
+    vitals = await answer(channel, Vitals, ANSWER_TIMEOUT_S)
+    slack_s = (time.time() - sent_s) / 2
+    return vitals, vitals.clock_s - (sent_s + slack_s), slack_s
+
+
+async def _send_first(channel: LearnerChannel, message: Message, keys: LearnerKeys | None) -> None:
+    """Hand the message to a connection, for which the handshake must have succeeded."""
+    deadline, has_failed = time.monotonic() + HANDSHAKE_TIMEOUT_S, False
+    while time.monotonic() < deadline:
+        has_failed |= channel.check_handshake()
+        with suppress(DeadlineExceeded):
+            return await channel.send(message, LOOK_INTERVAL_S)
+    if keys is not None and has_failed:
+        text = f"what listens at {channel.endpoint} ended every handshake: `server.pub` is another server's"
+        raise NotReached(problem("keys", text, "copy server.pub anew from the directory of the server's keys"))
+    text = f"what listens at {channel.endpoint} does not speak as an inference server does"
+    raise NotReached(problem("port", text, "correct `endpoint`: its port is the server's, not that of HTTP"))
+
+
+async def answer(channel: LearnerChannel, kind: type[M], timeout_s: float) -> M:
+    """Wait for the answer to what was asked. Raises NotReached."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            while isinstance(message := await channel.receive(), Pulse):
+                pass
+    except TimeoutError as error:
+        text = f"the server gave no answer within {timeout_s:g} s: it loads its model, or stands still"
+        raise NotReached(problem("server", text, "wait until it says ready, or start it again")) from error
+    except ProtocolError as error:
+        raise NotReached(_other_version(f"what it answers cannot be read, {error}")) from error
+    if isinstance(message, kind):
+        return message
+    said = message.reason if isinstance(message, Refused) else type(message).__name__
+    raise NotReached(_other_version(f"it does not know what was asked, {said}"))
+
+
+def _other_version(how: str) -> Finding:
+    text = f"the server has another slipstream-rl than this learner's {package_version()}: {in_one_line(how)}"
+    return problem("versions", text, "install the same on both sides")
+
+
+def _is_unspecified(host: str) -> bool:
+    """Of 0.0.0.0 and ::, at which one listens."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False

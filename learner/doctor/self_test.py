@@ -1,0 +1,178 @@
+"""The self-test: what a run would see if nothing were learned, so that all that is left is noise.
+
+    push ─▶ sample a batch ─▶ push the same weights while groups are in flight ─▶ … ─▶ score the tokens here ─▶ compare
+
+Made of the run's own parts, with its sampling, data, rewards, objective and bounds. No optimizer step is taken, so every
+difference between the two sides' logprobs is noise or a fault. The run's directory is not touched.
+"""
+
+import logging
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from accelerate.utils import set_seed
+
+from learner.algorithm.kl import clamped, masked
+from learner.algorithm.objectives import OBJECTIVES, Tokens
+from learner.config import (
+    CheckpointConfig,
+    EvaluationConfig,
+    KlConfig,
+    LearnerConfig,
+    LearnerRun,
+    ReferenceConfig,
+    ReportConfig,
+)
+from learner.controller import Controller
+from learner.doctor.noise import ComparedTokens, Measured, bounds, floor
+from learner.forward.logprobs import token_logprobs
+from learner.interrupt import Interrupt
+from learner.rollouts.scored_group import ScoredGroup
+from learner.run_inputs import RunInputs
+from learner.servers.parity import coarser
+from learner.storage.run_dir import open_run_dir
+from learner.training.batch import Row, step_rows
+from learner.training.distributed import make_accelerator, my_batches
+from learner.training.metrics import num_nonfinite
+from learner.training.policy_trainer import PolicyTrainer, make_trainer
+from learner.training.step import advantages
+from protocol.errors import ConfigError
+
+log = logging.getLogger(__name__)
+NUM_BATCHES = 4
+SETTLE_S = 0.1
+"""Lets the groups that were just admitted begin before the next push, so that they live through it."""
+
+
+def self_test(run: LearnerRun) -> Measured:
+    """Measure the noise against a running server. Raises ParityError if the two sides disagree before the first batch."""
+    with tempfile.TemporaryDirectory(prefix="slipstream-self-test-") as directory, ExitStack() as cleanup:
+        run = without_learning(run, Path(directory) / "run")
+        config = run.learner
+        accelerator = make_accelerator()
+        if accelerator.num_processes > 1:
+            raise ConfigError(f"{accelerator.num_processes} ranks came; the self-test runs on one: `learner self-test`")
+        set_seed(run.seed)
+        run_dir = open_run_dir(run, resume=False)
+        cleanup.callback(run_dir.close)
+        run_inputs = RunInputs(run)
+        trainer = make_trainer(
+            run_inputs, accelerator, is_new=False
+        )  # a warm start would change nothing about the noise
+        controller = cleanup.enter_context(Controller.open(run_inputs, run_dir, trainer.published, None))
+        controller.connect(0)
+        controller.fleet.is_over = True  # however it ends
+        batches = sample_across_pushes(controller)
+        tokens = compare(trainer, batches, config.sampling.temperature)
+        dtype = coarser(
+            run.dtype, *(one.link.welcome.dtype for one in controller.fleet.connected() if one.link.welcome)
+        )
+        measured = Measured(
+            dtype=dtype,
+            objective=config.loss.objective,
+            temperature=config.sampling.temperature,
+            parity_bound=config.parity.bound(dtype),
+            num_not_finite=tokens.num_not_finite,
+            fresh=floor(tokens, tokens.is_fresh_N),
+            through_push=floor(tokens, ~tokens.is_fresh_N),
+            bounds=bounds(tokens, config),
+        )
+        if config.sampling.temperature != 1 and measured.disagreeing:
+            untempered = compare(trainer, batches, 1.0)
+            everything = floor(untempered, np.ones_like(untempered.is_fresh_N))
+            measured = msgspec.structs.replace(measured, at_temperature_1=everything)
+        return measured
+
+
+def without_learning(run: LearnerRun, directory: Path) -> LearnerRun:
+    """The run with a directory of its own, as many steps as batches, and nothing that only matters when weights move."""
+    config = run.learner.in_effect()
+    # 1: a batch is in flight while another is taken; no check between keys is broken by more.
+    max_staleness = max(1, (config.correction.max_token_staleness or 0) + 1)
+    config = msgspec.structs.replace(
+        config,
+        steps=NUM_BATCHES,
+        max_staleness=max_staleness,
+        kl=KlConfig(),
+        reference=ReferenceConfig(),
+        active_sampling=False,
+        evaluation=EvaluationConfig(),
+        checkpoint=CheckpointConfig(),
+        report=ReportConfig(trackers=(), dashboard_port=0),
+    )
+    return msgspec.structs.replace(run, run_dir=str(directory), learner=config)
+
+
+def sample_across_pushes(controller: Controller) -> list[list[ScoredGroup]]:
+    """Take NUM_BATCHES batches and push the same weights between them, as a new version each time."""
+    batches: list[list[ScoredGroup]] = []
+    interrupt = Interrupt()  # not entered: there is no step to finish, Ctrl-C ends the test at once
+    for version in range(NUM_BATCHES):
+        if version:
+            time.sleep(SETTLE_S)
+            controller.pusher.push(version)
+            controller.publish(version)
+        groups = controller.next_batch(version, interrupt)
+        assert groups is not None
+        batches.append(groups)
+        log.info("batch %d of %d", version + 1, NUM_BATCHES)
+    return batches
+
+
+def rows_of(groups: list[ScoredGroup], config: LearnerConfig) -> list[Row]:
+    """Every completion of the step, also of groups without signal: noise is noise."""
+    return [row for rows_G in step_rows(groups, advantages(groups, config), config) for row in rows_G]
+
+
+@torch.no_grad()
+def compare(trainer: PolicyTrainer, batches: list[list[ScoredGroup]], temperature: float) -> ComparedTokens:
+    """Score every sampled token as the training step would."""
+    accelerator, config = trainer.accelerator, trainer.config
+    columns: dict[str, list[np.ndarray]] = {
+        name: [] for name in ComparedTokens.__struct_fields__ if name.endswith("_N")
+    }
+    num_completions = num_not_finite = 0
+    for groups in batches:
+        num_not_finite += sum(num_nonfinite(branch) for group in groups for branch in group.completions)
+        rows = rows_of(groups, config)
+        for batch in my_batches(accelerator, trainer.policy, rows, config, "the self-test"):
+            logprobs_BT = token_logprobs(trainer.policy, batch.pack, temperature)[0].float()
+            finite_BT = torch.isfinite(logprobs_BT) & torch.isfinite(batch.behaviour_logprobs_BT)
+            mask_BT = batch.mask_BT & finite_BT
+            num_not_finite += int((batch.mask_BT & ~finite_BT).sum())
+            held_BT = held(logprobs_BT, batch.behaviour_logprobs_BT, mask_BT, batch.advantages_B, config)
+            is_old_BT = batch.mask_BT & (batch.versions_BT != batch.entered_versions_B.unsqueeze(1))
+            is_fresh_B1 = ~is_old_BT.any(dim=1, keepdim=True)
+            completion_B1 = num_completions + torch.arange(len(mask_BT), device=accelerator.device).unsqueeze(1)
+            num_completions += len(mask_BT)
+            for name, values_BT in (
+                ("logprobs_N", logprobs_BT.double()),
+                ("behaviour_logprobs_N", batch.behaviour_logprobs_BT.double()),
+                ("is_held_N", held_BT),
+                ("is_fresh_N", is_fresh_B1.expand_as(mask_BT)),
+                ("completion_N", completion_B1.expand_as(mask_BT)),
+            ):
+                columns[name].append(values_BT[mask_BT].cpu().numpy())
+    return ComparedTokens(
+        num_not_finite=num_not_finite, **{name: np.concatenate(parts_) for name, parts_ in columns.items()}
+    )
+
+
+def held(
+    logprobs_BT: torch.Tensor,
+    behaviour_logprobs_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    advantages_B: torch.Tensor,
+    config: LearnerConfig,
+) -> torch.Tensor:
+    """Which tokens the run's objective would hold back in its first update on them."""
+    is_own = config.correction.anchor == "proximal" and config.correction.proximal == "exact"
+    anchor_BT = logprobs_BT if is_own else behaviour_logprobs_BT
+    log_ratio_BT = clamped(masked(logprobs_BT - anchor_BT, mask_BT))
+    tokens = Tokens(log_ratio_BT, masked(logprobs_BT, mask_BT), advantages_B.unsqueeze(1), mask_BT)
+    return OBJECTIVES[config.loss.objective](tokens, config.loss)[1] & mask_BT

@@ -1,0 +1,171 @@
+"""The episodes of an evaluation: played by whoever plays them in training, with a policy that is asked over the OpenAI side of a server.
+
+    prompt ─▶ environments, or agents ─▶ turn ─▶ POST URL/completions ─▶ … ─▶ PlayedGroup ─▶ Answered ─▶ rated
+
+Between openai_client.py and players.py. Invariant: every episode counts with the state that it ended in; one that says nothing about the policy
+has no reward, as in training.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from learner.config import LearnerRun
+from learner.environments.episode import REWARDED, PlayedGroup, num_sampled
+from learner.environments.player import Asked, Sampled
+from learner.evaluation.eval_sets import Questions
+from learner.evaluation.openai_client import Answered, Door, EvaluationError, Served, answer_of, request_of
+from learner.players import open_agents, open_player
+from learner.prompts.prompts import Prompt
+from learner.rewards.call import TrainerState
+from learner.rewards.scoring import Scorer
+from learner.rewards.workers import FunctionRewards, GroupRewards, RewardWorkers
+from learner.servers.loop_thread import LoopThread
+from protocol.codec import pack, unpack
+from protocol.messages import Completion, Group
+
+T = TypeVar("T")
+AT_A_LIMIT = ("length", "max_turns")
+SILENT = "silent"
+"""The policy was never asked, or never answered: an episode without tokens."""
+
+
+def open_players(sets: Sequence[Questions], workers: RewardWorkers, loop: LoopThread, cleanup: ExitStack) -> None:
+    """Let each set have who plays its episodes, if the run has any. Raises ConfigError."""
+    for questions in sets:
+        run = as_evaluated(questions)
+        questions.player = open_player(run, questions.source, workers, cleanup) or open_agents(
+            run, questions.source, loop, cleanup
+        )
+
+
+def as_evaluated(questions: Questions) -> LearnerRun:
+    """The run, if it were sampled so; its gateway stands at its port."""
+    learner = questions.run.learner
+    changed = msgspec.structs.replace(
+        learner,
+        sampling=msgspec.structs.replace(learner.sampling, max_tokens=max_tokens_of(questions)),
+        environment=msgspec.structs.replace(learner.environment, gateway_port=0),
+    )
+    return msgspec.structs.replace(questions.run, learner=changed)
+
+
+def max_tokens_of(questions: Questions) -> int:
+    """Of a turn."""
+    return questions.config.max_tokens or questions.run.learner.sampling.max_tokens
+
+
+async def episodes_of(questions: Questions, door: Door, served: Served, prompt: Prompt) -> Answered:
+    """All that one prompt begins. Raises EvaluationError."""
+    assert questions.player is not None
+    most = questions.run.learner.environment.max_episode_tokens or served.max_model_len
+    if most is None:
+        raise EvaluationError(
+            f"{questions.url}/models does not say how long a sequence may be (max_model_len, which vLLM tells); set "
+            "learner.environment.max_episode_tokens"
+        )
+    turns = Turns(questions, door, served, prompt)
+    num_samples = questions.config.num_samples
+    group = await questions.player.play(
+        f"of prompt {prompt.prompt_id}", prompt, turns.ask, num_episodes=num_samples, max_tokens=most
+    )
+    if turns.failure is not None:
+        raise turns.failure
+    return Answered(
+        texts_K=[],
+        token_ids_K=None,
+        num_tokens=num_sampled(group),
+        is_finished_K=filled([one.course.state not in AT_A_LIMIT for one in group.episodes], num_samples, True),
+        versions=turns.versions,
+        played=pack(group),
+    )
+
+
+class Turns:
+    """The policy in the episodes of one prompt."""
+
+    def __init__(self, questions: Questions, door: Door, served: Served, prompt: Prompt) -> None:
+        self._questions, self._door, self._served, self._prompt = questions, door, served, prompt
+        self.versions: tuple[int, int] | None = None
+        self.failure: EvaluationError | None = None
+        """Why the evaluation cannot go on; the episodes end before it is raised."""
+
+    async def ask(self, asked: Asked) -> Sampled | None:
+        if self.failure is not None:
+            return None
+        try:
+            said = await answer_of(self._questions, self._door, self._request(asked))
+            if said.token_ids_K is None:
+                raise EvaluationError(
+                    f"the server at {self._questions.url} does not tell the tokens of its answers (return_token_ids), which episodes "
+                    "are made of; evaluate at Slipstream's server, or at vLLM's"
+                )
+        except EvaluationError as error:
+            self.failure = error
+            return None
+        if said.versions is not None:
+            low, high = self.versions or said.versions
+            self.versions = (min(low, said.versions[0]), max(high, said.versions[1]))
+        (token_ids,), (is_finished,) = said.token_ids_K, said.is_finished_K
+        return self._sampled(token_ids, is_finished=is_finished) if token_ids else None
+
+    def _request(self, asked: Asked) -> dict[str, Any]:
+        config, environment = self._questions.config, self._questions.run.learner.environment
+        prompt = msgspec.structs.replace(self._prompt, token_ids=asked.token_ids.tolist())
+        request = request_of(self._questions, self._served.name, prompt)
+        episode = self._prompt.prompt_id * config.num_samples + asked.episode
+        return request | {
+            "n": 1,
+            "max_tokens": asked.max_tokens,
+            "seed": (episode * environment.max_turns + asked.number) % 2**31,
+            "stop": [*request["stop"], *asked.stop],
+        }
+
+    def _sampled(self, token_ids: list[int], *, is_finished: bool) -> Sampled:
+        """Nobody trains on it, so it has neither logprobs nor a version that means anything."""
+        completion = Completion(
+            token_ids=np.array(token_ids, np.int32),
+            behaviour_logprobs=np.zeros(len(token_ids), np.float32),
+            versions=[(0, len(token_ids))],
+            finish_reason="stop" if is_finished else "length",
+        )
+        return Sampled(Group(group_id="evaluated", entered_version=0, completions=[completion]), self._questions.url)
+
+
+async def rate_played(questions: Questions, workers: RewardWorkers, prompt: Prompt, played: bytes) -> GroupRewards:
+    """Of all samples, as in training."""
+    episodes = unpack(played, PlayedGroup).episodes
+    num_samples, names = questions.config.num_samples, questions.run.learner.reward.names
+    if not any(episode.course.state in REWARDED for episode in episodes):
+        nothing: list[float | None] = [None] * num_samples
+        return GroupRewards(rewards=nothing, functions=[FunctionRewards(name=name, rewards=nothing) for name in names])
+    scorer = Scorer(questions.run.learner, questions.tokenizer, workers)
+    rewards = await scorer.rate(prompt, episodes, TrainerState())
+    return GroupRewards(
+        rewards=filled(rewards.rewards, num_samples, None),
+        functions=[
+            msgspec.structs.replace(one, rewards=filled(one.rewards, num_samples, None)) for one in rewards.functions
+        ],
+    )
+
+
+def ends_of(answers: Sequence[Answered]) -> tuple[dict[str, int], float]:
+    """How many episodes ended how, and how many turns they took on average; of answers that were all played."""
+    ends: Counter[str] = Counter()
+    num_turns = 0
+    for answer in answers:
+        assert answer.played is not None
+        courses = [episode.course for episode in unpack(answer.played, PlayedGroup).episodes]
+        ends.update(course.state for course in courses)
+        ends[SILENT] += len(answer.is_finished_K) - len(courses)
+        num_turns += sum(course.num_turns for course in courses)
+    return {state: count for state, count in ends.items() if count}, num_turns / ends.total()
+
+
+def filled(values: Sequence[T], count: int, rest: T) -> list[T]:
+    """With those of the episodes that have no tokens, which are not in the group."""
+    return [*values, *[rest] * (count - len(values))]

@@ -1,0 +1,67 @@
+"""What an evaluation asks: the prompts of [learner.evaluation], of each of its sets, read once, however often they are asked.
+
+    [learner.evaluation] ─▶ prompts ─▶ Questions ─▶ evaluate.py
+
+Invariant: two evaluations whose questions have the same digest asked the same prompts in the same way.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+import xxhash
+
+from learner.config import DataConfig, EvaluationConfig, LearnerRun
+from learner.prompts.prompts import Prompts
+from learner.rollouts.turns import Plays
+from learner.run_inputs import RunInputs
+
+
+class Questions:
+    """Of one set. Raises DataError."""
+
+    def __init__(self, run_inputs: RunInputs, set_name: str | None = None) -> None:
+        run = run_inputs.run
+        self.run, self.tokenizer, self.set_name = run, run_inputs.tokenizer, set_name
+        self.config, self.url = run.learner.evaluation.of_set(set_name), run.evaluation_url
+        self.source = run_inputs.prompts_of(evaluated_data(self.config, run.learner.data))
+        self.name = self.source.name
+        self.prompts = [self.source.prompt_at(place) for place in range(len(self.source))]
+        self.digest = _digest(run, self.config, self.source)
+        self.player: Plays | None = None
+        """None: completions are all there is (episodes.py)."""
+
+
+def sets_of(run_inputs: RunInputs) -> list[Questions]:
+    """Those of a run, in the order in which they are asked; one without a name where it has no others."""
+    return [Questions(run_inputs, name) for name in run_inputs.run.learner.evaluation.set_names()]
+
+
+def digest_of(sets: Sequence[Questions]) -> str:
+    return "+".join(questions.digest for questions in sets)
+
+
+def evaluated_data(config: EvaluationConfig, data: DataConfig) -> DataConfig:
+    """Of the set, or the run's own. Not shuffled: each prompt is asked once. Of the run's own dataset or task another part
+    may be asked, which is read in the same way.
+    """
+    if config.task is None and config.path is None and config.dataset is None:
+        return msgspec.structs.replace(data, shuffle=False, num_prompts=config.num_prompts or data.num_prompts)
+    is_same_dataset = config.dataset is not None and config.dataset == data.dataset
+    chosen = msgspec.structs.replace(
+        data, shuffle=False, num_prompts=config.num_prompts, task=config.task, path=config.path, dataset=config.dataset,
+        split=config.split, revision=data.revision if is_same_dataset else None,
+        dataset_config=data.dataset_config if is_same_dataset else None,
+        num_digits=data.num_digits if config.task == data.task else None,
+    )  # fmt: skip
+    return chosen.in_effect()
+
+
+def _digest(run: LearnerRun, config: EvaluationConfig, prompts: Prompts) -> str:
+    sampling, reward = run.learner.sampling, run.learner.reward
+    max_tokens = config.max_tokens or sampling.max_tokens
+    how: tuple[object, ...] = (
+        config.num_samples, config.temperature, max_tokens, sampling.stop, reward.names, reward.function_weights,
+    )  # fmt: skip
+    if (environment := run.learner.environment).is_used:
+        how += (environment.named, environment.max_turns, environment.max_episode_tokens)
+    return xxhash.xxh64(prompts.digests.tobytes() + repr(how).encode()).hexdigest()

@@ -1,0 +1,296 @@
+"""What an evaluation found: means with intervals, beside those of the evaluations before it. A line of RUN_DIR/evaluations.jsonl.
+
+    answers, rewards (evaluate.py) ─▶ Estimate ─▶ Evaluation ─▶ evaluations.jsonl ─▶ the console, the report
+
+Invariant: two evaluations are compared only if they asked the same prompts in the same way, and none with one whose weights a resume
+has thrown away. Samples of one problem are alike, so problems are counted: with several samples each, the interval is of the problems' means.
+
+Suffixes: P problems, K samples of each; nan where there is no value.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import NormalDist
+
+import msgspec
+import numpy as np
+
+from learner.rewards.builtin.answers import short_answer
+from learner.storage.files import Lines, replace_file, whole_lines
+from protocol.errors import ConfigError
+
+LEVEL = 0.95
+FILE = "evaluations.jsonl"
+
+
+class Estimate(msgspec.Struct, frozen=True):
+    """Example: mean=0.51, low=0.47, high=0.55. Without an interval where one problem is all there is, or all have the same value."""
+
+    mean: float
+    low: float | None = None
+    high: float | None = None
+
+    def __str__(self) -> str:
+        interval = "" if self.low is None or self.high is None else f"  [{self.low:.4g}, {self.high:.4g}]"
+        return f"{self.mean:.4g}{interval}"
+
+
+def estimate(values_PK: np.ndarray) -> Estimate | None:
+    """Of the mean over problems that have a value; None if none has."""
+    means_P = problem_means(values_PK)
+    means_P = means_P[~np.isnan(means_P)]
+    if not len(means_P):
+        return None
+    # Also where several samples never differed: their deviation of 0 would claim certainty.
+    if is_binary(values_PK) and is_binary(means_P):
+        return wilson(float(means_P.sum()), len(means_P))
+    return of_means(means_P)
+
+
+def is_binary(values: np.ndarray) -> bool:
+    """Whether those that there are say right or wrong, and nothing else."""
+    return set(np.unique(values[~np.isnan(values)])) <= {0.0, 1.0}
+
+
+def problem_means(values_PK: np.ndarray) -> np.ndarray:
+    """Over the samples that have a value; nan without any."""
+    counts_P = (~np.isnan(values_PK)).sum(axis=1)
+    sums_P = np.nansum(values_PK, axis=1)
+    return np.divide(sums_P, counts_P, out=np.full(len(values_PK), np.nan), where=counts_P > 0)
+
+
+def wilson(num_right: float, count: int) -> Estimate:
+    """Of a share (Wilson, 1927, JASA 22: 209-212): the shares p with |num_right/count - p| ≤ z √(p(1-p)/count)."""
+    z, share = NormalDist().inv_cdf((1 + LEVEL) / 2), num_right / count
+    centre = (share + z**2 / (2 * count)) / (1 + z**2 / count)
+    half = z / (1 + z**2 / count) * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
+    return Estimate(share, max(0.0, centre - half), min(1.0, centre + half))
+
+
+def of_means(values_P: np.ndarray) -> Estimate:
+    """Student's interval of the mean of independent values, such as the problems' means or their differences.
+
+    Of values that are all the same there is none: they do not tell how far others may lie.
+    """
+    mean, count = float(values_P.mean()), len(values_P)
+    deviation = float(values_P.std(ddof=1)) if count > 1 else 0.0
+    if deviation == 0:
+        return Estimate(mean)
+    half = t_quantile(count - 1) * deviation / math.sqrt(count)
+    return Estimate(mean, mean - half, mean + half)
+
+
+def t_quantile(num_free: int) -> float:
+    """Of Student's distribution at (1 + LEVEL) / 2: exact for 1 and 2 degrees of freedom, else Abramowitz and Stegun 26.7.5."""
+    p = (1 + LEVEL) / 2
+    if num_free == 1:
+        return math.tan(math.pi * (p - 0.5))
+    if num_free == 2:
+        return (2 * p - 1) * math.sqrt(2 / (4 * p * (1 - p)))
+    z, n = NormalDist().inv_cdf(p), num_free
+    terms = (
+        (z**3 + z) / (4 * n),
+        (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2),
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3),
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / (92160 * n**4),
+    )
+    return z + sum(terms)
+
+
+def pass_at(k: int, values_PK: np.ndarray) -> np.ndarray:
+    """For each problem the probability that one of k samples is right, without bias: 1 - C(K-c, k) / C(K, k) (arXiv 2107.03374, eq. 1).
+
+    K is the number of its samples that have a value; nan where these are fewer than k.
+    """
+    num_rated_P, num_right_P = (~np.isnan(values_PK)).sum(axis=1), (values_PK == 1).sum(axis=1)
+    return np.array(
+        [
+            1 - math.comb(rated - right, k) / math.comb(rated, k) if rated >= k else math.nan
+            for rated, right in zip(num_rated_P.tolist(), num_right_P.tolist(), strict=True)
+        ]
+    )
+
+
+def of_majority(texts_PK: list[list[str]], values_PK: np.ndarray) -> np.ndarray:
+    """For each problem the value of the answer that was given most often, however it was come to; of several the one that came first."""
+    majority_P = []
+    for texts, values in zip(texts_PK, values_PK, strict=True):
+        answers = [short_answer(text) for text in texts]
+        majority_P.append(values[answers.index(max(answers, key=answers.count))])
+    return np.array(majority_P)
+
+
+class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of evaluations.jsonl."""
+
+    time: float
+    """Seconds since 1970."""
+    step: int | None = None
+    """After which it was begun, of a run that evaluates; None: by `learner evaluate`."""
+    set_name: str | None = None
+    """Which of several sets (learner.evaluation.sets)."""
+    data: str
+    asked: str
+    """Digest of the prompts and of how they were asked: those with the same can be compared."""
+    url: str
+    model: str
+    versions: tuple[int, int] | None
+    """The oldest and the newest that sampled a token; None: the server does not tell."""
+    num_prompts: int
+    num_samples: int
+    temperature: float
+    seconds: float
+    reward: Estimate | None
+    """None: nothing could be scored."""
+    functions: dict[str, Estimate | None]
+    pass_at: dict[str, dict[str, Estimate]]
+    """By function that only says 0 or 1, then by k: the share of prompts of which one of k samples is right."""
+    majority: Estimate | None
+    """The reward of the answer that most samples of a prompt gave; with more than two samples."""
+    reward_finished: Estimate | None
+    """Of the completions that ended by themselves alone."""
+    truncated_frac: float
+    length_mean: float
+    """In tokens."""
+    rewards_P: list[float | None]
+    """Of each prompt, its mean."""
+    ends: dict[str, int] = {}
+    """Of episodes: how many ended how; silent: the policy said nothing in it."""
+    turns_mean: float | None = None
+    """Likewise."""
+    difference: Estimate | None = None
+    """To the evaluation before that asked the same, prompt by prompt."""
+    before: tuple[int, int] | None = None
+    """The versions of that one."""
+    difference_to_first: Estimate | None = None
+    """To the first that asked the same, where that is another than the one before."""
+
+
+def note(path: Path, made: Evaluation) -> Evaluation:
+    """Append it, compared with those before. Raises ConfigError for a file that holds something else, DiskError."""
+    made = compared(made, earlier(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = Lines(path)
+    try:
+        lines.append(msgspec.to_builtins(made))
+    finally:
+        lines.close()
+    return made
+
+
+def compared(made: Evaluation, before: Sequence[Evaluation]) -> Evaluation:
+    """With the differences to the newest and to the first that asked the same, over the prompts that both could score."""
+    alike = [one for one in before if one.asked == made.asked]
+    if not alike:
+        return made
+    return msgspec.structs.replace(
+        made,
+        difference=_difference(made, alike[-1]),
+        before=alike[-1].versions,
+        difference_to_first=_difference(made, alike[0]) if len(alike) > 1 else None,
+    )
+
+
+def earlier(path: Path) -> list[Evaluation]:
+    """What was noted so far. Raises ConfigError for a file that holds something else."""
+    if not path.is_file():
+        return []
+    try:
+        whole = path.read_bytes()[: whole_lines(path)]
+        return [msgspec.json.decode(line, type=Evaluation) for line in whole.splitlines()]
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path} holds a line that is no evaluation ({error}); move it away") from error
+
+
+def take_back(path: Path, step: int) -> None:
+    """Remove what was noted after later steps than the one that a run resumes at: they come again, with other weights.
+
+    Raises ConfigError for a file that holds something else, DiskError.
+    """
+    noted = earlier(path)
+    left = [one for one in noted if one.step is None or one.step <= step]
+    if len(left) < len(noted):
+        replace_file(path, b"".join(msgspec.json.encode(one) + b"\n" for one in left))
+
+
+def as_text(made: Evaluation) -> str:
+    """For a console."""
+    sampled = (
+        "greedy" if made.temperature == 0 else f"{made.num_samples} samples each at temperature {made.temperature:g}"
+    )
+    rows = [("reward", made.reward), *made.functions.items()]
+    rows += [(f"{name} pass@{k}", share) for name, by_k in made.pass_at.items() for k, share in by_k.items()]
+    rows += [("majority", made.majority)] if made.majority is not None else []
+    rows += [("finished only", made.reward_finished)]
+    width = max(len(name) for name, _ in rows)
+    set_name = f"{made.set_name}: " if made.set_name else ""
+    lines = [
+        f"{set_name}{made.num_prompts:,} prompts of {made.data}, {sampled}, by {versions_in_words(made.versions, made.model)}, {made.seconds:.1f} s"
+    ]
+    lines += [f"  {name:{width}}  {'–' if value is None else value}" for name, value in rows]
+    lines.append(f"  {made.truncated_frac:.1%} cut off, {made.length_mean:,.0f} tokens on average; intervals of 95 %")
+    if made.turns_mean is not None:
+        ends = ", ".join(f"{count:,} {state}" for state, count in made.ends.items())
+        lines.append(f"  episodes ended: {ends}; {made.turns_mean:.1f} turns on average")
+    if made.difference is not None:
+        before = versions_in_words(made.before, "the evaluation before")
+        lines.append(f"  {made.difference} more than {before}, prompt by prompt")
+    if made.difference_to_first is not None:
+        lines.append(f"  {made.difference_to_first} more than the first, prompt by prompt")
+    return "\n".join(lines)
+
+
+def in_words(made: Evaluation) -> str:
+    """For a line of the log."""
+    of_set = f" of {made.set_name}" if made.set_name else ""
+    parts = [f"evaluation{of_set} after step {made.step}: reward {'–' if made.reward is None else made.reward}"]
+    if made.difference is not None:
+        parts.append(f"{made.difference} more than the one before")
+    who = versions_in_words(made.versions, made.model)
+    return "; ".join([*parts, f"{made.num_prompts:,} prompts by {who} in {made.seconds:.1f} s"])
+
+
+def metrics_of(made: Evaluation) -> dict[str, float]:
+    """A number for each estimate, and the ends of its interval; of one of several sets under its name: evaluation/hard/reward."""
+    found = {
+        "evaluation/reward": made.reward,
+        "evaluation/reward_finished": made.reward_finished,
+        "evaluation/majority": made.majority,
+        "evaluation/difference": made.difference,
+        "evaluation/difference_to_first": made.difference_to_first,
+    }
+    found |= {f"evaluation/function/{name}": value for name, value in made.functions.items()}
+    for name, by_k in made.pass_at.items():
+        found |= {f"evaluation/pass_at_{k}/{name}": share for k, share in by_k.items()}
+    metrics = {
+        "evaluation/seconds": made.seconds,
+        "evaluation/truncated_frac": made.truncated_frac,
+        "evaluation/completion_length_mean": made.length_mean,
+    }
+    metrics |= {f"evaluation/ended_{state}": float(count) for state, count in made.ends.items()}
+    if made.turns_mean is not None:
+        metrics["evaluation/turns_mean"] = made.turns_mean
+    if made.step is not None:
+        metrics["evaluation/step"] = float(made.step)
+    for metric, value in found.items():
+        if value is not None:
+            metrics[metric] = value.mean
+            if value.low is not None and value.high is not None:
+                metrics |= {f"{metric}/low": value.low, f"{metric}/high": value.high}
+    if made.set_name is None:
+        return metrics
+    return {f"evaluation/{made.set_name}/{metric.removeprefix('evaluation/')}": metrics[metric] for metric in metrics}
+
+
+def versions_in_words(versions: tuple[int, int] | None, otherwise: str) -> str:
+    if versions is None:
+        return otherwise
+    low, high = versions
+    return f"policy version {low}" if low == high else f"policy versions {low} to {high}"
+
+
+def _difference(made: Evaluation, other: Evaluation) -> Estimate | None:
+    pairs = zip(made.rewards_P, other.rewards_P, strict=True)
+    differences = [now - then for now, then in pairs if now is not None and then is not None]
+    return of_means(np.array(differences)) if differences else None

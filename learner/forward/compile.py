@@ -1,0 +1,155 @@
+"""What a policy does between its matrix products, fused by torch.compile; on GPUs its layers whole, and the head's tiles.
+
+    loaded, packed or padded (packing_check.py) ─▶ prepared for its device ─▶ here: as it is, or fused ─▶ every later pass
+
+One operation after the other goes over its activations a dozen times in norms, gated layers and rotary embedding; fused it is once or
+twice. On a GPU a layer is so many small operations that to launch them one by one takes longer than to compute them, so there a packed
+layer is compiled whole if torch can, its attention included. On a CPU, whose products are long, that gains nothing, and the head's
+tiles must take no second one (tile.py). Invariant: a policy goes fused only if sequences stay apart and have the numbers that they had
+before, on its device; else a line says why not.
+"""
+
+import logging
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.nn.parallel import DistributedDataParallel
+
+from learner.forward.attention import compiled_layers, is_packed, layers_of
+from learner.forward.logprobs import tiles_of, token_logprobs
+from learner.forward.pack import Pack
+from learner.forward.probe import find_excess, find_leak, probe_of
+from learner.forward.probed_model import rounded
+from learner.forward.tile import fused_tiles, tiles_problem
+
+log = logging.getLogger(__name__)
+ROTARY = "apply_rotary_pos_emb"
+"""The function that attentions of transformers call, in the Python module of each family."""
+OPTIONS: dict[str, Any] = {"emulate_precision_casts": True}
+"""In bfloat16 every value is rounded where it would be without."""
+NUM_KINDS = 32
+"""Of passes through a layer, each of which torch compiles: windows, with and without a graph, one row or one group. What comes after as
+many is not compiled, and torch says so: fullgraph=True would end the run there."""
+FirstProblem = Callable[[str | None], str | None]
+"""Returns the problem of the first rank that has one, on every rank. A policy compiled on some ranks only would round in two ways."""
+
+
+class Before(NamedTuple):
+    """What a policy gave before it was fused to a pack, and what it gives if its embeddings are rounded in another way."""
+
+    pack: Pack
+    logprobs_M: torch.Tensor
+    rounded_M: torch.Tensor
+
+
+def fuse(policy: nn.Module, dtype: torch.dtype, of_ranks: FirstProblem = lambda mine: mine) -> None:
+    """Let every later pass of a policy that computes in `dtype` go fused, as far as it can on all ranks, which call it together."""
+    model: Any = policy.module if isinstance(policy, DistributedDataParallel) else policy
+    before = _before(model, dtype)
+    log.info("compiling what lies between the policy's matrix products: a minute, or seconds from torch's cache")
+    started = time.monotonic()
+    torch._dynamo.config.recompile_limit = NUM_KINDS
+    layers = _whole_layers(model)
+    problem = _tried(model, layers, before, dtype, of_ranks)
+    if problem is not None and layers:
+        log.info("its layers cannot be compiled whole (%s)", problem)
+        problem = _tried(model, [], before, dtype, of_ranks)
+    if problem is None:
+        log.info("compiled in %.0f s", time.monotonic() - started)
+        return
+    log.warning("learner.compile: %s cannot (%s). It goes on without", type(model).__name__, problem)
+
+
+def describe_fused(model: Any) -> str:
+    """Return how much of a policy goes fused."""
+    num_layers = sum(module in compiled_layers for module in model.modules())
+    num_pieces = sum(module._compiled_call_impl is not None for module in model.modules())
+    return f"{num_layers} layers, {num_pieces} pieces, {int(model in tiles_of)} heads"
+
+
+def _tried(
+    model: Any, layers: list[nn.Module], before: list[Before], dtype: torch.dtype, of_ranks: FirstProblem
+) -> str | None:
+    """Fuse these layers whole and of the others the pieces; if that has a problem, undo it and return why."""
+    inside = {module for layer in layers for module in layer.modules()}
+    pieces, plain = [piece for piece in _pieces(model) if piece not in inside], _rotary_functions(model)
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, options=OPTIONS)
+        compiled_layers.add(layer)
+    for piece in pieces:
+        piece.compile(dynamic=True, options=OPTIONS)
+    for home, rotary in plain.items():
+        setattr(sys.modules[home], ROTARY, torch.compile(rotary, dynamic=True, options=OPTIONS))
+    if model.device.type == "cuda":
+        tiles_of[model] = fused_tiles()
+    breaks = Counter(counters["graph_break"])
+    problem = _problem(model, before, dtype)
+    if layers and problem is None and (new := Counter(counters["graph_break"]) - breaks):
+        problem = f"torch breaks them in two: {_first_line(next(iter(new)))}"
+    problem = of_ranks(problem)
+    if problem is None:
+        return None
+    for layer in layers:
+        del layer.forward
+        compiled_layers.discard(layer)
+    for piece in pieces:
+        piece._compiled_call_impl = None
+    for home, rotary in plain.items():
+        setattr(sys.modules[home], ROTARY, rotary)
+    tiles_of.pop(model, None)
+    return problem
+
+
+def _whole_layers(model: Any) -> list[nn.Module]:
+    """All but the last, which the pass may cut (logprobs.py); none that the backward pass computes again."""
+    can = model.device.type == "cuda" and is_packed(model) and not model.is_gradient_checkpointing
+    return layers_of(model)[:-1] if can else []
+
+
+def _pieces(model: nn.Module) -> Iterator[nn.Module]:
+    """Norms and gated layers, by the names that transformers gives their classes."""
+    return (module for module in model.modules() if type(module).__name__.endswith(("RMSNorm", "MLP")))
+
+
+def _rotary_functions(model: nn.Module) -> dict[str, Any]:
+    """By the Python module that has it: no method, so all models of a family in this process get the same."""
+    homes = {type(module).__module__ for module in model.modules()}
+    return {home: getattr(sys.modules[home], ROTARY) for home in sorted(homes) if hasattr(sys.modules[home], ROTARY)}
+
+
+def _problem(model: Any, before: list[Before], dtype: torch.dtype) -> str | None:
+    try:
+        if model in tiles_of and (problem := tiles_problem(tiles_of[model], model.device, dtype)):
+            return problem
+        for pack, logprobs_M, rounded_M in before:
+            excess = find_excess(_logprobs(model, pack), rounded_M, logprobs_M, pack)
+            if excess is not None:
+                return "its logprobs differ by {:.2g} from those without, where rounding moves them by {:.2g}".format(
+                    *excess
+                )
+        return find_leak(model, before[0].pack)
+    except Exception as error:  # no compiler, or one of the many ways in which torch does not know what to do
+        return f"{type(error).__name__}: {_first_line(str(error))}"
+
+
+def _first_line(text: str) -> str:
+    return next(iter(text.strip().splitlines()), "")
+
+
+def _before(model: Any, dtype: torch.dtype) -> list[Before]:
+    """Of two lengths, so that what is compiled is compiled for any before the first step."""
+    packs = [probe_of(model, longer=longer) for longer in (0, 3)]
+    logprobs = [_logprobs(model, pack) for pack in packs]
+    with rounded(model, torch.finfo(dtype).eps):
+        return [Before(pack, right_M, _logprobs(model, pack)) for pack, right_M in zip(packs, logprobs, strict=True)]
+
+
+def _logprobs(model: Any, pack: Pack) -> torch.Tensor:
+    """With a graph, since that is what training compiles."""
+    return token_logprobs(model, pack, 1.0)[0].detach()[pack.is_token_BT]

@@ -1,0 +1,250 @@
+"""Which way a policy goes over a pack, decided once, when it is loaded: packed; where its family cannot, padded, with the fastest
+attention that is right; where none is right, not at all.
+
+    candidates: packed, the family's default (sdpa), eager     or the one that the config names
+        each, in float32 where it was loaded, then in the run's dtype on the device that will train
+            ─▶ its own sequence alone counts, exactly     ─▶ the numbers of eager attention, one row at a time     ─▶ the first without a problem
+
+Invariant: no pass is trusted for its name. Whatever will train was compared with transformers' eager pass of the same weights, with
+rows longer than windows and scores past every cap; else a line says what is wrong with it.
+"""
+
+import logging
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from learner.forward.attention import NAME, Ticket
+from learner.forward.logprobs import token_logprobs
+from learner.forward.pack import Pack
+from learner.forward.probe import eager_logprobs, find_excess, find_influence, find_leak, probe_of
+from learner.forward.probed_model import (
+    Largest,
+    computing_in,
+    configs_of,
+    few_layers,
+    listening,
+    loud,
+    rounded,
+    sampling,
+    short_windows,
+)
+from protocol.errors import ConfigError
+
+log = logging.getLogger(__name__)
+PACKED = "packed"
+"""What the key learner.attn_implementation calls it."""
+EAGER = "eager"
+ON_ANY_DEVICE = {NAME, EAGER, "sdpa"}
+"""In any dtype, so they are tried in float32 where the model lies, too; others, such as flash_attention_2, only as they will train."""
+TOLERANCE = 1e-3
+"""Of the mean difference between two ways in float32: rounding is far below, a token that sees too much or too little far above."""
+FEW_ULP = 1e-6
+"""Of a mean difference between passes of the same shapes."""
+TIMES_ROUNDING = 8.0
+"""Where rounding itself moves logprobs by more, since routers then choose other experts, so much more than that is allowed,"""
+LARGEST_BOUND = 1e-2
+"""up to here. Beyond, nothing but eager attention is trusted: a missing soft cap moves logprobs by little more."""
+OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
+"""Says nothing about an attention; another rank may have had enough."""
+STATES = ("conv", "linear", "mamba", "recurrent", "ssm")
+"""In the names of layer types that hand something from token to token by other means than attention."""
+
+
+class Expected(msgspec.Struct, frozen=True, eq=False, kw_only=True):
+    """What eager attention gives one row at a time, in float32: quiet with the model's own scores, loud with larger ones."""
+
+    quiet_M: torch.Tensor
+    loud_M: torch.Tensor
+    largest: Largest
+    as_it_trains: float
+    """Mean difference of the quiet ones in the mode in which the model was loaded."""
+    rounding_M: torch.Tensor
+    """How far rounding alone moves the quiet ones."""
+
+    @property
+    def rounding(self) -> float:
+        """Of a mean difference, what may still be rounding."""
+        return TIMES_ROUNDING * _mean(self.rounding_M)
+
+    @property
+    def bound(self) -> float:
+        """Of the mean difference of a pass from either."""
+        return max(TOLERANCE, self.rounding)
+
+    @property
+    def scores(self) -> list[tuple[str, torch.Tensor, Largest]]:
+        return [("", self.quiet_M, {}), ("where its attention scores are large ", self.loud_M, self.largest)]
+
+
+def settle_attention(model: Any, device: torch.device, dtype: torch.dtype, wanted: str = PACKED) -> None:
+    """Set a model that was just loaded to the attention that it will train with on `device` in `dtype`.
+
+    Raises ConfigError if its passes are random or not causal, or if the attention that is `wanted` instead of packing is wrong for it.
+    """
+    loaded_with = model.config._attn_implementation
+    candidates = [NAME, loaded_with, EAGER] if wanted == PACKED else [loaded_with]
+    tried = _try(model, list(dict.fromkeys(candidates)), device, dtype)
+    *failed, (name, problem) = tried
+    model.set_attn_implementation(loaded_with if problem else name)
+    if problem is not None and wanted != PACKED:
+        raise ConfigError(
+            f'learner.attn_implementation = "{wanted}" is wrong for {type(model).__name__}: {problem}. Set it to "{PACKED}" or "{EAGER}"'
+        )
+    if problem is not None:
+        raise _refusal(model, problem)
+    if failed:
+        (_, reason), *others = failed
+        log.warning(
+            'learner.attn_implementation = "%s": %s cannot (%s). Its sequences are padded instead, each completion with its prompt, '
+            "with %s attention", PACKED, type(model).__name__, "; ".join([str(reason), *(f"with {n} attention {p}" for n, p in others)]), name,
+        )  # fmt: skip
+
+
+def _try(model: Any, candidates: list[str], device: torch.device, dtype: torch.dtype) -> list[tuple[str, str | None]]:
+    """Return those that were tried, each with its problem, up to the first that has none."""
+    tried: list[tuple[str, str | None]] = []
+    generators = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices=generators), few_layers(model), short_windows(model):
+        with computing_in(model, torch.float32, model.device):
+            expected = _expect_or_refuse(model, probe_of(model))
+        if expected is None:  # nothing can be told of weights that are no numbers; training/optimizer.py refuses them
+            return [(candidates[-1], None)]
+        for name in candidates:
+            tried.append((name, _problem(model, expected, name, device, dtype)))
+            if tried[-1][1] is None:
+                break
+    return tried
+
+
+def _expect_or_refuse(model: Any, batch: Pack) -> Expected | None:
+    try:
+        expected = _expect(model, batch)
+    except OUT_OF_MEMORY as error:
+        raise _no_memory(error) from error
+    except Exception as error:  # of a family whose plain pass wants more than tokens, or other tokens
+        raise _refusal(model, f"its plain pass fails ({type(error).__name__}: {error})") from error
+    if expected.as_it_trains <= TOLERANCE:
+        return expected
+    if not all(parameter.isfinite().all() for parameter in model.parameters()):
+        return None
+    raise ConfigError(
+        f"model: as it trains {type(model).__name__} gives logprobs that differ by {expected.as_it_trains:.2g} nats from those that it "
+        "samples by; expected the same. It has dropout, jitter or a routing of its own for training, or something else in it is random: "
+        "take another model"
+    )
+
+
+def _expect(model: Any, batch: Pack) -> Expected:
+    model.set_attn_implementation(EAGER)
+    with sampling(model):
+        with listening() as largest:
+            quiet_M = eager_logprobs(model, batch)
+        with loud(largest):
+            loud_M = eager_logprobs(model, batch)
+        with rounded(model):
+            rounding_M = eager_logprobs(model, batch) - quiet_M
+    return Expected(
+        quiet_M=quiet_M,
+        loud_M=loud_M,
+        largest=largest,
+        as_it_trains=_mean(eager_logprobs(model, batch) - quiet_M),
+        rounding_M=rounding_M,
+    )
+
+
+def _problem(model: Any, expected: Expected, name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why a model must not train with this attention; None: it may."""
+    try:
+        if name == NAME and (problem := _state_problem(model)):
+            return problem
+        model.set_attn_implementation(name)
+        if model.config._attn_implementation != name:
+            return "transformers lets it have no attention but its own"
+        if name != EAGER and expected.bound > LARGEST_BOUND:
+            return f"rounding alone moves its logprobs by {_mean(expected.rounding_M):.2g}, which would hide a wrong attention"
+        if name in ON_ANY_DEVICE:
+            with computing_in(model, torch.float32, model.device):
+                problem = _wide_problem(model, probe_of(model), expected)
+            if problem or (dtype, device.type) == (torch.float32, model.device.type):
+                return problem
+        is_other_kernel = name not in ON_ANY_DEVICE or device.type != model.device.type
+        with computing_in(model, dtype, device):
+            return _narrow_problem(model, probe_of(model), expected, name, is_other_kernel=is_other_kernel)
+    except OUT_OF_MEMORY as error:
+        raise _no_memory(error) from error
+    except Exception as error:  # a family may break in any way over what stands in the place of its mask
+        reads_mask = "its layers read their mask themselves: " if Ticket.__name__ in str(error) else ""
+        return f"{reads_mask}{type(error).__name__}: {error}"
+
+
+def _wide_problem(model: Any, batch: Pack, expected: Expected) -> str | None:
+    """In float32, where rounding is small."""
+    if leak := find_leak(model, batch) or find_influence(model, batch, max(FEW_ULP, expected.rounding)):
+        return leak
+    for where, right_M, largest in expected.scores:
+        with loud(largest):
+            found_M = _logprobs(model, batch)
+        found = _mean(found_M - right_M)
+        if not found <= expected.bound or find_excess(found_M, right_M + expected.rounding_M, right_M, batch):
+            hint = ", as without a soft cap that its config names" if where else ""
+            return f"{where}its logprobs differ by {found:.2g} from those of eager attention{hint}"
+    return None
+
+
+def _narrow_problem(model: Any, batch: Pack, expected: Expected, name: str, *, is_other_kernel: bool) -> str | None:
+    """As it will train, where a pass may be off by what eager attention is off there; loud too if the kernel is another there."""
+    if leak := find_leak(model, batch):
+        return leak
+    for where, right_M, largest in expected.scores if is_other_kernel else expected.scores[:1]:
+        with loud(largest):
+            found_M = _logprobs(model, batch)
+            model.set_attn_implementation(EAGER)
+            eager_M = eager_logprobs(model, batch)
+            model.set_attn_implementation(name)
+        excess = find_excess(found_M, eager_M, right_M.to(model.device), batch)
+        if excess is not None:
+            way = f"{where}in {model.dtype} on {model.device.type} its logprobs are off by"
+            return "{} {:.2g}, those of eager attention by {:.2g}".format(way, *excess)
+    return None
+
+
+def _state_problem(model: Any) -> str | None:
+    """Layers whose state goes on from one sequence of a pack to the next, whatever attention there is beside them."""
+    kinds = {
+        kind
+        for config in configs_of(model.config)
+        for key in ("layer_types", "layers_block_type", "block_types")
+        for kind in vars(config).get(key) or ()
+    }
+    found = sorted(kind for kind in kinds if any(state in kind for state in STATES))
+    found += sorted({type(module).__name__ for module in model.modules() if isinstance(module, nn.Conv1d)})
+    if not found:
+        return None
+    return f"it has layers of the kind {', '.join(found)}, whose state goes on from sequence to sequence"
+
+
+@torch.no_grad()
+def _logprobs(model: Any, batch: Pack) -> torch.Tensor:
+    logprobs_BT, _ = token_logprobs(model, batch, 1.0)
+    return logprobs_BT[batch.is_token_BT]
+
+
+def _mean(difference_M: torch.Tensor) -> float:
+    return float(difference_M.abs().mean())
+
+
+def _no_memory(error: BaseException) -> ConfigError:
+    return ConfigError(
+        f"no memory is left to compare the model's passes before the first step ({type(error).__name__}: {error}); they need less than a "
+        "training step. Free some on the device and on the host, or give the learner another device"
+    )
+
+
+def _refusal(model: Any, problem: str) -> ConfigError:
+    return ConfigError(
+        f"model: {type(model).__name__} cannot be trained: {problem}. Take another model; those that can are listed in "
+        "learner/README.md#which-models-run"
+    )

@@ -1,0 +1,138 @@
+"""What a run writes besides its metrics: samples of completions, and events.
+
+    the groups of a step ─▶ Samples ─▶ samples.jsonl ─▶ the report, the dashboard
+    controller.py, the fleet's changes of state ─▶ Timeline ─▶ timeline.jsonl ─▶ "What happened" in the report
+
+A sample is a few completions of one group every so many steps; of episodes each branch, with who said what. Invariants: samples.jsonl
+has at most MAX_BYTES: its head stays, and of the rest the newest; an event that the disk does not take costs a warning, never the run.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from learner.environments.branch import Branch
+from learner.environments.episode import Course
+from learner.prompts.reasoning import texts_of
+from learner.rollouts.scored_group import ScoredGroup
+from learner.storage.files import DiskError, Lines, ends_of, replace_file
+
+ANSWER = "answer"
+"""The column that the built-in reward functions compare with."""
+MAX_COMPLETIONS = 4
+MAX_BYTES = 32 << 20
+log = logging.getLogger(__name__)
+SHOWN_BYTES = 16 << 10
+"""At each end of a story that is longer."""
+
+
+class Samples:
+    """The file of one run, open for appending."""
+
+    def __init__(self, path: Path, every_steps: int) -> None:
+        self._path, self._every_steps = path, every_steps
+        self._lines = Lines(path)
+
+    def keep(
+        self, step: int, group: ScoredGroup, tokenizer: PreTrainedTokenizerBase, row: Callable[[], Mapping[str, Any]]
+    ) -> dict[str, Any] | None:
+        """Write a group down as text, and return that, if it is the step's turn; `row` gives the columns of its prompt. Raises DiskError."""
+        if self._every_steps == 0 or (step - 1) % self._every_steps:
+            return None
+        kept = [branches[-1] for branches in group.branches_G[:MAX_COMPLETIONS]]
+        texts = texts_of(tokenizer, [branch.token_ids.tolist() for branch in kept])
+        prompt = tokenizer.decode(group.prompt_token_ids.tolist())
+        rewards = group.rewards_G[:MAX_COMPLETIONS]
+        sample: dict[str, Any] = {"step": step, "prompt": prompt, "completions": texts, "rewards": rewards}
+        if (answer := row().get(ANSWER)) is not None:
+            sample["answer"] = msgspec.to_builtins(answer, enc_hook=str)
+        if len(group.rewards_by_function) > 1:
+            sample["functions"] = {name: by[:MAX_COMPLETIONS] for name, by in group.rewards_by_function.items()}
+        if group.courses_G:
+            episodes = zip(group.courses_G[:MAX_COMPLETIONS], group.branches_G, strict=False)
+            sample["episodes"] = [episode_of(course, branches, tokenizer) for course, branches in episodes]
+        extra = {column: values[:MAX_COMPLETIONS] for column, values in group.logged_extra.items()}
+        sample |= {"extra": extra} if extra else {}
+        self._lines.append(sample)
+        if self._path.stat().st_size > MAX_BYTES:
+            self._cut()
+        return sample
+
+    def close(self) -> None:
+        self._lines.close()
+
+    def _cut(self) -> None:
+        self._lines.close()
+        replace_file(self._path, b"\n".join(ends_of(self._path, MAX_BYTES // 4)))
+        self._lines = Lines(self._path)
+
+
+def episode_of(course: Course, branches: list[Branch], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """`runs`: texts with the version that sampled each, None where the policy did not; special tokens are in them, for they part the
+    turns.
+    """
+    return {
+        "state": course.state,
+        "turns": course.num_turns,
+        "calls": course.num_calls,
+        "failed_calls": course.num_failed_calls,
+        "environment_s": course.environment_s,
+        "branches": [
+            {
+                "prompt": None
+                if branch.prompt_token_ids is None
+                else tokenizer.decode(branch.prompt_token_ids.tolist()),
+                "runs": _runs(branch, tokenizer),
+            }
+            for branch in branches
+        ],
+    }
+
+
+def _runs(branch: Branch, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int | None, str]]:
+    ends = np.cumsum([count for _, count in branch.versions])
+    texts = tokenizer.batch_decode([ids.tolist() for ids in np.split(branch.token_ids, ends[:-1])])
+    return [(version, text) for (version, _), text in zip(branch.versions, texts, strict=True)]
+
+
+class Event(msgspec.Struct, frozen=True):
+    """One line of the file; `time` in seconds since 1970."""
+
+    time: float
+    what: str
+
+
+class Timeline:
+    """Appends events, from one thread at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self._lines = Lines(path)
+
+    def note(self, what: str) -> None:
+        try:
+            self._lines.append({"time": time.time(), "what": what})
+        except DiskError as error:
+            log.warning("not told in the report: %s (%s)", what, error)
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+def read_events(path: Path) -> list[Event]:
+    """In the order of the file, of a long one the ends; lines that are none are left out."""
+    if not path.is_file():
+        return []
+    events = []
+    for line in ends_of(path, SHOWN_BYTES):
+        try:
+            events.append(msgspec.convert(json.loads(line), Event))
+        except (ValueError, msgspec.ValidationError):  # the torn last line of a killed writer
+            continue
+    return events

@@ -1,0 +1,317 @@
+"""Pushes of the policy to all servers of the fleet: whom, when, and what becomes of those that fail (weight_transfer.py is one push).
+
+    new weights ─▶ all that have older ones of this run      read once, given to each at its own pace (fan_out.py)
+    a server that has none ─▶ a push of its own              while the others go on generating
+
+A push has succeeded when one server has it; whoever is much later than that one has failed (`Stragglers`). Whoever failed is not
+asked for groups until it has been pushed to again, by itself and after a while; while nobody has the weights it is tried again at
+once, `learner.push.max_attempts` times.
+
+With `learner.push.overlap` a push works on a copy of the weights in a thread of its own; at most one is under way. Invariant: while no
+server has weights of this run, none is left behind: only `learner.push.timeout_s` limits a push then.
+"""
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Protocol
+
+import torch
+
+from learner.config import PushConfig
+from learner.servers.epoch import manifest_of
+from learner.servers.fan_out import FanOut, Share
+from learner.servers.fleet import Fleet
+from learner.servers.membership import Member
+from learner.servers.weight_transfer import PushReport, ServerPush, WeightCopy, WeightSample
+from protocol.errors import ConfigError, DeadlineExceeded, PushError, PushIncomplete
+from protocol.messages import Manifest
+from protocol.weights.buckets import NamedTensors
+
+log = logging.getLogger(__name__)
+WAIT_SLICE_S = 0.5
+LEAST_PAUSE_S, MOST_PAUSE_S = 1.0, 60.0
+"""After a failed push, while other servers have the weights; doubled with every failure in a row."""
+Tensors = Callable[[], NamedTensors]
+Failure = PushError | DeadlineExceeded | ConfigError
+
+
+class Stragglers:
+    """Of one round of pushes, used by the thread that waits for them."""
+
+    def __init__(
+        self, patience_s: float, have_it: Collection[Member], have_failed: Collection[Member], *, others_serve: bool
+    ) -> None:
+        """`have_it` and `have_failed` are filled meanwhile; `others_serve`: servers that this round is not for have weights of this run."""
+        self._patience_s = patience_s
+        self._have_it, self._have_failed, self._others_serve = have_it, have_failed, others_serve
+        self._began_at = time.monotonic()
+        self._first_at: float | None = None
+        """When a server of this round was first seen to have the version."""
+
+    def look(self, pushes: Mapping[Member, tuple[ServerPush, Share]]) -> None:
+        """Leave behind who is late. Said again at every look, for a push may just have begun to wait for something else."""
+        if self._have_it and self._first_at is None:
+            self._first_at = time.monotonic()
+        for member, (push, share) in pushes.items():
+            has_ended = member in self._have_it or member in self._have_failed
+            if not has_ended and (reason := self._why_late(push, share)):
+                share.cut_off(reason)
+                push.end(reason)
+
+    def _why_late(self, push: ServerPush, share: Share) -> str | None:
+        now = time.monotonic()
+        if share.failure is not None:
+            return share.failure
+        if self._first_at is not None and now - self._first_at > self._patience_s:
+            return (
+                f"others had the version {self._patience_s:g} s before (learner.push.patience_s); it is left behind and gets a "
+                "push of its own"
+            )
+        moved_at = max(self._began_at, push.moved_at, share.moved_at)
+        if self._others_serve and now - moved_at > self._patience_s:
+            return (
+                f"it has got no further for {self._patience_s:g} s, for which the others need not wait (learner.push.patience_s); "
+                "it gets another push"
+            )
+        return None
+
+
+class Weights(Protocol):
+    """What a push sends: policy/published.py, or whatever gives weights by name."""
+
+    wire_dtype: torch.dtype
+    device: torch.device
+    copy_device: torch.device | None
+    """Where `begin` keeps its copy of them; None: where they lie."""
+
+    def tensors(self) -> NamedTensors:
+        """Yield (checkpoint name, tensor) layer by layer."""
+        ...
+
+
+class Pusher:
+    """Pushes weights to the servers of one fleet."""
+
+    def __init__(self, fleet: Fleet, weights: Weights, config: PushConfig) -> None:
+        self._fleet, self._weights, self._config = fleet, weights, config
+        self._pushes: dict[Member, ServerPush] = {}
+        self._failures: dict[Member, tuple[int, float]] = {}
+        """How often in a row a server's push has failed, and until when it is left alone."""
+        self.reports: dict[Member, PushReport] = {}
+        """Of the last push, by server."""
+        self._newest: int | None = None
+        """The last version that a server has got."""
+        self._manifest: Manifest | None = None
+        self._copy = WeightCopy(weights.wire_dtype, weights.copy_device)
+        self.sample = WeightSample(weights.wire_dtype)
+        self._thread = ThreadPoolExecutor(1, "push")
+        self._pending: Future[PushReport | None] | None = None
+        self._report: PushReport | None = None
+        """Of the last push that was begun and is done, until it is taken."""
+        self._closing = threading.Event()
+
+    @property
+    def is_pushing(self) -> bool:
+        return self._pending is not None and not self._pending.done()
+
+    def holders(self, version: int | None = None) -> list[Member]:
+        """The servers that have this version, or any of this run."""
+        had = {member: self._push_of(member).version for member in self._fleet.connected()}
+        return [member for member, has in had.items() if has is not None and version in (None, has)]
+
+    def joiners(self) -> list[Member]:
+        """The servers that lack the newest weights and want a push of their own now."""
+        holders, now = self.holders(self._newest) if self._newest is not None else [], time.monotonic()
+        without = [member for member in self._fleet.connected() if member not in holders]
+        return [member for member in without if not holders or self._failures.get(member, (0, 0.0))[1] <= now]
+
+    def push(self, version: int, members: list[Member] | None = None) -> PushReport | None:
+        """Send the current weights as `version`: to these, or to all that have older ones.
+
+        Raises PushError after `max_attempts` failures that leave no server with it, PushIncomplete of the last server. None: the
+        others have it already.
+        """
+        self.wait()
+        return self._push_until_done(version, lambda: self.sample.watch(version, self._weights.tensors()), members)
+
+    def begin(self, version: int, when_done: Callable[[], object]) -> None:
+        """Copy the weights and push the copy from a thread, which then calls `when_done`.
+
+        Raises what a push before has failed with.
+        """
+        self.wait()
+        self._copy.take(self.sample.watch(version, self._weights.tensors()))
+
+        def push() -> PushReport | None:
+            report = self._push_until_done(version, self._copy.tensors)
+            when_done()
+            return report
+
+        self._pending = self._thread.submit(push)
+
+    def wait(self) -> None:
+        """Wait for the push that was begun, which keeps deadlines of its own. Raises what it has failed with."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        while not pending.done():
+            self._fleet.on_wait()
+            wait([pending], timeout=WAIT_SLICE_S)
+        self._report = pending.result()
+
+    def take_report(self) -> PushReport | None:
+        """Return what the last push that was begun has cost, once."""
+        report, self._report = self._report, None
+        return report
+
+    def failed(self, member: Member) -> None:
+        """Its push, or the check after it, went wrong: it has a pause, and is asked for no groups until its next push."""
+        num_failures = self._failures.get(member, (0, 0.0))[0] + 1
+        pause_s = min(LEAST_PAUSE_S * 2 ** (num_failures - 1), MOST_PAUSE_S)
+        self._failures[member] = (num_failures, time.monotonic() + pause_s)
+        self._fleet.drop(member)
+        self._push_of(member).give_up(greet_again=not self._closing.is_set())
+
+    def close(self) -> None:
+        """Give up whatever is under way."""
+        self._closing.set()
+        for push in self._pushes.values():
+            push.end("the learner ends")
+        self._thread.shutdown()
+        for push in self._pushes.values():
+            push.close()
+
+    def _push_of(self, member: Member) -> ServerPush:
+        if member not in self._pushes:
+            self._pushes[member] = ServerPush(member, self._fleet.loop, self._config, self._weights.device)
+        return self._pushes[member]
+
+    def _forget_gone(self) -> None:
+        for member in [member for member in self._pushes if member.is_gone]:
+            self._pushes.pop(member).close()
+            self._failures.pop(member, None)
+
+    def _push_until_done(
+        self, version: int, tensors: Tensors, members: list[Member] | None = None
+    ) -> PushReport | None:
+        self._forget_gone()
+        reason, attempt = "", 1
+        while attempt <= self._config.max_attempts:
+            due = self._due(version, members)
+            reports, failures = self._round(version, tensors, due)
+            for member, error in failures.items():
+                self._note(member, error, version, attempt)
+                reason = str(error)  # only its words: its traceback would keep the sockets of the epoch open
+            if reports:
+                return self._summary(version, reports)
+            if self.holders(version if members is None else None):
+                return None
+            attempt += not failures or any(not member.is_draining for member in failures)
+        raise PushError(
+            f"version {version} could not be pushed in {self._config.max_attempts} attempts (learner.push.max_attempts); "
+            f"the last failure: {reason}"
+        )
+
+    def _due(self, version: int, members: list[Member] | None) -> list[Member]:
+        """Those asked for that are still there, or all with older weights of this run; while nobody has any, whoever is there."""
+        connected = self._fleet.wait(self._closing)
+        holders, up_to_date = self.holders(), self.holders(version)
+        wanted = [member for member in holders if member not in up_to_date] if members is None else members
+        return [member for member in wanted if member in connected] or ([] if holders else connected)
+
+    def _round(
+        self, version: int, tensors: Tensors, members: list[Member]
+    ) -> tuple[dict[Member, PushReport], dict[Member, Failure]]:
+        """One attempt at each of these servers."""
+        if self._manifest is None:
+            self._manifest = manifest_of(tensors(), self._weights.wire_dtype, self._config)
+        manifest = self._manifest
+        reports: dict[Member, PushReport] = {}
+        failures: dict[Member, Failure] = {}
+
+        def push(member: Member, source: NamedTensors) -> None:
+            try:
+                reports[member] = self._push_of(member).push(version, manifest, source)
+            except (PushError, DeadlineExceeded, ConfigError) as error:
+                failures[member] = error
+            finally:
+                if isinstance(source, Share):
+                    source.close()
+
+        others_serve = any(member not in members for member in self.holders())
+        if len(members) == 1 and not others_serve:
+            push(members[0], tensors())
+        elif members:
+            stragglers = Stragglers(self._config.patience_in_effect_s, reports, failures, others_serve=others_serve)
+            self._read_once(tensors, members, push, stragglers)
+        return reports, failures
+
+    def _read_once(
+        self, tensors: Tensors, members: list[Member], push: Callable[[Member, NamedTensors], None], stragglers: Stragglers
+    ) -> None:  # fmt: skip
+        def look() -> None:
+            self._fleet.on_wait()
+            stragglers.look(under_way)
+
+        is_copied = tensors == self._copy.tensors  # it is there in any case
+        window_bytes = math.inf if is_copied else float(self._config.bucket_mib << 20)
+        config = self._config
+        fan_out = FanOut(len(members), window_bytes, config.timeout_s, config.patience_in_effect_s, look)
+        shares = dict(zip(members, fan_out.shares, strict=True))
+        under_way = {member: (self._push_of(member), share) for member, share in shares.items()}
+        with ThreadPoolExecutor(len(members), "push-server") as threads:
+            pushing = [threads.submit(push, member, share) for member, share in shares.items()]
+            try:
+                fan_out.read(tensors())
+            except BaseException:
+                for straggler, _ in under_way.values():
+                    straggler.end("the policy could not be read")
+                raise
+            while not all(future.done() for future in pushing):
+                look()
+                wait(pushing, timeout=WAIT_SLICE_S)
+        for future in pushing:
+            future.result()
+
+    def _note(self, member: Member, error: Failure, version: int, attempt: int) -> None:
+        """What follows from a failure. Raises it if this cannot go on."""
+        push = self._push_of(member)
+        if isinstance(error, PushIncomplete | ConfigError):  # and would be again
+            push.give_up(greet_again=False)
+            self._fleet.expel(member, error)
+            return
+        if self._closing.is_set():
+            push.give_up(greet_again=False)
+            raise error
+        if member.is_draining:
+            log.info("version %d is not pushed to the server at %s: it ends", version, member.endpoint)
+            push.give_up(greet_again=False)
+            return
+        to = f" to {member.endpoint}" if self._fleet.is_several else ""
+        log.warning("push of version %d%s failed while %s (attempt %d): %s", version, to, push.state, attempt, error)
+        self.failed(member)
+
+    def _summary(self, version: int, reports: dict[Member, PushReport]) -> PushReport:
+        """The longest of everything, and all bytes."""
+        self._newest, self.reports = version, reports
+        for member in reports:
+            self._failures.pop(member, None)
+        each = list(reports.values())
+        if self._fleet.is_several:
+            told = ", ".join(
+                f"{member.endpoint} in {report.total_s:.2f} s ({report.stall_s:.2f} s stalled)"
+                for member, report in reports.items()
+            )
+            log.info("version %d pushed to %s", version, told)
+        return PushReport(
+            total_s=max(report.total_s for report in each),
+            transfer_s=max(report.transfer_s for report in each),
+            load_s=max(report.load_s for report in each),
+            stall_s=max(report.stall_s for report in each),
+            num_bytes=sum(report.num_bytes for report in each),
+            pause_s=max(report.pause_s for report in each),
+        )

@@ -1,0 +1,260 @@
+"""The learner's half of a weight push to one server (the server's is inference_server/weight_update.py, the bytes are protocol/weights/).
+
+    PushBegin ─▶ PushReady ─▶ buckets over the collective ─▶ PushDone(checksum) ─▶ compared
+
+Every arrow has the deadline `learner.push.timeout_s`. After any failure the epoch is given up on both sides and the next
+attempt starts a new one: new collective, manifest sent again, all weights sent again. While bytes travel, word from the
+server that it has failed, or its silence, ends the transfer at once. weight_sync.py says when, and to whom else.
+"""
+
+import logging
+import time
+from collections.abc import Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import TimeoutError as NotInTime
+from typing import Any, Literal
+
+import msgspec
+import torch
+from tqdm import tqdm
+
+from learner.config import PushConfig
+from learner.servers.epoch import Epoch, Epochs
+from learner.servers.loop_thread import LoopThread
+from learner.servers.membership import Member
+from protocol.console import PROGRESS_EVERY_S, manner
+from protocol.errors import DeadlineExceeded, PushError, PushIncomplete, SlipstreamError
+from protocol.messages import Manifest, PushBegin, PushDone
+from protocol.transports.group import Collective
+from protocol.weights.buckets import NamedTensors, dtype_on_wire
+from protocol.weights.dense import Sent
+
+log = logging.getLogger(__name__)
+CALL_SLACK_S = 10.0
+"""The event loop keeps the deadlines; a call into it waits this much longer, in case the loop itself is stuck."""
+PushState = Literal["pausing", "joining", "sending", "finishing"]
+"""What the learner waits for: the server's PushReady, its workers, the transfer, PushDone."""
+PROGRESS_BYTES = 1 << 30
+"""A push of more shows a progress bar."""
+SAMPLED_ELEMENTS = 2048
+"""Of a tensor: few bytes, and in a model of 135M parameters half a million, of which a ten-thousandth can be counted."""
+
+
+class PushReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What one push cost, in seconds, and how many bytes it sent."""
+
+    total_s: float
+    transfer_s: float
+    load_s: float
+    stall_s: float
+    num_bytes: int
+    pause_s: float
+    """Until the server had paused."""
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "push/seconds": self.total_s,
+            "push/transfer_seconds": self.transfer_s,
+            "push/load_seconds": self.load_s,
+            "push/stall_seconds": self.stall_s,
+            "push/bytes": self.num_bytes,
+        }
+
+
+class ServerPush:
+    """Pushes weights to one server, one epoch after the other."""
+
+    def __init__(self, member: Member, loop: LoopThread, config: PushConfig, device: torch.device) -> None:
+        self.member, self._link, self._loop, self._config = member, member.link, loop, config
+        self._epochs = Epochs(self._link, config, device)
+        self._epoch: Epoch | None = None
+        self.state: PushState = "pausing"
+        """Of the push that is under way, or was."""
+        self.moved_at = time.monotonic()
+        """When it last got further: to another state, or by some bytes."""
+        self.done: tuple[str, int] | None = None
+        """Server id and version of the last push, unless it failed."""
+
+    @property
+    def version(self) -> int | None:
+        """What the server that is connected now was pushed last; None if nothing was, or it has lost that."""
+        welcome = self.member.welcome
+        return self.done[1] if self.done is not None and welcome and welcome.server_id == self.done[0] else None
+
+    def push(self, version: int, manifest: Manifest, tensors: NamedTensors) -> PushReport:
+        """Send all weights as `version`. Raises PushError, DeadlineExceeded, after which `give_up` must follow."""
+        started = time.monotonic()
+        if self.version is None or self._epoch is None:
+            self._abandon_epoch()
+            self._epoch = self._epochs.begin(manifest)
+        epoch, timeout_s = self._epoch, self._config.timeout_s
+        is_new = epoch.collective is None
+        begin = PushBegin(
+            epoch=epoch.name,
+            version=version,
+            rendezvous=epoch.rendezvous if is_new else None,
+            manifest=epoch.manifest if is_new else None,
+        )
+        self._enter("pausing")
+        self._loop.call(self._link.begin_push(begin, timeout_s), timeout_s + CALL_SLACK_S)
+        ready = time.monotonic()
+        done = self._loop.submit(self._link.finish_push(epoch.name))
+        try:
+            sent = self._send(epoch, version, tensors, done)
+            travelled = time.monotonic()
+            self._enter("finishing")
+            report = self._result(done, begin, sent)
+        finally:
+            done.cancel()
+        if report.checksum != sent.checksum:
+            raise PushError(f"version {version} arrived as {report.checksum}, sent was {sent.checksum}")
+        self.done = (epoch.server_id, version)
+        return PushReport(
+            total_s=time.monotonic() - started, transfer_s=travelled - ready, load_s=report.load_s,
+            stall_s=report.stall_s, num_bytes=sent.num_bytes, pause_s=report.pause_s,
+        )  # fmt: skip
+
+    def give_up(self, *, greet_again: bool) -> None:
+        """Forget the epoch and what it has sent; the server must welcome this run again before the next attempt."""
+        self._abandon_epoch()
+        if greet_again:
+            self._tell(self._link.greet_again())
+
+    def end(self, reason: str) -> None:
+        """From any thread: the push that is under way, if one is, fails with this reason, wherever it waits."""
+        self._loop.call_soon(self._link.end_push, reason)
+
+    def close(self) -> None:
+        """When nothing is under way any more."""
+        self._abandon_epoch()
+        self._epochs.close()
+
+    def _enter(self, state: PushState) -> None:
+        self.state, self.moved_at = state, time.monotonic()
+
+    def _send(self, epoch: Epoch, version: int, tensors: NamedTensors, done: Future[PushDone]) -> Sent:
+        """Join the epoch if need be and send; a `done` that fails meanwhile is why."""
+        if epoch.collective is None:
+            self._enter("joining")
+            epoch.collective = self._join(epoch, done)
+        self._enter("sending")
+        done.add_done_callback(lambda ended: epoch.abort() if ended.cancelled() or ended.exception() else None)
+        num_bytes = epoch.num_bytes
+
+        def progress(num_more: int) -> None:
+            self.moved_at = time.monotonic()
+            bar.update(num_more)
+
+        try:
+            with tqdm(
+                total=num_bytes, unit="B", unit_scale=True, desc=f"push {version}", mininterval=PROGRESS_EVERY_S,
+                disable=num_bytes < PROGRESS_BYTES or not manner().has_bars,
+            ) as bar:  # fmt: skip
+                return epoch.send(tensors, progress)
+        except PushError as effect:
+            cause = done.exception() if done.done() and not done.cancelled() else None
+            if isinstance(cause, PushIncomplete):
+                raise cause from effect
+            if cause is not None:
+                raise PushError(f"{cause}; the transfer ended in {effect}") from cause
+            raise
+
+    def _join(self, epoch: Epoch, done: Future[PushDone]) -> Collective:
+        """Wait for every worker, but no longer than the server has not failed."""
+        with ThreadPoolExecutor(1, "push-join") as thread:
+            joining = thread.submit(epoch.join)
+            either: list[Future[Any]] = [joining, done]
+            wait(either, return_when="FIRST_COMPLETED")
+            if not joining.done():
+                epoch.abort()
+            try:
+                return joining.result()
+            except PushError:
+                if done.done():
+                    done.result()
+                raise
+
+    def _result(self, done: Future[PushDone], begin: PushBegin, sent: Sent) -> PushDone:
+        timeout_s = self._config.timeout_s
+        try:
+            return done.result(timeout_s)
+        except NotInTime as error:
+            raise DeadlineExceeded(
+                f"no PushDone for version {begin.version} in epoch {begin.epoch} from {self._link.endpoint} within "
+                f"{timeout_s:g} s after the last of {sent.num_bytes} bytes (learner.push.timeout_s)"
+            ) from error
+
+    def _abandon_epoch(self) -> None:
+        epoch, self._epoch, self.done = self._epoch, None, None
+        if epoch is None:
+            return
+        epoch.close()
+        if self._link.connected:
+            self._tell(self._link.abort_push(epoch.name))
+
+    def _tell(self, word: Coroutine[Any, Any, None]) -> None:
+        try:
+            self._loop.call(word, CALL_SLACK_S)
+        except SlipstreamError as error:
+            log.warning("the push could not be given up in order: %s", error)
+
+
+class WeightCopy:
+    """A copy of the weights as they must travel, so that a push may go on while the next step changes the originals.
+
+    It keeps its memory from copy to copy: fresh pages would cost more than the copying. `take` is only called while no push
+    reads the copy.
+    """
+
+    def __init__(self, wire_dtype: torch.dtype, device: torch.device | None) -> None:
+        """`device`: where the copy is kept; None: where each tensor lies."""
+        self._wire_dtype, self._device = wire_dtype, device
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def take(self, tensors: NamedTensors) -> None:
+        """Copy all tensors, in the wire's dtype."""
+        for name, tensor in tensors:
+            mine = self._tensors.get(name)
+            if mine is None:
+                mine = torch.empty_like(
+                    tensor,
+                    dtype=dtype_on_wire(tensor, self._wire_dtype),
+                    device=self._device,
+                    memory_format=torch.contiguous_format,
+                )
+                self._tensors[name] = mine
+            mine.copy_(tensor.detach())
+
+    def tensors(self) -> NamedTensors:
+        return self._tensors.items()
+
+
+class WeightSample:
+    """Some elements of every tensor as it travelled for the last two versions, which tell how much of the policy a version changed."""
+
+    def __init__(self, wire_dtype: torch.dtype) -> None:
+        self._wire_dtype = wire_dtype
+        self._versions: dict[int, dict[str, tuple[int, torch.Tensor]]] = {}
+        """By version and tensor: every how many-th element, and these."""
+
+    def watch(self, version: int, tensors: NamedTensors) -> NamedTensors:
+        """Yield the tensors of a version, and keep a sample of each."""
+        sample: dict[str, tuple[int, torch.Tensor]] = {}
+        self._versions = {kept: self._versions[kept] for kept in self._versions if kept == version - 1} | {
+            version: sample
+        }
+        for name, tensor in tensors:
+            stride = -(-tensor.numel() // SAMPLED_ELEMENTS) | 1  # odd, or it might meet one column of every row
+            elements = tensor.detach().reshape(-1)[::stride]
+            sample[name] = (stride, elements.to(dtype_on_wire(tensor, self._wire_dtype), copy=True))
+            yield name, tensor
+
+    def changed_frac(self, version: int, dtype: torch.dtype) -> float:
+        """Estimate the share of the weights that `version` changed for a server that holds them in `dtype`; 0 if that is not known."""
+        before, after = self._versions.get(version - 1, {}), self._versions.get(version, {})
+        changed = total = 0
+        for name in before.keys() & after.keys():
+            stride, elements = after[name]
+            changed += stride * int((elements.to(dtype) != before[name][1].to(dtype)).sum())
+            total += stride * len(elements)
+        return changed / max(total, 1)

@@ -1,0 +1,196 @@
+"""What the ranks of one learner say to each other: rank 0 has the rollouts, every rank trains on its share of the rows.
+
+Groups travel as the same msgpack and raw frames as on the wire: none is pickled between ranks either.
+If the policy is sharded, all ranks have a part in each of its passes, so each makes as many of them.
+"""
+
+import hashlib
+import logging
+import os
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
+from torch import nn
+
+from learner.config import LearnerConfig, LearnerRun
+from learner.forward.attention import is_packed
+from learner.forward.compile import describe_fused
+from learner.rank_agreement import broadcast_bytes, require_agreement
+from learner.rank_watch import RankWatch
+from learner.rollouts.scored_group import ScoredGroup
+from learner.training.batch import MicroBatch, Row, micro_batch
+from learner.training.packing import Layout, cut, share_out
+from protocol.codec import pack, unpack
+from protocol.errors import ConfigError
+from protocol.messages import Part
+
+log = logging.getLogger(__name__)
+PINNED = {
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("1", "every step makes one update of all its rows (learner.groups_per_step)"),
+    "ACCELERATE_MIXED_PRECISION": ("no", "passes compute in the run's dtype (dtype)"),
+    "ACCELERATE_DYNAMO_BACKEND": ("no", "learner.compile decides what is compiled"),
+}  # fmt: skip
+"""Variables that accelerate would obey: the value that `make_accelerator` sets instead, and why."""
+NO_NAMES = (
+    "its parameters cannot be gathered one at a time under their names; FSDP2 shares a policy here (fsdp_version: 2)"
+)
+REFUSED = {
+    "ACCELERATE_USE_DEEPSPEED": NO_NAMES,
+    "ACCELERATE_USE_MEGATRON_LM": NO_NAMES,
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "ranks share rows and, by FSDP2, the policy; in tensor, context or sequence parallel groups "
+    "they would train other rows, and reduce their gradients over other ranks",
+    "FSDP_IGNORED_MODULES": "the gradients of modules that FSDP2 ignores are reduced over no ranks",
+}
+"""Variables that would change what is trained, each with the reason of its refusal."""
+UNSET = {"", "false", "0"}
+DISAGREEMENT = (
+    "No rank has changed its weights in this step. Give all ranks the same config, software and kind of device, then start them again, with "
+    "--resume if the run has a checkpoint"
+)
+
+
+class StepBatch(Part):
+    """The groups of one optimizer step; None ends the run."""
+
+    groups: list[ScoredGroup] | None
+
+
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank is about to do in the passes of a step."""
+
+    step: str
+    attention: str
+    """Name of the attention implementation."""
+    layout: Layout
+    compiled: str
+    num_rows: int
+    num_tokens: int
+    rows: str
+    """Digest of the rows in their order: group, episode, prompt and completion tokens."""
+    num_micro_batches: list[int]
+    """Of each rank."""
+    micro_batches: str
+    """Digest of which rows lie in which micro-batch of which rank."""
+
+
+def make_accelerator(**settings: Any) -> Accelerator:
+    """Return accelerate's Accelerator, whatever the environment says about gradients and dtypes.
+
+    Raises:
+        ConfigError: The environment asks for a way to share work that gives wrong gradients here.
+    """
+    is_first = os.environ.get("RANK", "0") == "0"
+    for name, reason in REFUSED.items():
+        if (value := os.environ.get(name, "")).lower() not in UNSET:
+            raise ConfigError(
+                f"{name} = {value!r} in the environment is not supported: {reason}. Unset it, or remove it from accelerate's config"
+            )
+    for name, (value, reason) in PINNED.items():
+        if is_first and (found := os.environ.get(name, value)).lower() != value:
+            log.warning("ignoring %s = %s: %s", name, found, reason)
+    return Accelerator(
+        mixed_precision="no",  # see policy/compute_dtype.py
+        dynamo_backend="no",
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        **settings,
+    )
+
+
+@contextmanager
+def ranks_of(run: LearnerRun) -> Iterator[Accelerator]:
+    """Meet the other ranks, and part in the end. While rank 0 waits for the server it says so (policy/published.py), so none is silent for long.
+
+    Gloo's threads abort a process that ends before them. And a model of several ranks that outlives their group would take it along
+    when it is freed, waiting, with the GIL held, for a thread that may wait for the GIL: so whatever has it must have returned.
+    Whatever it led to here that another rank has died (SystemExit) or hangs (RankFailed), it is told as that (rank_watch.py).
+    """
+    patience = InitProcessGroupKwargs(timeout=timedelta(seconds=run.learner.rank_timeout_s))
+    accelerator = make_accelerator(kwargs_handlers=[patience])
+    if accelerator.num_processes > 1:
+        log.info("rank %d of %d on %s", accelerator.process_index, accelerator.num_processes, accelerator.device)
+    watch = RankWatch(accelerator)
+    try:
+        yield accelerator
+        watch.part()
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)
+        if (cause := watch.cause_of(error)) is error:
+            raise
+        raise cause from None
+    finally:
+        accelerator.free_memory()
+        accelerator.end_training()
+        watch.close()
+
+
+def share_groups(accelerator: Accelerator, groups: list[ScoredGroup] | None) -> list[ScoredGroup] | None:
+    """Give every rank the groups that rank 0 took (the others pass None)."""
+    if accelerator.num_processes == 1:
+        return groups
+    packed = pack(StepBatch(groups=groups)) if accelerator.is_main_process else b""
+    return unpack(broadcast_bytes(accelerator, packed), StepBatch).groups
+
+
+def my_batches(
+    accelerator: Accelerator, policy: nn.Module, rows: list[Row], config: LearnerConfig, step: str
+) -> list[MicroBatch]:
+    """Return this rank's micro-batches; of a sharded policy's, with masked ones up to the most that a rank has.
+
+    Raises:
+        RanksDisagree: The ranks would take other rows, or pass over them in another way. `step` says in which step.
+    """
+    layout = layout_of(accelerator, policy, config)
+    shares = [cut(share, layout) for share in share_out(rows, accelerator.num_processes, layout)]
+    if accelerator.num_processes > 1:
+        model: Any = accelerator.unwrap_model(policy)
+        require_agreement(accelerator, plan_of(model, rows, shares, layout, step), DISAGREEMENT)
+    batches = [micro_batch(cut_rows, accelerator.device) for cut_rows in shares[accelerator.process_index]]
+    # Every rank takes part in the backward pass, and in every pass of a sharded policy.
+    least = max(1, *map(len, shares)) if accelerator.is_fsdp2 else 1
+    return batches + [micro_batch([], accelerator.device) for _ in range(least - len(batches))]
+
+
+def plan_of(model: Any, rows: list[Row], shares: Sequence[list[list[Row]]], layout: Layout, step: str) -> StepPlan:
+    """Return what this rank is about to do. `shares` are the micro-batches of every rank."""
+    place_of = {id(row): place for place, row in enumerate(rows)}
+    content, places = hashlib.sha256(), hashlib.sha256()
+    for row in rows:
+        content.update(b"%d,%d,%d;" % (row.group, row.place, len(row.prompt_token_ids)))
+        content.update(row.prompt_token_ids.tobytes())
+        content.update(row.branch.token_ids.tobytes())
+    places.update(msgspec.json.encode([[[place_of[id(row)] for row in batch] for batch in share] for share in shares]))
+    return StepPlan(
+        step=step,
+        attention=model.config._attn_implementation,
+        layout=layout,
+        compiled=describe_fused(model),
+        num_rows=len(rows),
+        num_tokens=sum(row.num_tokens for row in rows),
+        rows=content.hexdigest()[:16],
+        num_micro_batches=[len(share) for share in shares],
+        micro_batches=places.hexdigest()[:16],
+    )
+
+
+def layout_of(accelerator: Accelerator, policy: nn.Module, config: LearnerConfig) -> Layout:
+    """How rows lie in a pass of the policy, by its attention and its shape."""
+    model: Any = accelerator.unwrap_model(policy)
+    text = model.config.get_text_config()
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    # 2 operations a parameter and token; 4 a dimension, layer and pair of tokens: its score and its share of the value.
+    pair_cost = 2 * text.num_hidden_layers * text.hidden_size / num_parameters
+    max_tokens = config.tokens_per_pass(accelerator.device.type)
+    return Layout(max_tokens=max_tokens, is_packed=is_packed(model), pair_cost=pair_cost)
+
+
+def gradient_sync(accelerator: Accelerator, policy: nn.Module, *, is_last: bool) -> AbstractContextManager[None]:
+    """Around the forward and backward pass of a micro-batch: reduce the gradient over the ranks with the last one's alone; that
+    of a sharded policy with every one's, because until it is reduced each rank holds the whole model's.
+    """
+    return nullcontext() if is_last or accelerator.is_fsdp2 else accelerator.no_sync(policy)

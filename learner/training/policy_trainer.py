@@ -1,0 +1,244 @@
+"""What every rank trains: the policy, its optimizer, its reference, and what changes with them from step to step."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, broadcast
+from torch import nn
+
+from learner.algorithm.schedules import next_coef
+from learner.config import LearnerConfig, LearnerRun
+from learner.forward.compile import fuse
+from learner.forward.logprobs import float32_heads, logit_map_of, logit_maps
+from learner.forward.packing_check import PACKED, settle_attention
+from learner.forward.tile import LogitMap
+from learner.policy.lora import add_adapter
+from learner.policy.memory import ModelShape
+from learner.policy.model import compute_in, load_policy
+from learner.policy.published import PublishedPolicy
+from learner.policy.reference import Reference, make_reference
+from learner.rank_agreement import decide_on_rank_0, first_problem, require_agreement
+from learner.run_inputs import RunInputs
+from learner.training.metrics import Extremes, Mismatch
+from learner.training.optimizer import make_optimizer, require_finite_weights
+from learner.training.warm_start import warm_start
+from protocol.errors import ConfigError
+
+
+class PolicyTrainer(msgspec.Struct, eq=False, kw_only=True):
+    """The policy as prepared by accelerate and all that belongs to it."""
+
+    run: LearnerRun
+    model_path: Path
+    """Of the model the run began with."""
+    model_digest: str
+    accelerator: Accelerator
+    policy: nn.Module
+    published: PublishedPolicy
+    optimizer: torch.optim.Optimizer
+    reference: Reference | None
+    kl_coef: float
+    shape: ModelShape | None
+    extremes: Extremes = msgspec.field(default_factory=Extremes)
+    mismatch: Mismatch = msgspec.field(default_factory=Mismatch)
+    num_skipped_in_a_row: int = 0
+    """Updates whose gradient was no number, up to the newest."""
+
+    @property
+    def config(self) -> LearnerConfig:
+        return self.run.learner
+
+    def position(self, version: int) -> str:
+        """Return where the run stands before the step that trains `version`; the same on all ranks."""
+        reference = "" if self.reference is None else f", reference {self.reference.state.versions}"
+        return f"step {version + 1}{reference}, {self.num_skipped_in_a_row} updates skipped"
+
+    def after_step(self, version: int, metrics: dict[str, float]) -> dict[str, float]:
+        """Move the weight of the KL and the reference. Metrics: the weight that was used, the reference there is now."""
+        if self.reference is None:
+            return {}
+        used_coef = self.kl_coef
+        self.set_kl_coef(version, metrics.get("reference/kl"))
+        refreshed = self.reference.after_step(self.policy, version, metrics)
+        if refreshed and self.config.reference.reset_optimizer:
+            self.optimizer.state.clear()
+        return {
+            "reference/kl_coef": used_coef,
+            "reference/version": float(self.reference.version),
+            "reference/refreshed": float(refreshed),
+        }
+
+    def set_kl_coef(self, version: int, measured_kl: float | None) -> None:
+        """Set the weight of the KL for the step that trains `version`; also after a resume, whose `steps` may be others."""
+        self.kl_coef = next_coef(
+            self.config.kl, self.kl_coef, version=version, num_steps=self.config.steps, measured_kl=measured_kl
+        )
+
+
+class Passes(msgspec.Struct, frozen=True, kw_only=True):
+    """How the policy's passes go, measured by passes of the loaded model."""
+
+    attention: str
+    """Name of its implementation."""
+    logits: LogitMap
+
+
+class RunView(msgspec.Struct, frozen=True, kw_only=True):
+    """What each rank reads for itself and the numbers of a run depend on."""
+
+    dtype: str
+    head_dtype: str | None
+    max_model_len: int | None
+    seed: int
+    learner: LearnerConfig
+    model: str
+    """Digest of its files."""
+    device: str
+    """Its kind: cuda, cpu."""
+    sharding: str
+    """By accelerate, which each rank's environment decides."""
+    torch: str
+    transformers: str
+
+
+def make_trainer(run_inputs: RunInputs, accelerator: Accelerator, *, is_new: bool) -> PolicyTrainer:
+    """Load the policy and build what trains it. That of a new run is warm-started, if so configured, before the reference is
+    taken from it; everything of another run comes from its checkpoint.
+    """
+    run = run_inputs.run
+    config = run.learner
+    _refuse_other_sharding(accelerator, run)
+    require_agreement(
+        accelerator, _view_of(run_inputs, accelerator), "Give every rank the same config, model files and software"
+    )
+    # Frozen weights take no small steps, so they may lie in the dtype in which the server holds them: half the memory.
+    dtype = getattr(torch, run.dtype) if config.lora.rank else torch.float32
+    policy = load_policy(
+        run_inputs.model_path,
+        dtype=dtype,
+        gradient_checkpointing=config.gradient_checkpointing,
+        attn_implementation=None if config.attn_implementation == PACKED else config.attn_implementation,
+        max_model_len=run.server.get("max_model_len"),
+    )
+    _settle_alike(policy, accelerator, run)
+    if config.lora.rank:
+        add_adapter(policy, config.lora, run.seed)
+    compute_in(getattr(torch, run.dtype), policy, accelerator)
+    if run.has_float32_head:
+        float32_heads.add(policy)
+    optimizer = make_optimizer(policy, config.optimizer, config.optimizer.learning_rate)
+    policy, optimizer = _prepare(policy, optimizer, accelerator)
+    if config.compiles_on(accelerator.device.type, is_sharded=accelerator.is_fsdp2):
+        fuse(policy, getattr(torch, run.dtype), partial(first_problem, accelerator))
+    if is_new and config.warm_start.steps > 0:
+        warm_start(run_inputs, accelerator, policy)
+    require_finite_weights(accelerator, policy, f"the weights of {run_inputs.model_path}, or of its warm start,")
+    reference = make_reference(config.reference, policy, accelerator, config.sampling.temperature)
+    return PolicyTrainer(
+        run=run,
+        model_path=run_inputs.model_path,
+        model_digest=run_inputs.model_digest,
+        accelerator=accelerator,
+        policy=policy,
+        published=PublishedPolicy(accelerator, policy, getattr(torch, run.dtype)),
+        optimizer=optimizer,
+        reference=reference,
+        kl_coef=config.kl.coef,
+        shape=run_inputs.shape,
+    )
+
+
+def _view_of(run_inputs: RunInputs, accelerator: Accelerator) -> RunView:
+    run = run_inputs.run
+    return RunView(
+        dtype=run.dtype,
+        head_dtype=run.head_dtype,
+        max_model_len=run.server.get("max_model_len"),
+        seed=run.seed,
+        learner=msgspec.structs.replace(run.learner, cpu_cores=None),  # each rank has its own
+        model=run_inputs.model_digest,
+        device=accelerator.device.type,
+        sharding=_sharding_of(accelerator),
+        torch=str(torch.__version__),
+        transformers=transformers.__version__,
+    )
+
+
+def _sharding_of(accelerator: Accelerator) -> str:
+    if not accelerator.is_fsdp2:
+        return accelerator.distributed_type.value
+    is_efficient = accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
+    return f"FSDP2, cpu_ram_efficient_loading {is_efficient}"
+
+
+def _settle_alike(policy: Any, accelerator: Accelerator, run: LearnerRun) -> None:
+    """Give every rank the passes that rank 0 settles on.
+
+    Rank 0 alone is sure to have loaded weights. With fsdp_cpu_ram_efficient_loading, the default of `accelerate launch --use_fsdp`,
+    the others hold zeros until `prepare`, and zeros always agree.
+    """
+
+    def settle() -> Passes:
+        settle_attention(policy, accelerator.device, getattr(torch, run.dtype), run.learner.attn_implementation)
+        logits = logit_maps.get(policy) or logit_map_of(policy)
+        return Passes(attention=policy.config._attn_implementation, logits=logits)
+
+    settled = decide_on_rank_0(accelerator, settle, Passes)
+    if settled.attention != policy.config._attn_implementation:
+        policy.set_attn_implementation(settled.attention)
+    logit_maps[policy] = settled.logits
+
+
+def _prepare(policy: Any, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> tuple[Any, Any]:
+    """Let accelerate prepare both.
+
+    With fsdp_cpu_ram_efficient_loading it raises at buffers that are part of a checkpoint, such as the biases of DeepSeek's routers.
+    These are broadcast here, and hidden from accelerate.
+    """
+    if not (accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading):
+        return accelerator.prepare(policy, optimizer)
+    kept = [
+        (module, name)
+        for module in policy.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    ]
+    for module, name in kept:
+        module._buffers[name] = broadcast(module._buffers[name].to(accelerator.device))
+        module._non_persistent_buffers_set.add(name)
+    policy, optimizer = accelerator.prepare(policy, optimizer)
+    for module, name in kept:
+        module._non_persistent_buffers_set.discard(name)
+    return policy, optimizer
+
+
+def _refuse_other_sharding(accelerator: Accelerator, run: LearnerRun) -> None:
+    """Refuse what keeps parameters elsewhere than under their own names."""
+    if not accelerator.is_fsdp2:
+        if accelerator.distributed_type == DistributedType.FSDP:
+            raise ConfigError(
+                "accelerate shards the policy by FSDP1, whose parameters cannot be gathered one at a time under their "
+                "names; expected FSDP2 (fsdp_version: 2 in accelerate's config, or FSDP_VERSION=2) or no sharding"
+            )
+        return
+    if run.learner.compile is True:
+        raise ConfigError(
+            "learner.compile = true and FSDP2: code compiled over weights that come and go has not been tried; set learner.compile to "
+            "false, or start the learner without FSDP"
+        )
+    plugin = accelerator.state.fsdp_plugin
+    if run.learner.optimizer.kind == "adamw_8bit":
+        raise ConfigError(
+            'learner.optimizer.kind = "adamw_8bit" and FSDP2: bitsandbytes does not know parameters that lie on several ranks. Set '
+            'learner.optimizer.kind to "adamw", whose moments the ranks share, or start the learner without FSDP'
+        )
+    if plugin.activation_checkpointing:
+        raise ConfigError(
+            "fsdp_activation_checkpointing changes the names of the parameters; turn it off and set "
+            "learner.gradient_checkpointing = true"
+        )

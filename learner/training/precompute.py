@@ -1,0 +1,93 @@
+"""What the policy and the reference say about the tokens of a step before its first update.
+
+Between the batch and the loss. All of a step's reference logprobs are computed here, under one reference, and the policy's
+are those of its start, so that no later update of the same step mixes anchors. No gradient.
+
+Suffixes: B branches, T tokens of the longest, N episodes of the step.
+"""
+
+import msgspec
+import torch
+
+from learner.algorithm.kl import MEASURE, clamped, kl_estimate, masked
+from learner.forward.lm_head import EntropyUse
+from learner.forward.logprobs import Answer, token_logprobs
+from learner.training.batch import MicroBatch
+from learner.training.metrics import StepTimer
+from learner.training.policy_trainer import PolicyTrainer
+
+
+def survey(trainer: PolicyTrainer, batches: list[MicroBatch], timer: StepTimer) -> list[MicroBatch]:
+    """Return the micro-batches with the logprobs and the mask that their loss needs beside the policy's own."""
+    config = trainer.config
+    if trainer.reference is not None and config.kl.place == "loss":
+        with timer("reference"):
+            logprobs = trainer.reference.logprobs(trainer.policy, [batch.pack for batch in batches])
+        batches = [
+            msgspec.structs.replace(batch, reference_logprobs_BT=logprobs_BT)
+            for batch, logprobs_BT in zip(batches, logprobs, strict=True)
+        ]
+    needs_proximal = (
+        config.updates_per_batch > 1
+        and config.correction.anchor == "proximal"
+        and config.correction.proximal == "exact"
+    )
+    if not needs_proximal and config.loss.top_entropy_frac == 1:
+        return batches
+    with timer("policy_pass"):
+        started = _policy_pass(trainer, batches, "value" if config.loss.top_entropy_frac < 1 else "none")
+    if needs_proximal:
+        batches = [
+            msgspec.structs.replace(batch, proximal_logprobs_BT=logprobs_BT)
+            for batch, (logprobs_BT, _) in zip(batches, started, strict=True)
+        ]
+    if config.loss.top_entropy_frac < 1:
+        entropies = [entropy_BT for _, entropy_BT in started if entropy_BT is not None]
+        floor = _entropy_floor(trainer, batches, entropies)
+        batches = [
+            msgspec.structs.replace(batch, policy_mask_BT=entropy_BT >= floor)
+            for batch, entropy_BT in zip(batches, entropies, strict=True)
+        ]
+    return batches
+
+
+def episode_kls(
+    trainer: PolicyTrainer, batches: list[MicroBatch], num_episodes: int, timer: StepTimer
+) -> tuple[list[float], float]:
+    """Return each episode's KL, summed over its sampled tokens, by its place in the step, and the mean of `reference/kl`, of all ranks."""
+    accelerator = trainer.accelerator
+    kls_N = torch.zeros(num_episodes, dtype=torch.float64, device=accelerator.device)
+    measured = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
+    assert trainer.reference is not None
+    with timer("policy_pass"):
+        started = _policy_pass(trainer, batches, "none")
+    with timer("reference"):
+        references = trainer.reference.logprobs(trainer.policy, [batch.pack for batch in batches])
+    for batch, (logprobs_BT, _), reference_BT in zip(batches, started, references, strict=True):
+        mask_BT = batch.mask_BT
+        d_BT = clamped(masked(reference_BT, mask_BT) - masked(logprobs_BT, mask_BT))
+        kls_B = kl_estimate(d_BT, trainer.config.kl.estimator_used).sum(dim=1).double()
+        kls_N.index_add_(0, batch.places_B, kls_B)  # branches of one episode have one place
+        measured += torch.stack([kl_estimate(d_BT, MEASURE).sum().double(), mask_BT.sum().double()])
+    kls_N, (kl, num_tokens) = accelerator.reduce(kls_N, "sum"), accelerator.reduce(measured, "sum").tolist()
+    return kls_N.tolist(), kl / max(num_tokens, 1.0)
+
+
+@torch.no_grad()
+def _policy_pass(trainer: PolicyTrainer, batches: list[MicroBatch], entropy: EntropyUse) -> list[Answer]:
+    """(logprobs_BT, entropy_BT) of every micro-batch. Unwrapped: under DDP ranks may have different numbers of them."""
+    policy = trainer.accelerator.unwrap_model(trainer.policy)
+    temperature = trainer.config.sampling.temperature
+    return [token_logprobs(policy, batch.pack, temperature, entropy=entropy) for batch in batches]
+
+
+def _entropy_floor(trainer: PolicyTrainer, batches: list[MicroBatch], entropies: list[torch.Tensor]) -> float:
+    """The entropy that top_entropy_frac of the step's trained tokens reach, over all ranks."""
+    accelerator = trainer.accelerator
+    trained = [entropy_BT[batch.mask_BT] for batch, entropy_BT in zip(batches, entropies, strict=True)]
+    everyone = accelerator.gather(accelerator.pad_across_processes(torch.cat(trained), pad_index=-torch.inf))
+    everyone = everyone[everyone > -torch.inf]
+    if not len(everyone):
+        return 0.0
+    num_kept = max(1, round(trainer.config.loss.top_entropy_frac * len(everyone)))
+    return everyone.topk(num_kept).values[-1].item()

@@ -1,0 +1,150 @@
+"""`learner check`: prompts as the model gets them, rewards on right answers and on noise, the course of the run; then the doctor."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+import learner.doctor.check as module
+from learner.config import LearnerRun
+from learner.doctor.check import check
+from learner.policy.model import load_tokenizer
+from learner.report.trackers import is_installed
+from protocol.config import load_config
+from protocol.doctor import Finding, ok
+from protocol.model_files import resolve_model
+from tests.learner.forked_learner import run_learner
+from tests.ports import free_port
+
+RECIPE = "deploy/recipes/reverse.toml"
+ROWS = [{"prompt": f"{n}>", "answer": str(n)} for n in range(20, 30)]
+REWARDS = """
+def places(completions, answer, **row):
+    return [float(said == right) for said, right in zip(completions, answer)]
+
+def shortness(completions, **row):
+    return [-float(len(said)) for said in completions]
+
+def broken(completions, **row):
+    raise KeyError("no such column")
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    def examined(run: LearnerRun) -> Iterator[Finding]:
+        yield ok("server", run.endpoint)
+
+    monkeypatch.setattr(module, "examine", examined)
+
+
+def a_run(tmp_path: Path, *flags: str, functions: tuple[str, ...] = ("places",), rows: list[Any] = ROWS) -> LearnerRun:
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = tmp_path / "run.toml"
+    specs = [f"{tmp_path}/rewards.py:{name}" for name in functions]
+    config.write_text(f"""
+model = "tiny:digits"
+run_dir = "{tmp_path}/run"
+[learner]
+steps = 6
+groups_per_step = 5
+[learner.data]
+path = "{tmp_path}/rows.jsonl"
+[learner.sampling]
+num_completions = 4
+max_tokens = 8
+[learner.reward]
+functions = {json.dumps(specs)}
+""")
+    return load_config(LearnerRun, [str(config), *flags], "learner check")
+
+
+def told(run: LearnerRun, subject: str) -> list[tuple[str, str]]:
+    return [(found.verdict, found.text) for found in check(run) if found.subject == subject]
+
+
+def test_prompts_rewards_and_the_course_are_told_before_the_servers_are_asked(tmp_path: Path) -> None:
+    found = list(check(a_run(tmp_path)))
+    by_subject = {one.subject: one.text for one in found}
+    assert [one.verdict for one in found[:-1]] == ["ok"] * (len(found) - 1) and found[-2].subject == "server"
+    assert (found[-1].subject, found[-1].verdict) == ("time", "unknown")
+    assert by_subject["prompts"].startswith("10 of ") and "the longest of 3 tokens" in by_subject["prompts"]
+    assert len([subject for subject in by_subject if subject.startswith("row ")]) == 3
+    (row, text) = next((subject, text) for subject, text in by_subject.items() if subject.startswith("row "))
+    assert text == f"3 tokens: '{ROWS[int(row[4:])]['prompt']}'"
+    assert by_subject["rewards"] == "places: 1 for the column 'answer', 0 for noise"
+    assert by_subject["course"] == (
+        "6 steps of 5 groups of 4 completions: each prompt 3 times, 120 completions, at most 960 tokens to sample, none trained on when "
+        "more than 2 versions old"
+    )
+
+
+def test_a_reward_that_prefers_noise_is_asked_about(tmp_path: Path) -> None:
+    longer = [row | {"answer": "7" * 99} for row in ROWS]
+    (_, (verdict, text)) = told(a_run(tmp_path, functions=("shortness",), rows=longer), "rewards")
+    assert verdict == "unknown" and text.startswith("right answers are worth no more than noise, -99 and -")
+
+
+def test_a_function_that_raises_or_cannot_be_loaded_is_a_problem_with_its_remedy(tmp_path: Path) -> None:
+    problems = [one for one in check(a_run(tmp_path, functions=("places", "broken"))) if one.verdict == "problem"]
+    assert problems and all("broken raised KeyError" in one.text and one.remedy for one in problems)
+    (problem,) = (one for one in check(a_run(tmp_path, functions=("absent",))) if one.verdict == "problem")
+    assert "holds nothing under the name 'absent'" in problem.text and "define it there" in problem.remedy
+
+
+@pytest.mark.parametrize("answer", [{}, {"answer": None}])
+def test_data_without_right_answers_is_rated_on_noise_alone(tmp_path: Path, answer: dict[str, None]) -> None:
+    rows = [{"prompt": row["prompt"], **answer} for row in ROWS]
+    first, second = told(a_run(tmp_path, functions=("shortness",), rows=rows), "rewards")
+    assert first[0] == "ok" and "nothing for the column 'answer'" in first[1]
+    assert second == ("unknown", "none of the first 8 prompts has an 'answer', so no right answer could be rated")
+
+
+@pytest.mark.skipif(is_installed("wandb"), reason="W&B is installed here")
+def test_a_tracker_that_is_not_installed_is_a_problem(tmp_path: Path) -> None:
+    (found,) = told(a_run(tmp_path, "--learner.report.trackers", "wandb"), "trackers")
+    assert found == ("problem", "learner.report.trackers has 'wandb', which is not installed")
+
+
+def test_prompts_that_cannot_be_read_or_have_no_room_are_problems(tmp_path: Path) -> None:
+    run = a_run(tmp_path, rows=[{"question": "1>"}])
+    (problem,) = (one for one in check(run) if one.verdict == "problem")
+    assert problem.subject == "prompts" and "prompt" in problem.text
+    found = told(a_run(tmp_path, "--learner.sampling.max-tokens", "100000"), "prompts")
+    assert found[-1][0] == "problem" and "are 100,003 tokens, the model knows" in found[-1][1]
+
+
+def test_a_text_that_begins_the_sequence_twice_begins_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = load_tokenizer(resolve_model("tiny:digits"))
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    tokenizer.bos_token = tokenizer.convert_ids_to_tokens(5)
+    twice = tokenizer.bos_token * 2
+    monkeypatch.setattr("learner.run_inputs.load_tokenizer", lambda path: tokenizer)
+    found = told(a_run(tmp_path, rows=[{"prompt": f"{twice}1>", "answer": "1"}]), "prompts")
+    assert "of 3 tokens" in found[0][1]
+
+
+def test_the_command_goes_on_to_the_doctor_and_ends_with_1(tmp_path: Path) -> None:
+    flags = ["--endpoint", f"tcp://127.0.0.1:{free_port()}", "--run-dir", str(tmp_path / "run")]
+    done = run_learner("check", RECIPE, *flags, "--json")
+    found = json.loads(done.stdout)
+    assert done.returncode == 1 and done.stderr.endswith("1 problem found\n")
+    assert [one["subject"] for one in found if one["verdict"] == "problem"] == ["port"]
+    assert {"config", "prompts", "rewards", "course", "memory", "disk"} <= {one["subject"] for one in found}
+
+
+def test_what_will_be_evaluated_is_told_or_what_keeps_it_from_being(tmp_path: Path) -> None:
+    every = ("--learner.evaluation.every-steps", "4", "--learner.evaluation.num-prompts", "7")
+    assert told(a_run(tmp_path), "evaluation") == []
+    ((verdict, text),) = told(a_run(tmp_path, *every, "--learner.evaluation.at-start"), "evaluation")
+    assert (
+        verdict == "ok"
+        and text.startswith("7 prompts of ")
+        and "greedy, asked 3 times of http://127.0.0.1:8000/v1" in text
+    )
+    ((verdict, text),) = told(a_run(tmp_path, *every, "--learner.evaluation.path", "absent.jsonl"), "evaluation")
+    assert verdict == "problem" and "absent.jsonl" in text
