@@ -20,9 +20,10 @@ from typing import Any
 import msgspec
 
 from deploy.planning.measured import PROGRAM, learner_section, observed, rates_of, read_run, server_section
+from deploy.planning.outcome import Outcome
 from deploy.planning.rates import ASSUMPTIONS, Rates, decode_rate
 from deploy.planning.servers import Failures
-from deploy.planning.simulation import MOST_SERVERS, Outcome, Setup, simulate
+from deploy.planning.simulation import MOST_SERVERS, Setup, simulate
 from deploy.planning.split import Split, search, splits
 from protocol.config import until_its_reader_leaves
 from protocol.errors import ConfigError, SlipstreamError

@@ -19,8 +19,8 @@ import msgspec
 import numpy as np
 import simpy
 
+from deploy.planning.outcome import Sums
 from deploy.planning.rates import Rates
-from deploy.planning.simulation import Sums
 
 ROUNDING = 1e-9
 Events = Generator[simpy.Event, Any, None]

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from deploy.planning.simulation import Outcome, Setup
+from deploy.planning.outcome import Outcome
+from deploy.planning.simulation import Setup
 from protocol.errors import ConfigError
 
 MOST_SPLITS = 64

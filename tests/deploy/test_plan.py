@@ -10,7 +10,8 @@ import pytest
 from msgspec.structs import replace
 
 from deploy.plan import as_text, parse_options, plan
-from deploy.planning.simulation import Outcome, Setup, simulate
+from deploy.planning.outcome import Outcome
+from deploy.planning.simulation import Setup, simulate
 from deploy.planning.split import Split, most_samples_per_s, search, splits
 from protocol.errors import ConfigError
 from tests.deploy.planned_run import CONSTANT, SPREAD, setup, write_run
