@@ -35,7 +35,7 @@ TOML = re.compile(r"^```toml\n(.*?)^```", re.DOTALL | re.MULTILINE)
 FILE = re.compile(r"(?<![\w./:<>-])[\w./-]+\.(?:py|toml|md|lock|jinja|json|png)\b")
 FOLDER = re.compile(r"`([\w./-]+/)`")
 KEY = re.compile(r"`(?:--|\[)?((?:learner|server|deploy)\.[a-z_.-]+)[^`]*`")
-MADE_BY_USERS = {"run.toml", "my_rewards.py", "prompts.jsonl"}
+MADE_BY_USERS = {"run.toml", "my_loss.py", "my_rewards.py", "prompts.jsonl"}
 MADE_BY_RUNS = ("runs/", "checkpoints/", "model/", "adapter/", "logs/", "keys/", "DIR/", "allowed/", "my-task/")
 
 

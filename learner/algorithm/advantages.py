@@ -8,11 +8,24 @@ two of its completions are scorable or all scorable ones are equal: all its adva
 import math
 import statistics
 
+import msgspec
+
 from learner.config import AdvantageConfig
 
 STD_EPSILON = 1e-4
 
 Rewards = list[list[float | None]]
+
+
+class StepRewards(msgspec.Struct, frozen=True):
+    """The rewards of one optimizer step: what a function of `learner.advantage.function` gets."""
+
+    rewards_P_G: Rewards
+    """The total of each completion; None: it cannot be scored."""
+    rewards_by_function_P: list[dict[str, list[float | None]]]
+    """Of each group: what each reward function said, by its name."""
+    weights: dict[str, float]
+    """Of the reward functions in the total."""
 
 
 def has_signal(

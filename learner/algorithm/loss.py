@@ -12,7 +12,8 @@ import torch
 
 from learner.algorithm.correction import anchor_logprobs, multiplier
 from learner.algorithm.kl import MEASURE, clamped, kl_estimate, masked
-from learner.algorithm.objectives import OBJECTIVES, Tokens
+from learner.algorithm.objectives import Tokens
+from learner.algorithm.plug_in import objective_of
 from learner.config import CorrectionConfig, KlConfig, LossConfig
 
 NUM_LENGTH_QUARTERS = 4
@@ -59,7 +60,7 @@ def policy_loss(
     anchor_BT = anchor_logprobs(logprobs_BT, behaviour_BT, masked(proximal, mask_BT), staleness_BT, correction)
 
     tokens = Tokens(clamped(logprobs_BT - anchor_BT), logprobs_BT, advantages_B1, mask_BT)
-    objective_BT, held_BT = OBJECTIVES[config.objective](tokens, config)
+    objective_BT, held_BT = objective_of(config.objective)(tokens, config)
     counts = multiplier(
         logprobs_BT=logprobs_BT,
         behaviour_BT=behaviour_BT,

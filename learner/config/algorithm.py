@@ -5,12 +5,12 @@ from typing import Literal
 
 from learner.config.section import Section, any_of, require
 from protocol.config import MayChange
+from protocol.errors import ConfigError
 
 Normalization = Literal["token", "sequence", "dr_grpo"]
-Objective = Literal["grpo", "gspo", "cispo", "sapo", "dppo", "reinforce"]
 KlEstimator = Literal["k1", "k2", "k3", "k3_grad_k2"]
 
-OBJECTIVE_DEFAULTS: dict[Objective, dict[str, float]] = {
+OBJECTIVE_DEFAULTS: dict[str, dict[str, float]] = {
     "grpo": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0},
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": 3.0},
     "cispo": {"clip_high": 4.0},
@@ -20,18 +20,23 @@ OBJECTIVE_DEFAULTS: dict[Objective, dict[str, float]] = {
 }
 """Which of the loss's bounds an objective uses, and their defaults."""
 
-NORMALIZATIONS: dict[Objective, Normalization] = {"gspo": "sequence"}
+NORMALIZATIONS: dict[str, Normalization] = {"gspo": "sequence"}
 """What an objective's paper divides by; all others: token."""
 
 BOUNDS = sorted({bound for defaults in OBJECTIVE_DEFAULTS.values() for bound in defaults})
 
 
+def is_plug_in(spec: str) -> bool:
+    """Return whether a value names a function of the user's, and nothing built in."""
+    return ":" in spec
+
+
 class LossConfig(Section):
     """The objective, its bounds and its normalisation."""
 
-    objective: Objective = "grpo"
+    objective: str = "grpo"
     """grpo: PPO's clip per token; gspo: per sequence; cispo: the ratio as a capped weight; sapo: a soft gate; dppo: a trust
-    region in probability; reinforce: no ratio."""
+    region in probability; reinforce: no ratio; path/to/file.py:name or module:name: your own function (learner/algorithm/README.md)."""
     normalization: Normalization | None = None
     """token: mean over all tokens of the step; sequence: mean over completions of their means; dr_grpo: a constant. Unset:
     sequence for gspo, whose loss is one number for each completion (arXiv 2507.18071, equation 5), token for all others."""
@@ -62,11 +67,17 @@ class LossConfig(Section):
     """Only this share of the step's tokens, those of the highest entropy, is trained on (arXiv 2506.01939)."""
 
     def lacking(self) -> dict[str, str]:
+        if is_plug_in(self.objective):
+            return {}
         users = {bound: [key for key, used in OBJECTIVE_DEFAULTS.items() if bound in used] for bound in BOUNDS}
         return {bound: any_of("objective", keys) for bound, keys in users.items() if self.objective not in keys}
 
     def check(self) -> None:
-        used = OBJECTIVE_DEFAULTS[self.objective]
+        require(
+            self.objective in OBJECTIVE_DEFAULTS or is_plug_in(self.objective),
+            f"objective = {self.objective!r} is not known; expected {', '.join(OBJECTIVE_DEFAULTS)}, or path/to/file.py:name",
+        )
+        used = OBJECTIVE_DEFAULTS.get(self.objective, {})
         for bound in BOUNDS:
             value = getattr(self, bound)
             require(value is None or value >= 0, f"{bound} = {value} must not be negative")
@@ -106,6 +117,8 @@ class LossConfig(Section):
         value = getattr(self, bound)
         if value is not None:
             return float(value)
+        if is_plug_in(self.objective):
+            raise ConfigError(f"{self.objective} reads {bound}, which has no default for it; set learner.loss.{bound}")
         default = OBJECTIVE_DEFAULTS[self.objective][bound]
         return max(default, 1 + (self.clip_high or 0.0)) if bound == "dual_clip" else default
 
@@ -267,3 +280,14 @@ class AdvantageConfig(Section):
     """group: divide by the group's standard deviation (Bessel) + 1e-4; batch: by that of the step; none (Dr. GRPO)."""
     combine: Literal["sum", "normalize_then_sum"] = "sum"
     """With several reward functions: sum: add the rewards; normalize_then_sum: add the advantages of each (GDPO)."""
+    function: str | None = None
+    """path/to/file.py:name or module:name: your own function in place of the three above (learner/algorithm/README.md)."""
+
+    def lacking(self) -> dict[str, str]:
+        return {} if self.function is None else dict.fromkeys(("baseline", "scale", "combine"), "no function")
+
+    def check(self) -> None:
+        require(
+            self.function is None or is_plug_in(self.function),
+            f"function = {self.function!r} is not path/to/file.py:name or module:name",
+        )

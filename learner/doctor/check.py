@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 from accelerate.utils import set_seed
 
+from learner.algorithm.plug_in import check_plug_ins
 from learner.config import CheckpointConfig, EvaluationConfig, LearnerRun, ReportConfig
 from learner.controller import Controller
 from learner.doctor.doctor import examine
@@ -70,8 +71,9 @@ def look(run: LearnerRun) -> Iterator[Finding]:
     yield ok("config", note or "no key contradicts another, none is idle")
     try:
         refuse_absent(run.learner.report.trackers)
+        check_plug_ins(run.learner)
     except ConfigError as error:
-        yield problem_of("trackers", error, "install them, or leave them out")
+        yield problem_of("config", error, "correct the key")
     run, run_inputs = run.in_effect(), RunInputs(run.in_effect())
     try:
         prompts = run_inputs.prompts

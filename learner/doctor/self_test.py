@@ -18,7 +18,8 @@ import torch
 from accelerate.utils import set_seed
 
 from learner.algorithm.kl import clamped, masked
-from learner.algorithm.objectives import OBJECTIVES, Tokens
+from learner.algorithm.objectives import Tokens
+from learner.algorithm.plug_in import objective_of
 from learner.config import (
     CheckpointConfig,
     EvaluationConfig,
@@ -175,4 +176,4 @@ def held(
     anchor_BT = logprobs_BT if is_own else behaviour_logprobs_BT
     log_ratio_BT = clamped(masked(logprobs_BT - anchor_BT, mask_BT))
     tokens = Tokens(log_ratio_BT, masked(logprobs_BT, mask_BT), advantages_B.unsqueeze(1), mask_BT)
-    return OBJECTIVES[config.loss.objective](tokens, config.loss)[1] & mask_BT
+    return objective_of(config.loss.objective)(tokens, config.loss)[1] & mask_BT

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast
 from torch import nn
 
+from learner.algorithm.plug_in import check_plug_ins
 from learner.algorithm.schedules import next_coef
 from learner.config import LearnerConfig, LearnerRun
 from learner.forward.compile import fuse
@@ -112,6 +113,7 @@ def make_trainer(run_inputs: RunInputs, accelerator: Accelerator, *, is_new: boo
     """
     run = run_inputs.run
     config = run.learner
+    check_plug_ins(config)
     _refuse_other_sharding(accelerator, run)
     require_agreement(
         accelerator, _view_of(run_inputs, accelerator), "Give every rank the same config, model files and software"

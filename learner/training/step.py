@@ -14,9 +14,10 @@ from itertools import islice
 import msgspec
 import torch
 
-from learner.algorithm.advantages import combined_advantages, step_advantages
+from learner.algorithm.advantages import StepRewards, combined_advantages, step_advantages
 from learner.algorithm.kl import masked
 from learner.algorithm.loss import NUM_LENGTH_QUARTERS, LossInputs, Sums, policy_loss
+from learner.algorithm.plug_in import advantages_of
 from learner.algorithm.schedules import learning_rate
 from learner.config import LearnerConfig
 from learner.forward.lm_head import EntropyUse
@@ -75,11 +76,14 @@ def train_tflop(trainer: PolicyTrainer, rows: list[Row]) -> float:
 
 
 def advantages(groups: list[ScoredGroup], config: LearnerConfig) -> list[list[float]]:
-    """The advantages_P_G of the groups of one step, as the config combines the reward functions."""
-    if config.advantage.combine == "sum":
-        return step_advantages([group.rewards_G for group in groups], config.advantage)
+    """The advantages_P_G of the groups of one step, as the config combines the reward functions, or as your function does."""
     rewards_P_G, by_function_P = [group.rewards_G for group in groups], [group.rewards_by_function for group in groups]
-    return combined_advantages(rewards_P_G, by_function_P, config.reward.weight_by_name, config.advantage)
+    weights = config.reward.weight_by_name
+    if config.advantage.function is not None:
+        return advantages_of(config.advantage.function, StepRewards(rewards_P_G, by_function_P, weights))
+    if config.advantage.combine == "sum":
+        return step_advantages(rewards_P_G, config.advantage)
+    return combined_advantages(rewards_P_G, by_function_P, weights, config.advantage)
 
 
 def less_kl(

@@ -31,7 +31,7 @@ OBJECTIVE = [
         {"top_entropy_frac": 0.2},
     ),
     ({"top_entropy_frac": 1.5}, r"top_entropy_frac = 1\.5 must lie above 0", {"top_entropy_frac": 1.0}),
-    ({"objective": "ppo"}, r"Invalid enum value 'ppo'", {"objective": "grpo"}),
+    ({"objective": "ppo"}, r"objective = 'ppo' is not known; expected grpo, gspo", {"objective": "grpo"}),
     ({"normalization": "batch"}, r"Invalid enum value 'batch'", {"normalization": "sequence"}),
 ]
 CORRECTION = [

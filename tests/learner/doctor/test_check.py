@@ -106,7 +106,7 @@ def test_data_without_right_answers_is_rated_on_noise_alone(tmp_path: Path, answ
 
 @pytest.mark.skipif(is_installed("wandb"), reason="W&B is installed here")
 def test_a_tracker_that_is_not_installed_is_a_problem(tmp_path: Path) -> None:
-    (found,) = told(a_run(tmp_path, "--learner.report.trackers", "wandb"), "trackers")
+    _, found = told(a_run(tmp_path, "--learner.report.trackers", "wandb"), "config")
     assert found == ("problem", "learner.report.trackers has 'wandb', which is not installed")
 
 
@@ -116,6 +116,11 @@ def test_prompts_that_cannot_be_read_or_have_no_room_are_problems(tmp_path: Path
     assert problem.subject == "prompts" and "prompt" in problem.text
     found = told(a_run(tmp_path, "--learner.sampling.max-tokens", "100000"), "prompts")
     assert found[-1][0] == "problem" and "are 100,003 tokens, the model knows" in found[-1][1]
+
+
+def test_a_function_of_the_user_that_cannot_be_loaded_is_a_problem(tmp_path: Path) -> None:
+    _, found = told(a_run(tmp_path, "--learner.advantage.function", "missing.py:f"), "config")
+    assert found[0] == "problem" and "learner.advantage.function = 'missing.py:f': importing" in found[1]
 
 
 def test_a_text_that_begins_the_sequence_twice_begins_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,96 @@
+"""Objectives and advantages of the user's: they take the place of the built-in ones, and what they return is looked at."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from learner.algorithm.advantages import StepRewards
+from learner.algorithm.loss import LossInputs, policy_loss
+from learner.algorithm.objectives import OBJECTIVES, Tokens
+from learner.algorithm.plug_in import advantages_of, objective_of
+from learner.config import AdvantageConfig, CorrectionConfig, KlConfig, LossConfig
+from protocol.errors import ConfigError
+
+PAGE = Path(__file__).parents[3] / "learner/algorithm/README.md"
+REWARDS = StepRewards(
+    [[1.0, 0.0, None, 3.0], [None, None]], [{"f": [1.0, 0.0, None, 3.0]}, {"f": [None, None]}], {"f": 1.0}
+)
+LOG_RATIO_BT = torch.tensor([[0.5, -0.1, 0.2], [-0.7, 0.0, 0.1]])
+TOKENS = Tokens(LOG_RATIO_BT, LOG_RATIO_BT - 1, torch.tensor([[2.0], [-1.0]]), torch.ones(2, 3, dtype=torch.bool))
+
+
+def spec(tmp_path: Path, body: str, name: str = "f") -> str:
+    path = tmp_path / "mine.py"
+    path.write_text(body)
+    return f"{path}:{name}"
+
+
+def of_the_page(tmp_path: Path, name: str) -> str:
+    (example,) = re.findall(r"^```python\n(# my_loss\.py\n.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    return spec(tmp_path, example, name)
+
+
+def test_the_objective_of_the_page_is_what_the_loss_is_made_of(tmp_path: Path) -> None:
+    config = LossConfig(objective=of_the_page(tmp_path, "clipped_log_ratio"), clip_high=0.3)
+    logprobs_BT = (LOG_RATIO_BT - 1).requires_grad_()
+    inputs = LossInputs(
+        logprobs_BT=logprobs_BT, behaviour_logprobs_BT=torch.full((2, 3), -1.0), staleness_BT=torch.zeros(2, 3),
+        advantages_B=torch.tensor([2.0, -1.0]), weights_B=torch.full((2,), 0.25), mask_BT=torch.ones(2, 3),
+    )  # fmt: skip
+    loss, sums = policy_loss(inputs, config, CorrectionConfig(), KlConfig(), 0.0)
+    loss.backward()
+    by_hand = -0.25 * (2 * (0.3 - 0.1 + 0.2) - (-0.3 + 0.0 + 0.1))
+    assert loss.item() == pytest.approx(by_hand) and sums["clipped"] == 2
+    assert logprobs_BT.grad is not None
+    assert torch.allclose(logprobs_BT.grad, torch.tensor([[0.0, -0.5, -0.5], [0.0, 0.25, 0.25]]))
+
+
+def test_the_advantages_of_the_page_take_the_median(tmp_path: Path) -> None:
+    assert advantages_of(of_the_page(tmp_path, "above_median"), REWARDS) == [[0.0, -1.0, 0.0, 2.0], [0.0, 0.0]]
+
+
+def test_a_built_in_objective_written_once_more_gives_the_same(tmp_path: Path) -> None:
+    mine = spec(tmp_path, "from learner.algorithm.objectives import grpo as f")
+    bounds = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}
+    built_in = OBJECTIVES["grpo"](TOKENS, LossConfig(**bounds))
+    assert all(map(torch.equal, objective_of(mine)(TOKENS, LossConfig(objective=mine, **bounds)), built_in))
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ("def f(tokens, config): return tokens.log_ratio_BT", r"returned a tensor of shape \(2, 3\); expected \(loss_BT, held_BT\)"),
+        ("def f(tokens, config): return tokens.log_ratio_BT.sum(), tokens.mask_BT", r"returned \(a tensor of shape \(\), a tensor of"),
+        ("def f(tokens, config): return None", "returned None; expected"),
+        ("def f(tokens, config): return config.value('clip_low')", r"reads clip_low, which has no default for it; set learner\.loss\.clip_low"),
+    ],
+)  # fmt: skip
+def test_an_objective_that_returns_something_else_is_refused(tmp_path: Path, body: str, problem: str) -> None:
+    mine = spec(tmp_path, body)
+    with pytest.raises(ConfigError, match=problem):
+        objective_of(mine)(TOKENS, LossConfig(objective=mine))
+
+
+@pytest.mark.parametrize(
+    "returned", ["None", "[[1.0, 2.0]]", "[[1.0, 0.0, float('nan'), 0.0], [0.0, 0.0]]", "rewards.rewards_P_G"]
+)
+def test_advantages_of_another_shape_or_that_are_no_numbers_are_refused(tmp_path: Path, returned: str) -> None:
+    with pytest.raises(ConfigError, match="expected 2 lists, one for each group, of 4 finite numbers"):
+        advantages_of(spec(tmp_path, f"def f(rewards): return {returned}"), REWARDS)
+
+
+@pytest.mark.parametrize("named", ["missing.py:f", "no_such_module:f"])
+def test_what_cannot_be_loaded_is_named_with_its_key(named: str) -> None:
+    with pytest.raises(ConfigError, match=rf"learner\.loss\.objective = '{named}': importing"):
+        objective_of(named)
+    with pytest.raises(ConfigError, match=rf"learner\.advantage\.function = '{named}': importing"):
+        advantages_of(named, REWARDS)
+
+
+def test_a_name_without_a_colon_is_no_function_of_yours() -> None:
+    with pytest.raises(ValueError, match="objective = 'ppo' is not known; expected grpo, gspo"):
+        LossConfig(objective="ppo")
+    with pytest.raises(ValueError, match=r"function = 'mine' is not path/to/file\.py:name"):
+        AdvantageConfig(function="mine")
