@@ -37,11 +37,11 @@ def has_signal(
     """Return whether a group's rewards tell its completions apart, of those that have a total reward.
 
     `weights`: of the functions that decide. Their weighted sums must differ or, where advantages are taken one by one, the rewards of
-    one function. A completion for which all of them gave None is left out.
+    one function; so too where a function of the user's takes them. A completion for which all of them gave None is left out.
     """
     scorable = _scorable(rewards_by_function, rewards_G)
     weighed = {name: weight for name, weight in weights.items() if weight != 0}
-    if config.combine != "sum":
+    if config.combine != "sum" or config.function is not None:
         return any(_tells_apart(scorable[name]) for name in weighed)
     terms_G = [
         [weight * reward for name, weight in weighed.items() if (reward := scorable[name][i]) is not None]

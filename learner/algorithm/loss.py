@@ -13,7 +13,7 @@ import torch
 from learner.algorithm.correction import anchor_logprobs, multiplier
 from learner.algorithm.kl import MEASURE, clamped, kl_estimate, masked
 from learner.algorithm.objectives import Tokens
-from learner.algorithm.plug_in import objective_of
+from learner.algorithm.plug_in import has_ratio, objective_of
 from learner.config import CorrectionConfig, KlConfig, LossConfig
 
 NUM_LENGTH_QUARTERS = 4
@@ -68,7 +68,7 @@ def policy_loss(
         staleness_BT=staleness_BT,
         advantages_B1=advantages_B1,
         mask_BT=mask_BT,
-        has_ratio=config.objective != "reinforce",
+        has_ratio=has_ratio(config.objective),
         config=correction,
     )
     kept_BT = counts.value_BT != 0

@@ -1,75 +1,125 @@
 """Functions of yours in the place of the built-in objective and advantages: `my_loss.py:f`, loaded once on every rank.
 
-    config ─▶ check_plug_ins, before a server is waited for ─▶ loss.py: objective_of     training/step.py: advantages
+    config ─▶ check_plug_ins: each is tried, before a server is waited for ─▶ loss.py: objective_of     training/step.py: advantages_of
 
-Invariant: what a plug-in returns has the right shape before it is used; an exception of its own ends the run with its traceback.
+Invariant: what a plug-in returns has the right shape before it is used, and nothing that it does to its arguments is seen elsewhere. An
+exception of its own ends the run with its traceback.
 """
 
+import hashlib
+import inspect
 import math
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from learner.algorithm.advantages import StepRewards
 from learner.algorithm.objectives import OBJECTIVES, Losses, Tokens
 from learner.config import LearnerConfig, LossConfig
-from learner.user_code import NotLoaded, load_named
+from learner.user_code import NotLoaded, describe, load_named
 from protocol.errors import ConfigError
+
+OBJECTIVE, ADVANTAGE = "learner.loss.objective", "learner.advantage.function"
+"""The keys."""
 
 
 def check_plug_ins(config: LearnerConfig) -> None:
-    """Load what the config names.
+    """Load what the config names and try it on two rows of three tokens.
 
     Raises:
-        ConfigError: It cannot be imported, or is no function.
+        ConfigError: It cannot be imported, is no function, raises, or returns something else than it should.
     """
-    objective_of(config.loss.objective)
-    if config.advantage.function is not None:
-        load_function("learner.advantage.function", config.advantage.function)
+    key, spec = OBJECTIVE, config.loss.objective
+    try:
+        if spec not in OBJECTIVES:
+            log_ratio_BT = torch.tensor([[0.1, -0.2, 0.0], [0.3, 0.0, -0.1]], requires_grad=True)
+            tokens = Tokens(
+                log_ratio_BT, log_ratio_BT - 1, torch.tensor([[1.0], [-1.0]]), torch.ones(2, 3, dtype=torch.bool)
+            )
+            objective_of(spec)(tokens, config.loss)
+        if config.advantage.function is not None:
+            key, spec = ADVANTAGE, config.advantage.function
+            rewards_P_G: list[list[float | None]] = [[1.0, 0.0, None], [None]]
+            by_function_P = [dict.fromkeys(config.reward.names, rewards_G) for rewards_G in rewards_P_G]
+            advantages_of(spec, StepRewards(rewards_P_G, by_function_P, config.reward.weight_by_name))
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{key} = {spec!r} failed when it was tried: {describe(error)}. Correct the function"
+        ) from error
 
 
 def objective_of(spec: str) -> Callable[[Tokens, LossConfig], Losses]:
     """Return a built-in objective, or yours. Raises ConfigError, also for what yours returns."""
     if spec in OBJECTIVES:
         return OBJECTIVES[spec]
-    function = load_function("learner.loss.objective", spec)
+    function = load_function(OBJECTIVE, spec)
 
     def checked(tokens: Tokens, config: LossConfig) -> Losses:
         returned = function(tokens, config)
-        shape = tokens.log_ratio_BT.shape
+        log_ratio_BT = tokens.log_ratio_BT
         match returned:
-            case (torch.Tensor() as loss_BT, torch.Tensor() as held_BT) if loss_BT.shape == held_BT.shape == shape:
+            case (torch.Tensor() as loss_BT, torch.Tensor() as held_BT) if (
+                loss_BT.shape == held_BT.shape == log_ratio_BT.shape
+                and loss_BT.requires_grad >= log_ratio_BT.requires_grad
+            ):
                 return loss_BT, held_BT.bool()
         raise ConfigError(
-            f"learner.loss.objective = {spec!r} returned {_described(returned)}; expected (loss_BT, held_BT), two tensors of shape "
-            f"{tuple(shape)}. Return the loss of each token, and where your bound holds its gradient back"
+            f"{OBJECTIVE} = {spec!r} returned {_described(returned)}; expected (loss_BT, held_BT), two tensors of shape "
+            f"{tuple(log_ratio_BT.shape)}, the first with a gradient. Return the loss of each token, and where your bound holds its "
+            "gradient back"
         )
 
     return checked
 
 
+def has_ratio(spec: str) -> bool:
+    """Return whether the importance ratio multiplies an objective's gradient. Yours says that it does not by `f.has_ratio = False`."""
+    if spec in OBJECTIVES:
+        return spec != "reinforce"
+    return bool(getattr(load_function(OBJECTIVE, spec), "has_ratio", True))
+
+
 def advantages_of(spec: str, rewards: StepRewards) -> list[list[float]]:
     """Return what your function makes of the rewards of a step. Raises ConfigError for what it returns."""
-    returned = load_function("learner.advantage.function", spec)(rewards)
-    expected = [len(rewards_G) for rewards_G in rewards.rewards_P_G]
+    copied = msgspec.convert(msgspec.to_builtins(rewards), StepRewards)
+    returned = load_function(ADVANTAGE, spec)(copied)
     try:
         advantages_P_G = [[float(value) for value in advantages_G] for advantages_G in returned]
     except (TypeError, ValueError):
         advantages_P_G = []
-    if [len(advantages_G) for advantages_G in advantages_P_G] != expected or not all(
-        math.isfinite(value) for advantages_G in advantages_P_G for value in advantages_G
-    ):
+    problem = f"{len(advantages_P_G)} groups instead of {len(rewards.rewards_P_G)}"
+    if len(advantages_P_G) == len(rewards.rewards_P_G):
+        pairs = enumerate(zip(advantages_P_G, rewards.rewards_P_G, strict=True))
+        problem = next(
+            (f"for group {p} {a}" for p, (a, r) in pairs if len(a) != len(r) or not all(map(math.isfinite, a))), ""
+        )
+    if problem:
         raise ConfigError(
-            f"learner.advantage.function = {spec!r} returned {_described(returned)}; expected {len(expected)} lists, one for each group, "
-            f"of {expected[0]} finite numbers, one for each completion. Return 0 for a completion without a reward"
+            f"{ADVANTAGE} = {spec!r} returned {problem}; expected one list for each group, of one finite number for each completion. "
+            "Return 0 for a completion without a reward"
         )
     return advantages_P_G
 
 
+def digest_of_plug_ins(config: LearnerConfig) -> str:
+    """Return a digest of the files that the config's functions stand in, for ranks on several nodes to compare."""
+    digest = hashlib.sha256()
+    for key, spec in ((OBJECTIVE, config.loss.objective), (ADVANTAGE, config.advantage.function)):
+        if spec is not None and spec not in OBJECTIVES:
+            path = inspect.getsourcefile(inspect.unwrap(load_function(key, spec)))
+            digest.update(Path(path).read_bytes() if path else spec.encode())
+    return digest.hexdigest()
+
+
 @cache
 def load_function(key: str, spec: str) -> Callable[..., Any]:
+    """Return what a key names. Raises ConfigError."""
     try:
         function: Callable[..., Any] = load_named(spec)
     except NotLoaded as error:
@@ -79,7 +129,7 @@ def load_function(key: str, spec: str) -> Callable[..., Any]:
 
 def _described(returned: Any) -> str:
     if isinstance(returned, torch.Tensor):
-        return f"a tensor of shape {tuple(returned.shape)}"
+        return f"a tensor of shape {tuple(returned.shape)}{'' if returned.requires_grad else ' without a gradient'}"
     if isinstance(returned, tuple):
         return f"({', '.join(map(_described, returned))})"
     text = repr(returned)

@@ -284,7 +284,9 @@ class AdvantageConfig(Section):
     """path/to/file.py:name or module:name: your own function in place of the three above (learner/algorithm/README.md)."""
 
     def lacking(self) -> dict[str, str]:
-        return {} if self.function is None else dict.fromkeys(("baseline", "scale", "combine"), "no function")
+        return (
+            {} if self.function is None else dict.fromkeys(("baseline", "scale", "combine"), "advantage.function unset")
+        )
 
     def check(self) -> None:
         require(

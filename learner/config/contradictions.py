@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from learner.config.algorithm import BOUNDS
+from learner.config.algorithm import BOUNDS, is_plug_in
 from learner.config.section import require
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ def what_is_lacking(config: "LearnerConfig") -> dict[str, str]:
             lacking["correction.anchor"] = "an objective with a ratio"
         elif correction.proximal == "log_linear" and config.max_staleness == 0:  # it is the behaviour policy
             lacking |= dict.fromkeys(("correction.anchor", "correction.weight"), "max_staleness above 0")
+        elif is_plug_in(config.loss.objective):  # nobody knows what it makes of its bounds
+            pass
         elif correction.proximal == "exact" and config.updates_per_batch == 1:  # the ratio is always 1
             lacking |= {f"loss.{bound}": "updates_per_batch above 1" for bound in BOUNDS}
     return lacking
@@ -50,7 +52,7 @@ def _refuse_rewards(config: "LearnerConfig") -> None:
         'set combine to "sum" or place to "loss"',
     )
     require(
-        config.kl.place == "loss" or config.advantage.scale != "group",
+        config.kl.place == "loss" or config.advantage.scale != "group" or config.advantage.function is not None,
         'kl.place = "reward" with advantage.scale = "group": in a group whose rewards are all equal only the KL is left, and '
         'dividing by its own deviation cancels kl.coef; set scale to "batch" or "none", or place to "loss"',
     )
@@ -90,7 +92,7 @@ def _refuse_corrections(config: "LearnerConfig") -> None:
         )
     else:
         require(
-            correction.weight != "truncate" or objective == "reinforce",
+            correction.weight != "truncate" or objective == "reinforce" or is_plug_in(objective),
             f'correction.weight = "truncate" with anchor = "behaviour": the ratio of {objective} is the importance weight '
             'already, and would count twice; set anchor = "proximal", or weight = "mask" to leave tokens out',
         )

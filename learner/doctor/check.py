@@ -71,9 +71,12 @@ def look(run: LearnerRun) -> Iterator[Finding]:
     yield ok("config", note or "no key contradicts another, none is idle")
     try:
         refuse_absent(run.learner.report.trackers)
+    except ConfigError as error:
+        yield problem_of("trackers", error, "install them, or leave them out")
+    try:
         check_plug_ins(run.learner)
     except ConfigError as error:
-        yield problem_of("config", error, "correct the key")
+        yield problem_of("plug-ins", error, "correct the function")
     run, run_inputs = run.in_effect(), RunInputs(run.in_effect())
     try:
         prompts = run_inputs.prompts

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from learner.config import LearnerConfig
+from learner.config.algorithm import is_plug_in
 
 TRUSTED_RATIO = (0.9, 1.1)
 Level = Literal["token", "sequence", "geometric", "probability"]
@@ -240,7 +241,12 @@ def as_text(measured: Measured) -> str:
     if measured.through_push is None:
         lines.append("no completion was in the engine during a push: each was done before")
     if not measured.bounds:
-        lines.append(f"{measured.objective} as configured has no bound on the ratio that noise could reach")
+        bounds = (
+            "bounds that are not known here"
+            if is_plug_in(measured.objective)
+            else "no bound on the ratio that noise could reach"
+        )
+        lines.append(f"{measured.objective} as configured has {bounds}")
     return "\n".join([*lines, "", *map(_margin, measured.bounds)]).rstrip()
 
 

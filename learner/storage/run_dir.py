@@ -18,6 +18,7 @@ from msgspec import NODEFAULT, to_builtins
 from msgspec.structs import FieldInfo, replace
 
 from learner.config import KlConfig, LearnerRun, LossConfig
+from learner.config.algorithm import is_plug_in
 from learner.prompts.prompts import Prompts
 from learner.storage.files import network_file_system, replace_file
 from protocol.config import keys_of, may_change, to_toml
@@ -148,7 +149,7 @@ def _compare(path: Path, run: LearnerRun) -> None:
 def _with_dual_clip(run: LearnerRun) -> LearnerRun:
     """Return the run with its bound on ratios of negative advantages written out, if its objective has one."""
     loss = run.learner.loss
-    if "dual_clip" in loss.lacking():
+    if "dual_clip" in loss.lacking() or is_plug_in(loss.objective):
         return run
     loss = replace(loss, dual_clip=loss.value("dual_clip"))
     return replace(run, learner=replace(run.learner, loss=loss))

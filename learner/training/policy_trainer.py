@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast
 from torch import nn
 
-from learner.algorithm.plug_in import check_plug_ins
+from learner.algorithm.plug_in import check_plug_ins, digest_of_plug_ins
 from learner.algorithm.schedules import next_coef
 from learner.config import LearnerConfig, LearnerRun
 from learner.forward.compile import fuse
@@ -99,6 +99,8 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     learner: LearnerConfig
     model: str
     """Digest of its files."""
+    plug_ins: str
+    """Digest of the files of the user's objective and advantage."""
     device: str
     """Its kind: cuda, cpu."""
     sharding: str
@@ -164,6 +166,7 @@ def _view_of(run_inputs: RunInputs, accelerator: Accelerator) -> RunView:
         seed=run.seed,
         learner=msgspec.structs.replace(run.learner, cpu_cores=None),  # each rank has its own
         model=run_inputs.model_digest,
+        plug_ins=digest_of_plug_ins(run.learner),
         device=accelerator.device.type,
         sharding=_sharding_of(accelerator),
         torch=str(torch.__version__),

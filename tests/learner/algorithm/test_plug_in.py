@@ -1,6 +1,8 @@
 """Objectives and advantages of the user's: they take the place of the built-in ones, and what they return is looked at."""
 
+import math
 import re
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,10 @@ import torch
 from learner.algorithm.advantages import StepRewards
 from learner.algorithm.loss import LossInputs, policy_loss
 from learner.algorithm.objectives import OBJECTIVES, Tokens
-from learner.algorithm.plug_in import advantages_of, objective_of
-from learner.config import AdvantageConfig, CorrectionConfig, KlConfig, LossConfig
+from learner.algorithm.plug_in import advantages_of, check_plug_ins, objective_of
+from learner.config import AdvantageConfig, CorrectionConfig, KlConfig, LearnerConfig, LearnerRun, LossConfig
+from learner.storage.run_dir import open_run_dir
+from protocol.config import load_config
 from protocol.errors import ConfigError
 
 PAGE = Path(__file__).parents[3] / "learner/algorithm/README.md"
@@ -19,6 +23,16 @@ REWARDS = StepRewards(
 )
 LOG_RATIO_BT = torch.tensor([[0.5, -0.1, 0.2], [-0.7, 0.0, 0.1]])
 TOKENS = Tokens(LOG_RATIO_BT, LOG_RATIO_BT - 1, torch.tensor([[2.0], [-1.0]]), torch.ones(2, 3, dtype=torch.bool))
+
+
+def run_of(tmp_path: Path, *flags: str) -> LearnerRun:
+    return load_config(
+        LearnerRun, ["deploy/recipes/reverse.toml", "--run-dir", str(tmp_path / "run"), *flags], "learner train"
+    )
+
+
+def config_of(tmp_path: Path, *flags: str) -> LearnerConfig:
+    return run_of(tmp_path, *flags).learner
 
 
 def spec(tmp_path: Path, body: str, name: str = "f") -> str:
@@ -33,7 +47,7 @@ def of_the_page(tmp_path: Path, name: str) -> str:
 
 
 def test_the_objective_of_the_page_is_what_the_loss_is_made_of(tmp_path: Path) -> None:
-    config = LossConfig(objective=of_the_page(tmp_path, "clipped_log_ratio"), clip_high=0.3)
+    config = LossConfig(objective=of_the_page(tmp_path, "bounded_ratio"), clip_high=0.3)
     logprobs_BT = (LOG_RATIO_BT - 1).requires_grad_()
     inputs = LossInputs(
         logprobs_BT=logprobs_BT, behaviour_logprobs_BT=torch.full((2, 3), -1.0), staleness_BT=torch.zeros(2, 3),
@@ -41,14 +55,39 @@ def test_the_objective_of_the_page_is_what_the_loss_is_made_of(tmp_path: Path) -
     )  # fmt: skip
     loss, sums = policy_loss(inputs, config, CorrectionConfig(), KlConfig(), 0.0)
     loss.backward()
-    by_hand = -0.25 * (2 * (0.3 - 0.1 + 0.2) - (-0.3 + 0.0 + 0.1))
+    r = [[math.exp(value) for value in row] for row in LOG_RATIO_BT.tolist()]
+    by_hand = -0.25 * (2 * (1.3 + r[0][1] + r[0][2]) - (0.7 + r[1][1] + r[1][2]))
     assert loss.item() == pytest.approx(by_hand) and sums["clipped"] == 2
     assert logprobs_BT.grad is not None
-    assert torch.allclose(logprobs_BT.grad, torch.tensor([[0.0, -0.5, -0.5], [0.0, 0.25, 0.25]]))
+    expected = torch.tensor([[0.0, -0.5 * r[0][1], -0.5 * r[0][2]], [0.0, 0.25 * r[1][1], 0.25 * r[1][2]]])
+    assert torch.allclose(logprobs_BT.grad, expected)
+
+
+def test_an_objective_without_a_ratio_gets_the_importance_weight(tmp_path: Path) -> None:
+    body = "def f(tokens, config): return -tokens.advantages_B1 * tokens.logprobs_BT, tokens.mask_BT & False\n"
+    found = []
+    for objective in ("reinforce", spec(tmp_path, body + "f.has_ratio = False")):
+        logprobs_BT = (LOG_RATIO_BT - 1).requires_grad_()
+        inputs = LossInputs(
+            logprobs_BT=logprobs_BT, behaviour_logprobs_BT=torch.full((2, 3), -1.0), staleness_BT=torch.zeros(2, 3),
+            advantages_B=torch.tensor([2.0, -1.0]), weights_B=torch.full((2,), 0.25), mask_BT=torch.ones(2, 3),
+        )  # fmt: skip
+        correction = CorrectionConfig(weight="mask", max_weight=2.0)
+        policy_loss(inputs, LossConfig(objective=objective), correction, KlConfig(), 0.0)[0].backward()
+        found.append(logprobs_BT.grad)
+    assert torch.equal(*found) and len(set(found[0].flatten().tolist())) == 6
 
 
 def test_the_advantages_of_the_page_take_the_median(tmp_path: Path) -> None:
     assert advantages_of(of_the_page(tmp_path, "above_median"), REWARDS) == [[0.0, -1.0, 0.0, 2.0], [0.0, 0.0]]
+
+
+def test_a_function_that_changes_what_it_gets_changes_nothing_else(tmp_path: Path) -> None:
+    body = "def f(rewards):\n    [row.remove(None) for row in rewards.rewards_P_G if None in row]\n    return [[1.0] * len(row) for row in rewards.rewards_P_G]"
+    rewards = StepRewards([[1.0, None, 0.0]], [{"f": [1.0, None, 0.0]}], {"f": 1.0})
+    with pytest.raises(ConfigError, match=r"for group 0 \[1\.0, 1\.0\]; expected"):
+        advantages_of(spec(tmp_path, body), rewards)
+    assert rewards.rewards_P_G == [[1.0, None, 0.0]]
 
 
 def test_a_built_in_objective_written_once_more_gives_the_same(tmp_path: Path) -> None:
@@ -64,20 +103,41 @@ def test_a_built_in_objective_written_once_more_gives_the_same(tmp_path: Path) -
         ("def f(tokens, config): return tokens.log_ratio_BT", r"returned a tensor of shape \(2, 3\); expected \(loss_BT, held_BT\)"),
         ("def f(tokens, config): return tokens.log_ratio_BT.sum(), tokens.mask_BT", r"returned \(a tensor of shape \(\), a tensor of"),
         ("def f(tokens, config): return None", "returned None; expected"),
+        ("def f(tokens, config): return tokens.log_ratio_BT.detach(), tokens.mask_BT", "shape \\(2, 3\\) without a gradient, a tensor"),
         ("def f(tokens, config): return config.value('clip_low')", r"reads clip_low, which has no default for it; set learner\.loss\.clip_low"),
     ],
 )  # fmt: skip
 def test_an_objective_that_returns_something_else_is_refused(tmp_path: Path, body: str, problem: str) -> None:
     mine = spec(tmp_path, body)
     with pytest.raises(ConfigError, match=problem):
-        objective_of(mine)(TOKENS, LossConfig(objective=mine))
+        check_plug_ins(config_of(tmp_path, "--learner.loss.objective", mine))
+
+
+def test_a_function_that_raises_is_named_with_the_place(tmp_path: Path) -> None:
+    mine = spec(tmp_path, "def f(rewards):\n    return rewards.nothing")
+    with pytest.raises(
+        ConfigError, match=r"function = .* failed when it was tried: AttributeError: .*mine\.py:2\)\. Correct"
+    ):
+        check_plug_ins(config_of(tmp_path, "--learner.advantage.function", mine))
+
+
+def test_a_run_with_both_begins_and_goes_on(tmp_path: Path) -> None:
+    flags = ("--learner.loss.objective", of_the_page(tmp_path, "bounded_ratio"), "--learner.loss.clip-high", "0.3")
+    run = run_of(tmp_path, *flags, "--learner.advantage.function", of_the_page(tmp_path, "above_median"))
+    check_plug_ins(run.learner)
+    for resume in (False, True):
+        with closing(open_run_dir(run, resume=resume)) as run_dir:
+            run_dir.begin()
 
 
 @pytest.mark.parametrize(
     "returned", ["None", "[[1.0, 2.0]]", "[[1.0, 0.0, float('nan'), 0.0], [0.0, 0.0]]", "rewards.rewards_P_G"]
 )
 def test_advantages_of_another_shape_or_that_are_no_numbers_are_refused(tmp_path: Path, returned: str) -> None:
-    with pytest.raises(ConfigError, match="expected 2 lists, one for each group, of 4 finite numbers"):
+    with pytest.raises(
+        ConfigError,
+        match=r"returned (\d groups instead of 2|for group 0 \[.*nan.*\]); expected one list for each group",
+    ):
         advantages_of(spec(tmp_path, f"def f(rewards): return {returned}"), REWARDS)
 
 

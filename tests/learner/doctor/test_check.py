@@ -106,7 +106,7 @@ def test_data_without_right_answers_is_rated_on_noise_alone(tmp_path: Path, answ
 
 @pytest.mark.skipif(is_installed("wandb"), reason="W&B is installed here")
 def test_a_tracker_that_is_not_installed_is_a_problem(tmp_path: Path) -> None:
-    _, found = told(a_run(tmp_path, "--learner.report.trackers", "wandb"), "config")
+    (found,) = told(a_run(tmp_path, "--learner.report.trackers", "wandb"), "trackers")
     assert found == ("problem", "learner.report.trackers has 'wandb', which is not installed")
 
 
@@ -119,7 +119,7 @@ def test_prompts_that_cannot_be_read_or_have_no_room_are_problems(tmp_path: Path
 
 
 def test_a_function_of_the_user_that_cannot_be_loaded_is_a_problem(tmp_path: Path) -> None:
-    _, found = told(a_run(tmp_path, "--learner.advantage.function", "missing.py:f"), "config")
+    (found,) = told(a_run(tmp_path, "--learner.advantage.function", "missing.py:f"), "plug-ins")
     assert found[0] == "problem" and "learner.advantage.function = 'missing.py:f': importing" in found[1]
 
 
