@@ -25,12 +25,12 @@ from functools import partial
 from typing import Any
 
 from inference_server.config import ServerConfig
+from inference_server.drain import REASON, Drain
 from inference_server.engine.containment import log_unexpected, record_unexpected, run_contained
 from inference_server.engine.interface import Engine, EngineDead
 from inference_server.engine.supervisor import EngineLife, StallWatch
 from inference_server.probes import Visits
 from inference_server.requests import Groups, no_scores, not_begun, scores_of, why_invalid
-from inference_server.shutdown import REASON, Drain
 from inference_server.tenancy import Holder, Refusals, Tenancy
 from inference_server.weight_update import Pushes
 from protocol.channel.sockets import SendResult, ServerChannel

@@ -64,12 +64,12 @@ def descendants_of(pid: int, processes: Mapping[int, Process]) -> set[int]:
     return found
 
 
-def kill_with_descendants(controller: int) -> None:
-    """Kill the controller of a group, the group, and whatever it has started."""
+def kill_with_descendants(leader: int) -> None:
+    """Kill the leader of a group, the group, and whatever it has started."""
     with suppress(ProcessLookupError, PermissionError):  # it leads no group of its own yet, or is gone
-        os.killpg(controller, signal.SIGSTOP)  # so that it starts nothing more
-        _kill_outside_its_group(controller, controller)
-        os.killpg(controller, signal.SIGKILL)
+        os.killpg(leader, signal.SIGSTOP)  # so that it starts nothing more
+        _kill_outside_its_group(leader, leader)
+        os.killpg(leader, signal.SIGKILL)
 
 
 def end_with_descendants() -> None:

@@ -127,7 +127,16 @@ def test_no_module_is_named_after_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["protocol", "protocol.messages", "protocol.channel.sockets", "protocol.config", "learner.config"]
+    "module",
+    [
+        "protocol",
+        "protocol.messages",
+        "protocol.channel.sockets",
+        "protocol.config",
+        "learner.config",
+        "learner.report.page",
+        "inference_server.__main__",
+    ],
 )
 def test_light_modules_load_neither_torch_nor_vllm(module: str) -> None:
     script = f"import sys, {module}; sys.exit(bool({{'torch', 'vllm', 'transformers'}} & set(sys.modules)))"

@@ -24,13 +24,14 @@ from typing import Any
 from vllm.v1.engine.coordinator import DPCoordinatorProc
 from vllm.v1.engine.core import EngineCoreProc
 
+log = logging.getLogger(__name__)
+
 SERVER_PID = "SLIPSTREAM_SERVER_PID"
 """In the environment of every process the server starts."""
 COORDINATOR = "VLLM_DP_Coordinator"
 """The name of its process."""
 RUN_COORDINATOR = DPCoordinatorProc.run_coordinator
 """vLLM's own, before `replicas_as_ours` puts `coordinate` into its place."""
-log = logging.getLogger(__name__)
 RUN_ENGINE = EngineCoreProc.run_engine_core
 """vLLM's own; taken as this is imported, for a process that was forked finds the exchanged one in its class."""
 STICKY_MARGIN = 2

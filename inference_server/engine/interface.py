@@ -25,7 +25,7 @@ class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
     """Where a worker computes, and how weights can reach it."""
 
     device: str
-    """As protocol.transport.own_device_name gives it."""
+    """As protocol.transports.transport.own_device_name gives it."""
     transports: list[str]
     pid: int
 

@@ -1,18 +1,14 @@
 """vLLM behind the server's `Engine` interface: prompts in, completions with a version per token out, pushes in between.
 
 One `VersionedLLM` serves groups and the OpenAI API alike. Whatever ends with vLLM's process raises EngineDead, whatever
-ends one request EngineFailed. The workers' processes are watched here, because vLLM reports the death of one of several after 9 s.
+ends one request EngineFailed.
 """
 
 import asyncio
-import contextlib
 import logging
 import multiprocessing
-import os
-import select
-import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -40,13 +36,12 @@ from inference_server.engine.interface import (
     WorkerReport,
 )
 from inference_server.engine.output import Completions
+from inference_server.engine.processes import EngineProcesses
 from inference_server.engine.supervisor import in_time
 from inference_server.engine.versioned_llm import UNTOUCHED, start_llm
 from protocol.messages import Sampling
 from protocol.model_files import end_token_ids
 
-END_TIMEOUT_S = 10.0
-"""A killed process has given back its memory, a GPU's too, in less."""
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 TOKENS_PER_PIECE = 32
@@ -55,35 +50,6 @@ STAGING_POLL_S = 0.01 if current_platform.is_cpu() else 0.25
 """Between two questions whether a push has come; each one is answered between two decoding steps."""
 DEATH_NOTICE_S = 5.0
 """vLLM tells its waiting requests of the death of its process in less."""
-
-
-class EngineProcesses:
-    """Holds descriptors instead of pids, which may come to mean other processes."""
-
-    def __init__(self, pids: Iterable[int]) -> None:
-        self._descriptors = {os.pidfd_open(pid) for pid in set(pids)}
-
-    @property
-    def one_has_ended(self) -> bool:
-        return any(_has_ended(descriptor, 0) for descriptor in self._descriptors)
-
-    def kill(self) -> None:
-        """Kill those that are left and wait for their ends. Raises EngineDead for one that stays."""
-        for descriptor in self._descriptors:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-        while self._descriptors:
-            descriptor = self._descriptors.pop()
-            ended = _has_ended(descriptor, END_TIMEOUT_S)
-            os.close(descriptor)
-            if not ended:
-                raise EngineDead(f"a worker of the dead engine is still there {END_TIMEOUT_S:g} s after its SIGKILL")
-
-
-def _has_ended(descriptor: int, timeout_s: float) -> bool:
-    watch = select.poll()
-    watch.register(descriptor, select.POLLIN)
-    return bool(watch.poll(timeout_s * 1000))
 
 
 class VllmEngine:

@@ -7,16 +7,13 @@
 vLLM's layerwise reload puts a layer on the meta device, keeps what its weight_loaders receive and rebuilds the layer once it is
 complete. That suits layers whose weights are changed after loading: packed, shuffled, quantized. All others are loaded in place, because
 some models write into those without a weight_loader (gpt-oss its sinks), and writes to the meta device are lost. On a CPU vLLM packs
-every matrix again at each load, which takes longer than the transfer, and glibc keeps the holes that this leaves: in five minutes
-the demo's engine grew by 56 MiB with 213 MiB in use, so free pages are given back (`trim`).
+every matrix again at each load, which takes longer than the transfer.
 
 Invariants: nothing is generated between the first `load` and the end of `finish`. Until `take_over` nothing that the model
 generates with has changed; afterwards everything has.
 """
 
 import copy
-import ctypes
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -34,34 +31,14 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS, materialize_meta_tensor, to_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
+from inference_server.engine.heap import trim
 from protocol.errors import PushIncomplete
 from protocol.weights.dense import Arrived
 
-TRIMMER = "heap-trim"
-LIBC = ctypes.CDLL(None)
-INTERVAL_S = 5.0
-"""A trim takes 10 ms, and what is used again costs page faults: together 1 % of the engine's CPU time. (MALLOC_MMAP_THRESHOLD_
-at 128 KiB keeps the heap as small, for 8 %; at 1 MiB it still grows.)"""
 Layer = Any
 """A module of vLLM's: what they have beside their tensors, torch's type knows nothing of."""
 PACKED = "cpu_linear"
 """The attribute in which vLLM keeps the product with a layer's packed matrix, and so the matrix."""
-
-
-def keep_trimmed() -> None:
-    """Trim the heap again and again, in a thread, for as long as this process lives."""
-    threading.Thread(target=_trim_again_and_again, name=TRIMMER, daemon=True).start()
-
-
-def _trim_again_and_again() -> None:
-    while True:
-        time.sleep(INTERVAL_S)
-        trim()
-
-
-def trim() -> None:
-    """Give all whole free pages back; meanwhile other threads that allocate wait."""
-    LIBC.malloc_trim(0)
 
 
 def begin_reload(model: Layer) -> None:

@@ -62,9 +62,8 @@ def self_test(run: LearnerRun) -> Measured:
         run_dir = open_run_dir(run, resume=False)
         cleanup.callback(run_dir.close)
         run_inputs = RunInputs(run)
-        trainer = make_trainer(
-            run_inputs, accelerator, is_new=False
-        )  # a warm start would change nothing about the noise
+        # A warm start would change nothing about the noise.
+        trainer = make_trainer(run_inputs, accelerator, is_new=False)
         controller = cleanup.enter_context(Controller.open(run_inputs, run_dir, trainer.published, None))
         controller.connect(0)
         controller.fleet.is_over = True  # however it ends

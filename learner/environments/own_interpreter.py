@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def main(pipe: str, lifeline: str, factory: str, takes_text: str, *tools: str) -> None:
-    """Serve until the learner is gone; `start.py` has made this process the controller of its group."""
+    """Serve until the learner is gone; `start.py` has made this process the leader of its group."""
     sys.path[0] = os.getcwd()  # not the folder of this file
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # it may be killed at any moment

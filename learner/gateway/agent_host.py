@@ -36,7 +36,7 @@ _BESIDE.loader.exec_module(descendants)
 
 
 def main(fd: str, kind: str, spec: str) -> None:
-    """Serve one episode after the other; `agent_process.py` has made this process the controller of its group."""
+    """Serve one episode after the other; `agent_process.py` has made this process the leader of its group."""
     channel = socket.socket(fileno=int(fd))
     os.set_inheritable(channel.fileno(), False)  # else what the agent starts would hold it open
     sys.path[0] = os.getcwd()  # not the folder of this file

@@ -25,7 +25,7 @@ from prometheus_client.registry import Collector
 
 from learner.config import ReportConfig
 from learner.report.history import History, Metrics, read_history
-from learner.report.page import newest_sample
+from learner.report.sample_view import newest_sample
 from learner.report.summary import RunDirectoryError
 from learner.servers.loop_thread import LoopThread
 from protocol.endpoint import is_loopback, join_address

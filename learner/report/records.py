@@ -12,11 +12,13 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+
+if TYPE_CHECKING:  # the report needs none
+    from transformers import PreTrainedTokenizerBase
 
 from learner.environments.branch import Branch
 from learner.environments.episode import Course
@@ -41,7 +43,7 @@ class Samples:
         self._lines = Lines(path)
 
     def keep(
-        self, step: int, group: ScoredGroup, tokenizer: PreTrainedTokenizerBase, row: Callable[[], Mapping[str, Any]]
+        self, step: int, group: ScoredGroup, tokenizer: "PreTrainedTokenizerBase", row: Callable[[], Mapping[str, Any]]
     ) -> dict[str, Any] | None:
         """Write a group down as text, and return that, if it is the step's turn; `row` gives the columns of its prompt. Raises DiskError."""
         if self._every_steps == 0 or (step - 1) % self._every_steps:
@@ -74,7 +76,7 @@ class Samples:
         self._lines = Lines(self._path)
 
 
-def episode_of(course: Course, branches: list[Branch], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def episode_of(course: Course, branches: list[Branch], tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
     """`runs`: texts with the version that sampled each, None where the policy did not; special tokens are in them, for they part the
     turns.
     """
@@ -96,7 +98,7 @@ def episode_of(course: Course, branches: list[Branch], tokenizer: PreTrainedToke
     }
 
 
-def _runs(branch: Branch, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int | None, str]]:
+def _runs(branch: Branch, tokenizer: "PreTrainedTokenizerBase") -> list[tuple[int | None, str]]:
     ends = np.cumsum([count for _, count in branch.versions])
     texts = tokenizer.batch_decode([ids.tolist() for ids in np.split(branch.token_ids, ends[:-1])])
     return [(version, text) for (version, _), text in zip(branch.versions, texts, strict=True)]

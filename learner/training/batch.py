@@ -51,7 +51,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     proximal_logprobs_BT: torch.Tensor | None = None
     reference_logprobs_BT: torch.Tensor | None = None
     policy_mask_BT: torch.Tensor | None = None
-    """The last three: what the survey found, where the loss needs it."""
+    """The last three: what precompute_logprobs found, where the loss needs it."""
 
 
 def step_rows(groups: list[ScoredGroup], advantages_P_G: list[list[float]], config: LearnerConfig) -> list[list[Row]]:

@@ -95,7 +95,7 @@ def make_accelerator(**settings: Any) -> Accelerator:
         if is_first and (found := os.environ.get(name, value)).lower() != value:
             log.warning("ignoring %s = %s: %s", name, found, reason)
     return Accelerator(
-        mixed_precision="no",  # see policy/compute_dtype.py
+        mixed_precision="no",  # see policy/model.py
         dynamo_backend="no",
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         **settings,

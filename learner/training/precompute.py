@@ -17,7 +17,7 @@ from learner.training.metrics import StepTimer
 from learner.training.policy_trainer import PolicyTrainer
 
 
-def survey(trainer: PolicyTrainer, batches: list[MicroBatch], timer: StepTimer) -> list[MicroBatch]:
+def precompute_logprobs(trainer: PolicyTrainer, batches: list[MicroBatch], timer: StepTimer) -> list[MicroBatch]:
     """Return the micro-batches with the logprobs and the mask that their loss needs beside the policy's own."""
     config = trainer.config
     if trainer.reference is not None and config.kl.place == "loss":

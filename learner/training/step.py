@@ -1,6 +1,6 @@
 """One step: from the groups of a batch to updated weights, and its metrics.
 
-    groups ─▶ advantages ─▶ rows ─▶ micro-batches ─▶ survey ─▶ updates_per_batch × (forward, backward, optimizer)
+    groups ─▶ advantages ─▶ rows ─▶ micro-batches ─▶ precompute_logprobs ─▶ updates_per_batch × (forward, backward, optimizer)
 
 Every rank does this with the same groups, each on its share of the rows; what they sum up is the same on all of them.
 Suffixes: B branches, T tokens of the longest; N episodes of the step; _P over the groups (prompts) of the step, _G over the episodes
@@ -29,7 +29,7 @@ from learner.training.metrics import TERA, StepTimer, loss_metrics, train_flops
 from learner.training.optimizer import NotFiniteError, require_finite_weights
 from learner.training.packing import pieces_of
 from learner.training.policy_trainer import PolicyTrainer
-from learner.training.precompute import episode_kls, survey
+from learner.training.precompute import episode_kls, precompute_logprobs
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def train_on(trainer: PolicyTrainer, groups: list[ScoredGroup], version: int, ti
         advantages_P_G = advantages(groups, config)
         rows = trained_rows(groups, advantages_P_G, config)
         batches = my_batches(accelerator, trainer.policy, rows, config, trainer.position(version))
-    batches = survey(trainer, batches, timer)
+    batches = precompute_logprobs(trainer, batches, timer)
     total: Sums = {}
     num_skipped = 0
     for update in range(config.updates_per_batch):

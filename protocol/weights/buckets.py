@@ -123,11 +123,11 @@ def cut(manifest: Manifest) -> list[Bucket]:
     end = 0
     for spec in manifest.tensors:
         num_bytes = math.prod(spec.shape) * spec_dtype(spec).itemsize
-        if slots and _aligned(end + num_bytes) > manifest.bucket_bytes:
+        if slots and aligned(end + num_bytes) > manifest.bucket_bytes:
             buckets.append(Bucket(len(buckets), tuple(slots), end))
             slots, end = [], 0
         slots.append(Slot(spec, end, num_bytes))
-        end = _aligned(end + num_bytes)
+        end = aligned(end + num_bytes)
     if slots:
         buckets.append(Bucket(len(buckets), tuple(slots), end))
     return buckets
@@ -149,7 +149,7 @@ def spec_dtype(spec: TensorSpec) -> torch.dtype:
     return dtype
 
 
-def _aligned(num_bytes: int) -> int:
+def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
@@ -158,7 +158,7 @@ class BucketMemory:
 
     def __init__(self, manifest: Manifest, device: torch.device) -> None:
         self._device = device
-        sizes = [_aligned(bucket.num_bytes) for bucket in cut(manifest)]
+        sizes = [aligned(bucket.num_bytes) for bucket in cut(manifest)]
         self._num_bytes = min(sum(sizes), max(int(MOST_BUCKETS * manifest.bucket_bytes), max(sizes, default=0)))
         # What no bucket has used yet takes no memory.
         self._whole = torch.empty(self._num_bytes if device.type == "cpu" else 0, dtype=torch.uint8).numpy().data
@@ -175,7 +175,7 @@ class BucketMemory:
         if self._device.type != "cpu" or num_bytes == 0 or start is None:  # torch itself keeps what was freed on a GPU
             return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         loan = self._whole[start : start + num_bytes]
-        self._loans[start] = start + _aligned(num_bytes)
+        self._loans[start] = start + aligned(num_bytes)
         # The loan lives as long as the storage of the tensor below, which all views of it share.
         weakref.finalize(loan, self._loans.pop, start).atexit = False
         return torch.frombuffer(loan, dtype=torch.uint8)

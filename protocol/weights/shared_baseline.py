@@ -27,7 +27,7 @@ import torch
 
 from protocol.errors import PushError
 from protocol.messages import Manifest
-from protocol.weights.buckets import ALIGNMENT_BYTES, Bucket, cut
+from protocol.weights.buckets import Bucket, aligned, cut
 from protocol.weights.delta import Baseline
 
 log = logging.getLogger(__name__)
@@ -48,10 +48,10 @@ class SharedBaseline(Baseline):
         super().__init__()
         _sweep()
         buckets = cut(manifest)
-        starts, end = [], _aligned(8 * len(buckets))
+        starts, end = [], aligned(8 * len(buckets))
         for bucket in buckets:
             starts.append(end)
-            end += _aligned(bucket.num_bytes)
+            end += aligned(bucket.num_bytes)
         self._path = DIRECTORY / f"{PREFIX}-{owner_pid}-{hashlib.sha256(epoch.encode()).hexdigest()[:32]}"
         self._file = _open_in_use(self._path)
         try:
@@ -158,7 +158,3 @@ def _sweep() -> None:
                 path.unlink()
             finally:
                 os.close(descriptor)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

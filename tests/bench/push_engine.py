@@ -1,6 +1,6 @@
 """Pushes into real vLLM while it generates and the learner trains: how long generation and training stand still.
 
-    PolicyTrainer (steps of AdamW) ─▶ Pusher.push / Pusher.begin ═▶ server process ─▶ PushDone(stall) ─▶ shares of the push
+    Trainer (steps of AdamW) ─▶ Pusher.push / Pusher.begin ═▶ server process ─▶ PushDone(stall) ─▶ shares of the push
 
 Two servers, without and with server.receive_overlap; at each, pushes without and with learner.push.overlap. A share is taken
 push by push; what is reported is the median.
@@ -40,7 +40,7 @@ def save_gpt2_small(directory: Path) -> str:
     return str(directory)
 
 
-class PolicyTrainer:
+class Trainer:
     """A model that takes real optimizer steps on random tokens."""
 
     wire_dtype, device, copy_device = torch.float32, CPU, None
@@ -66,7 +66,7 @@ def measure(model: str, directory: Path, num_pushes: int, num_groups: int, sampl
         server = ServedModel(model, directory / f"overlap-{receive_overlap}", receive_overlap=receive_overlap)
         try:
             link = BusyLink(server, num_groups, sampling)
-            trainer = PolicyTrainer(load_policy(resolve_model(model), gradient_checkpointing=False), num_tokens=64)
+            trainer = Trainer(load_policy(resolve_model(model), gradient_checkpointing=False), num_tokens=64)
             pusher = Pusher(link.fleet, trainer, PushConfig(bucket_mib=BUCKET_MIB))
             side = "server_overlap" if receive_overlap else "no_overlap"
             memory = first_pushes(server, pusher, trainer)
@@ -84,7 +84,7 @@ def measure(model: str, directory: Path, num_pushes: int, num_groups: int, sampl
     return result
 
 
-def first_pushes(server: ServedModel, pusher: Pusher, trainer: PolicyTrainer) -> dict[str, Any]:
+def first_pushes(server: ServedModel, pusher: Pusher, trainer: Trainer) -> dict[str, Any]:
     """Push three times without load; return the memory this took on each side, also in buckets of the size configured."""
     largest = max(bucket.num_bytes for bucket in cut(make_manifest(trainer.tensors(), torch.float32, BUCKET_MIB << 20)))
     trainer.step()
@@ -102,7 +102,7 @@ def first_pushes(server: ServedModel, pusher: Pusher, trainer: PolicyTrainer) ->
     return memory
 
 
-def blocking_pushes(pusher: Pusher, trainer: PolicyTrainer, num_pushes: int) -> dict[str, float]:
+def blocking_pushes(pusher: Pusher, trainer: Trainer, num_pushes: int) -> dict[str, float]:
     """A step, then a push that training waits for."""
     costs = []
     for version in range(10, 10 + num_pushes):
@@ -114,7 +114,7 @@ def blocking_pushes(pusher: Pusher, trainer: PolicyTrainer, num_pushes: int) -> 
     return medians(costs)
 
 
-def overlapped_pushes(pusher: Pusher, trainer: PolicyTrainer, num_pushes: int) -> dict[str, float]:
+def overlapped_pushes(pusher: Pusher, trainer: Trainer, num_pushes: int) -> dict[str, float]:
     """Steps for as long as the push before takes, then the next push, for which training waits only to copy."""
     costs = []
     for version in range(100, 101 + num_pushes):

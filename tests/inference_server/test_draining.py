@@ -160,7 +160,7 @@ def test_requests_of_other_clients_are_waited_for() -> None:
 
 def test_a_learner_that_has_gone_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference_server.server.PULSE_INTERVAL_S", 0.05)
-    monkeypatch.setattr("inference_server.shutdown.UNREACHED_S", 0.3)
+    monkeypatch.setattr("inference_server.drain.UNREACHED_S", 0.3)
 
     async def test(engine: ScriptedEngine, running: Serving, learner: ScriptedLearner) -> None:
         await join_and_push(engine, learner)

@@ -12,10 +12,10 @@ import msgspec
 import pytest
 
 from inference_server.config import ServerConfig
-from inference_server.engine import vllm_engine as engine_processes
+from inference_server.engine import processes as engine_processes
 from inference_server.engine.interface import EngineDead
+from inference_server.engine.processes import EngineProcesses
 from inference_server.engine.supervisor import EngineLife
-from inference_server.engine.vllm_engine import EngineProcesses
 from learner.servers.link import ServerLink
 from protocol.errors import PushError, ServerLost
 from protocol.messages import (

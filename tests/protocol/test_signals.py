@@ -59,7 +59,7 @@ if __name__ == "__main__":
 def group_of(
     script: str, *arguments: str, directory: Path, under: tuple[str, ...] = ()
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run a script as the controller of a process group."""
+    """Run a script as the leader of a process group."""
     path = directory / "group.py"
     path.write_text(script)
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}

@@ -9,7 +9,8 @@ import pytest
 
 from learner.report.charts import Absent, Chart, draw_charts
 from learner.report.drawing import MAX_POINTS, duration, moving_mean, percent, plain, thinned, tiny
-from learner.report.page import MAX_COMPLETIONS, write_report
+from learner.report.page import write_report
+from learner.report.sample_view import MAX_COMPLETIONS
 from learner.report.summary import RunDirectoryError
 from tests.learner.report.synthetic_run import metrics_of, write_ledger, write_lines, write_run
 

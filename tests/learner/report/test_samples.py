@@ -13,9 +13,10 @@ from learner.config import ReportConfig
 from learner.environments.branch import Branch
 from learner.environments.episode import Course
 from learner.policy.model import load_tokenizer
-from learner.report.page import newest_sample, render
+from learner.report.page import render
 from learner.report.records import Samples
 from learner.report.run_log import RunLog
+from learner.report.sample_view import newest_sample
 from learner.report.summary import steps_in
 from learner.rollouts.scored_group import ScoredGroup
 from learner.storage.files import ends_of

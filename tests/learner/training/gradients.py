@@ -13,7 +13,7 @@ from learner.training.batch import trained_rows
 from learner.training.distributed import my_batches
 from learner.training.metrics import StepTimer
 from learner.training.policy_trainer import PolicyTrainer
-from learner.training.precompute import survey
+from learner.training.precompute import precompute_logprobs
 from learner.training.step import advantages, forward_backward, less_kl
 from tests.learner.training.fixed_groups import VERSION, make_groups, make_moved_trainer, make_run
 
@@ -54,7 +54,7 @@ def gradient_of(trainer: PolicyTrainer, groups: list[ScoredGroup]) -> torch.Tens
         groups, _ = less_kl(trainer, groups, VERSION, StepTimer())
     rows = trained_rows(groups, advantages(groups, config), config)
     batches = my_batches(trainer.accelerator, trainer.policy, rows, config, "the step")
-    batches = survey(trainer, batches, StepTimer())
+    batches = precompute_logprobs(trainer, batches, StepTimer())
     forward_backward(trainer, batches, VERSION, is_first_update=True)
     gradient = torch.cat([whole(parameter.grad).flatten() for parameter in trainer.policy.parameters()])
     trainer.optimizer.zero_grad()

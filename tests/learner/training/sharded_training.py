@@ -29,7 +29,7 @@ from learner.training.batch import trained_rows
 from learner.training.distributed import my_batches
 from learner.training.metrics import StepTimer
 from learner.training.policy_trainer import PolicyTrainer, make_trainer
-from learner.training.precompute import survey
+from learner.training.precompute import precompute_logprobs
 from learner.training.step import advantages, train_on
 from protocol.errors import ParityError, RankFailed
 from tests.learner.checkpoints import save
@@ -222,7 +222,9 @@ def compare_passes_in_bfloat16(accelerator: Accelerator) -> None:
     trainer = make_moved_trainer(run, accelerator)
     groups = make_groups(trainer.policy, num_completions=3)
     rows = trained_rows(groups, advantages(groups, run.learner), run.learner)
-    batches = survey(trainer, my_batches(accelerator, trainer.policy, rows, trainer.config, "the step"), StepTimer())
+    batches = precompute_logprobs(
+        trainer, my_batches(accelerator, trainer.policy, rows, trainer.config, "the step"), StepTimer()
+    )
     temperature = run.learner.sampling.temperature
     reference = Reference(ReferenceConfig(kind="fixed"), trainer.policy, accelerator, temperature)
     references = reference.logprobs(trainer.policy, [batch.pack for batch in batches])

@@ -1,0 +1,44 @@
+"""The processes that the workers of one engine live in, as the server watches and ends them.
+
+vLLM itself tells 9 s after one of several workers was killed: it first waits for the others.
+"""
+
+import contextlib
+import os
+import select
+import signal
+from collections.abc import Iterable
+
+from inference_server.engine.interface import EngineDead
+
+END_TIMEOUT_S = 10.0
+"""A killed process has given back its memory, a GPU's too, in less."""
+
+
+class EngineProcesses:
+    """Holds descriptors instead of pids, which may come to mean other processes."""
+
+    def __init__(self, pids: Iterable[int]) -> None:
+        self._descriptors = {os.pidfd_open(pid) for pid in set(pids)}
+
+    @property
+    def one_has_ended(self) -> bool:
+        return any(_has_ended(descriptor, 0) for descriptor in self._descriptors)
+
+    def kill(self) -> None:
+        """Kill those that are left and wait for their ends. Raises EngineDead for one that stays."""
+        for descriptor in self._descriptors:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        while self._descriptors:
+            descriptor = self._descriptors.pop()
+            ended = _has_ended(descriptor, END_TIMEOUT_S)
+            os.close(descriptor)
+            if not ended:
+                raise EngineDead(f"a worker of the dead engine is still there {END_TIMEOUT_S:g} s after its SIGKILL")
+
+
+def _has_ended(descriptor: int, timeout_s: float) -> bool:
+    watch = select.poll()
+    watch.register(descriptor, select.POLLIN)
+    return bool(watch.poll(timeout_s * 1000))
