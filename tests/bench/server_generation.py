@@ -31,7 +31,7 @@ from protocol.errors import SlipstreamError
 from protocol.messages import PROTOCOL_VERSION, Generate, Group, GroupFailed, Hello, Sampling
 from protocol.model_files import fingerprint, resolve_model
 from tests.bench.bare_vllm import BareVllm, Generated, Order
-from tests.bench.push_engine import PolicyTrainer
+from tests.bench.push_engine import Trainer
 from tests.bench.push_server import ServedModel, bench_run, server_run
 
 EOS = 0
@@ -215,7 +215,7 @@ def pushed_link(server: ServedModel) -> GroupLink:
 
 def push_own_weights(fleet: Fleet, model: str) -> None:
     policy = load_policy(resolve_model(model), gradient_checkpointing=False)
-    pusher = Pusher(fleet, PolicyTrainer(policy, num_tokens=1), PushConfig())
+    pusher = Pusher(fleet, Trainer(policy, num_tokens=1), PushConfig())
     pusher.push(0)
     pusher.close()
 
