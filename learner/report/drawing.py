@@ -66,8 +66,10 @@ class Curve(msgspec.Struct, frozen=True):
 def series(metrics: Sequence[dict[str, float]], name: str, against: str) -> tuple[np.ndarray, np.ndarray]:
     """The finite values of a metric, with the step or second of each; of an evaluation one, at the step that it was begun after."""
     if name.startswith("evaluation/"):  # the lines after it repeat it
-        began = f"{name.rpartition('reward')[0]}step"
-        first = {line[began]: {**line, "step": line[began]} for line in reversed(metrics) if line.get(began) is not None}
+        began = re.sub(r"reward(/low|/high)?$", "step", name)
+        first = {
+            line[began]: {**line, "step": line[began]} for line in reversed(metrics) if line.get(began) is not None
+        }
         metrics = [first[step] for step in sorted(first)]
     pairs = [
         (line[against], line[name]) for line in metrics if line.get(name) is not None and line.get(against) is not None

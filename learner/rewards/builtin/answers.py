@@ -33,7 +33,11 @@ _SECOND_CHOICE = re.compile(r"[\s.,]*(?:or\b|and\b|[/&,])[\s.]*(?!I\s+[a-z])[A-Z
 _FENCE = re.compile(r"```[ \t]*\w*[ \t]*\n(.*?)\n?```", re.DOTALL)
 _MIXED = re.compile(r"(?<![\w.,/^\\{])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\w.,/])")
 
-_TIME = re.compile(r"(?<![\d:.,])(\d{1,2}(?::\d\d){1,2})(?![\d:])(?:\s*([ap])\.?\s?m\b)?", re.IGNORECASE)
+_TIME = re.compile(
+    r"(?<![\w:.,/^*+{(-])((?:[01]?\d|2[0-4])(?::[0-5]\d){1,2})(?![\d:/^*!+]|\.\d)(?:\s*([ap])\.?\s?m\b)?", re.IGNORECASE
+)
+_NO_CHOICE = re.compile(r"\d|\b(?:not|or|between|before|after)\b", re.IGNORECASE)
+"""What may not stand beside a time that is the answer."""
 
 
 def completion_text(completion: Any, *, opens_reasoning: bool = False) -> str:
@@ -143,17 +147,28 @@ def is_words(gold: str) -> bool:
 
 def is_time(gold: str) -> bool:
     """Whether a gold is a time of day or a duration: "3:30", "3:30 p.m.", "1:02:03". A ratio may look like one."""
-    return _TIME.fullmatch(_without_commands(gold)) is not None
+    return _TIME.fullmatch(_spoken(gold)) is not None
 
 
 def same_time(text: str, gold: str) -> bool:
-    """Compare by the clock, 3:30 p.m. and 15:30 alike; a gold without a half of the day does not ask for one. Two times are no answer."""
-    said, right = (_TIME.findall(_without_commands(one)) for one in (text, gold))
-    if len(said) != 1:
+    """Compare by the clock, 3:30 p.m. and 15:30 alike; a gold without a half of the day does not ask for one.
+
+    A text with another number, or that leaves a choice, is no answer.
+    """
+    text = _spoken(text)
+    said, right = _TIME.findall(text), _TIME.findall(_spoken(gold))
+    if len(said) != 1 or _NO_CHOICE.search(_TIME.sub("", text)):
         return False
     return _seconds(*said[0]) == _seconds(*right[0]) or (
         not right[0][1] and _seconds(said[0][0]) == _seconds(right[0][0])
     )
+
+
+def _spoken(text: str) -> str:
+    """Without LaTeX's spaces, braces and stress."""
+    for mark, plain in (("\\,", " "), ("\\;", " "), ("~", " "), ("{:}", ":"), ("*", "")):
+        text = text.replace(mark, plain)
+    return _without_commands(text)
 
 
 def _seconds(clock: str, half: str = "") -> int:

@@ -1,4 +1,4 @@
-"""Agents of the libraries that people have, each in an environment of its own that the test makes: two turns with a tool, one branch."""
+"""Agents of the libraries that people have, each in an environment of its own that the test makes: two turns with a tool, in one branch unless it rewrites them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,15 +17,21 @@ ADDS = call("add", one=3, other=4)
 
 
 @pytest.mark.parametrize(
-    ("name", "packages", "then_says"),
+    ("name", "packages", "then_says", "role", "num_branches"),
     [
-        ("pydantic_ai", ["pydantic-ai-slim[openai]"], "7"),
-        ("openai_agents", ["openai-agents"], "7"),
-        ("smolagents", ["smolagents[openai]"], call("final_answer", answer="7")),
+        ("pydantic_ai", ["pydantic-ai-slim[openai]"], "7", "tool", 1),
+        ("openai_agents", ["openai-agents"], "7", "tool", 1),
+        (
+            "smolagents",
+            ["smolagents[openai]"],
+            call("final_answer", answer="7"),
+            "user",
+            2,
+        ),  # it rewrites the call that it got
     ],
 )
-def test_an_agent_of_a_library_calls_its_tool_and_goes_on_where_it_was(
-    interpreter: Callable[..., str], name: str, packages: list[str], then_says: str
+def test_an_agent_of_a_library_calls_its_tool_and_goes_on(
+    interpreter: Callable[..., str], name: str, packages: list[str], then_says: str, role: str, num_branches: int
 ) -> None:
     python = interpreter(*packages)
     for last, reward in ((then_says, 1.0), (then_says.replace("7", "8"), 0.0)):
@@ -35,5 +41,5 @@ def test_an_agent_of_a_library_calls_its_tool_and_goes_on_where_it_was(
         )  # fmt: skip
         assert [episode.reward for episode in group.episodes] == [reward] * 2, [one.course for one in group.episodes]
         for episode in group.episodes:
-            assert [message["role"] for message in episode.messages] == ["assistant", "tool", "assistant"]
-            assert episode.course.num_turns == 2 and len(episode.branches) == 1
+            assert [message["role"] for message in episode.messages] == ["assistant", role, "assistant"]
+            assert episode.course.num_turns == 2 and len(episode.branches) == num_branches

@@ -75,7 +75,12 @@ def test_the_dashboard_shows_the_numbers_of_the_run(tmp_path: Path, screen: str,
 def test_each_of_several_evaluated_sets_has_a_curve(tmp_path: Path) -> None:
     lines = write_run(tmp_path / "run", steps=20)
     rewards = {"evaluation/easy/reward": 0.75, "evaluation/hard/reward": 0.25, "evaluation/function/right/reward": 1.0}
-    told = [line | rewards | {"evaluation/pass_at_4/reward": 1.0} for line in lines]
+    began = [
+        dict.fromkeys(("evaluation/easy/step", "evaluation/hard/step"), 10 * (line["step"] > 10)) for line in lines
+    ]
+    told = [
+        line | rewards | {"evaluation/pass_at_4/reward": 1.0} | steps for line, steps in zip(lines, began, strict=True)
+    ]
     (tmp_path / "run/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in told))
 
     async def scene() -> None:
@@ -86,6 +91,7 @@ def test_each_of_several_evaluated_sets_has_a_curve(tmp_path: Path) -> None:
                 card = "[...document.querySelectorAll('.chart')].find((card) => card.textContent.startsWith('Evaluations'))"
                 await page.until(f"!{card}.hidden")
                 assert await page.value(f"{card}.querySelector('.legend').textContent") == "easy0.75hard0.25"
+                assert await page.value(f"{card}.querySelectorAll('circle').length") == 4, "two sets, evaluated twice"
         finally:
             await dashboard.close()
 
