@@ -113,7 +113,10 @@ def of_rewards(material: Material, prompts: Sequence[Prompt]) -> Iterator[Findin
         of_gold = _mean([value for group in gold for value in group.functions[place].rewards])
         yield ok("rewards", f"{name}: {of_gold} for the column {GOLD_COLUMN!r}, {of_noise} for noise")
     if not gold:
-        yield unknown("rewards", f"none of the first {len(prompts)} prompts has an {GOLD_COLUMN!r}, so no right answer could be rated")
+        yield unknown(
+            "rewards",
+            f"none of the first {len(prompts)} prompts has an {GOLD_COLUMN!r}, so no right answer could be rated",
+        )
         return
     right, wrong = ([one for group in groups for one in group.rewards if one is not None] for groups in (gold, noisy))
     if right and wrong and fmean(right) <= fmean(wrong):

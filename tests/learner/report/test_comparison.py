@@ -51,7 +51,10 @@ def test_evaluations_are_points_and_their_last_one_is_told(runs: list[Path]) -> 
         lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
         for line in lines:  # a moving mean would be far from the last
             is_last = line is lines[-1]
-            line |= {"evaluation/reward": last if is_last else 0.25, "evaluation/step": line["step"] - 1 if is_last else 0}
+            line |= {
+                "evaluation/reward": last if is_last else 0.25,
+                "evaluation/step": line["step"] - 1 if is_last else 0,
+            }
         steps, rewards = series(lines, "evaluation/reward", "step")
         assert ([*steps], [*rewards]) == ([0, len(lines) - 1], [0.25, last]), "each once, at its own step"
         (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
