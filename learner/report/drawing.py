@@ -64,9 +64,12 @@ class Curve(msgspec.Struct, frozen=True):
 
 
 def series(metrics: Sequence[dict[str, float]], name: str, against: str) -> tuple[np.ndarray, np.ndarray]:
-    """The finite values of a metric, with the step or second of each; of an evaluation one, at the step that it was begun after."""
-    if name.startswith("evaluation/"):  # the lines after it repeat it
-        began = re.sub(r"reward(/low|/high)?$", "step", name)
+    """Return the finite values of a metric, with the step or second of each.
+
+    Later lines repeat the reward of an evaluation. It is returned once, at the step of the evaluation.
+    """
+    began = re.sub(r"reward(/low|/high)?$", "step", name)
+    if name.startswith("evaluation/") and began != name:
         first = {
             line[began]: {**line, "step": line[began]} for line in reversed(metrics) if line.get(began) is not None
         }

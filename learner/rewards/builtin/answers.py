@@ -37,7 +37,7 @@ _TIME = re.compile(
     r"(?<![\w:.,/^*+{(-])((?:[01]?\d|2[0-4])(?::[0-5]\d){1,2})(?![\d:/^*!+]|\.\d)(?:\s*([ap])\.?\s?m\b)?", re.IGNORECASE
 )
 _NO_CHOICE = re.compile(r"\d|\b(?:not|or|between|before|after)\b", re.IGNORECASE)
-"""What may not stand beside a time that is the answer."""
+"""An answer that is a time contains no other number and none of these words."""
 
 
 def completion_text(completion: Any, *, opens_reasoning: bool = False) -> str:

@@ -1,4 +1,4 @@
-"""Agents of the libraries that people have, each in an environment of its own that the test makes: two turns with a tool, in one branch unless it rewrites them."""
+"""Agents of public libraries, each in its own environment: two turns with a tool, one branch unless the library rewrites a turn."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -57,6 +57,9 @@ def test_evaluations_are_points_and_their_last_one_is_told(runs: list[Path]) -> 
             }
         steps, rewards = series(lines, "evaluation/reward", "step")
         assert ([*steps], [*rewards]) == ([0, len(lines) - 1], [0.25, last]), "each once, at its own step"
+        assert len(
+            series([line | {"evaluation/seconds": 1.0} for line in lines], "evaluation/seconds", "step")[0]
+        ) == len(lines)
         (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     text = Page(write_comparison(*compare(runs)).read_text()).text
     assert "with-care 0.5" in text and "bold 0.75" in text
