@@ -148,27 +148,27 @@ class Completions:
         self._logprobs: dict[int, list[np.ndarray]] = defaultdict(list)
         self._ends: Counter[str] = Counter()
 
-    def take(self, pieces: Sequence[CompletionOutput]) -> dict[int, Completion]:
-        """Return what has ended with these pieces, by its index; what vLLM has aborted is left out."""
-        return {piece.index: completion for piece in pieces if (completion := self._take(piece)) is not None}
+    def take(self, parts: Sequence[CompletionOutput]) -> dict[int, Completion]:
+        """Return what has ended with these parts, by its index; what vLLM has aborted is left out."""
+        return {part.index: completion for part in parts if (completion := self._take(part)) is not None}
 
-    def _take(self, piece: CompletionOutput) -> Completion | None:
-        index = piece.index
-        self._token_ids[index].append(np.asarray(piece.token_ids, dtype=np.int32))
+    def _take(self, part: CompletionOutput) -> Completion | None:
+        index = part.index
+        self._token_ids[index].append(np.asarray(part.token_ids, dtype=np.int32))
         # One that was aborted before its first token has none.
-        logprobs = piece.logprobs.logprobs if piece.logprobs is not None else []
+        logprobs = part.logprobs.logprobs if part.logprobs is not None else []
         self._logprobs[index].append(np.asarray(logprobs, dtype=np.float32))
-        if piece.finish_reason is None:
+        if part.finish_reason is None:
             return None
-        self._ends[piece.finish_reason] += 1
-        token_ids, logprobs = (np.concatenate(pieces.pop(index)) for pieces in (self._token_ids, self._logprobs))
-        if piece.finish_reason not in ("stop", "length"):
+        self._ends[part.finish_reason] += 1
+        token_ids, logprobs = (np.concatenate(parts.pop(index)) for parts in (self._token_ids, self._logprobs))
+        if part.finish_reason not in ("stop", "length"):
             return None
         return Completion(
             token_ids=token_ids,
             behaviour_logprobs=logprobs,
-            versions=[(int(span.version), span.end - span.start) for span in piece.weight_versions],
-            finish_reason=piece.finish_reason,
+            versions=[(int(span.version), span.end - span.start) for span in part.weight_versions],
+            finish_reason=part.finish_reason,
         )
 
     def check(self) -> None:

@@ -45,7 +45,7 @@ DOWNLOAD_TIMEOUT_S = 240
 OBJECTS = {
     "inference_server/engine/vllm_engine.py": {"self.llm": "AsyncLLM", "core": "DPLBAsyncMPClient", "self.llm.engine_core": "AsyncMPClient"},
     "inference_server/engine/output.py": {"engine": "EngineCoreProc EngineCore", "output": "EngineCoreOutput", "request": "Request",
-        "piece": "CompletionOutput", "span": "WeightVersionSpan"},
+        "part": "CompletionOutput", "span": "WeightVersionSpan"},
     "inference_server/engine/cpu_seeds.py": {"runner": "CPUModelRunner", "runner.input_batch": "InputBatch"},
     "inference_server/engine/worker.py": {"self.model_runner": "GPUModelRunner", "self.vllm_config": "VllmConfig", "parallel": "ParallelConfig"},
     "inference_server/engine/weight_loader.py": {"info": "LayerReloadingInfo"},
