@@ -1,10 +1,10 @@
-"""Servers and learner on one node: `python -m deploy.colocate run.toml [--resume] [--dry-run] [--quiet] [--json-logs] [--key value ...]`.
+"""Servers and learner on one node: `python -m deploy.colocate run.toml [switches] [--key value ...]`.
 
-    places them by `[deploy]` ─▶ starts all ─▶ prefixes their lines ─▶ passes signals on ─▶ ends all others when one ends, or
-    starts it again
+    switches: --resume, --dry-run, --quiet, --json-logs
+    place by `[deploy]` ─▶ start all ─▶ prefix output ─▶ forward signals ─▶ at an exit: end all, or restart it
 
-A run without GPUs whose config names no cores gets half of them for the server and half for the learner. Everything that they
-print also goes to RUN_DIR/logs/.
+Without GPUs and configured cores, half of the cores go to the server and half to the learner.
+All output is also written to RUN_DIR/logs/.
 """
 
 import os
@@ -32,7 +32,7 @@ SWITCHES = ("--resume", "--dry-run")
 
 
 def main() -> None:
-    """Run them until the learner is done; exit with its code."""
+    """Run all processes until the learner is done, then exit with its code."""
     try:
         sys.exit(colocate(sys.argv[1:]))
     except SlipstreamError as error:
@@ -41,7 +41,11 @@ def main() -> None:
 
 
 def colocate(arguments: list[str]) -> int:
-    """Return the exit code of the learner, or 1 when a server ended before it. Raises ConfigError."""
+    """Run all processes; return the learner's exit code, or 1 if a server ended first.
+
+    Raises:
+        ConfigError: If the config or a flag is invalid.
+    """
     if not arguments or {"-h", "--help"} & set(arguments):
         print(__doc__, "\nThe keys: `inference-server --help`, `learner train --help`, and deploy/config.py.", sep="")
         return 0
@@ -51,11 +55,11 @@ def colocate(arguments: list[str]) -> int:
     config_file, flags_of = arguments[:1], flags_by_section(arguments[1:])
     config = load_config(DeployRun, config_file + flags_of["deploy"], PROGRAM).deploy
     learner_run = load_config(LearnerRun, config_file + flags_of["learner"], PROGRAM)
-    of_first = ["--endpoint", learner_run.servers[0]]  # each server is told its own
+    of_first = ["--endpoint", learner_run.servers[0]]  # every server gets its own later
     server_run = load_config(ServerRun, config_file + flags_of["server"] + of_first, PROGRAM)
     if "--dry-run" in switches:
         with until_its_reader_leaves():
-            # Each side reads the others' sections as they stand in the file.
+            # Each process reads the sections of the other processes as they are in the file.
             own = {"learner": msgspec.to_builtins(learner_run.learner), "deploy": msgspec.to_builtins(config)}
             print(to_toml(msgspec.structs.replace(server_run, **own)))
         if note := learner_run.note_on_idle_keys():
@@ -71,12 +75,16 @@ def colocate(arguments: list[str]) -> int:
         resume="--resume" in switches,
     )  # fmt: skip
     servers = {place.name: partial(node.start, node.server, place) for place in server_places(config, server_run)}
-    rank_places(config, learner_run, port=0)  # says what is wrong before anything is started
+    rank_places(config, learner_run, port=0)  # raises ConfigError before any process is started
     return Supervisor(servers, node.start_learner, config).run()
 
 
 def asks_at(learner_run: LearnerRun, server_run: ServerRun) -> tuple[str, ...]:
-    """Tell the learner of a port that the server was given by a flag. Raises ConfigError for evaluations without one."""
+    """Return flags with the evaluation URL, whose port may be from a server flag.
+
+    Raises:
+        ConfigError: If evaluations are on and the server has no HTTP port.
+    """
     told = msgspec.structs.replace(learner_run, server=learner_run.server | {"http_port": server_run.server.http_port})
     told.check()
     evaluation = told.learner.evaluation
@@ -86,21 +94,21 @@ def asks_at(learner_run: LearnerRun, server_run: ServerRun) -> tuple[str, ...]:
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):
-    """How its processes are started."""
+    """Config and commands for starting the processes of a node."""
 
     config: DeployConfig
     learner_run: LearnerRun
     logs: Path
     server: tuple[str, ...]
     learner: tuple[str, ...]
-    """The commands, but for what a place adds."""
+    """Command of each kind of process, to which a place adds its flags."""
     resume: bool
 
     def start(self, command: tuple[str, ...], place: Place) -> Process:
         return Process(place.name, (*command, *place.flags), place.environment, self.logs / f"{place.name}.log")
 
     def start_learner(self, *, again: bool) -> list[Process]:
-        """All ranks, which will find each other at a port that is free now."""
+        """Start all ranks, with a port for their rendezvous that is free now."""
         has_begun = (Path(self.learner_run.run_dir) / "config.toml").exists()
         switch = ("--resume",) if self.resume or (again and has_begun) else ()
         places = rank_places(self.config, self.learner_run, free_port())
@@ -108,7 +116,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def flags_by_section(flags: list[str]) -> dict[str, list[str]]:
-    """Split `--learner.x 1 --server.y 2 --seed 3` into the flags of each section; shared ones go to all."""
+    """Split the flags by section. Flags without a section, like `--seed`, go to all."""
     of: dict[str, list[str]] = {"server": [], "learner": [], "deploy": []}
     targets = list(of)
     for flag in flags:
@@ -121,7 +129,7 @@ def flags_by_section(flags: list[str]) -> dict[str, list[str]]:
 
 
 def with_cores(config: DeployConfig, server_run: ServerRun, learner_run: LearnerRun) -> DeployConfig:
-    """Half of the cores for each side, unless the config says otherwise or GPUs do the work."""
+    """Give each side half of the cores, unless any are assigned or there is a GPU."""
     num_cores = len(os.sched_getaffinity(0))
     of_config = (config.server_gpus, config.learner_gpus, config.server_cores, config.learner_cores)
     is_said = any((*of_config, server_run.server.cpu_cores, learner_run.learner.cpu_cores))
@@ -132,7 +140,7 @@ def with_cores(config: DeployConfig, server_run: ServerRun, learner_run: Learner
 
 
 def make_logs(run_dir: Path) -> Path:
-    """Raises ConfigError."""
+    """Create the log directory. Raises ConfigError if it cannot be written."""
     try:
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Deploy's side of the config file: the `[deploy]` section, which part of the node each process gets."""
+"""The `[deploy]` section of the config file: which part of the node each process gets."""
 
 from typing import Annotated, Any, Literal
 
@@ -11,7 +11,11 @@ Places = tuple[int, ...]
 
 
 def _refuse_shared(what: str, parts: tuple[Places, ...]) -> None:
-    """NCCL knows no two ranks on one GPU, and processes whose threads spin on one core slow each other down tenfold."""
+    """Raise ValueError if two processes share a GPU or core, or a process gets none.
+
+    NCCL does not allow two ranks on one GPU.
+    Processes whose threads spin on one core slow each other down tenfold.
+    """
     taken: set[int] = set()
     for part in parts:
         if not part:
@@ -24,23 +28,24 @@ def _refuse_shared(what: str, parts: tuple[Places, ...]) -> None:
 
 
 class DeployConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Keys that only deploy reads. Without any there are one server and one rank."""
+    """Keys that only deploy reads. The default is one server and one rank."""
 
     server_gpus: Annotated[tuple[Places, ...], tyro.conf.Suppress] = ()
-    """The GPUs of each server: [[0, 1], [2, 3]] are two servers of two workers each."""
+    """GPUs of each server. [[0, 1], [2, 3]]: two servers of two workers each."""
     learner_gpus: Annotated[Places, tyro.conf.Suppress] = ()
-    """The GPUs of the learner, a rank on each."""
+    """GPUs of the learner, one rank on each."""
     server_cores: Annotated[tuple[Places, ...], tyro.conf.Suppress] = ()
-    """The cores of each server, as positions in the list of cores that colocate may use."""
+    """Cores of each server, as positions in the list of cores that colocate may use."""
     learner_cores: Annotated[tuple[Places, ...], tyro.conf.Suppress] = ()
-    """The cores of each of the learner's ranks."""
+    """Cores of each learner rank, as positions in the same list."""
     sharded: bool = False
-    """The learner's ranks share the policy by FSDP2; otherwise each has the whole of it."""
+    """Whether the learner's ranks shard the policy with FSDP2. false: each rank holds the whole policy."""
     restart: Literal["never", "on-failure"] = "never"
-    """What happens to a server that ends by itself, or a learner that fails: never: everything ends; on-failure: it is started
-    again, the learner with --resume."""
+    """Reaction to a server that exits or a learner that fails. never: end the run; on-failure: restart it,
+    the learner with --resume."""
     max_restarts: int = 3
-    """on-failure: how often within an hour for each server, and for the learner; once more ends everything."""
+    """Maximum number of restarts within an hour, for each server and for the learner. on-failure only; the
+    next failure ends the run."""
 
     @property
     def num_servers(self) -> int:
@@ -59,7 +64,7 @@ class DeployConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise ValueError(
                     f"{what}_gpus is for {len(gpus)} and {what}_cores for {len(cores)}; give each as many, or leave one out"
                 )
-        _refuse_shared("server_gpus", self.server_gpus)  # one of them may be the learner's too (transport ipc)
+        _refuse_shared("server_gpus", self.server_gpus)  # the learner may share one (transport ipc)
         _refuse_shared("learner_gpus", tuple((gpu,) for gpu in self.learner_gpus))
         _refuse_shared("server_cores and learner_cores", (*self.server_cores, *self.learner_cores))
         if self.sharded and len(self.learner_gpus) < 2:
@@ -69,11 +74,11 @@ class DeployConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class DeployRun(SharedConfig):
-    """Configuration of `python -m deploy.colocate`: of the processes' own sections it reads nothing."""
+    """Configuration of `python -m deploy.colocate`, which ignores the other sections."""
 
     deploy: DeployConfig = DeployConfig()
-    """Which part of the node each process gets."""
+    """Part of the node that each process gets."""
     server: Annotated[dict[str, Any], tyro.conf.Suppress] = msgspec.field(default_factory=dict)
-    """The server's section, unread here."""
+    """Section of the server, ignored here."""
     learner: Annotated[dict[str, Any], tyro.conf.Suppress] = msgspec.field(default_factory=dict)
-    """The learner's section, unread here."""
+    """Section of the learner, ignored here."""

@@ -1,7 +1,7 @@
 """The CPU environment in `.venv`: `install` builds it from cpu.lock, `lock` resolves cpu.lock anew.
 
-This runs before anything is installed: only the standard library, and syntax that a Python which is too old
-can still parse, so that it can say so.
+This file runs before anything is installed, so it uses only the standard library.
+A Python that is too old must be able to parse it, to print the error about its version.
 """
 
 import ast
@@ -26,7 +26,7 @@ TORCH_CPU_INDEX = os.environ.get("TORCH_CPU_INDEX") or "https://download.pytorch
 UV = "uv==0.13.9"
 NEEDED_GB = 5
 
-# uv does not read pip's configuration. These settings of pip say where packages come from, here as uv calls them.
+# uv ignores pip's configuration. These are pip's settings for package sources, with their names in uv.
 UV_NAMES = {
     "index-url": "UV_INDEX_URL",
     "extra-index-url": "UV_EXTRA_INDEX_URL",
@@ -39,8 +39,8 @@ UV_NAMES = {
     "timeout": "UV_HTTP_TIMEOUT",
 }
 
-# torch is installed first, from the CPU builds; the others would drag in CUDA libraries, and a torchvision built
-# for CUDA makes `import transformers` fail beside a CPU torch.
+# torch is installed first, from the CPU builds. The other packages would pull in CUDA libraries, and a
+# torchvision built for CUDA breaks `import transformers` with a CPU torch.
 NOT_LOCKED = re.compile(r"torch(vision|audio|codec)?$|triton|nvidia-|cuda-|cupy-")
 
 LOCK_HEADER = """\
@@ -80,7 +80,7 @@ def check_machine() -> None:
 def install() -> None:
     import fcntl
 
-    # Two `make` at once would take each other's half-built environment for a broken one. A lock on the directory
+    # A concurrent `make` would mistake a half-built environment for a broken one. A lock on the directory
     # needs no file that --clear would remove.
     fcntl.flock(os.open(str(ROOT), os.O_RDONLY), fcntl.LOCK_EX)
     started = time.monotonic()
@@ -97,7 +97,7 @@ def install() -> None:
 
 
 def prepare_venv() -> None:
-    """Keeps an environment that works; a half-installed, moved or too old one is started over."""
+    """Create .venv, or replace one that is half-installed, moved, broken or too old."""
     if not VENV.exists():
         reason = ""
     elif UNFINISHED.exists():
@@ -124,7 +124,7 @@ def install_uv(venv: Path) -> None:
 
 
 def install_torch(venv: Path) -> None:
-    # PyPI has no CPU build of torch, but a mirror or a wheel directory that pip is configured for may.
+    # PyPI has no CPU build of torch, but pip may be configured for a mirror or wheel directory that has one.
     source = []
     if subprocess.run(pip_command(venv, ["install", "--no-deps", "--dry-run", TORCH]), capture_output=True).returncode:
         say(f"{TORCH} is not in the configured package index: taking it from {TORCH_CPU_INDEX}")
@@ -133,7 +133,7 @@ def install_torch(venv: Path) -> None:
 
 
 def check_imports() -> str:
-    # What a run loads, because `import vllm` alone is lazy and loads hardly anything.
+    # The modules that a run loads: `import vllm` alone is lazy and loads hardly anything.
     code = (
         "import platform, accelerate, aiohttp, peft, torch, transformers, transformers.models.gpt2.modeling_gpt2, vllm,"
         " vllm.entrypoints.launchers.app, vllm.v1.engine.async_llm, vllm.v1.worker.cpu_worker;"
@@ -141,7 +141,7 @@ def check_imports() -> str:
         " transformers {transformers.__version__}, vllm {vllm.__version__}')"
     )
     say("checking the imports")
-    # This also writes the bytecode of what a run loads; compiling all that is installed takes a minute longer.
+    # This also writes the bytecode of the loaded modules. Compiling every package takes a minute longer.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     python = str(VENV / "bin" / "python")
     result = subprocess.run([python, "-c", code], capture_output=True, text=True, cwd=str(ROOT), env=environment)
@@ -180,7 +180,10 @@ def pip_command(venv: Path, arguments: "list[str]") -> "list[str]":
 
 
 def install_packages(venv: Path, what: str, arguments: "list[str]", num_packages: int = 0) -> None:
-    """Has uv install them, or pip where uv is missing or fails; what they say is shown only when pip fails."""
+    """Install packages with uv, or with pip if uv is missing or fails.
+
+    The output is shown only if pip fails too, which ends the program.
+    """
     before = num_installed(venv)
     uv = venv / "bin" / "uv"
     arguments = ["install", "--no-deps", "--no-compile", *arguments]
@@ -189,7 +192,7 @@ def install_packages(venv: Path, what: str, arguments: "list[str]", num_packages
         if said is None:
             return
         say(f"uv could not install {what}, pip does it: {last_line(said)}")
-        arguments += ["--force-reinstall"]  # pip would take what uv left half-installed for whole
+        arguments += ["--force-reinstall"]  # pip would treat packages that uv left half-installed as complete
     said = run_quietly(venv, what, pip_command(venv, arguments), dict(os.environ), num_packages)
     if said is not None:
         if num_installed(venv) == before:  # nothing half-installed: no reason to start over
@@ -199,24 +202,24 @@ def install_packages(venv: Path, what: str, arguments: "list[str]", num_packages
 
 
 def uv_environment(venv: Path) -> "dict[str, str]":
-    """uv stands in for pip: it goes by pip's configuration, not by its own, and into this environment."""
+    """Return an environment in which uv uses `venv` and pip's configuration."""
     config = subprocess.run(pip_command(venv, ["config", "list"]), capture_output=True, text=True).stdout
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith("UV_")},
         **uv_settings(config),
         "VIRTUAL_ENV": str(venv),
         "UV_NO_CONFIG": "1",
-        "UV_INDEX_STRATEGY": "unsafe-best-match",  # as pip: the version counts, not the index it is in
-        # The cache is a temporary directory on the same disk, so that nothing is copied and nothing stays behind.
+        "UV_INDEX_STRATEGY": "unsafe-best-match",  # like pip: the version counts, not the index
+        # The cache is a temporary directory on the same disk, so uv copies nothing and leaves nothing behind.
         "UV_NO_CACHE": "1",
         "UV_LINK_MODE": "hardlink",
     }
 
 
 def uv_settings(pip_config: str) -> "dict[str, str]":
-    """What `pip config list` says about where packages come from, as environment variables for uv."""
+    """Convert package sources in `pip config list` to environment variables for uv."""
     settings = {}
-    for section in ("global", "install", ":env:"):  # as in pip, the later one wins
+    for section in ("global", "install", ":env:"):  # like in pip, the last section wins
         for line in pip_config.splitlines():
             key, _, value = line.partition("=")
             name = UV_NAMES.get(key[len(section) + 1 :])
@@ -226,10 +229,10 @@ def uv_settings(pip_config: str) -> "dict[str, str]":
 
 
 def run_quietly(venv: Path, what: str, command: "list[str]", env: "dict[str, str]", num_packages=0) -> "str | None":
-    """Runs an installer under a progress line; returns what it said if it failed.
+    """Run an installer under a progress line; return its output if it failed.
 
-    Installers work for minutes without a word, so progress is read off the disk. Their temporary files lie in a
-    directory of ours, because /tmp is small on many machines.
+    Installers print nothing for minutes, so progress is measured on the disk.
+    Their temporary files are in a directory under `venv`, because /tmp is small on many machines.
     """
     with tempfile.TemporaryDirectory(dir=str(venv)) as scratch, tempfile.TemporaryFile("w+") as output:
         started = time.monotonic()

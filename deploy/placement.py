@@ -1,9 +1,9 @@
-"""Who runs where: from the config to the processes of a node, each with its flags and its environment.
+"""The placement of servers and learner ranks on a node: the flags and environment of each process.
 
     DeployConfig ─▶ a Place for each server, and for each rank of the learner ─▶ supervisor.py starts them
 
-Pure: nothing is started or looked at here. Invariant: no two places have a core, an address or a rank in common, nor two servers or
-two ranks a GPU.
+Pure: nothing here starts a process or inspects the machine.
+Invariant: no two places share a core, an address or a rank, and no two servers or two ranks share a GPU.
 """
 
 import msgspec
@@ -14,20 +14,27 @@ from learner.config import LearnerRun
 from protocol.errors import ConfigError
 
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
-"""What switches FSDP2 on in accelerate. Every rank loads the model; `accelerate launch` lets rank 0 alone do that."""
+"""Environment that enables FSDP2 in accelerate.
+
+Every rank loads the model. With `accelerate launch`, only rank 0 does.
+"""
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """A process to be."""
+    """Name, flags and environment of a process to start."""
 
     name: str
     flags: tuple[str, ...]
-    """They come after those of the command line."""
+    """Flags appended to those of the command line."""
     environment: dict[str, str]
 
 
 def server_places(config: DeployConfig, run: ServerRun) -> list[Place]:
-    """Raises ConfigError for what the server's own section contradicts."""
+    """Return a place for each server.
+
+    Raises:
+        ConfigError: If the server's own section contradicts the placement.
+    """
     if config.server_cores and run.server.cpu_cores is not None:
         raise ConfigError("server.cpu_cores and deploy.server_cores both name the servers' cores; remove one of them")
     if config.num_servers != len(run.servers):
@@ -49,7 +56,11 @@ def server_places(config: DeployConfig, run: ServerRun) -> list[Place]:
 
 
 def rank_places(config: DeployConfig, run: LearnerRun, port: int) -> list[Place]:
-    """The ranks meet at `port`. Raises ConfigError for what the learner's own section contradicts."""
+    """Return a place for each rank. The ranks rendezvous at `port`.
+
+    Raises:
+        ConfigError: If the learner's own section contradicts the placement.
+    """
     if config.learner_cores and run.learner.cpu_cores is not None:
         raise ConfigError(
             "learner.cpu_cores and deploy.learner_cores both name the learner's cores; remove one of them"
@@ -73,7 +84,11 @@ def _addresses(run: ServerRun, index: int) -> list[str]:
 
 
 def _workers(run: ServerRun, num_gpus: int) -> list[str]:
-    """A worker on each GPU, unless the config says how many: as many replicas as it says share them."""
+    """Return flags for one worker per GPU, with as many replicas as configured.
+
+    Raises:
+        ConfigError: If the configured number of workers does not fit the GPUs.
+    """
     server = run.server
     if server.num_workers == num_gpus:
         return []
@@ -89,14 +104,14 @@ def _workers(run: ServerRun, num_gpus: int) -> list[str]:
 
 
 def _visible(config: DeployConfig, gpus: tuple[int, ...]) -> dict[str, str]:
-    """Who is given no GPU beside others that are, sees none."""
+    """Return the environment that limits a process to its GPUs, which may be none."""
     if not config.server_gpus and not config.learner_gpus:
         return {}
     return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
 
 
 def _rank(config: DeployConfig, rank: int, port: int) -> dict[str, str]:
-    """What torchrun tells a rank."""
+    """Return the environment that torchrun would set for a rank."""
     if config.num_ranks == 1:
         return {}
     num_ranks = str(config.num_ranks)

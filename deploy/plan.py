@@ -1,12 +1,12 @@
-"""How to divide GPUs, and what comes of it: `python -m deploy.plan run.toml --gpus 8 64 --measured runs/demo`.
+"""A planner for dividing GPUs: `python -m deploy.plan run.toml --gpus 8 64 --measured runs/demo`.
 
-    run.toml ─▶ what is asked for and taken    ┐
-    a run directory, or flags ─▶ rates         ├─▶ simulations of the splits that could be best ─▶ a table, or JSON
-    GPUs ─▶ n servers × m ranks                ┘
+    run.toml ─▶ groups requested and taken ┐
+    a run directory, or flags ─▶ rates     ├─▶ simulations of the splits that could be best ─▶ table, or JSON
+    GPUs ─▶ n servers × m ranks            ┘
 
-With --measured that run itself is simulated too, so that the prediction stands beside what was measured. Keys of the config
-are flags as elsewhere: --learner.max-staleness 4 --server.max-concurrent-sequences 512. The table shows the splits, the rates that
-they rest on, and what is assumed.
+With --measured, the planner also simulates that run and shows the prediction next to the measurement.
+Config keys are flags as elsewhere: --learner.max-staleness 4 --server.max-concurrent-sequences 512.
+The table shows the splits, the rates behind them, and the assumptions.
 """
 
 import argparse
@@ -34,7 +34,10 @@ CHECK_HEAD = ("run", "", "samples/s", "step s", "server idle", "learner idle", "
 LEAST_STEPS = 8
 SEARCHED_STEPS = 24
 SEARCHED_SERVERS = 64
-"""For the search, which only compares; what is told of the best is simulated at length."""
+"""Maximum number of simulated servers in the search, which only compares splits.
+
+The best split is then simulated in full.
+"""
 RATE_FLAGS = {
     "score_s": "from a group's arrival until it is scored and in the ledger",
     "learner_step_s": "of an optimizer step, whatever its tokens",
@@ -61,7 +64,7 @@ def as_text(result: dict[str, Any]) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Right-aligned, but for the first column."""
+    """Align the columns to the right, except the first."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True)))
@@ -121,7 +124,7 @@ def main() -> None:
 
 
 def parse_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The planner's own options, and the config's flags."""
+    """Return the planner's own options and the flags of the config."""
     parser = argparse.ArgumentParser(
         prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -154,7 +157,7 @@ def parse_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[st
 
 
 def plan(options: argparse.Namespace, flags: Sequence[str]) -> dict[str, Any]:
-    """Everything in one object. Raises ConfigError."""
+    """Return rows, rates, checks and assumptions in one object. Raises ConfigError."""
     if options.steps < LEAST_STEPS or options.most_servers < 1:
         raise ConfigError(
             f"--steps {options.steps} --most-servers {options.most_servers}: expected {LEAST_STEPS} or more, and 1 or more"
@@ -182,7 +185,7 @@ Simulate = Callable[[Setup], Outcome]
 
 
 def divided(setup: Setup, num_gpus: int, options: argparse.Namespace, run: "partial[Outcome]") -> dict[str, Any]:
-    """The best split of so many GPUs, and in short the others that could have been."""
+    """Search the splits with short simulations, then simulate the best one in full."""
     candidates = {
         split: with_split(setup, split, num_gpus, options.groups_per_gpu)
         for split in splits(num_gpus, setup.server.num_workers)
@@ -202,7 +205,7 @@ def row_of(num_gpus: int, setup: Setup, run: Simulate) -> dict[str, Any]:
 
 
 def check(run_dir: Path, setup: Setup, num_ranks: int, run: Simulate) -> dict[str, Any]:
-    """A run as it was, and as it would be at these rates."""
+    """Return the measured results of a run and the prediction at the rates of `setup`."""
     measured = read_run(run_dir)
     as_it_was = msgspec.structs.replace(
         setup,
@@ -221,7 +224,7 @@ def check(run_dir: Path, setup: Setup, num_ranks: int, run: Simulate) -> dict[st
 
 
 def setup_of(options: argparse.Namespace, flags: Sequence[str], rates: Rates) -> Setup:
-    """Of one server and one rank."""
+    """Return the setup for one server and one rank. Raises ConfigError."""
     learner_flags, server_flags = flags_of_each(flags)
     learner = learner_section([options.config, *learner_flags])
     server = server_section([options.config, *server_flags])
@@ -234,7 +237,11 @@ def setup_of(options: argparse.Namespace, flags: Sequence[str], rates: Rates) ->
 
 
 def rates_from(options: argparse.Namespace) -> tuple[Rates, float | None]:
-    """The measured ones, but for those that flags name; and how well those of decoding fit, if they were measured."""
+    """Return the rates, where flags override measured ones, and any decoding error.
+
+    Raises:
+        ConfigError: If rates are missing or invalid.
+    """
     given: dict[str, Any] = {name: value for name in RATE_FLAGS if (value := getattr(options, name)) is not None}
     if options.lengths:
         given["lengths"] = dict(zip(("p10", "p50", "p90", "mean", "max"), options.lengths, strict=True))
@@ -271,7 +278,11 @@ def split_of(text: str) -> Split:
 
 
 def flags_of_each(flags: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Those of the learner and those of the server. Raises ConfigError for what belongs to neither."""
+    """Split the flags into those of the learner and those of the server.
+
+    Raises:
+        ConfigError: If a flag belongs to neither.
+    """
     learner: list[str] = []
     server: list[str] = []
     target: list[str] | None = None

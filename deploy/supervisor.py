@@ -1,11 +1,11 @@
-"""Servers and ranks of one node from their start to their end.
+"""The supervisor of the servers and ranks of one node, from start to end.
 
-    starts servers and learner ─▶ waits for one to end ─┬▶ starts it again, if the config says so and it was not too often
-                                                        └▶ ends the learner, then the servers
+    start servers and learner ─▶ wait for one to end ─┬▶ restart it, if the config and its limit allow it
+                                                      └▶ end the learner, then the servers
     a signal ─▶ every rank, which finishes its step and writes a checkpoint ─▶ the learner ends ─▶ the servers
 
-The ranks of a learner live and die together. A `Process` prefixes its lines, and is asked to end before it is made to.
-Invariants: `run` leaves no process behind; when colocate dies, however it dies, the kernel tells each process to end.
+All ranks of a learner start and end together. A `Process` is asked to end before it is killed.
+Invariants: `run` leaves no process behind. If colocate dies, the kernel sends each process a SIGTERM.
 """
 
 import ctypes
@@ -24,20 +24,22 @@ from deploy.config import DeployConfig
 from protocol.signals import signals_to_end
 
 GRACE_S = 20.0
-"""Time a process gets to end by itself before it is killed."""
+"""Seconds a process gets to exit after SIGTERM before it is killed."""
 NAME_WIDTH = 8
-LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec nothing may take a lock
+LIBC = ctypes.CDLL(None)  # loaded at import: nothing may take a lock between fork and exec
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 POLL_S = 0.2
 RANKS_END_S = 30.0
-"""Time the ranks get to end after one of them has died, which they notice by themselves (learner/rank_watch.py)."""
+"""Seconds the other ranks get to exit after one has died.
+
+They notice the death automatically (learner/rank_watch.py)."""
 RESTART_AFTER_S = 1.0
 WINDOW_S = 3600.0
-"""In which restarts are counted."""
+"""Length of the window in which restarts are counted."""
 
 
 class Process:
-    """Its output is copied line by line to the console and to a file."""
+    """A child process whose output is copied to the console, prefixed, and to a file."""
 
     def __init__(self, name: str, command: Sequence[str], environment: dict[str, str], log_file: Path) -> None:
         self.name = name
@@ -65,7 +67,7 @@ class Process:
             self._popen.send_signal(number)
 
     def wait(self, give_up_at: float) -> None:
-        """Until it has ended, or kill its whole session; then until its last line has been copied."""
+        """Wait for the process and its output; at `give_up_at`, kill its whole session."""
         try:
             self._popen.wait(max(0.0, give_up_at - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -75,32 +77,32 @@ class Process:
 
 
 def end(processes: Sequence[Process], grace_s: float = GRACE_S) -> None:
-    """Ask them all to end, wait, then kill those that are left."""
+    """Ask all processes to end, wait, then kill the remaining ones."""
     for process in processes:
         process.signal(signal.SIGTERM)
     wait_for(processes, grace_s)
 
 
 def wait_for(processes: Sequence[Process], patience_s: float) -> None:
-    """Until all have ended; kill those that have not by then."""
+    """Wait for all processes to end, and kill those still running after `patience_s`."""
     give_up_at = time.monotonic() + patience_s
     for process in processes:
         process.wait(give_up_at)
 
 
 def _end_with_parent() -> None:
-    """In the child: ask the kernel for a SIGTERM when colocate dies."""
+    """Ask the kernel, in the child process, for a SIGTERM when colocate dies."""
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class StartLearner(Protocol):
-    """Start all ranks; again: of the run that they have begun."""
+    """A function that starts all ranks. `again`: earlier ranks of this run failed."""
 
     def __call__(self, *, again: bool) -> list[Process]: ...
 
 
 class Supervisor:
-    """Of one run of colocate."""
+    """The supervisor of one run of colocate."""
 
     def __init__(
         self, start_server: Mapping[str, Callable[[], Process]], start_learner: StartLearner, config: DeployConfig
@@ -111,10 +113,10 @@ class Supervisor:
         self._restarts: dict[str, deque[float]] = defaultdict(deque)
         self._is_stopping = False
         self._missed: int | None = None
-        """The signal that came while the ranks were being started."""
+        """Signal received while no rank was running, to be sent to the next ranks."""
 
     def run(self) -> int:
-        """Return the exit code of the learner, or 1 when a server ended before it."""
+        """Return the learner's exit code, or 1 if a server ended first."""
         for number in signals_to_end():
             signal.signal(number, lambda number, frame: self._pass_on(number))
         try:
@@ -130,7 +132,10 @@ class Supervisor:
             end(list(self._servers.values()))
 
     def _pass_on(self, number: int) -> None:
-        """A learner that ends in order ends everything; only one that is there can."""
+        """Forward a signal to the ranks, or keep it until they start.
+
+        A learner that shuts down cleanly ends the whole run.
+        """
         self._is_stopping = True
         if all(rank.returncode is not None for rank in self._ranks):
             self._missed = number
@@ -144,7 +149,7 @@ class Supervisor:
             self._pass_on(self._missed)
 
     def _code(self) -> int | None:
-        """What everything ends with; None: it goes on."""
+        """Return the exit code of the whole run, or None to keep it running."""
         codes = [rank.returncode for rank in self._ranks]
         if failed := [code for code in codes if code]:
             wait_for(self._ranks, RANKS_END_S)
@@ -172,7 +177,7 @@ class Supervisor:
         return True
 
     def _may_restart(self, name: str, ended: str) -> bool:
-        """Whether it is started again, and say so."""
+        """Decide whether to restart a process, and print the decision."""
         if self._is_stopping:
             return False
         recent, limit = self._restarts[name], self._config.max_restarts

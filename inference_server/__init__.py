@@ -1,1 +1,1 @@
-"""The inference server: vLLM behind one ZeroMQ front door; it knows weights and policy versions, never tasks or rewards."""
+"""Inference server: vLLM behind one ZeroMQ socket. It knows weights and versions, not rewards."""

@@ -1,8 +1,9 @@
-"""`inference-server run.toml`: read the config, bind cores, take the ports, start vLLM, serve until a signal comes and what
-was begun has ended.
-`inference-server doctor run.toml` looks instead whether it could.
+"""Entry point of `inference-server run.toml` and `inference-server doctor run.toml`.
 
-Nothing heavy is imported before the cores are bound: torch reads the number of threads only once.
+The first reads the config, takes the ports, starts vLLM, and serves until a signal arrives and the drain
+ends. The second checks whether the first could start.
+
+Invariant: vLLM and torch are imported only after the environment variables that they read on import are set.
 """
 
 import asyncio
@@ -31,20 +32,20 @@ from protocol.signals import signals_to_end
 log = logging.getLogger("inference_server")
 
 ENVIRONMENT = {
-    # Threads of the CPU backend stay where sched_setaffinity put them.
+    # Keep the threads of the CPU backend on the cores that sched_setaffinity chose.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # Torch asks for huge pages: the memory that buckets arrive in costs a third of the time it would else.
+    # Let torch ask for huge pages: bucket memory then costs a third of the time.
     "THP_MEM_ALLOC_ENABLE": "1",
-    # Every batch size has matrix products of its own, and oneDNN would keep the code of 1,024 of them: 250 MiB that come
-    # within the first hour.
+    # Each batch size has its own matrix products. oneDNN would keep the code of 1,024 of them, which takes
+    # 250 MiB within the first hour.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
-    # What vLLM and torch warn of on a CPU is about things that do not exist there.
+    # On a CPU, the warnings of vLLM and torch concern hardware that does not exist there.
     "VLLM_LOGGING_LEVEL": "ERROR",
     "TORCH_LOGS": "-torch",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "PYTHONWARNINGS": "ignore::FutureWarning,ignore::UserWarning:multiprocessing.resource_tracker",
 }
-"""What vLLM and torch read while they are imported, unless the user has set it."""
+"""Variables that vLLM and torch read on import. Values set by the user take precedence."""
 
 
 def main() -> None:
@@ -80,8 +81,11 @@ def main() -> None:
 
 
 def _quit_while_starting(*_: object) -> NoReturn:
-    """There is nothing to save yet, and an exception would be raised wherever the starting engine happens to be, which
-    may swallow it."""
+    """Kill the child processes and exit.
+
+    There is nothing to save yet. An exception could surface anywhere in the starting engine, which may
+    swallow it.
+    """
     for child in multiprocessing.active_children():
         child.kill()
     log.info("stopped while starting")
@@ -91,14 +95,14 @@ def _quit_while_starting(*_: object) -> NoReturn:
 def _start_logging() -> None:
     console.start_logging("%(asctime)s %(message)s", level=logging.WARNING)
     if console.manner().is_json:
-        os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # what it says comes by our handler, as JSON
-    # On our own loggers, because libraries set the root's level while they are imported.
+        os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # Its log records go through our handler, as JSON.
+    # Libraries set the level of the root logger on import, so set it on our own loggers.
     for package in ("inference_server", "protocol"):
         logging.getLogger(package).setLevel(logging.INFO)
 
 
 def _on_own_cores(run: ServerRun) -> ServerRun:
-    """The same where its config names its cores, or all are its to use."""
+    """Return the config with the server's share of the cores, if it names none."""
     if run.server.cpu_cores is not None:
         return run
     cores = share_of_cores("server", run.learner, (run.endpoint,), num_processes=run.server.num_workers)
@@ -106,7 +110,7 @@ def _on_own_cores(run: ServerRun) -> ServerRun:
 
 
 def _on_what(run: ServerRun) -> str:
-    """What was found to compute on, why, and what follows where the config is silent."""
+    """Describe the device found, the reason, and the resulting values of unset keys."""
     server = run.server
     kv = "what is left" if server.kv_cache_memory_mib is None else f"{server.kv_cache_memory_mib} MiB"
     return (
@@ -116,7 +120,7 @@ def _on_what(run: ServerRun) -> str:
 
 
 def _set_environment(run: ServerRun) -> None:
-    """Settings that vLLM and torch, also those of child processes, read from the environment."""
+    """Set the environment that vLLM and torch read, in this process and its children."""
     os.environ.update(
         SLIPSTREAM_SERVER_PID=str(os.getpid()),
         VLLM_NO_USAGE_STATS="1",
@@ -128,7 +132,7 @@ def _set_environment(run: ServerRun) -> None:
 
 
 async def _serve(run: ServerRun) -> None:
-    """Start everything in the order in which it can fail cheaply, serve, and take it down again."""
+    """Start all parts, those that fail cheaply first, then serve and shut down."""
     from inference_server.http_access import address_of
     from inference_server.preparation import prepare
     from protocol.channel.sockets import ServerChannel
@@ -139,12 +143,13 @@ async def _serve(run: ServerRun) -> None:
         prepared = prepare(run, open_things)
         log.info(_on_what(run))
         listener = prepared.listener
-        os.environ["HF_HUB_OFFLINE"] = "1"  # the model's files are here now
+        os.environ["HF_HUB_OFFLINE"] = "1"  # The model files are on this machine by now.
         run = _on_own_cores(run)
         log.info("starting vLLM with %s", run.model)
         from inference_server.engine.vllm_engine import VllmEngine
 
-        # In a thread: it blocks signals for vLLM's processes to inherit, and the main thread must still get them.
+        # VllmEngine blocks signals so that vLLM's processes inherit the mask. A thread keeps them unblocked
+        # in the main thread.
         engine = await asyncio.to_thread(VllmEngine, run, prepared.model_path)
         open_things.callback(engine.close)
         channel = ServerChannel(run.endpoint, prepared.keys, insecure=run.insecure)

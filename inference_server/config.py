@@ -1,4 +1,4 @@
-"""The server's side of the config file: the `[server]` section."""
+"""The `[server]` section of the config file."""
 
 from typing import Annotated, Any, Literal
 
@@ -12,92 +12,106 @@ from protocol.hardware import Dtype, has_gpu
 
 CPU_KV_MIB = 2048
 Tokens = Annotated[int, msgspec.Meta(ge=2, lt=1 << 31)]
-"""A prompt and a completion; vLLM counts them in 32 bits."""
+"""Range of a prompt plus its completion, in tokens. vLLM counts them in 32 bits."""
 BlockSize = Annotated[int, msgspec.Meta(gt=0, le=4096)]
 Places = Annotated[int, msgspec.Meta(gt=0, le=1 << 16)]
-"""vLLM has tables with a row for each."""
+"""Range of a number of sequences. vLLM has tables with one row per sequence."""
 Copies = Annotated[int, msgspec.Meta(gt=0, le=1024)]
-"""Each is a process, or several."""
+"""Range of a number of workers or replicas. Each is one or more processes."""
 Mebibytes = Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
-"""In bytes they must fit into 64 bits."""
+"""Range of a size in MiB. The size in bytes must fit into 64 bits."""
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Keys only the inference server reads; --server.vllm.NAME VALUE, or [server.vllm] in the file, is an argument of vLLM's own."""
+    """Config keys that only the inference server reads.
+
+    `--server.vllm.NAME VALUE`, or `[server.vllm]` in the file, sets an argument of vLLM itself.
+    """
 
     max_model_len: Tokens | None = None
-    """Longest prompt + completion in tokens; by default what the model's config allows."""
+    """Maximum length of prompt plus completion, in tokens. Unset: the maximum in the model's config."""
     max_concurrent_sequences: Places = 256
-    """Sequences in one decoding step of each replica; further ones wait inside the engine."""
+    """Maximum number of sequences in one decoding step of each replica. Further sequences wait inside the
+    engine."""
     reserved_sequences: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)] | None = None
-    """Places beside max_concurrent_sequences, in each replica, for requests of /v1 alone, so that they are answered
-    however much the learner asks for. 0: they wait until no group does. Unset: one for each 32 of
-    max_concurrent_sequences, at least one."""
+    """Number of extra slots per replica, in addition to max_concurrent_sequences, that only /v1 requests use.
+    These requests are then answered at any learner load. 0: they wait until no group waits. Unset: one per 32
+    of max_concurrent_sequences, at least one."""
     kv_cache_memory_mib: Mebibytes | None = msgspec.field(default_factory=lambda: None if has_gpu() else CPU_KV_MIB)
-    """Memory for keys and values on each worker. Unset: what gpu_memory_utilization leaves over; 2,048 on a machine without a GPU, whose
-    memory others need too."""
+    """KV cache memory of each worker, in MiB. Unset: what gpu_memory_utilization leaves; without a GPU:
+    2,048, because other processes need that memory too."""
     block_size: BlockSize | None = None
-    """Tokens per KV block, the grain in which completions share their prompt. On a CPU a multiple of 32; 32 suits short
-    prompts there."""
+    """Number of tokens per KV block, the granularity at which completions share their prompt. On a CPU, it
+    must be a multiple of 32, and 32 suits short prompts."""
     dtype: Dtype | None = None
-    """In which this server computes, where that is not the run's `dtype`: a fast server in bfloat16 beside an exact one. Weights come in
-    the run's dtype all the same, and the learner holds this server to the bounds of the coarser of the two."""
+    """Compute dtype of this server if it differs from the run's `dtype`, such as a fast bfloat16 server
+    alongside an exact one. Weights arrive in the run's dtype regardless. The learner applies the tolerances
+    of the coarser dtype to this server."""
     enforce_eager: bool = msgspec.field(default_factory=lambda: not has_gpu())
-    """Skip compilation and CUDA graphs: starts sooner, generates slower. Unset: on a machine without a GPU."""
+    """Skip compilation and CUDA graphs, for a faster start and slower generation. Unset: true only on a
+    machine without a GPU."""
     tensor_parallel_size: Copies = 1
-    """Workers that share one copy of the model."""
+    """Number of workers that share one copy of the model."""
     data_parallel_size: Copies = 1
-    """Replicas: copies of the model in this one server, each with tensor_parallel_size workers. vLLM gives a request to the one with
-    the least to do; a push goes to all. Not for models with experts."""
+    """Number of replicas: copies of the model in this server, each with tensor_parallel_size workers. vLLM
+    sends a request to the least loaded replica, and a weight sync updates all of them. Mixture-of-experts
+    models are not supported."""
     gpu_memory_utilization: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.9
-    """Share of the device's memory that the engine may use (on a CPU: of the machine's memory, all replicas together)."""
+    """Fraction of the device memory that the engine may use. On a CPU: fraction of the machine's memory, for
+    all replicas together."""
     kv_on_push: Literal["keep", "recompute"] = "keep"
-    """What becomes of the keys and values of sequences in flight when new weights arrive."""
+    """Treatment of the KV cache of sequences in flight on a weight sync. `"keep"`: continue with it;
+    `"recompute"`: compute it again with the new weights."""
     receive_overlap: bool = False
-    """Receive a push while generation goes on and pause only to load it (on a CPU it is loaded beside generation too, and the
-    pause only exchanges the two); costs the memory of one more copy of the weights, on a GPU's server host memory. One worker only."""
+    """Receive new weights during generation, and pause only to load them. On a CPU, loading also overlaps,
+    and the pause only swaps the weights. The cost is memory for one more copy of the weights, on a GPU server
+    in host memory. Supported with one worker only."""
     http_host: Text = "127.0.0.1"
-    """Address of the OpenAI API, /status and /metrics: a name, IPv4 or IPv6 (::1, with or without brackets; :: listens at
-    both kinds)."""
+    """Address of the OpenAI API, /status and /metrics: a name, an IPv4 address or an IPv6 address. `"::1"`,
+    with or without brackets: IPv6 loopback; `"::"`: all IPv4 and IPv6 addresses."""
     http_port: Annotated[int, msgspec.Meta(ge=0, lt=65536)] = DEFAULT_HTTP_PORT
-    """Port of the OpenAI API, /status and /metrics; 0 turns them off."""
+    """Port of the OpenAI API, /status and /metrics. 0: HTTP is off."""
     api_key_file: Text | None = None
-    """File with the key that clients of the OpenAI API must send, mode 600; by default VLLM_API_KEY of the environment, if
-    set. Needed where http_host is not loopback."""
+    """File with the key that clients of the OpenAI API must send, mode 600. Unset: the environment variable
+    VLLM_API_KEY, if set. Required if http_host is not a loopback address."""
     tool_call_parser: Text | None = None
-    """Format of the model's tool calls in the OpenAI API, as in `vllm serve`: hermes, llama3_json, mistral, ... Unset:
-    requests with tools are refused."""
+    """Format of the model's tool calls in the OpenAI API, as in `vllm serve`: hermes, llama3_json, mistral,
+    ... Unset: requests with tools are refused."""
     reasoning_parser: Text | None = None
-    """Format of the model's reasoning in the OpenAI API, as in `vllm serve`: qwen3, deepseek_r1, ... Unset: part of
-    the answer."""
+    """Format of the model's reasoning in the OpenAI API, as in `vllm serve`: qwen3, deepseek_r1, ... Unset:
+    the reasoning stays part of the answer."""
     chat_template: Text | None = None
-    """Chat template of the OpenAI API, as in `vllm serve`: a file, or the template itself. Unset: the tokenizer's, in
-    which the learner renders its prompts in any case."""
+    """Chat template of the OpenAI API, as in `vllm serve`: a file or the template itself. Unset: the
+    tokenizer's template. The learner always renders its prompts with the tokenizer's template."""
     cpu_cores: Cores | None = None
-    """Bind the engine to these positions within the cores this process may use, one compute thread each; the rest of the server
-    runs wherever there is room. Several replicas divide them. Unset, without a GPU and at a loopback endpoint: the first half."""
+    """Cores for the engine, one compute thread each, as positions in the list of cores that this process may
+    use. The rest of the server is not bound. Several replicas divide the cores. Unset: the first half, on a
+    machine without a GPU and with a loopback endpoint; otherwise unbound."""
     orphan_timeout_s: Seconds = 30.0
-    """How long the server, and the groups in it, are kept for a run whose learner is gone; until then another run waits."""
+    """Time that the server and its groups are kept for a run after its learner disconnects, in seconds. Other
+    runs wait until then."""
     drain_timeout_s: Seconds = 60.0
-    """How long a server that was told to end (SIGTERM, SIGHUP, Ctrl-C) finishes what it has begun, groups and requests of /v1, before it
-    ends all the same. Another SIGTERM or Ctrl-C ends it at once. Whoever kills what does not end must wait for longer than this."""
+    """Maximum time to finish running groups and /v1 requests after SIGTERM, SIGHUP or Ctrl-C, in seconds.
+    After that, the server exits regardless. A second SIGTERM or Ctrl-C ends the server at once. A supervisor
+    must wait longer than this before it sends SIGKILL."""
     start_timeout_s: Annotated[int, msgspec.Meta(gt=0, le=int(MAX_SECONDS))] = 600
-    """Longest time for loading the model and warming up, also after the engine has died."""
+    """Maximum time to load the model and warm up, in seconds, at startup and after the engine has died."""
     max_engine_restarts: Annotated[int, msgspec.Meta(ge=0)] = 3
-    """How often within an hour an engine that has died is started again; one death more ends the server."""
+    """Maximum number of engine restarts within an hour. One more death ends the server."""
     stall_timeout_s: Seconds = 300.0
-    """An engine that has groups to work on and gives no token for so long is started again. Pushes do not count, and a piece of a
-    long prompt counts as a token."""
+    """Maximum time without a token from an engine that has groups, in seconds. After that, the engine is
+    restarted. Weight syncs do not count, and a prefill chunk of a long prompt counts as a token."""
     pause_timeout_s: Seconds = 60.0
-    """Longest time in which the engine must have paused, taken a version label or resumed around a push; one that has not
-    answered by then is started again."""
+    """Maximum time for the engine to pause, set a version or resume around a weight sync, in seconds. After
+    that, the engine is restarted."""
     vllm: PassedOn = msgspec.field(default_factory=dict)
-    """Arguments of vLLM's own, under the names of AsyncEngineArgs, tables for those that are configs. What the server sets itself
-    and what would break versions, logprobs or pushes is refused (engine/vllm_args.py)."""
+    """Arguments of vLLM itself, named as in AsyncEngineArgs. An argument that is a config is a table.
+    Arguments that the server sets, or that break versions, logprobs or weight syncs, are refused
+    (engine/vllm_args.py)."""
 
     @property
     def num_workers(self) -> int:
-        """Of all replicas; on GPUs each has one of its own."""
+        """Number of workers of all replicas. On GPUs, each worker has its own GPU."""
         return self.tensor_parallel_size * self.data_parallel_size
 
     @property
@@ -108,7 +122,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def num_reserved(self) -> int:
-        """Places of each replica for requests of /v1 alone; none where there is no /v1."""
+        """Number of slots per replica that only /v1 requests use. 0 if HTTP is off."""
         if self.http_port == 0:
             return 0
         return (
@@ -117,7 +131,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def capacity(self) -> int:
-        """Sequences of groups in one decoding step of all replicas."""
+        """Maximum number of group sequences in one decoding step, over all replicas."""
         return self.max_concurrent_sequences * self.data_parallel_size
 
 
@@ -126,9 +140,9 @@ class ServerRun(SharedConfig):
 
     server: ServerConfig = ServerConfig()
     learner: Annotated[dict[str, Any], tyro.conf.Suppress] = msgspec.field(default_factory=dict)
-    """The learner's section, unread here."""
+    """The learner's section, not checked here."""
     deploy: Annotated[dict[str, Any], tyro.conf.Suppress] = msgspec.field(default_factory=dict)
-    """Which part of a node each process gets, unread here."""
+    """Resources of each process on a node, not read here."""
 
     @property
     def computes_in(self) -> Dtype:

@@ -1,7 +1,7 @@
-"""`inference-server doctor`: whether a server could start here; each problem is one line with its remedy.
+"""`inference-server doctor`: checks whether a server can start here, with a one-line remedy for each problem.
 
-Ports are taken for a moment and given back, nothing is loaded. What only two can know, whether they reach each other and have the
-same keys, versions and time, `learner doctor` asks while the server runs.
+The doctor binds ports briefly and loads no model. `learner doctor` checks what needs both sides while the
+server runs: connectivity, matching keys and versions, and clocks.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ from protocol.model_files import fingerprint, local_model, weight_bytes
 
 
 def doctor_command(arguments: Sequence[str]) -> int:
-    """Return the exit status: 1 with any problem."""
+    """Run all checks and return the exit status: 1 if there is a problem, otherwise 0."""
     as_json = "--json" in arguments
     arguments = [argument for argument in arguments if argument != "--json"]
     run = load_config(
@@ -72,7 +72,7 @@ def examine(run: ServerRun) -> Iterator[Finding]:
 
 
 def names(endpoint: str) -> Finding:
-    """Whether the endpoint's host is an address of this machine."""
+    """Check that the endpoint's host is an address of this machine."""
     host, _ = split_endpoint(endpoint)
     if host == "*":
         return ok("names", "every IPv4 address of this machine")
@@ -98,7 +98,7 @@ def names(endpoint: str) -> Finding:
 
 def port(endpoint: str) -> Finding:
     async def bind() -> str:
-        with closing(ServerChannel(endpoint, insecure=True)) as channel:  # the doctor answers nobody
+        with closing(ServerChannel(endpoint, insecure=True)) as channel:  # the channel is never read
             return channel.endpoint
 
     try:
@@ -121,7 +121,7 @@ def http(run: ServerRun) -> Finding:
 
 
 def keys(directory: str | None) -> Finding:
-    """Whether they can be read, somebody would be let in, and the server.pub that lies there is this server's."""
+    """Check the keys: readable, at least one learner allowed, server.pub matching."""
     if directory is None:
         return ok("keys", "none: whoever reaches the endpoint is let in")
     try:
@@ -147,7 +147,10 @@ def keys(directory: str | None) -> Finding:
 
 
 def resources(run: ServerRun) -> Iterator[Finding]:
-    """What the weights take; keys and values take what is left of the share that the config gives."""
+    """Yield the findings about the model, the disk and the memory.
+
+    The KV cache gets what the weights leave of the configured share of memory.
+    """
     try:
         path = local_model(run.model)
         if path is not None:
@@ -183,7 +186,7 @@ def resources(run: ServerRun) -> Iterator[Finding]:
 
 
 def nccl(run: ServerRun) -> Finding | None:
-    """Whether a push between GPUs could travel by NCCL; None where none would."""
+    """Check that weight syncs can use NCCL, or return None if they would not use it."""
     wanted = run.learner.get("push", {}).get("transport", "auto")
     if gpu_memory_bytes() is None or wanted not in ("auto", "nccl"):
         return None
@@ -198,7 +201,7 @@ def nccl(run: ServerRun) -> Finding | None:
 
 
 def vllm_names() -> Finding:
-    """Whether the installed vLLM is one that the server knows, down to the parameters of its functions."""
+    """Check that the server supports the installed vLLM, down to function parameters."""
     try:
         check_vllm()
     except ConfigError as error:
@@ -207,8 +210,9 @@ def vllm_names() -> Finding:
 
 
 def vllm_arguments(run: ServerRun) -> Finding:
-    """Whether vLLM has such arguments, of such types, and the server lets them through."""
-    from inference_server.engine.vllm_args import added_arguments, own_arguments  # which imports vLLM, for seconds
+    """Check that vLLM has these arguments and types, and that the server allows them."""
+    # Imports vLLM, which takes seconds.
+    from inference_server.engine.vllm_args import added_arguments, own_arguments
 
     try:
         added_arguments(run.server.vllm, own_arguments(run, Path(run.model)))
@@ -218,8 +222,9 @@ def vllm_arguments(run: ServerRun) -> Finding:
 
 
 def openai_options(run: ServerRun) -> Finding:
-    """Whether vLLM knows the parsers, and can read the chat template."""
-    from inference_server.engine.openai_options import check_openai_options  # which imports vLLM, for seconds
+    """Check that vLLM knows the parsers and can read the chat template."""
+    # Imports vLLM, which takes seconds.
+    from inference_server.engine.openai_options import check_openai_options
 
     try:
         check_openai_options(run.server, local_model(run.model))

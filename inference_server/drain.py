@@ -1,11 +1,11 @@
-"""The end of a server that was told to end: it takes nothing more on, finishes what it has begun, and is then over.
+"""Drain of a server: it accepts no new work, finishes the work it has, and ends.
 
-    told ─▶ Pulse(is_draining) ─▶ what has not begun is handed back ─▶ groups, scores, a push, requests of /v1 end ─▶ Acks ─▶ over
-                 └── Farewell of the learner ──────────────────────────┘ server.drain_timeout_s: over all the same
+    signal ─▶ Pulse(is_draining) ─▶ hand back waiting groups ─▶ finish groups, scores, sync, /v1 ─▶ Acks
+                 └── Farewell of the learner ────────────────────┘  server.drain_timeout_s: end regardless
 
-Between the signal (shutdown.py) and the server's parts. Waits for the learner's Farewell, before which it may have asked for more, and for
-what is under way; unblocked by their end, the deadline, or the loss of the learner, which then asks others. Invariant: once the
-learner has been told no group and no push is begun.
+The drain waits for running work and for the learner's Farewell, before which more requests may arrive. The
+wait ends early with the deadline, or with the loss of the learner, which then uses other servers.
+Invariant: no group and no weight sync starts after the learner has been notified.
 """
 
 import asyncio
@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.05
 UNREACHED_S = 1.0
-"""A learner that could not be reached for so long is gone, or has lost this server: it says Hello, and is not answered. A queue that is
-full lets something through sooner."""
+"""Seconds without a delivery after which the learner counts as gone or disconnected. A disconnected learner
+sends Hello again and gets no answer. A full send queue frees up sooner than that."""
 REASON = "the server is draining: it was told to end, finishes what it has begun and takes nothing more on"
 
 
@@ -33,20 +33,24 @@ def _none() -> int:
 
 
 class Drain:
-    """Of one server; `run` returns when it may end."""
+    """Drain of one server. `run` returns when the server may end."""
 
     def __init__(
         self, life: EngineLife, pushes: Pushes, groups: Groups, timeout_s: float,
         tell: Callable[[], Awaitable[object]], unreached_s: Callable[[], float],
     ) -> None:  # fmt: skip
-        """`tell` sends the learner a Pulse; `unreached_s`: for so long nothing could be handed to its connection."""
+        """Connect the drain to the server's parts.
+
+        The first callable sends the learner a Pulse. `unreached_s` returns for how many seconds the learner's
+        connection has accepted nothing.
+        """
         self._life, self._pushes, self._groups, self._timeout_s = life, pushes, groups, timeout_s
         self._tell, self._unreached_s = tell, unreached_s
         self.is_draining = False
         self._is_heard = False
-        """The learner has said Farewell."""
+        """True once the learner has sent Farewell."""
         self.num_requests: Callable[[], int] = _none
-        """Of the OpenAI API's clients, under way."""
+        """Callable that returns the number of running requests of OpenAI API clients."""
 
     async def run(self) -> None:
         self.is_draining = True
@@ -62,24 +66,25 @@ class Drain:
             if time.monotonic() > deadline:
                 log.warning("not drained after %g s (server.drain_timeout_s): %s", self._timeout_s, left)
                 return
-            if self._pushes.state == "torn":  # what has begun would wait for weights that nobody sends any more
+            # Running work would wait for weights that no learner sends any more.
+            if self._pushes.state == "torn":
                 await self._groups.hand_back(also_begun=True)
             await asyncio.sleep(LOOK_EVERY_S)
         log.info("drained")
 
     def heard(self) -> None:
-        """What the learner has asked for by now is all."""
+        """Record the learner's Farewell: no further requests follow."""
         self._is_heard = self.is_draining
 
     def refusal_of(self, begin: PushBegin) -> PushFailed:
-        """To a learner that has not heard of it yet."""
+        """Return the answer to a learner that does not know of the drain yet."""
         is_intact = self._pushes.state != "torn"
         return PushFailed(
             epoch=begin.epoch, version=begin.version, state="draining", message=REASON, weights_intact=is_intact
         )
 
     def _left(self) -> str:
-        """What is under way, in words; empty if nothing."""
+        """Describe the running work, or return an empty string if there is none."""
         counts = {"requests of /v1": self.num_requests()}
         if self._unreached_s() < UNREACHED_S:
             counts |= {"calls into the engine": self._life.num_working, "groups to be acked": self._groups.num_unacked}

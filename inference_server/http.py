@@ -1,12 +1,13 @@
 """vLLM's OpenAI application on the engine that also serves the learner, with /status and our metrics.
 
-    request ─▶ http_access.py ─▶ TellVersions ─▶ RefuseTools ─▶ vLLM's routes ─▶ VersionedLLM.generate
+    request ─▶ http_access.py ─▶ RefuseTools ─▶ TellVersions ─▶ vLLM's routes ─▶ VersionedLLM.generate
 
-Every answer says which policy made it: in its headers, in the list of models, and at the end of a stream. A request with tools is
-refused, with the missing key, by a server that has no parser to read calls: vLLM would name its own flags, or pass a call on as text.
+Each response names its policy: in the headers, in the model list, and at the end of a stream. A server
+without a tool-call parser refuses requests with tools and names the missing key. vLLM itself would name its
+own flags, or return a tool call as text.
 
-Invariant: an answer that is sent whole names the versions of its oldest and newest token, and their run; a streamed one starts with
-the oldest version that is possible and ends with both.
+Invariant: a complete response names the versions of its oldest and newest tokens, and their run. A stream
+starts with the oldest possible version and ends with both versions.
 """
 
 import asyncio
@@ -43,20 +44,20 @@ from inference_server.http_access import ApiKeyGate, RouteGate, Status, error_an
 from protocol.answer_headers import END, NO_VERSION, START, header_of_runs
 
 Serving = Callable[[], tuple[str | None, int | None]]
-"""The run and the version whose weights answer now; None: the model's own."""
+"""Returns the run and the version of the current weights. None: the model's own weights."""
 PATHS = {"/v1/chat/completions", "/v1/responses", "/v1/messages"}
-"""Where tools can be asked for."""
+"""Routes whose requests may contain tools."""
 REASON = (
     "tools need server.tool_call_parser, which is not set here: set it to the format of the model's tool calls "
     '(hermes, llama3_json, mistral, ...), or send the request without tools or with tool_choice "none"'
 )
 SHUTDOWN_TIMEOUT_S = 1
 HARMONY = "gpt_oss"
-"""Models of this type have a format of their own for tool calls, which vLLM always reads."""
+"""Model type with its own tool-call format, which vLLM always parses."""
 
 
 class TellVersions:
-    """ASGI middleware."""
+    """ASGI middleware that adds the policy versions to responses."""
 
     def __init__(self, app: ASGIApp, serving: Serving) -> None:
         self._app, self._serving = app, serving
@@ -70,7 +71,7 @@ class TellVersions:
         run_before, _ = self._serving()
 
         def final_headers() -> dict[str, str]:
-            """Nothing of what no policy has sampled: a list, an error."""
+            """Return the headers, or none if no policy sampled the response: a list, an error."""
             run, _ = self._serving()
             return header_of_runs(run_before, run) | _version_headers(labels) if labels else {}
 
@@ -101,12 +102,12 @@ def _version_headers(labels: Collection[str]) -> dict[str, str]:
 
 
 def _comment(told: Mapping[str, str]) -> bytes:
-    """Lines of server-sent events that clients pass over."""
+    """Return the headers as comments of server-sent events, which clients ignore."""
     return "".join(f": {name}: {value}\n\n" for name, value in told.items()).encode()
 
 
 class RefuseTools:
-    """ASGI middleware for a server without server.tool_call_parser."""
+    """ASGI middleware that refuses tools on a server without server.tool_call_parser."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -127,7 +128,7 @@ class RefuseTools:
 
 
 async def _whole(receive: Receive) -> list[Message]:
-    """Return all messages of a request's body, as they came."""
+    """Return all messages of a request body, unchanged."""
     messages = [await receive()]
     while messages[-1].get("more_body", False):
         messages.append(await receive())
@@ -135,7 +136,7 @@ async def _whole(receive: Receive) -> list[Message]:
 
 
 def _asks_for_tools(body: bytes) -> bool:
-    """A body that is not JSON is vLLM's to refuse."""
+    """Return True if the body asks for tools. vLLM refuses a body that is not JSON."""
     try:
         asked = json.loads(body)
     except (ValueError, RecursionError):
@@ -144,17 +145,18 @@ def _asks_for_tools(body: bytes) -> bool:
 
 
 def _is_none(tool_choice: Any) -> bool:
-    """As OpenAI's clients say it, or as Anthropic's do."""
+    """Return True if the tool choice is "none", in the form of OpenAI or Anthropic."""
     return tool_choice == "none" or (isinstance(tool_choice, dict) and tool_choice.get("type") == "none")
 
 
 class HttpServer(uvicorn.Server):
-    """Uvicorn inside the server's own event loop, with vLLM's application."""
+    """Uvicorn server in the inference server's event loop, with vLLM's application."""
 
     def __init__(self, config: uvicorn.Config, app: FastAPI, args: Namespace, gate: RouteGate) -> None:
         super().__init__(config)
         self._app, self._args, self._gate = app, args, gate
-        app.state.server = self  # vLLM's handlers would end it when the engine dies, but for KEEP_ALIVE_ON_ENGINE_DEATH
+        # Without VLLM_KEEP_ALIVE_ON_ENGINE_DEATH, vLLM's handlers would stop it when the engine dies.
+        app.state.server = self
 
     async def answer_from(self, llm: AsyncLLM) -> None:
         """Let the routes use this engine from now on."""
@@ -162,16 +164,16 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave the signals alone: the server ends this one."""
+        """Install no signal handlers, because the inference server ends this server."""
         yield
 
     @property
     def num_requests(self) -> int:
-        """Under way, without those of monitoring."""
+        """Number of running requests, without health checks and monitoring."""
         return self._gate.num_open
 
     async def serve_on(self, listener: socket.socket) -> None:
-        """Serve until cancelled, then let open requests end within SHUTDOWN_TIMEOUT_S."""
+        """Serve until canceled, then let open requests end within SHUTDOWN_TIMEOUT_S."""
         serving = asyncio.create_task(self.serve(sockets=[listener]))
         try:
             await asyncio.shield(serving)
@@ -184,16 +186,17 @@ class HttpServer(uvicorn.Server):
 async def build_http(
     llm: AsyncLLM, run: ServerRun, model_path: Path, status: Status, api_key: str | None
 ) -> HttpServer:
-    """Return a server of vLLM's OpenAI routes, /health and /metrics, and of our /status."""
+    """Return a server with vLLM's OpenAI routes, /health, /metrics and our /status."""
     args = application_arguments(str(model_path), run.model)
-    args.api_key = None if api_key is None else [api_key]  # vLLM else reads VLLM_API_KEY, which may be another
+    # Otherwise vLLM reads VLLM_API_KEY, which may be a different key.
+    args.api_key = None if api_key is None else [api_key]
     set_openai_options(args, run.server)
     app = build_application(args, await llm.get_supported_tasks(), llm.model_config, status)
     get_prometheus_registry().register(_Metrics(status))
     can_read_tools = run.server.tool_call_parser is not None or llm.model_config.hf_config.model_type == HARMONY
     guarded = guard(app, status, can_read_tools=can_read_tools)
     config = uvicorn.Config(
-        # Around the finished app, which takes no more middleware.
+        # Wrap the finished app, which accepts no more middleware.
         guarded if api_key is None else ApiKeyGate(guarded, api_key),
         log_level="warning",
         access_log=False,
@@ -206,7 +209,10 @@ async def build_http(
 
 
 def application_arguments(model_path: str, served_name: str) -> Namespace:
-    """As `vllm serve` would have them, without statistics in the log, for which a task would keep the first engine."""
+    """Return the arguments of `vllm serve`, without access log and statistics log.
+
+    The task that logs statistics would keep a reference to the first engine.
+    """
     flags = ["--disable-uvicorn-access-log", "--disable-log-stats"]
     named = ["--model", model_path, "--served-model-name", served_name]
     return make_arg_parser(FlexibleArgumentParser()).parse_args([*named, *flags])
@@ -218,19 +224,20 @@ def build_application(
     """Return vLLM's application with our /status and /v1/models."""
     app = build_app(args, tasks, model_config)
     app.add_api_route("/status", status, methods=["GET"])
-    for path, endpoint in (("/v1/models", _models), ("/v1/models/{model:path}", _model)):  # before vLLM's own
+    # These routes precede vLLM's own.
+    for path, endpoint in (("/v1/models", _models), ("/v1/models/{model:path}", _model)):
         app.router.routes.insert(0, APIRoute(path, partial(endpoint, app, status), response_model=None))
     return app
 
 
 def guard(app: ASGIApp, status: Status, *, can_read_tools: bool) -> RouteGate:
-    """Return an application as clients see it, but for the key."""
+    """Return the application with all middleware except the API key check."""
     telling = TellVersions(app, partial(_serving, status))
     return RouteGate(telling if can_read_tools else RefuseTools(telling), status)
 
 
 async def _models(app: FastAPI, status: Status) -> dict[str, Any]:
-    """vLLM's list, and which version of which run answers for each model."""
+    """Return vLLM's model list, with the version and the run of the current weights."""
     known = await app.state.openai_serving_models.show_available_models()
     listed = known.model_dump()
     run, version = _serving(status)
@@ -238,13 +245,16 @@ async def _models(app: FastAPI, status: Status) -> dict[str, Any]:
 
 
 def _serving(status: Status) -> tuple[str | None, int | None]:
-    """The run and the version whose weights answer now, whichever run is served."""
+    """Return the run and the version of the current weights, whichever run is served."""
     now = status()
     return now["weights_run"], now["policy_version"]
 
 
 async def _model(app: FastAPI, status: Status, model: str) -> dict[str, Any] | JSONResponse:
-    """One of them, which vLLM does not answer; for /v1/models/ all."""
+    """Return one entry of the model list, or the whole list for an empty name.
+
+    vLLM has no route for a single model.
+    """
     if not model:
         return await _models(app, status)
     listed = (await _models(app, status))["data"]
@@ -253,7 +263,7 @@ async def _model(app: FastAPI, status: Status, model: str) -> dict[str, Any] | J
 
 
 class _Metrics(Collector):
-    """Our numbers in Prometheus' form, read from the status whenever they are asked for."""
+    """Prometheus collector that reads our metrics from the status at each scrape."""
 
     def __init__(self, status: Status) -> None:
         self._status = status

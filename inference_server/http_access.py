@@ -1,11 +1,12 @@
-"""Who reaches the HTTP side: its port, its key, and the routes that are open.
+"""Access to the HTTP API: its port, its key, and the routes that are served.
 
-    request ─▶ ApiKeyGate: the key? ─▶ RouteGate: listed? whole weights? not draining? ─▶ vLLM's application
+    request ─▶ ApiKeyGate: valid key? ─▶ RouteGate: listed? whole weights? not draining? ─▶ vLLM's application
 
-The port is taken before the engine starts. vLLM's application has many more routes, some of which act on the engine, and its own
---api-key guards only a few; here the key guards all routes but those of monitoring.
+The port is taken before the engine starts. vLLM's application has many more routes, some of which act on the
+engine, and its --api-key guards only a few. The key here guards all routes except health checks and
+monitoring.
 
-Invariant: a path that is not in `SERVED` never reaches vLLM's application. This module imports no vLLM.
+Invariant: a path that is not in `SERVED` never reaches vLLM's application. This module does not import vLLM.
 """
 
 import errno
@@ -31,7 +32,8 @@ from protocol.errors import ConfigError
 
 Status = Callable[[], dict[str, Any]]
 RETRY_AFTER_S = 5
-"""What a client is told to wait while there are no whole weights; the learner tries again at once."""
+"""Retry-After of a 503 response, in seconds. It is short, because the learner repeats a failed sync at
+once."""
 REMEDIES = {
     errno.EADDRINUSE: "Stop the process that holds the port, or choose another with server.http_port (0 turns HTTP "
     "off).",
@@ -42,14 +44,14 @@ OTHERWISE = "Correct server.http_host, or choose another port with server.http_p
 
 
 class Kind(Enum):
-    """What a route needs."""
+    """Requirements of a route."""
 
     WORK = "work"
-    """The key and whole weights: anything that asks the model, or is asked on the way to it."""
+    """The key and whole weights: requests to the model, and helpers of such requests."""
     HEALTH = "health"
-    """No key, but 503 while WORK is refused: a load balancer then asks another server."""
+    """No key, but 503 while WORK is refused, so that a load balancer uses another server."""
     MONITORING = "monitoring"
-    """Nothing."""
+    """No requirement."""
 
 
 SERVED = {
@@ -69,15 +71,16 @@ SERVED = {
     "/version": Kind.MONITORING,
     "/load": Kind.MONITORING,
 }
-"""Every route that is served, as FastAPI writes its path. Placeholders are in our own routes alone: in one of vLLM's, a
-sibling would match too. Answers of /v1/responses are not stored, as is vLLM's default, so none can be asked for."""
+"""All served routes, in FastAPI's path syntax. Only our own routes have placeholders: a placeholder of a vLLM
+route would also match sibling routes. By default, vLLM does not store answers of /v1/responses, so there is
+no route to fetch them."""
 OPEN_PATHS = {path for path, kind in SERVED.items() if kind is not Kind.WORK}
-"""Without the key."""
+"""Paths that need no key."""
 _PATTERNS = [(compile_path(path)[0], kind) for path, kind in SERVED.items() if "{" in path]
 
 
 def kind_of(path: str) -> Kind | None:
-    """Return what a path needs, None for one that is not served."""
+    """Return what a path requires, or None if the path is not served."""
     path = path.rstrip("/")
     if (kind := SERVED.get(path)) is not None:
         return kind
@@ -85,15 +88,16 @@ def kind_of(path: str) -> Kind | None:
 
 
 class RouteGate:
-    """ASGI middleware: 404 for what is not served, and 503 while there are no whole weights or the server drains.
+    """ASGI middleware that admits only served routes.
 
-    Without it a request would wait for a push. What has begun goes on.
+    It answers 404 for any other route, and 503 while there are no whole weights or the server drains. Without
+    it, a request would wait for a weight sync. Running requests continue.
     """
 
     def __init__(self, app: ASGIApp, status: Status) -> None:
         self._app, self._status = app, status
         self.num_open = 0
-        """Requests that were let through and are under way, without those of monitoring."""
+        """Number of admitted requests that are running, without health checks and monitoring."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -117,7 +121,7 @@ class RouteGate:
 
 
 def error_answer(status: int, kind: str, message: str, param: str | None = None, **headers: str) -> JSONResponse:
-    """An error as OpenAI's clients read it, and Anthropic's."""
+    """Return an error in the format of OpenAI and Anthropic clients."""
     error = {"message": message, "type": kind, "param": param, "code": status}
     return JSONResponse({"type": "error", "error": error}, status, headers)
 
@@ -132,18 +136,22 @@ def _unavailable(reason: str) -> JSONResponse:
 
 
 def listen(config: ServerConfig) -> socket.socket | None:
-    """Take it; None when HTTP is off. Raises ConfigError."""
+    """Bind the HTTP port, or return None if HTTP is off.
+
+    Raises:
+        ConfigError: The address cannot be bound.
+    """
     if config.http_port == 0:
         return None
     host = http_host(config)
     try:
-        # A name that has both kinds of addresses is listened at by IPv4, as endpoints are.
+        # A name with both kinds of addresses is bound by IPv4, as endpoints are.
         found = socket.getaddrinfo(host, config.http_port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
         return socket.create_server(
             address[:2], family=family, dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6()
         )
-    except (OSError, UnicodeError) as error:  # UnicodeError: of what is no name at all
+    except (OSError, UnicodeError) as error:  # UnicodeError: the host is not a valid name.
         number = error.errno if isinstance(error, OSError) and not isinstance(error, socket.gaierror) else None
         reason = os.strerror(number) if number else str(error)
         raise ConfigError(
@@ -153,18 +161,22 @@ def listen(config: ServerConfig) -> socket.socket | None:
 
 
 def http_host(config: ServerConfig) -> str:
-    """Without the brackets that an IPv6 address has in a URL."""
+    """Return the host without the brackets of an IPv6 address in a URL."""
     host = config.http_host
     return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
 def address_of(config: ServerConfig) -> str:
-    """Return host and port as they stand in a URL."""
+    """Return host and port as they appear in a URL."""
     return join_address(http_host(config), config.http_port)
 
 
 def read_api_key(config: ServerConfig, *, insecure: bool) -> str | None:
-    """Return the key of server.api_key_file or VLLM_API_KEY, if any. Raises ConfigError where one is needed."""
+    """Return the key of server.api_key_file or VLLM_API_KEY, if any.
+
+    Raises:
+        ConfigError: The address needs a key and there is none, or the key file is unusable.
+    """
     if config.api_key_file is not None:
         return read_secret(Path(config.api_key_file), f"server.api_key_file = {config.api_key_file!r}")
     key = os.environ.get("VLLM_API_KEY") or None
@@ -177,7 +189,10 @@ def read_api_key(config: ServerConfig, *, insecure: bool) -> str | None:
 
 
 class ApiKeyGate:
-    """ASGI middleware: 401 for every path but OPEN_PATHS without `Authorization: Bearer KEY`."""
+    """ASGI middleware that requires `Authorization: Bearer KEY`.
+
+    It answers 401 without the key, except for OPEN_PATHS.
+    """
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app, self._digest = app, _digest(key)
@@ -189,7 +204,7 @@ class ApiKeyGate:
             await JSONResponse({"error": "Unauthorized"}, status_code=401)(scope, receive, send)
 
     def _is_open(self, scope: Scope) -> bool:
-        # OPTIONS is how a browser asks whether it may send the key.
+        # A browser sends OPTIONS to ask whether it may send the key.
         return scope["path"].rstrip("/") in OPEN_PATHS or scope.get("method") == "OPTIONS"
 
     def _has_key(self, scope: Scope) -> bool:
@@ -198,5 +213,5 @@ class ApiKeyGate:
 
 
 def _digest(key: str) -> bytes:
-    """Of equal length for all keys, so that comparing takes equally long."""
+    """Return a digest of the same length for any key, for a constant-time comparison."""
     return hashlib.sha256(key.encode()).digest()

@@ -1,8 +1,9 @@
-"""Everything that can fail before a model is loaded, the cheapest first; a model may be downloaded on the way.
+"""Startup checks before a model is loaded, the cheapest first. They may download the model.
 
-    keys ─▶ API key ─▶ endpoint ─▶ HTTP port ─▶ vLLM's names ─▶ the model's files ─▶ block size ─▶ GPUs or memory ─▶ StartupResources
+    keys ─▶ API key ─▶ endpoint ─▶ HTTP port ─▶ vLLM's names ─▶ model files ─▶ block size ─▶ GPUs or memory
+         ─▶ StartupResources
 
-Invariant: vLLM has not been imported, and every error is a ConfigError with its remedy.
+Invariant: vLLM is not imported, and every error is a ConfigError with its remedy.
 """
 
 import contextlib
@@ -29,26 +30,26 @@ log = logging.getLogger(__name__)
 MIB = 1 << 20
 CPU_BLOCK = 32
 WORKER_BYTES = 256 * MIB
-"""Of a worker on a CPU beside its weights and its KV cache: Python, torch and vLLM."""
+"""Memory of a CPU worker without weights and KV cache: Python, torch and vLLM."""
 
 
 class StartupResources(msgspec.Struct, frozen=True, eq=False):
-    """What `prepare` has found and taken."""
+    """Results of `prepare`."""
 
     keys: ServerKeys | None
     api_key: str | None
     listener: socket.socket | None
-    """Of HTTP, closed with the stack it was opened on; None where HTTP is off."""
+    """HTTP socket, closed with the ExitStack that `prepare` received. None if HTTP is off."""
     model_path: Path
     model: ModelFingerprint
 
 
 def prepare(run: ServerRun, open_things: contextlib.ExitStack) -> StartupResources:
-    """Look at everything and take what must be held. Raises ConfigError."""
+    """Run all checks and open the HTTP socket. Raises ConfigError if a check fails."""
     keys = server_keys(run.keys) if run.keys is not None else None
     api_key = read_api_key(run.server, insecure=run.insecure)
-    # Only to fail now if it cannot. Open while the engine starts, which keeps the loop from reading, it would fill with
-    # the Hellos of a learner that waits, and libzmq may abort over what comes of that.
+    # Bind only to fail early. While the engine starts, the event loop reads nothing, so an open socket would
+    # fill with the Hellos of a waiting learner. libzmq may abort as a consequence.
     ServerChannel(run.endpoint, keys, insecure=run.insecure).close()
     if note := exposure(run.endpoint, has_keys=keys is not None):
         log.warning(note)
@@ -64,10 +65,14 @@ def prepare(run: ServerRun, open_things: contextlib.ExitStack) -> StartupResourc
 
 
 def check_block_size(run: ServerRun, model_path: Path) -> None:
-    """Raises ConfigError for what vLLM's attention on a CPU would fail of, once the model is loaded."""
+    """Check server.block_size, which fails on a CPU only after the model is loaded.
+
+    Raises:
+        ConfigError: vLLM's CPU attention does not support the block size.
+    """
     block_size = run.server.block_size
     if gpu_choice().has_gpu or block_size is None or has_latent_attention(model_path):
-        return  # for latent attention vLLM sets its own
+        return  # vLLM chooses the block size for latent attention itself.
     if block_size % CPU_BLOCK:
         raise ConfigError(
             f"server.block_size = {block_size}: on a CPU vLLM's attention takes multiples of {CPU_BLOCK}; set it to "
@@ -76,7 +81,11 @@ def check_block_size(run: ServerRun, model_path: Path) -> None:
 
 
 def check_room(run: ServerRun, model_path: Path) -> None:
-    """Refuse more workers than there are GPUs, and on a CPU more memory than the machine has. Raises ConfigError."""
+    """Check that there are enough GPUs, or enough memory on a CPU.
+
+    Raises:
+        ConfigError: There are fewer GPUs than workers, or too little memory.
+    """
     server, gpu = run.server, gpu_choice()
     sizes = (
         f"server.tensor_parallel_size = {server.tensor_parallel_size} times server.data_parallel_size = "
@@ -99,7 +108,10 @@ def check_room(run: ServerRun, model_path: Path) -> None:
 
 
 def needed_bytes(run: ServerRun, model_path: Path) -> int:
-    """What the server takes of a CPU's memory: each replica its weights, each worker its KV cache and itself."""
+    """Return the memory that the server needs on a CPU, in bytes.
+
+    Each replica needs its weights. Each worker needs its KV cache and WORKER_BYTES.
+    """
     server, weights = run.server, weight_bytes(model_path, run.computes_in)
     of_kv = (server.kv_cache_memory_mib or 0) * MIB
     return server.data_parallel_size * weights + server.num_workers * (of_kv + WORKER_BYTES)

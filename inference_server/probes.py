@@ -1,6 +1,6 @@
-"""Answers to a doctor, who looks in and is not served: the server's vitals, and one trial of the way for weights at a time.
+"""Answers to a doctor: server info, and one transfer test at a time.
 
-Invariant: a visit changes nothing about the run that is served.
+Invariant: a probe changes nothing about the run that is served.
 """
 
 import asyncio
@@ -19,14 +19,14 @@ log = logging.getLogger(__name__)
 
 
 class Visits:
-    """Of whoever may speak to this server."""
+    """Message handlers for doctors, with or without a served run."""
 
     def __init__(self, channel: ServerChannel, engine: Engine, model: ModelFingerprint, life: EngineLife) -> None:
         self._channel, self._engine, self._model, self._life = channel, engine, model, life
         self._is_trying = False
 
     async def answer(self, peer: bytes, probe: Probe, run: str | None) -> None:
-        """Say who this server is; `run` is the one it serves."""
+        """Send the server info. `run` is the run that is served."""
         vitals = Vitals(
             probe_id=probe.probe_id,
             protocol_version=PROTOCOL_VERSION,
@@ -41,7 +41,7 @@ class Visits:
         await self._channel.send(peer, vitals)
 
     async def try_transfer(self, peer: bytes, trial: Trial) -> None:
-        """Take the bytes of a trial in a thread, and say how it went."""
+        """Receive the bytes of a transfer test in a thread, and report the result."""
 
         def fail(why: str) -> Awaitable[object]:
             return self._channel.send(peer, TrialEnded(trial_id=trial.trial_id, error=why))
@@ -66,6 +66,6 @@ def _ended(trial: Trial) -> TrialEnded:
     try:
         return TrialEnded(trial_id=trial.trial_id, receive_s=receive_trial(trial))
     except Exception as error:
-        # The address is a stranger's: whatever comes of it is for him to hear, and ends nothing here.
+        # The peer chose the address, so any failure is reported to the peer and must not end the server.
         log.info("a trial of the way for weights failed: %s", error)
         return TrialEnded(trial_id=trial.trial_id, error=str(error) or repr(error))

@@ -1,13 +1,14 @@
 """Requests of the learner: groups of completions, and logprobs of given tokens.
 
-    Generate ─▶ running ─▶ finished ─▶ Ack ─▶ forgotten
-                   │           └── sent again on a new connection, at most MAX_UNACKED_BYTES before their Acks;
-                   │               never twice on one connection, where a slow link would only get slower
-                   └── GroupFailed: sent once; the learner asks again
-    Score    ─▶ Scores: the logprobs, or the reason why there are none
+    Generate ─▶ running ─▶ finished ─▶ Ack ─▶ deleted
+                   │           └── resent on a new connection, at most MAX_UNACKED_BYTES before their Acks,
+                   │               never twice on one connection, because a slow link would get even slower
+                   └── GroupFailed: sent once, the learner retries
+    Score    ─▶ Scores: the logprobs, or the error
 
-A group that loses completions to an error or to its deadline is delivered with those that had ended, if they are two or more: a
-single completion has no baseline. The deadline counts from the group's last token; neither a wait for a place nor a push counts.
+If an error or the deadline ends a group early, the server delivers its finished completions if there are two
+or more. A single completion has no baseline. The deadline counts from the group's last token. Waits for a
+slot and weight syncs do not count.
 """
 
 import asyncio
@@ -25,22 +26,22 @@ from protocol.messages import Completion, Generate, Group, GroupFailed, Message,
 
 log = logging.getLogger(__name__)
 MAX_COMPLETIONS = 16_384
-"""vLLM's own bound on the completions of one request."""
+"""Maximum number of completions per request in vLLM."""
 MIN_COMPLETIONS = 2
-"""Of a group that was to have as many or more."""
+"""Minimum size of a partial group, if the request asked for at least this many."""
 MAX_UNACKED_BYTES = 128 << 20
-"""Size of the groups that wait in the learner's connection or for their Acks. Without a limit a reconnect could queue
-gigabytes at once. A single group may be larger."""
+"""Maximum size of the groups in the learner's connection or without an Ack. Without a limit, a reconnect
+could queue gigabytes at once. A single group may be larger."""
 Deliver = Callable[[Message], Awaitable[bool]]
-"""Sends a message to the learner; False if it cannot be reached now."""
+"""Sends a message to the learner. Returns False if the learner is unreachable now."""
 Tell = Callable[[Message], Awaitable[None]]
-"""Sends a message to the learner, now or as soon as it can be reached on this connection."""
+"""Sends a message to the learner, now or as soon as this connection allows."""
 Spawn = Callable[[Coroutine[None, None, None], str, Fail], asyncio.Task[None]]
-"""Runs what needs the engine, under a name; an unexpected exception goes to the last argument."""
+"""Runs a named coroutine that needs the engine. The last argument handles an unexpected exception."""
 
 
 class _Running(msgspec.Struct, kw_only=True, eq=False):
-    """A group that the engine has been asked for."""
+    """A group that the engine is sampling."""
 
     request: Generate
     timeout: asyncio.Timeout
@@ -49,13 +50,13 @@ class _Running(msgspec.Struct, kw_only=True, eq=False):
     salt: str = ""
     num_cached_tokens: int = 0
     completions: dict[int, Completion] = msgspec.field(default_factory=dict)
-    """Those that have ended, by index."""
+    """Finished completions, by index."""
     token_at: float | None = None
-    """When it last got tokens; None before the first and after the last."""
+    """Time of the latest tokens. None before the first and after the last."""
 
     @property
     def has_begun(self) -> bool:
-        """Whether something of it was sampled."""
+        """True once the engine has sampled a token of the group."""
         return self.token_at is not None or bool(self.completions)
 
     def note(self, sampled: Sampled, now: float) -> None:
@@ -65,17 +66,17 @@ class _Running(msgspec.Struct, kw_only=True, eq=False):
 
 
 class Groups:
-    """Running and finished groups by id; all of them belong to the current learner."""
+    """Running and finished groups by id, all of them of the current learner."""
 
     def __init__(self, engine: Engine, deliver: Deliver, tell: Tell, spawn: Spawn, clock: Callable[[], float]) -> None:
-        """`clock` stands still while nothing may be generated."""
+        """Create empty tables. `clock` stops while generation is paused."""
         self._engine, self._deliver, self._tell, self._spawn, self._clock = engine, deliver, tell, spawn, clock
         self._running: dict[str, _Running] = {}
         self._finished: dict[str, Group] = {}
         self._undelivered: dict[str, None] = {}
-        """Of the finished ones: those not handed to the learner's present connection, in their order."""
+        """Finished groups not yet sent on the learner's current connection, in order."""
         self._unacked: dict[str, int] = {}
-        """Of the finished ones: those handed to it, with their sizes in bytes."""
+        """Finished groups sent on the current connection, with their sizes in bytes."""
         self._unacked_bytes = 0
         self._idle_since: float | None = time.monotonic()
         self._idle_s = 0.0
@@ -91,11 +92,11 @@ class Groups:
 
     @property
     def idle_s(self) -> float:
-        """Seconds in which no group was running."""
+        """Seconds without a running group."""
         return self._idle_s + (0.0 if self._idle_since is None else time.monotonic() - self._idle_since)
 
     def ask(self, request: Generate) -> None:
-        """Start a group; one that is running goes on, one that is finished is on its way."""
+        """Start a group, unless it is already running or finished."""
         group_id = request.group_id
         if self.knows(group_id):
             return
@@ -107,12 +108,13 @@ class Groups:
         running.task.add_done_callback(lambda _: self._ended(running))
 
     def look(self) -> None:
-        """End the groups that have begun and got no token for as long as their deadline allows."""
+        """Time out started groups that got no token for longer than their deadline."""
         now = self._clock()
         for running in self._running.values():
             if running.token_at is None or now - running.token_at <= running.request.deadline_s:
                 continue
-            if not running.timeout.expired():  # one that has, and whose group takes long to end, cannot be set again
+            # An expired timeout cannot be rescheduled, and its group may take long to end.
+            if not running.timeout.expired():
                 running.timeout.reschedule(0.0)
 
     def acknowledge(self, group_ids: Iterable[str]) -> None:
@@ -123,38 +125,42 @@ class Groups:
 
     def cancel(self, group_ids: Sequence[str]) -> None:
         for group_id in group_ids:
-            # Gone from the table at once: a task takes a turn of the loop to end, and the same id may be asked for again.
+            # Remove the entry at once: the task ends one loop iteration later, and the learner may reuse the
+            # id by then.
             if (running := self._running.pop(group_id, None)) and running.task:
                 running.task.cancel()
         self._note_idle()
         self.acknowledge(group_ids)
 
     def forget_all(self) -> None:
-        """Abort what is running and drop what is finished."""
+        """Cancel running groups and delete finished ones."""
         self.cancel([*self._running, *self._finished])
 
     def knows(self, group_id: str) -> bool:
         return group_id in self._running or group_id in self._finished
 
     async def hand_back(self, *, also_begun: bool) -> None:
-        """Give up the groups that have not begun, or all that run, for the learner to ask for elsewhere."""
+        """Return groups to the learner, which requests them elsewhere.
+
+        Groups with sampled tokens are returned only if `also_begun` is set.
+        """
         group_ids = [group_id for group_id, running in self._running.items() if also_begun or not running.has_begun]
         self.cancel(group_ids)
         for group_id in group_ids:
             await self._tell(not_begun(group_id))
 
     def fail(self, group_id: str, why: str) -> Awaitable[None]:
-        """Give up a group that an error of the server's own has cost; the learner asks for it again."""
+        """Report a group that was lost to a server error. The learner retries it."""
         self.acknowledge([group_id])
         failed = GroupFailed(group_id=group_id, code="engine_error", message=why, retryable=True)
         return self._tell(failed)
 
     def on_new_connection(self) -> None:
-        """Take every finished group for one that has not been sent."""
+        """Mark every finished group as not yet sent."""
         self._undelivered, self._unacked, self._unacked_bytes = dict.fromkeys(self._finished), {}, 0
 
     async def deliver_rest(self) -> None:
-        """Send what the learner could not be reached for, or what had to wait for Acks."""
+        """Send the groups that waited for a connection or for Acks."""
         for group_id in list(self._undelivered):
             await run_contained(self._send(group_id), f"sending group {group_id}", partial(self.fail, group_id))
             if group_id in self._undelivered:
@@ -183,7 +189,7 @@ class Groups:
         await self._send(request.group_id)
 
     async def _sample(self, running: _Running) -> GroupFailed | None:
-        """Collect what the engine samples; return what has kept it from sampling all."""
+        """Collect the engine's output and return the failure if it is incomplete."""
         request = running.request
         try:
             async with running.timeout:
@@ -192,20 +198,23 @@ class Groups:
         except TimeoutError:
             why = f"it had begun, and got no token for {request.deadline_s:g} s (learner.group_deadline_s)"
             return GroupFailed(group_id=request.group_id, code="deadline", message=why, retryable=True)
-        except EngineFailed as error:  # not EngineDead: the learner asks the next engine for the same groups
+        # EngineDead propagates: the learner retries its groups on the next engine.
+        except EngineFailed as error:
             return GroupFailed(group_id=request.group_id, code="engine_error", message=str(error), retryable=True)
         finally:
             running.token_at = None
         return None
 
     async def _send(self, group_id: str) -> None:
-        group = self._finished.get(group_id)  # None: acknowledged while others were sent
+        # None if the learner acknowledged the group while others were sent.
+        group = self._finished.get(group_id)
         if group is None:
             return
         num_bytes = _size_of(group)
         if self._unacked and self._unacked_bytes + num_bytes > MAX_UNACKED_BYTES:
             return
-        if await self._deliver(group) and group_id in self._undelivered:  # it may be acknowledged already
+        # The Ack may have arrived during the send.
+        if await self._deliver(group) and group_id in self._undelivered:
             del self._undelivered[group_id]
             self._unacked[group_id] = num_bytes
             self._unacked_bytes += num_bytes
@@ -225,7 +234,7 @@ def _size_of(group: Group) -> int:
 
 
 def not_begun(group_id: str) -> GroupFailed:
-    """What a server that ends says of a group."""
+    """Return the answer of a draining server to a group that it will not complete."""
     return GroupFailed(
         group_id=group_id, code="draining", retryable=True,
         message="the server is draining and will not complete it; ask another, or the next one",
@@ -233,8 +242,10 @@ def not_begun(group_id: str) -> GroupFailed:
 
 
 def why_invalid(prompt_token_ids: np.ndarray, sampling: Sampling, limits: EngineLimits) -> str | None:
-    """Return what is wrong with a request, with the values and the remedy, or None. Vouches for what vLLM does not check:
-    an id beyond the vocabulary kills its engine."""
+    """Return what is wrong with a request, with values and remedy, or None.
+
+    Covers what vLLM does not check: a token id beyond the vocabulary kills its engine.
+    """
     if problem := why_not_tokens(prompt_token_ids, limits):
         return problem
     num_tokens = len(prompt_token_ids) + sampling.max_tokens
@@ -244,7 +255,8 @@ def why_invalid(prompt_token_ids: np.ndarray, sampling: Sampling, limits: Engine
             ("num_completions", sampling.num_completions, f"1 to {MAX_COMPLETIONS}",
              1 <= sampling.num_completions <= MAX_COMPLETIONS),
             ("max_tokens", sampling.max_tokens, "at least 1", sampling.max_tokens >= 1),
-            # vLLM would raise one in between to 0.01 without a word, and the logprobs would be of that.
+            # vLLM would silently raise a value between 0 and 0.01 to 0.01, and return logprobs of that
+            # temperature.
             ("temperature", sampling.temperature, "0, or 0.01 to 2",
              sampling.temperature == 0 or 0.01 <= sampling.temperature <= 2),
             ("temperature", sampling.temperature, "more than 0, for without sampling all completions would be equal",
@@ -268,7 +280,7 @@ def why_invalid(prompt_token_ids: np.ndarray, sampling: Sampling, limits: Engine
 
 
 def why_not_tokens(token_ids: np.ndarray, limits: EngineLimits) -> str | None:
-    """Return why these cannot be tokens of this model, or None."""
+    """Return the reason why these cannot be token ids of this model, or None."""
     if len(token_ids) == 0:
         return "the prompt has no tokens; expected at least one"
     low, high = int(token_ids.min()), int(token_ids.max())
@@ -281,7 +293,11 @@ def why_not_tokens(token_ids: np.ndarray, limits: EngineLimits) -> str | None:
 
 
 async def scores_of(request: Score, engine: Engine, *, has_weights: bool) -> Scores:
-    """Raises EngineDead."""
+    """Return the logprobs of a sequence, or the error as part of the answer.
+
+    Raises:
+        EngineDead: The engine has stopped.
+    """
     limits = engine.limits
     if not has_weights:
         return no_scores(request.request_id, "the server has no weights of this run yet; push before scoring")
@@ -290,7 +306,7 @@ async def scores_of(request: Score, engine: Engine, *, has_weights: bool) -> Sco
         return no_scores(request.request_id, f"replica {request.replica} was asked, counted from 0, and {has}")
     if problem := why_not_tokens(request.token_ids, limits):
         return no_scores(request.request_id, problem)
-    # vLLM scores a prompt on the way to a first token, which needs a place of its own.
+    # vLLM scores a prompt on the way to a first sampled token, which takes one position.
     if not 2 <= len(request.token_ids) < limits.max_model_len:
         expected = f"2 to {limits.max_model_len - 1} (server.max_model_len - 1)"
         return no_scores(request.request_id, f"{len(request.token_ids)} tokens came to score; expected {expected}")
@@ -305,5 +321,5 @@ async def scores_of(request: Score, engine: Engine, *, has_weights: bool) -> Sco
 
 
 def no_scores(request_id: str, error: str) -> Scores:
-    """Say why there are none."""
+    """Return an answer without logprobs."""
     return Scores(request_id=request_id, logprobs=np.zeros(0, dtype=np.float32), policy_version=None, error=error)

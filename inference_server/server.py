@@ -1,18 +1,14 @@
 """The server's loop: one ROUTER socket in front of one engine, for one learner at a time.
 
-learner ── Hello, Generate, Ack, Cancel, Score, PushBegin, PushAbort, Farewell ──▶ receive ▸ match ▸ task per group, score, push
-doctor ── Probe, Trial ──▶ receive ▸ probes.py, whoever is served meanwhile
-learner ◀── Welcome, Refused, Group, GroupFailed, Scores, PushReady, PushDone, PushFailed ── the tasks
-learner ◀── Pulse ── pulse, every 0.4 s
+    learner ── Hello, Generate, Ack, Cancel, Score, PushBegin, PushAbort, Farewell ──▶ receive ─▶ tasks
+    doctor ── Probe, Trial ──▶ receive ─▶ probes.py, whichever run is served
+    learner ◀── Welcome, Refused, Group, GroupFailed, Scores, PushReady, PushDone, PushFailed ── tasks
+    learner ◀── Pulse every 0.4 s ── pulse: resends groups, frees the server of an absent learner
 
-receive   consumes messages; starts tasks and never waits for the engine; ends with the server
-pulse     consumes nothing; says that the server is alive, sends the groups that could not be sent, frees the server of a
-          learner that stays away
-tasks     wait for the engine, each with a deadline; unblocked by its answer, a Cancel, the deadline or its death
-An exception that nobody expected costs its own request, message or look (containment.py).
-
-When the engine dies (engine/supervisor.py) the weights are gone: the server takes a new id and is without a version until the
-next push. Finished groups stay, for they are what their version labels say; running ones the learner asks for again.
+The receive loop never waits for the engine, and each task waits with a deadline. When the engine dies, its
+weights are lost: the server gets a new id and has no version until the next sync. Finished groups stay valid,
+because each token has a version label. The learner requests running groups again.
+Invariant: an unexpected exception affects only its own request, message or loop iteration (containment.py).
 """
 
 import asyncio
@@ -59,16 +55,17 @@ from protocol.messages import (
 log = logging.getLogger(__name__)
 
 PULSE_INTERVAL_S = 0.4
-"""Also between two looks at the connections. One look ends what is silent for 2 s, the next pulse finds it gone: within 3 s."""
+"""Interval between pulses and between connection checks, in seconds. A check closes a connection that was
+silent for 2 s, and the next pulse detects the loss, within 3 s in total."""
 RECEIVE_PAUSE_S = 0.1
 MAX_RECEIVE_FAILURES = 100
-"""In a row, with a pause after each: the socket itself is broken, and only another process has another."""
+"""Number of consecutive failures that mean a broken socket. Only a new process gets a new socket."""
 MAX_IGNORED_PEERS = 1_000
-"""So many peers that sent rubbish are remembered; one that is forgotten is told once more."""
+"""Number of peers with malformed messages that the server remembers. A forgotten peer is notified again."""
 
 
 class Server:
-    """Serves one learner at a time; `serve` runs until it is cancelled or the engine has died too often (EngineDead)."""
+    """Server of one learner at a time."""
 
     def __init__(self, channel: ServerChannel, engine: Engine, model: ModelFingerprint, config: ServerConfig) -> None:
         self._channel, self._engine, self._model, self._config = channel, engine, model, config
@@ -76,7 +73,7 @@ class Server:
         self._started_at = time.monotonic()
         self._tenancy = Tenancy(config.orphan_timeout_s, time.monotonic())
         self._untold: deque[Message] = deque()
-        """Answers that could not be sent over the learner's present connection yet."""
+        """Answers not yet sent on the learner's current connection."""
         self._ignored_peers: deque[bytes] = deque(maxlen=MAX_IGNORED_PEERS)
         self._refusals = Refusals()
         self._num_busy_answers = 0
@@ -94,7 +91,13 @@ class Server:
         self._stall = StallWatch(engine, self._pushes.generating_s, config.stall_timeout_s)
 
     async def serve(self, tell_ready: Callable[[], None] = lambda: None) -> None:
-        """Until it is cancelled. `tell_ready` is called once, when learners and HTTP are answered. Raises EngineDead."""
+        """Run the engine and the loops until canceled.
+
+        `tell_ready` is called once, when the server answers learners and HTTP.
+
+        Raises:
+            EngineDead: The engine has died too often.
+        """
         try:
             async with self._tasks:
                 self._tasks.create_task(self._life.keep(), name="engine")
@@ -106,7 +109,7 @@ class Server:
             raise EngineDead(str(dead.exceptions[0])) from dead
 
     def status(self) -> dict[str, Any]:
-        """What /status shows."""
+        """Return the content of /status."""
         uptime_s = time.monotonic() - self._started_at
         return {
             "server_id": self._server_id,
@@ -150,7 +153,7 @@ class Server:
             )
         return None
 
-    # --- loops -------------------------------------------------------------------------------------------------------
+    # --- loops -------------------------------------------------------------------------------------------
 
     async def _receive(self) -> None:
         num_failures = 0
@@ -182,8 +185,8 @@ class Server:
             case Trial():
                 self._tasks.create_task(self._visits.try_transfer(peer, message))
             case _ if self._tenancy.holder is None or self._tenancy.holder.peer != peer:
-                # A connection that was lost and made again. It hears no pulse and so will say Hello: an answer here
-                # would only keep it from noticing.
+                # This connection was lost and made again. Its peer receives no pulse and therefore sends
+                # Hello. An answer would hide the loss.
                 self._refusals.message(f"{type(message).__name__} on a connection that has not said Hello")
             case Ack(group_ids=group_ids):
                 self._groups.acknowledge(group_ids)
@@ -209,7 +212,10 @@ class Server:
                 self._life.spawn(self._pushes.abort(message), "the end of an epoch")
 
     async def _fail(self, message: LearnerMessage | ProtocolError, why: str) -> None:
-        """Answer a message whose handling raised. Messages without an answer are repeated by the peer, or not missed."""
+        """Answer a message whose handler raised an exception.
+
+        Other messages have no answer: the peer repeats them, or their loss does no harm.
+        """
         match message:
             case Generate(group_id=group_id):
                 await self._groups.fail(group_id, why)
@@ -229,7 +235,7 @@ class Server:
                 await self._pulse_once()
 
     async def _pulse_once(self) -> None:
-        if await self._deliver(self._pulse_message()):  # by which a lost connection is noticed
+        if await self._deliver(self._pulse_message()):  # A failed send reveals a lost connection.
             await self._tell_rest()
             await self._groups.deliver_rest()
         elif self._tenancy.is_due(time.monotonic()):
@@ -240,7 +246,7 @@ class Server:
             )  # fmt: skip
             self._free()
 
-    # --- learner -----------------------------------------------------------------------------------------------------
+    # --- learner -----------------------------------------------------------------------------------------
 
     async def _greet(self, peer: bytes, hello: Hello) -> None:
         if (refused := self._why_refused(hello)) is not None:
@@ -252,15 +258,16 @@ class Server:
             return
         if not self._life.is_alive or self._pushes.is_ending or self.drain.is_draining:
             self._tenancy.hear(hello.run, time.monotonic())
-            return  # said again until it is answered, by the next server here if this one ends
+            return  # The learner repeats its Hello until this server or its successor answers.
         before = self._tenancy.holder
         if self._tenancy.hold(Holder(run=hello.run, learner=hello.learner, peer=peer), time.monotonic()):
             self._groups.forget_all()
             self._pushes.begin_run(hello.run)
-            self._server_id = _new_id()  # what the id stands for, the weights of a run, is not there
+            # The id stands for the weights of a run, and this run has none here yet.
+            self._server_id = _new_id()
             log.info("serving run %s, learner %s", hello.run, hello.learner)
         if before is None or before.peer != peer:
-            self._untold.clear()  # whatever it was about is asked for again
+            self._untold.clear()  # The learner requests again what these answers were about.
             self._groups.on_new_connection()
         self._channel.admit(peer)
         limits = self._engine.limits
@@ -276,7 +283,10 @@ class Server:
         await self._groups.deliver_rest()
 
     def _why_refused(self, hello: Hello) -> Refused | None:
-        """Asks nobody: what other learners say costs the one that is served nothing."""
+        """Return why this learner cannot be served, or None.
+
+        Sends nothing, so the Hellos of other learners cost the served learner nothing.
+        """
         if hello.protocol_version != PROTOCOL_VERSION:
             return Refused(
                 reason=f"the learner speaks protocol version {hello.protocol_version}, the server {PROTOCOL_VERSION}; "
@@ -291,20 +301,20 @@ class Server:
         return None if busy is None else Refused(reason=busy.reason, is_busy=True, free_in_s=busy.free_in_s)
 
     def _free(self) -> None:
-        """Nobody has the server any more; the weights there are go on answering /v1."""
+        """Release the server from its learner. The current weights keep answering /v1."""
         self._groups.forget_all()
         self._untold.clear()
         self._tenancy.free(time.monotonic())
         self._channel.admit(None)
 
     async def _ignore(self, peer: bytes, reason: str) -> None:
-        """A peer that sends rubbish is told so once; from then on nothing it sends is looked at."""
+        """Report a malformed message to its peer once, and ignore the peer from then on."""
         self._refusals.message("malformed", reason)
         self._ignored_peers.append(peer)
         await self._channel.send(peer, Refused(reason=f"malformed message: {reason}"))
 
     async def _deliver(self, message: Message) -> bool:
-        """Send to the learner; False if there is none or it cannot be reached now."""
+        """Send to the learner. Return False if there is none or it is unreachable now."""
         holder = self._tenancy.holder
         if holder is None:
             return False
@@ -315,7 +325,7 @@ class Server:
         return bool(sent)
 
     async def _tell(self, message: Message) -> None:
-        """Deliver now or, where that cannot be, after the next pulse that can."""
+        """Send to the learner now, or after the next successful pulse."""
         is_told = False
         with log_unexpected(f"sending {type(message).__name__}"):
             is_told = await self._deliver(message)
@@ -324,7 +334,8 @@ class Server:
 
     async def _tell_rest(self) -> None:
         while self._untold:
-            message = self._untold.popleft()  # before it is sent: what raises again is given up
+            # Removed before the send, so that a message whose send raises again is dropped.
+            message = self._untold.popleft()
             if not await self._deliver(message):
                 self._untold.appendleft(message)
                 return
@@ -336,7 +347,7 @@ class Server:
     async def _forget_engine(self) -> None:
         self._server_id = _new_id()
         self._pushes.forget_engine()
-        await self._deliver(self._pulse_message())  # whose id tells the learner at once
+        await self._deliver(self._pulse_message())  # The new id notifies the learner at once.
 
     def _pulse_message(self) -> Pulse:
         return Pulse(
@@ -349,7 +360,7 @@ class Server:
             is_draining=self.drain.is_draining,
         )
 
-    # --- requests ----------------------------------------------------------------------------------------------------
+    # --- requests ----------------------------------------------------------------------------------------
 
     async def _ask(self, request: Generate) -> None:
         if problem := why_invalid(request.prompt_token_ids, request.sampling, self._engine.limits):

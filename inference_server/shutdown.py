@@ -1,9 +1,9 @@
-"""A server's parts, from their start until it is told to end: the first signal drains it, another ends it at once.
+"""Runtime of the server's parts: the first signal drains the server, a second one ends it at once.
 
-    SIGTERM, SIGINT, SIGHUP ─▶ drain ─▶ parts cancelled
-    SIGTERM or SIGINT once more, or a part that ends by itself ─▶ parts cancelled
+    SIGTERM, SIGINT, SIGHUP ─▶ drain ─▶ parts canceled
+    second SIGTERM or SIGINT, or a part that ends early ─▶ parts canceled
 
-Between the command and what it runs. Invariant: when `until_ended` is over, so is every part.
+Invariant: when `until_ended` returns, every part has ended.
 """
 
 import asyncio
@@ -18,7 +18,12 @@ log = logging.getLogger(__name__)
 
 
 async def until_ended(parts: Sequence[Coroutine[Any, Any, None]], drain: Callable[[], Awaitable[None]]) -> None:
-    """Run all parts until a signal has come and `drain` has ended, or another has come; raise the error of one that ends before."""
+    """Run all parts until the drain after a signal ends, or until a second signal.
+
+    Raises:
+        Exception: The error of a part that ends before that, or of the drain.
+        EngineDead: A part ended early without an error.
+    """
     told, told_again = asyncio.Event(), asyncio.Event()
 
     def tell(number: int) -> None:
@@ -44,7 +49,7 @@ async def until_ended(parts: Sequence[Coroutine[Any, Any, None]], drain: Callabl
 
 
 async def _end(told: asyncio.Event, told_again: asyncio.Event, drain: Callable[[], Awaitable[None]]) -> None:
-    """Return when the server may end."""
+    """Wait for a signal, then for the drain or a second signal."""
     await told.wait()
     draining = asyncio.ensure_future(drain())
     again = asyncio.create_task(told_again.wait())

@@ -1,15 +1,15 @@
-"""Who holds the server, and what it turns away: one run at a time, through one process of its learner.
+"""Tenancy of the server: one run holds it, through one process of its learner.
 
-               Hello of any run                         its connection is gone
-      free ─────────────────────────▶ held by (run, learner) ─────────────────▶ away
-       ▲                                   │        ▲                          │    │
-       │ Farewell: its run is over         │        │ Hello of the same run    │    │
-       ├───────────────────────────────────┘        └──────────────────────────┘    │
-       └────────── server.orphan_timeout_s has passed since its connection broke ───┘
+               Hello of any run                        connection lost
+      free ────────────────────────▶ held by (run, learner) ────────────────▶ away
+       ▲                                  │        ▲                          │  │
+       │ Farewell: the run is over        │        │ Hello of the same run    │  │
+       ├──────────────────────────────────┘        └──────────────────────────┘  │
+       └──────── server.orphan_timeout_s after the connection loss ──────────────┘
 
-`Tenancy` is pure: every call is given the time, server.py acts on what comes of it. Invariant: whoever holds the server keeps it while it is
-connected, and for the timeout after that; until then every other run, and every other process of the same run while the first is
-connected, hears that the server is busy. Whoever sends rubbish fills neither the memory nor the log.
+`Tenancy` reads no clock and sends nothing: each call receives the time, and server.py acts on the results.
+Invariant: the holder keeps the server while connected, and for the timeout after that. Meanwhile, other runs
+get a busy answer, and so do other processes of the same run while the holder is connected.
 """
 
 import logging
@@ -28,36 +28,39 @@ NOTE_INTERVAL_S = 60.0
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """The learner process that has the server."""
+    """Learner process that holds the server."""
 
     run: str
     learner: str
     peer: bytes
-    """Its newest connection."""
+    """Newest connection of the process."""
 
     @property
     def process(self) -> str:
-        """Host and process id, for people. Who knows the rest of the name can take the server over."""
+        """Host and process id, for logs and messages.
+
+        The rest of the name stays secret, because a process that knows it can take over the server.
+        """
         return self.learner.rpartition(":")[0] or self.learner
 
 
 class Busy(msgspec.Struct, frozen=True):
-    """Why a learner has to wait."""
+    """Reason why a learner has to wait."""
 
     reason: str
     free_in_s: float | None
-    """None: as long as the holder stays connected."""
+    """Seconds until the server is free. None: the holder is connected, so the time is unknown."""
 
 
 class Tenancy:
-    """The state of one server."""
+    """Tenancy state of one server."""
 
     def __init__(self, orphan_timeout_s: float, now: float) -> None:
         self._orphan_timeout_s = orphan_timeout_s
         self.holder: Holder | None = None
         self._is_away = False
         self._since = now
-        """When it came into its state."""
+        """Time at which the current state started."""
 
     @property
     def state(self) -> State:
@@ -90,7 +93,10 @@ class Tenancy:
         return Busy(reason, self.free_in_s(now))
 
     def hold(self, holder: Holder, now: float) -> bool:
-        """Give the server to a learner that need not wait; return whether it was free, so that nothing here is of this run."""
+        """Give the server to a learner that does not have to wait.
+
+        Return True if the server was free, so that nothing on it belongs to this run.
+        """
         assert self.why_busy(holder.run, holder.learner, now) is None
         if self.is_due(now):
             self.free(now)
@@ -100,26 +106,29 @@ class Tenancy:
         return before is None
 
     def lose(self, now: float) -> None:
-        """The holder's connection is gone."""
+        """Record the loss of the holder's connection."""
         if self.state == "held":
             self._is_away, self._since = True, now
 
     def hear(self, run: str, now: float) -> None:
-        """A learner says Hello that cannot be welcomed yet: if the server is kept for its run, the timeout begins again."""
+        """Restart the timeout if the server is kept for this run.
+
+        Called for a Hello that the server cannot accept yet.
+        """
         if self.state == "away" and self.holder is not None and self.holder.run == run:
             self._since = now
 
     def is_due(self, now: float) -> bool:
-        """Whether the holder has been away for too long."""
+        """Return True if the holder has been away for the full timeout."""
         return self.state == "away" and now - self._since >= self._orphan_timeout_s
 
     def free(self, now: float) -> None:
-        """The run is over, or its learner stays away."""
+        """Release the server, because the run is over or its learner stays away."""
         if self.holder is not None:
             self.holder, self._is_away, self._since = None, False, now
 
     def free_in_s(self, now: float) -> float | None:
-        """Return how long until it is free if the holder does nothing; None while that is connected."""
+        """Return the seconds until the server is free, or None while the state is "held"."""
         match self.state:
             case "free":
                 return 0.0
@@ -129,7 +138,7 @@ class Tenancy:
                 return max(0.0, self._since + self._orphan_timeout_s - now)
 
     def away_s(self, now: float) -> float:
-        """Return for how long nobody could be reached: 0 while the holder is connected, infinite without one."""
+        """Return the seconds since the holder was connected: 0 if held, inf if free."""
         match self.state:
             case "free":
                 return math.inf
@@ -139,7 +148,7 @@ class Tenancy:
                 return now - self._since
 
     def status(self, now: float) -> dict[str, Any]:
-        """What /status shows of it."""
+        """Return the part of /status about the tenancy."""
         free_in_s = self.free_in_s(now)
         return {
             "state": self.state,
@@ -151,7 +160,10 @@ class Tenancy:
 
 
 class Refusals:
-    """Counts messages and handshakes that came to nothing."""
+    """Counters and logs of refused messages and failed handshakes.
+
+    A peer that sends malformed messages fills neither the memory nor the log.
+    """
 
     def __init__(self) -> None:
         self.num_messages = self.num_handshakes = 0
@@ -161,7 +173,10 @@ class Refusals:
         self._noted_at = -NOTE_INTERVAL_S
 
     def message(self, cause: str, example: str = "") -> None:
-        """Count a message; `cause` is one of few, `example` says more about the newest."""
+        """Count a refused message.
+
+        `cause` takes one of few values. `example` describes the newest message.
+        """
         self.num_messages += 1
         self._messages[cause] += 1
         if example:
@@ -172,7 +187,7 @@ class Refusals:
         self._handshakes += Counter({failure.value: count for failure, count in failures.items()})
 
     def note(self) -> None:
-        """Say what has come since the last note, unless that was less than a minute ago."""
+        """Log the counts since the last log line, at most once a minute."""
         if not (self._messages or self._handshakes) or time.monotonic() - self._noted_at < NOTE_INTERVAL_S:
             return
         if self._handshakes:

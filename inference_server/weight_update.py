@@ -1,15 +1,14 @@
-"""One weight push after another, seen from the server: the other half is learner/servers/weight_transfer.py.
+"""Weight syncs on the server, one at a time. The learner's half is learner/servers/weight_transfer.py.
 
-    learner: PushBegin ─▶ pausing ─▶ PushReady ─▶ receiving (workers load what comes) ─▶ resuming ─▶ idle ─▶ PushDone
+    learner: PushBegin ─▶ pausing ─▶ PushReady ─▶ receiving (and loading) ─▶ resuming ─▶ idle ─▶ PushDone
                              │                          │
-                             └──── weights intact ──────┤ PushFailed, generation goes on with the old weights
-                                                        ├ weights torn: PushFailed, paused until a whole push succeeds
-                                                        └ no answer in time: PushFailed, the engine is started again
+                             └──── weights intact ──────┤ PushFailed, generation resumes with the old weights
+                                                        ├ weights torn: PushFailed, paused until a whole sync
+                                                        └ no answer in time: PushFailed, the engine restarts
+    server.receive_overlap: PushReady ─▶ receiving during generation ─▶ pausing ─▶ loading ─▶ resuming ─▶ idle
 
-With server.receive_overlap: PushReady ─▶ receiving, beside generation ─▶ pausing ─▶ loading ─▶ resuming ─▶ idle.
-
-Consumes PushBegin and PushAbort; waits for the engine and for the learner's bytes, each with a deadline; a new push waits
-for the one before it. Every worker checks every bucket before it loads it, so no version is served that is not the learner's.
+A session (`epoch`) is one collective that several syncs share. Every wait has a deadline.
+Invariant: each worker checks each bucket before it loads it, so only the learner's versions are served.
 """
 
 import asyncio
@@ -28,12 +27,12 @@ from protocol.weights.buckets import cut
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 SLACK_S = 5.0
-"""A worker that ends at its deadline still has to say so."""
+"""Extra seconds for a worker that ends at its deadline to send its report."""
 PushState = Literal["idle", "pausing", "receiving", "loading", "resuming", "torn"]
 
 
 class _Failed(Exception):
-    """A push that did not complete, with the reason for the learner."""
+    """A weight sync that did not complete, with the reason for the learner."""
 
     def __init__(self, reason: str, *, retryable: bool = True) -> None:
         super().__init__(reason)
@@ -41,7 +40,7 @@ class _Failed(Exception):
 
 
 class Pushes:
-    """Runs pushes and knows which policy version the engine serves."""
+    """Weight syncs of the server, and the policy version that the engine serves."""
 
     def __init__(
         self, engine: Engine, deliver: Deliver, tell: Tell, pause_timeout_s: float, *, receive_overlap: bool = False
@@ -54,40 +53,47 @@ class Pushes:
         self._epoch_timeout_s = 0.0
         self._num_buckets = 0
         self._given_up = asyncio.Event()
-        """Set once the learner has given up the epoch there is."""
+        """Set once the learner has abandoned the current session."""
         self._weights_intact = True
         self._run: str | None = None
         """Run that is served."""
         self._term = 0
-        """Counts the runs served and the engines started: weights of an earlier term are not this run's."""
+        """Number of runs served and engines started. Weights of an earlier term do not belong to the current
+        run."""
         self._weights_term: int | None = None
-        """Term in which the current weights were pushed; None before the first push."""
+        """Term of the current weights. None before the first sync."""
         self._paused_at: float | None = None
-        """Set while nothing is generated."""
+        """Start time of the current pause. None while the engine generates."""
         self.version: int | None = None
         self.checksum: str | None = None
         self.weights_run: str | None = None
-        """Of the weights that answer, whichever run is served; None: the model's own."""
+        """Run of the current weights, whichever run is served. None: the model's own weights."""
         self.state: PushState = "idle"
         self.num_done = self.num_failed = 0
         self.stall_s = 0.0
 
     def generating_s(self) -> float:
-        """A clock that stands still while nothing is generated."""
+        """Return the seconds of a clock that stops while generation is paused."""
         return (self._paused_at or time.monotonic()) - self.stall_s
 
     def begin_run(self, run: str) -> None:
-        """The weights there are go on answering, and are not this run's: its learner must push before it asks for groups."""
+        """Start a run, whose learner must sync weights before it requests groups.
+
+        The current weights do not belong to this run, but keep answering /v1.
+        """
         self._run = run
         self._term += 1
 
     @property
     def version_of_run(self) -> int | None:
-        """The version that the run has pushed which is served now; None until it has."""
+        """Version of the current weights if this run has synced them, otherwise None."""
         return self.version if self._weights_term == self._term else None
 
     def forget_engine(self) -> None:
-        """Another engine has taken its place, with the model's own weights: those of a run came to the old one."""
+        """Reset the state for a new engine, which has the model's own weights.
+
+        The synced weights are lost with the old engine. If there were any, the state is "torn".
+        """
         self.num_failed += self.state not in ("idle", "torn")
         had_weights_of_a_run = self.num_done > 0 or not self._weights_intact
         self._weights_intact, self.state = not had_weights_of_a_run, "torn" if had_weights_of_a_run else "idle"
@@ -97,18 +103,22 @@ class Pushes:
 
     @property
     def is_ending(self) -> bool:
-        """Whether a push that the learner has given up still goes on here: another would only wait for it."""
+        """True while an abandoned sync is still running, which would delay a new sync."""
         return self._given_up.is_set() and self._lock.locked()
 
     @property
     def engine_is_untouched(self) -> bool:
-        """Whether the engine has its model's own weights: nothing was ever pushed into it."""
+        """True while the engine has the model's own weights, unchanged by any sync."""
         return self.num_done == 0 and self._weights_intact
 
     async def push(self, begin: PushBegin) -> None:
-        """Run one push to its PushDone or PushFailed. Raises EngineDead, which the learner is told as a PushFailed."""
+        """Run one sync until PushDone or PushFailed is sent.
+
+        Raises:
+            EngineDead: The engine has died. The learner gets PushFailed first.
+        """
         if begin.epoch != self._epoch:
-            self._given_up.set()  # whoever begins another epoch has given up the one there is
+            self._given_up.set()  # A learner that starts another session has abandoned the current one.
         run, term = self._run, self._term
         async with self._lock:
             try:
@@ -119,7 +129,13 @@ class Pushes:
             await self._tell(outcome)
 
     async def abort(self, abort: PushAbort) -> None:
-        """Leave an epoch. A push that is receiving ends by itself: the learner has closed its side. Raises EngineDead."""
+        """Leave a session.
+
+        A sync that is receiving ends automatically, because the learner has closed its side.
+
+        Raises:
+            EngineDead: The engine has died or does not answer in time.
+        """
         self._aborted_epochs.add(abort.epoch)
         if abort.epoch == self._epoch:
             self._given_up.set()
@@ -142,7 +158,7 @@ class Pushes:
         return done
 
     async def _load_and_label(self, begin: PushBegin, run: str | None, term: int) -> PushDone:
-        """`run` has begun it, in its `term`."""
+        """Load and label the weights of a sync that `run` started in `term`."""
         if term != self._term:
             raise _Failed(f"run {run}, which began it, is not served any more")
         self._enter_epoch(begin)
@@ -190,13 +206,16 @@ class Pushes:
             )
 
     async def _receive(self, reports: Awaitable[Sequence[WorkerReport]]) -> Sequence[WorkerReport]:
-        """Wait for the workers: as long as all broadcasts may take, or as one may once the learner has given up."""
+        """Wait for the workers' reports.
+
+        The time limit covers all broadcasts. After the learner abandons the session, it covers one.
+        """
         receiving = asyncio.ensure_future(reports)
         given_up = asyncio.create_task(self._given_up.wait())
         longest_s = (2 + self._num_buckets) * self._epoch_timeout_s + SLACK_S
         try:
             await asyncio.wait([receiving, given_up], timeout=longest_s, return_when="FIRST_COMPLETED")
-            # A worker has its deadline for the broadcast it is in; past that it is stuck.
+            # A worker applies the deadline of its current broadcast. Past that deadline, the worker is stuck.
             knob = f"learner.push.timeout_s + {SLACK_S:g}"
             return await in_time(receiving, self._epoch_timeout_s + SLACK_S, self.state, knob)
         finally:
@@ -204,7 +223,7 @@ class Pushes:
             receiving.cancel()
 
     async def _load(self, order: PushOrder) -> Sequence[WorkerReport]:
-        # Until the reports say otherwise: a worker that is never heard of again may have loaded some layers.
+        # Assume the worst until the workers report: a worker that never reports may have loaded some layers.
         was_intact, self._weights_intact = self._weights_intact, False
         reports = await self._receive(self._engine.load_push(order))
         self._weights_intact = was_intact and all(report.weights_intact and not report.ok for report in reports)
@@ -222,7 +241,7 @@ class Pushes:
         return checksums.pop()
 
     async def _give_up(self, begin: PushBegin, reason: str, *, retryable: bool) -> PushFailed:
-        """Forget the epoch and let generation go on if it can."""
+        """Drop the session, and resume generation if the weights are intact."""
         failed = self.failed(begin, reason, weights_intact=self._weights_intact, retryable=retryable)
         self._epoch = None
         log.warning(
@@ -235,7 +254,7 @@ class Pushes:
             await self._resume()
         else:
             self.state = "idle"
-        self.num_failed += 1  # where the engine dies instead, forget_engine counts
+        self.num_failed += 1  # If the engine dies instead, forget_engine counts the failure.
         return failed
 
     def failed(self, begin: PushBegin, reason: str, *, weights_intact: bool, retryable: bool = True) -> PushFailed:
@@ -245,16 +264,16 @@ class Pushes:
         )  # fmt: skip
 
     async def _pause(self) -> float:
-        """Pause, and return how long that took."""
+        """Pause generation and return the seconds that pausing took."""
         started = time.monotonic()
         self.state = "pausing"
-        # From the call on, for a pause that does not end in time may still come.
+        # Set before the call, because a pause that misses its deadline may still take effect.
         self._paused_at = self._paused_at or started
         await self._quickly(self._engine.pause(), "pausing")
         return time.monotonic() - started
 
     async def _resume(self) -> float:
-        """Resume, and return how long nothing was generated."""
+        """Resume generation and return the seconds without generation."""
         self.state = "resuming"
         try:
             await self._quickly(self._engine.resume(), "resuming")

@@ -1,1 +1,1 @@
-"""The learner: prompts, rewards, advantages, the loss, and the push of new weights into the running server."""
+"""Learner: prompts, rewards, advantages, the loss, and weight sync to the running servers."""

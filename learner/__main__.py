@@ -1,4 +1,4 @@
-"""The learner's commands: new, check, train, evaluate, doctor, self-test, report, runs.
+"""Commands of the learner: new, check, train, evaluate, doctor, self-test, report, runs.
 
     learner new DIR
     learner check run.toml [--trial] [--json] [--key value ...]
@@ -9,7 +9,7 @@
     learner report RUN_DIR [RUN_DIR ...] [--json]
     learner runs [DIR] [--json]
 
-Several ranks: `accelerate launch -m learner train run.toml`. With any of them: --quiet, --json-logs (protocol/console.py).
+Multiple ranks: `accelerate launch -m learner train run.toml`. All commands take --quiet and --json-logs.
 """
 
 import logging
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ENVIRONMENT = {
-    # Huge pages make the copy of a push three times as fast.
+    # Huge pages triple the speed of the weight copy for a sync.
     "THP_MEM_ALLOC_ENABLE": "1",
-    # Of every rank that it lost gloo tells with a stack trace of C++; what has become of it is told in one line.
+    # Gloo would print a C++ stack trace for every lost rank, which rank_watch.py reports in one line.
     "TORCH_CPP_LOG_LEVEL": "FATAL",
 }
-"""What torch reads while it is imported, unless the user has set it."""
+"""Environment variables that torch reads on import, unless the user has set them."""
 
 USAGE = """usage: learner new DIR                                                    a task of your own to begin with
        learner check run.toml [--trial] [--json] [--key value ...]      prompts, rewards and what the run would do; then the doctor;
@@ -50,10 +50,10 @@ with any of them: --quiet (only warnings and errors), --json-logs (one JSON obje
 
 
 def main() -> None:
-    """Run one command; an error that is the user's to solve is printed without a traceback, exit code 2."""
+    """Run one command; a user error exits with code 2 and without a traceback."""
     words = console.take_switches(sys.argv[1:])
     console.start_logging("%(asctime)s %(levelname)s %(message)s")
-    for library in ("httpx", "accelerate", "datasets"):  # one line per file they touch
+    for library in ("httpx", "accelerate", "datasets"):  # they log a line for every file
         logging.getLogger(library).setLevel(logging.ERROR)
     try:
         match words:
@@ -91,7 +91,8 @@ def main() -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.stdout.flush()
-        os._exit(130)  # at a usual exit Python would wait for the threads of a checkpoint that is being written
+        # A normal exit would wait for the threads that write a pending checkpoint.
+        os._exit(130)
 
 
 def new_command(directory: Path) -> None:
@@ -121,12 +122,12 @@ def train_command(arguments: list[str]) -> None:
         return
     try:
         tell_end(run_dir)
-    except SlipstreamError as error:  # the run itself has ended well
+    except SlipstreamError as error:  # the run itself has succeeded
         log.warning("the report of the run could not be written: %s", error)
 
 
 def doctor_command(arguments: list[str]) -> int:
-    """Return the exit status: 1 with any problem."""
+    """Return the exit status: 1 if there is any problem."""
     run, as_json = _run_to_look_at(
         arguments, "learner doctor", "Look for what would keep a run from beginning, and say what to do about it."
     )
@@ -137,7 +138,7 @@ def doctor_command(arguments: list[str]) -> int:
 
 
 def check_command(arguments: list[str]) -> int:
-    """Return the exit status: 1 with any problem."""
+    """Return the exit status: 1 if there is any problem."""
     rest = [argument for argument in arguments if argument != "--trial"]
     run, as_json = _run_to_look_at(
         rest, "learner check", "Show the first prompts as the model gets them and what the rewards say; then do as the doctor does.",
@@ -164,7 +165,7 @@ def evaluate_command(arguments: list[str]) -> None:
 
 
 def _run_to_look_at(arguments: list[str], program: str, purpose: str, switches: str = "") -> "tuple[LearnerRun, bool]":
-    """The run, and whether to answer in JSON."""
+    """Return the run, and whether to answer in JSON."""
     from learner.config import LearnerRun
     from protocol.config import load_config
 
@@ -173,7 +174,10 @@ def _run_to_look_at(arguments: list[str], program: str, purpose: str, switches: 
 
 
 def _prepare_to_compute(run: "LearnerRun") -> None:
-    """Before torch is imported: OpenMP reads its thread count once."""
+    """Bind cores and set variables; call this before torch is imported.
+
+    OpenMP reads its thread count only once.
+    """
     from protocol.cores import bind_cores, share_of_cores
 
     cores = run.learner.cpu_cores
@@ -220,7 +224,7 @@ def report_command(run_dir: Path, *, as_json: bool) -> None:
 
 
 def tell_end(run_dir: Path) -> None:
-    """What a run came to, as the console wants it."""
+    """Print the report of a finished run, as the console's format requires."""
     from learner.report.page import write_report
     from learner.report.summary import as_text, summarize
 

@@ -1,4 +1,4 @@
-"""What the processes that run the user's code have in common. Imports nothing else of the learner."""
+"""Helpers for processes that run user code. Imports nothing of the learner except descendants.py."""
 
 import io
 import multiprocessing
@@ -14,23 +14,26 @@ from learner.descendants import adopt_orphans, end_with_descendants
 from protocol.signals import held_from_children, leave_to_parent
 
 _LOOKING = threading.Lock()
-"""multiprocessing looks at all of its processes whenever it starts one. Of two threads that look at once at one that was forked by its
-server and has ended, one reads the exit code 255, whatever it was."""
+"""Lock for polling child processes. multiprocessing polls all of them whenever it starts one. If two threads
+poll an ended process of the fork server at once, one of them reads exit code 255, whatever it was."""
 
 
 def start_child(process: BaseProcess) -> None:
-    with _LOOKING, held_from_children():  # the child unblocks them in end_with_the_learner
+    with _LOOKING, held_from_children():  # the child unblocks signals in end_with_the_learner
         process.start()
 
 
 def start_fork_server() -> None:
-    """Start the process that forks others, if there is none. With it the learner would lose sight of all of them, so no signal ends it."""
+    """Start the fork server, if it is not running.
+
+    No signal ends it, because the learner would lose track of all forked processes.
+    """
     with _LOOKING, held_from_children():
         forkserver.ensure_running()
 
 
 class Forked:
-    """A process of a forkserver's, started, that several threads may look at."""
+    """Process started by a fork server, safe for use from several threads."""
 
     def __init__(self, process: BaseProcess) -> None:
         self._process = process
@@ -58,7 +61,10 @@ class Forked:
 
 
 def limit_waits(pipe: connection.Connection, timeout_s: float) -> None:
-    """A stopped process neither reads nor writes on: let what waits for it within a message fail, with BlockingIOError."""
+    """Let reads and writes of a message fail with BlockingIOError after `timeout_s`.
+
+    A stopped process neither reads nor writes, so its peer would wait forever.
+    """
     with socket.fromfd(pipe.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as view:
         seconds, fraction = divmod(timeout_s, 1)
         timeout = struct.pack("ll", int(seconds), int(fraction * 1e6))
@@ -67,8 +73,10 @@ def limit_waits(pipe: connection.Connection, timeout_s: float) -> None:
 
 
 def end_with_the_learner() -> None:
-    """Lead a session of its own that ends with the learner, with all that it has started; leave signals to the learner, and what a command
-    prints (`--json`). Call it in the process.
+    """Make this process and its descendants end with the learner.
+
+    Call this in the process, which then leads its own session and leaves signals to the learner. It prints to
+    stderr, because stdout belongs to the learner's command (`--json`).
     """
     leave_to_parent()
     os.setsid()
@@ -80,7 +88,10 @@ def end_with_the_learner() -> None:
 
 
 def print_as_errors() -> None:
-    """Let what this process prints go where its errors go, line by line: it may be killed at any moment."""
+    """Redirect stdout to stderr, line by line.
+
+    The process may be killed at any moment, so nothing may wait in a buffer.
+    """
     os.dup2(2, 1)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)

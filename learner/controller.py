@@ -1,8 +1,9 @@
-"""What rank 0 alone has and does: the rollouts, the way to the servers, the books. train.py says when.
+"""Rank 0's part of a run: rollouts, servers and records. train.py drives it.
 
     connect ─▶ (next_batch ─▶ push ─▶ record) for every step ─▶ finish
 
-Every rank has a PolicyTrainer (training/policy_trainer.py); rank 0 alone has a Controller, and the others follow it through a Lead.
+Every rank has a PolicyTrainer (training/policy_trainer.py). Only rank 0 has a Controller; the other ranks
+follow it through a Lead.
 """
 
 import logging
@@ -51,14 +52,15 @@ P = ParamSpec("P")
 T = TypeVar("T")
 WAIT_SLICE_S = 0.5
 LOOK_EVERY_S = 0.05
-"""At an evaluation that is waited for."""
+"""Polling interval while waiting for an evaluation."""
 WAITING_NOTE_S = 15.0
 CHECKED_TOKENS = {"min_tokens": 64, "max_tokens": 256}
-"""Of each step that both sides score around its sync: one completion with its prompt, or several short ones."""
+"""Tokens of each step that both sides score around its weight sync: one completion with its prompt, or
+several short ones."""
 
 
 class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
-    """The parts of rank 0, and the verbs of the main loop that need several of them."""
+    """Parts of rank 0, and the operations of the main loop that need several of them."""
 
     run_inputs: RunInputs
     fleet: Fleet
@@ -79,12 +81,16 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     def open(
         cls, run_inputs: RunInputs, run_dir: RunDir, published: PublishedPolicy, checkpoint: Path | None
     ) -> Iterator["Controller"]:
-        """Open the books at the checkpoint, start the reward workers and the rollouts; close them in reverse."""
+        """Restore the records at the checkpoint; start the reward workers and rollouts.
+
+        On exit, everything is closed in reverse order.
+        """
         run, config = run_inputs.run, run_inputs.run.learner
         version = read_state(checkpoint).version if checkpoint else 0
         if run_dir.has_begun:
             check_data(run_dir.data_digests, run_inputs.prompts)
-        num_prompts = min(NUM_SEQUENCES, len(run_inputs.prompts))  # read before there are threads, for it may fork
+        # Read the prompts before threads start, because this may fork.
+        num_prompts = min(NUM_SEQUENCES, len(run_inputs.prompts))
         prompts = [run_inputs.prompts.prompt_at(position).token_ids for position in range(num_prompts)]
         evaluations = Evaluations(run_inputs, run_dir.path, run_dir.run_id)
         with ExitStack() as cleanup:
@@ -101,7 +107,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             hello = Hello(run=run_dir.run_id, protocol_version=PROTOCOL_VERSION, model=model, learner=new_learner_id())
             fleet = Fleet(run, hello, LoopThread("learner"))
             fleet.on_wait, fleet.on_change = published.still_waiting, timeline.note
-            fleet.is_over = not run_dir.has_begun  # until then nothing at a server is worth coming back for
+            fleet.is_over = not run_dir.has_begun  # until then, no server holds anything worth a resume
             for note in filter(None, (exposure(one.endpoint, has_keys=run.keys is not None) for one in fleet.members)):
                 log.warning(note)
             cleanup.callback(fleet.close)
@@ -138,7 +144,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             )
 
     def connect(self, version: int) -> None:
-        """Wait for a server, give it this run's weights, check that both sides agree, and open admission."""
+        """Wait for a server, sync its weights, check the parity, and open admission."""
         if not self.fleet.is_connected:
             log.info("waiting for %s", self.fleet.in_words())
         while (mismatch := self._sync(self.fleet.wait(), version)) is None:
@@ -155,17 +161,24 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         self.log.start_clock()
 
     def publish(self, version: int, expected: Expected | None = None) -> None:
-        """Ask the servers that have `version` whether they have it right, and let rollouts ask them for what the staleness rule allows."""
+        """Start the checks of `version`, and admit the rollouts that staleness allows.
+
+        Both go to the servers that have `version`.
+        """
         holders = self.pusher.holders(version)
-        # Before the groups: behind those of a step the answers would be late for the next one.
+        # Request the checks before the groups. Behind a step's groups, their answers would be late for the
+        # next step.
         self.sync_check.ask(holders, expected)
-        self.sync_check.ask_before(holders)  # with overlap the next step may have begun meanwhile
+        self.sync_check.ask_before(holders)  # with overlap, the next step may have started
         self.rollouts.publish(version, *(member.link.welcome.server_id for member in holders if member.link.welcome))
 
     def next_batch(self, version: int, interrupt: Interrupt) -> list[ScoredGroup] | None:
-        """Return the groups of the next step, or None when interrupted. A server that came, or came back, is given the weights.
+        """Return the groups of the next step, or None when interrupted.
 
-        Raises ParityError before tokens of this version are trained on that come from other weights.
+        Servers that join or return get the weights meanwhile.
+
+        Raises:
+            ParityError: Tokens of this version were sampled with other weights. They are not trained on.
         """
         last_connected = last_note = time.monotonic()
         while not interrupt.requested:
@@ -180,10 +193,10 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             groups = None if is_held else self.rollouts.take(version, WAIT_SLICE_S)
             if groups is not None:
                 if any(group.newest_version >= version for group in groups):
-                    self.pusher.wait()  # with overlap its tokens may be here before its check was asked for
+                    self.pusher.wait()  # with overlap, its tokens may be here before its check was requested
                     self.sync_check.check()
                 self.sync_check.begin(version, texts_of(groups, **CHECKED_TOKENS))
-                if not self.pusher.is_pushing:  # else `push` asks, once the servers have this version
+                if not self.pusher.is_pushing:  # otherwise `push` asks, once the servers have this version
                     self.sync_check.ask_before(self.pusher.holders(version))
                 return groups
             if time.monotonic() - last_note > WAITING_NOTE_S:
@@ -194,8 +207,9 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         return None
 
     def push(self, step: int, groups: list[ScoredGroup]) -> dict[str, float]:
-        """Book the groups as consumed by `step` and push its weights; return the metrics of the last push that is done: this
-        one, or with overlap the one before.
+        """Record the groups as consumed by `step`, and sync its weights.
+
+        Returns the metrics of the last completed sync: this one, or with overlap the previous one.
         """
         self.ledger.consume([(group.group_id, staleness(group, step - 1)) for group in groups], step)
         config = self.run_inputs.run.learner
@@ -203,7 +217,8 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         self.sync_check.ask_before(self.pusher.holders(step - 1))
         self.sync_check.check()
         if self.pusher.holders() and (joiners := self.pusher.joiners()):
-            # A push that is always under way while a batch is waited for must not keep them out.
+            # With overlap, a sync may always be pending in next_batch, so joining servers also get the
+            # weights here.
             self._sync(joiners, step)
         when_done = partial(self.publish, step, self.sync_check.expect(step))
         report = self.pusher.take_report()
@@ -215,7 +230,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         return report.metrics() if report is not None else {}
 
     def record(self, step: int, groups: list[ScoredGroup], metrics: dict[str, float], timer: StepTimer) -> None:
-        """Log the step everywhere, and stop the run when server and learner no longer agree."""
+        """Log the step, and stop the run if server and learner no longer agree."""
         of_servers = take_mismatches(metrics, groups)
         metrics |= self.parity.take_metrics()
         times = timer.metrics()
@@ -242,7 +257,10 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         return self.run_inputs.prompts.prompt_at(self.ledger.position_of(group.slot)).columns
 
     def finish(self, version: int, interrupt: Interrupt) -> None:
-        """Wait for the last push and its check, and for the last evaluation, which an interrupted run leaves to a resume."""
+        """Wait for the last weight sync, its check and the last evaluation.
+
+        An interrupted run leaves the evaluation to a resume.
+        """
         self.pusher.wait()
         self.sync_check.check()
         if not interrupt.requested and not self.evaluations.is_over():
@@ -260,9 +278,10 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             self.publish(version)
 
     def _sync(self, members: list[Member], version: int) -> float | None:
-        """Give servers that have no weights of this run what the learner has now, and compare both sides on the fixed sequences.
+        """Send the current weights to servers that have none of this run, and compare.
 
-        Returns the largest mean |Δ logprob|, None if no server was there to the end. Raises what is wrong with the last server.
+        Both sides score the fixed sequences. Returns the largest mean |Δ logprob|, or None if no server
+        stayed to the end. An error of the last server is raised.
         """
         run, mismatches = self.run_inputs.run, []
         untouched: dict[Member, Untouched | None] = {}
@@ -285,7 +304,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
     @contextmanager
     def _at_the_cost_of(self, member: Member) -> Iterator[None]:
-        """What goes wrong with one server costs that server; with the last one, the run."""
+        """Drop the server on an error, or raise the error if it is the last server."""
         try:
             yield
         except (ConfigError, DataError, ParityError) as error:
@@ -298,7 +317,10 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
 
 class Lead:
-    """Rank 0 acts with its Controller while the others follow (policy/published.py); on those it returns None."""
+    """Caller of rank 0's Controller; the other ranks follow (policy/published.py).
+
+    A call returns None on the other ranks.
+    """
 
     def __init__(self, controller: Controller | None, published: PublishedPolicy) -> None:
         self._controller, self._published = controller, published
@@ -309,7 +331,13 @@ class Lead:
 
 
 def check_fits(run_inputs: RunInputs, member: Member) -> None:
-    """Raise ConfigError or DataError when the run asks for what the server does not have, ServerLost if it is not there."""
+    """Raise an error unless the server fits the run.
+
+    Raises:
+        ConfigError: The config asks for something that the server does not have.
+        DataError: The longest prompt does not fit the server's context.
+        ServerLost: The server is not connected.
+    """
     run, welcome = run_inputs.run, member.welcome
     if welcome is None:
         raise ServerLost(f"the server at {member.endpoint} went away before it was looked at")

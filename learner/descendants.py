@@ -1,11 +1,12 @@
-"""What a process has started, and what that has started, in whatever session: found and killed. Loaded by its path too, in interpreters
-that know nothing of Slipstream, so it imports the standard library alone.
+"""Finding and killing all processes that a process has started, in any session.
 
-    adopt_orphans (in the process)      what a descendant leaves behind becomes the process's own child, not the init process's
-    kill_with_descendants (outside)     all of it ends;    end_with_descendants (in the process) the same, of itself
+    adopt_orphans (in the process)           orphaned descendants become its children, not those of init
+    kill_with_descendants (outside)          kill the process and all descendants
+    end_with_descendants (in the process)    the same, for the process itself
 
-Invariant: what leaves the group and session of a process that has adopted its orphans ends with it, unless it ends by itself. Linux only;
-elsewhere its group ends.
+Invariant: descendants of a process that adopts orphans end with it, even outside its group and session. This
+needs Linux; elsewhere only the group ends. Interpreters without Slipstream also load this file by path, so it
+imports only the standard library.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from typing import NamedTuple
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 SET_CHILD_SUBREAPER = 36
-"""Of prctl(2)."""
+"""Option of prctl(2)."""
 MAX_PASSES = 20
-"""Over all processes, for one that starts others faster than they are killed."""
+"""Maximum number of passes over all processes, in case one starts others faster than they are killed."""
 
 
 class Process(NamedTuple):
@@ -32,7 +33,7 @@ class Process(NamedTuple):
 
 
 def adopt_orphans() -> None:
-    with suppress(ImportError, OSError):  # an interpreter without libffi
+    with suppress(ImportError, OSError):  # the interpreter has no libffi
         import ctypes
 
         if sys.platform == "linux":
@@ -40,18 +41,19 @@ def adopt_orphans() -> None:
 
 
 def all_processes() -> dict[int, Process]:
-    """Return those of this machine, by their numbers; those that have ended and were not waited for are among them."""
+    """Return the processes of this machine by PID, including zombies."""
     found = {}
     for path in glob("/proc/[0-9]*/stat"):
-        with suppress(OSError), open(path, "rb") as file:  # it has ended meanwhile
-            # Behind the name, which may hold anything: state, parent, group, …; the 22nd is the number of resident pages.
+        with suppress(OSError), open(path, "rb") as file:  # the process has ended
+            # Fields after the name, which may contain anything: state, parent, group, …; the 22nd is the
+            # number of resident pages.
             fields = file.read().rpartition(b")")[2].split()
             found[int(path.split("/")[2])] = Process(int(fields[1]), int(fields[2]), int(fields[21]) * PAGE_BYTES)
     return found
 
 
 def descendants_of(pid: int, processes: Mapping[int, Process]) -> set[int]:
-    """Return the processes below a process."""
+    """Return the PIDs of all descendants of a process."""
     children: dict[int, list[int]] = {}
     for one, process in processes.items():
         children.setdefault(process.parent, []).append(one)
@@ -65,21 +67,21 @@ def descendants_of(pid: int, processes: Mapping[int, Process]) -> set[int]:
 
 
 def kill_with_descendants(leader: int) -> None:
-    """Kill the leader of a group, the group, and whatever it has started."""
-    with suppress(ProcessLookupError, PermissionError):  # it leads no group of its own yet, or is gone
-        os.killpg(leader, signal.SIGSTOP)  # so that it starts nothing more
+    """Kill the leader of a process group, the group, and all descendants."""
+    with suppress(ProcessLookupError, PermissionError):  # it leads no group yet, or is gone
+        os.killpg(leader, signal.SIGSTOP)  # so that it starts no more processes
         _kill_outside_its_group(leader, leader)
         os.killpg(leader, signal.SIGKILL)
 
 
 def end_with_descendants() -> None:
-    """Kill what this process has started, and it and its group. Does not return."""
+    """Kill all descendants, this process and its group; does not return."""
     _kill_outside_its_group(os.getpid(), os.getpgid(0))
     os.killpg(0, signal.SIGKILL)
 
 
 def _kill_outside_its_group(pid: int, group: int) -> None:
-    """The group ends at one stroke, behind this."""
+    """Kill the descendants outside the group; the caller then kills the group at once."""
     killed: set[int] = set()
     for _ in range(MAX_PASSES):
         processes = all_processes()

@@ -1,4 +1,7 @@
-"""Ctrl-C, SIGTERM and a closed terminal: once, finish the step and write a checkpoint; twice, stop the learner now."""
+"""Handling of Ctrl-C, SIGTERM and a closed terminal.
+
+After the first signal, the learner finishes the step and writes a checkpoint. A second one stops it at once.
+"""
 
 import logging
 import signal
@@ -11,7 +14,10 @@ log = logging.getLogger(__name__)
 
 
 class Interrupt:
-    """`requested` turns true at the first signal; the second raises KeyboardInterrupt."""
+    """Signal handler with two stages.
+
+    The first signal sets `requested`. A second one, except SIGHUP, raises KeyboardInterrupt.
+    """
 
     def __init__(self) -> None:
         self.requested = False

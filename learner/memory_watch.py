@@ -1,9 +1,9 @@
-"""The memory of processes that run the user's code, with all that they have started: watched from outside, for within a limit would be a
-MemoryError, which the code's own `except` turns into something else.
+"""Memory limit of processes that run user code, including all their descendants.
 
-    a pool of environments or agents ─▶ its processes ─▶ (every WATCH_S) the resident memory of each and its descendants ─▶ too large: killed
+    pool of environments or agents ─▶ its processes ─▶ (every WATCH_S) memory of each ─▶ above limit: killed
 
-Invariant: whoever waits for a process that was killed so is told the limit, not a signal.
+The limit applies from outside. Inside, it would be a MemoryError, which the code's own `except` might hide.
+Invariant: the error for a process killed here names the limit, not a signal.
 """
 
 import threading
@@ -16,7 +16,7 @@ WATCH_S = 0.1
 
 
 class Watched(Protocol):
-    """A process that leads a group of its own."""
+    """Process that leads its own process group."""
 
     @property
     def pid(self) -> int: ...
@@ -25,7 +25,7 @@ class Watched(Protocol):
 
 
 class MemoryWatch:
-    """Of the processes of one pool, in a thread of its own; without a limit none is needed."""
+    """Memory watch of a pool's processes, in its own thread if there is a limit."""
 
     def __init__(self, max_memory_mib: int | None, processes: Callable[[], Iterable[Watched]]) -> None:
         self._processes, self._is_closed = processes, threading.Event()
@@ -44,6 +44,6 @@ class MemoryWatch:
 
 
 def resident_bytes(pid: int, processes: Mapping[int, Process]) -> int:
-    """Of a process and all that it has started."""
+    """Return the resident memory of a process and all its descendants."""
     counted = {pid} | descendants_of(pid, processes)
     return sum(processes[one].resident_bytes for one in counted if one in processes)

@@ -1,4 +1,4 @@
-"""Who plays the episodes of a run, or of its evaluations: environments that answer the policy, agents that ask it, or nobody."""
+"""Players of the episodes of a run or an evaluation: environments or agents."""
 
 from contextlib import ExitStack
 
@@ -12,7 +12,11 @@ from learner.servers.loop_thread import LoopThread
 
 
 def open_player(run: LearnerRun, prompts: Prompts, rewards: RewardWorkers, cleanup: ExitStack) -> Player | None:
-    """None where no environment plays the episodes. Raises ConfigError."""
+    """Return the environments' player, or None if no environment plays the episodes.
+
+    Raises:
+        ConfigError: The environment cannot be used.
+    """
     config = run.learner
     if not config.environment.is_used or config.environment.has_agent:
         return None
@@ -22,7 +26,11 @@ def open_player(run: LearnerRun, prompts: Prompts, rewards: RewardWorkers, clean
 
 
 def open_agents(run: LearnerRun, prompts: Prompts, loop: LoopThread, cleanup: ExitStack) -> AgentPlayer | None:
-    """None where no agent plays the episodes. Raises ConfigError."""
+    """Return the agents' player, or None if no agent plays the episodes.
+
+    Raises:
+        ConfigError: The agent cannot be used.
+    """
     if not run.learner.environment.has_agent:
         return None
     player = AgentPlayer(run.learner, prompts.template, run.model)

@@ -1,11 +1,12 @@
-"""How the ranks of a learner decide once, and notice that they are about to do different things.
+"""Shared decisions of a learner's ranks, and detection of ranks that disagree.
 
     decide_on_rank_0   rank 0 decides ─▶ broadcast ─▶ every rank has the decision
     first_problem      each rank's problem ─▶ gather ─▶ every rank has the first one
-    require_agreement  each rank's view ─▶ 8 bytes of digest ─▶ gather ─▶ equal, or an error in words on every rank
+    require_agreement  each rank's view ─▶ 8-byte digest ─▶ gather ─▶ equal, or an error on every rank
 
-Ranks that decide from their own weights, files, devices or environments may differ, and the run goes on: some rows are trained twice,
-others never. Invariant: all ranks call these functions in the same order; nothing is pickled.
+Ranks that decide from their own weights, files, devices or environments may differ. The run would then
+continue, with some rows trained twice and others never. Invariant: all ranks call these functions in the same
+order. Nothing is pickled.
 """
 
 import hashlib
@@ -24,16 +25,16 @@ from protocol.errors import RankFailed, RanksDisagree
 T = TypeVar("T")
 
 MAX_DIFFERENCES = 5
-"""Fields that an error names; further ones are counted."""
+"""Maximum number of fields that an error names; further ones are counted."""
 ABSENT = "absent"
-"""Stands for a field that only some ranks have."""
+"""Placeholder for a field that only some ranks have."""
 
 
 def decide_on_rank_0(accelerator: Accelerator, decide: Callable[[], T], kind: Any) -> T:
-    """Return what `decide` returns on rank 0, on every rank; `kind` is the type of the decision.
+    """Return rank 0's result of `decide` on every rank; `kind` is its type.
 
     Raises:
-        RankFailed: On the other ranks, if `decide` raised on rank 0.
+        RankFailed: On the other ranks, if `decide` raised an error on rank 0.
     """
     if accelerator.num_processes == 1:
         return decide()
@@ -59,14 +60,14 @@ def first_problem(accelerator: Accelerator, problem: str | None) -> str | None:
 
 
 def require_agreement(accelerator: Accelerator, view: msgspec.Struct, remedy: str) -> None:
-    """Compare the views of all ranks, by one collective of 8 bytes a rank.
+    """Compare the views of all ranks, with one collective of 8 bytes per rank.
 
     Raises:
-        RanksDisagree: On every rank. Names the fields that differ, the ranks and their values, then `remedy`.
+        RanksDisagree: On every rank. Names the differing fields, the ranks and their values, then `remedy`.
     """
     if accelerator.num_processes == 1:
         return
-    mine = msgspec.msgpack.encode(view, order="deterministic")  # JSON has no inf: it would equal None
+    mine = msgspec.msgpack.encode(view, order="deterministic")  # JSON encodes inf as null, like None
     digest = int.from_bytes(hashlib.blake2b(mine, digest_size=8).digest(), "little", signed=True)
     digests = accelerator.gather(torch.tensor([digest], device=accelerator.device)).tolist()
     if len(set(digests)) == 1:
@@ -76,7 +77,7 @@ def require_agreement(accelerator: Accelerator, view: msgspec.Struct, remedy: st
 
 
 def describe_differences(views: Sequence[dict[str, Any]]) -> str:
-    """Return which fields differ, and which ranks have which value."""
+    """Return a description of the fields that differ, with the value of each rank."""
     flat = [dict(_flatten(view)) for view in views]
     keys = [key for key in dict.fromkeys(key for view in flat for key in view) if _differs(key, flat)]
     more = f"; and {len(keys) - MAX_DIFFERENCES} more fields" if len(keys) > MAX_DIFFERENCES else ""
@@ -84,7 +85,7 @@ def describe_differences(views: Sequence[dict[str, Any]]) -> str:
 
 
 def broadcast_bytes(accelerator: Accelerator, data: bytes) -> bytes:
-    """Return rank 0's bytes on every rank; those that the others pass are ignored."""
+    """Return rank 0's bytes on every rank; the `data` of other ranks is ignored."""
     num_bytes = int(broadcast(torch.tensor([len(data)], device=accelerator.device)))
     buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=accelerator.device)
     if accelerator.is_main_process and data:
@@ -103,7 +104,7 @@ def _gather_bytes(accelerator: Accelerator, data: bytes) -> list[bytes]:
 
 
 def _flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield `section.key` and value of everything in nested dicts."""
+    """Yield the `section.key` and value of every leaf of nested dicts."""
     if not isinstance(value, dict):
         yield key, value
         return

@@ -1,13 +1,14 @@
-"""Notices at once when another rank of this learner dies, whatever this one waits in.
+"""Immediate detection of dead ranks, whatever this rank is waiting in.
 
     rank 0 ◀── a TCP connection ──▶ every other rank
                      │ ended without a farewell: the process has died
                      ▼
-                    Lost ─▶ rank 0 tells the others ─▶ all end
+                    Lost ─▶ rank 0 notifies the others ─▶ all end
 
-The kernel closes the connections of a process that dies, and asks a host that has become silent whether it is there, so neither
-needs a heartbeat of ours. A rank that only hangs keeps its connections: that is noticed by learner.rank_timeout_s.
-Invariant: END_S after a rank has died no other is left, and one line has said which it was (one per node, if it was rank 0).
+The kernel closes the connections of a dead process, and keepalive probes detect a silent host, so no
+heartbeat is needed. A rank that hangs keeps its connections, and learner.rank_timeout_s detects it.
+Invariant: END_S after a rank has died, no rank is left. One line has named the dead rank: one per node if it
+was rank 0.
 """
 
 import logging
@@ -32,39 +33,39 @@ from protocol.errors import RankFailed, SlipstreamError
 log = logging.getLogger(__name__)
 
 END_S = 20.0
-"""Time to end in order after a rank has died: to close the books, and perhaps to complete a checkpoint."""
+"""Time for an orderly end after a rank has died: to close the records, and perhaps complete a checkpoint."""
 MEET_S = 30.0
-"""Time for the ranks to connect; they all come at the same moment."""
+"""Time for the ranks to connect, which all do at the same moment."""
 KEEPALIVE = {
     socket.TCP_KEEPIDLE: 2,
     socket.TCP_KEEPINTVL: 2,
     socket.TCP_KEEPCNT: 3,
 }
-"""A silent host is lost after 8 s."""
+"""Keepalive settings. A silent host counts as lost after 8 s."""
 NEWS_S = 2.0
-"""By so much the news of a death may come later than its effect on a collective."""
+"""Maximum time from the effect of a death on a collective to the news of the death."""
 COLLECTIVE_FAILED = re.compile(r"gloo/|NCCL|ProcessGroup")
-"""In the text of torch's RuntimeErrors, which tells them from others."""
+"""Pattern of torch's RuntimeErrors for failed collectives."""
 MAX_LINE_BYTES = 1024
 NUM_TOKEN_BYTES = 16
 
 
 class Greeting(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """The first line in each direction."""
+    """First line in each direction."""
 
     token: str
-    """What rank 0 gave the ranks by a collective; nobody else on the network has it."""
+    """Secret that rank 0 shares by a collective; no other host on the network knows it."""
     rank: int
     process: str
-    """`process 4711 on node3`."""
+    """Process and host, as in `process 4711 on node3`."""
 
 
 class Farewell(msgspec.Struct, tag=True, frozen=True):
-    """The last line of a rank that ends in order, or with an error that it tells of itself."""
+    """Last line of a rank that ends in order, or that reports its own error."""
 
 
 class Lost(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """A rank has ended without a farewell."""
+    """Notice that a rank has ended without a farewell."""
 
     rank: int
     process: str
@@ -80,10 +81,10 @@ Line = Greeting | Farewell | Lost
 
 
 class RankWatch:
-    """Of one rank, from when all have met until they part."""
+    """Watch of one rank's connections, from the meeting of all ranks until they part."""
 
     def __init__(self, accelerator: Accelerator) -> None:
-        """Called by every rank."""
+        """Connect the ranks; every rank must call this."""
         self._rank, self._num_ranks = accelerator.process_index, accelerator.num_processes
         self._lost: Lost | None = None
         self._has_news, self._is_over = threading.Event(), threading.Event()
@@ -93,7 +94,11 @@ class RankWatch:
             self._meet(accelerator)
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """With what this rank is to end: an effect of another's death has been told by `_note`, one of its silence is told here."""
+        """Return the error with which this rank ends.
+
+        If another rank died, this is SystemExit, because `_note` has reported the death. If another rank
+        hangs, this is RankFailed. Otherwise, it is `error` itself.
+        """
         if self._num_ranks == 1 or not isinstance(error, Exception):
             return error
         may_be_effect = isinstance(error, RankFailed) or not isinstance(error, SlipstreamError)
@@ -110,14 +115,17 @@ class RankWatch:
         return error
 
     def part(self) -> None:
-        """Say that this rank ends in order, or with an error that it tells of itself. Not said, the others take it for dead."""
+        """Announce that this rank ends in order, or reports its own error.
+
+        Without the farewell, the other ranks assume that it died.
+        """
         self._is_over.set()
         with self._lock:
             for connection in self._connections:
                 _send(connection, Farewell())
 
     def close(self) -> None:
-        """Watch no more; but if another rank has died, this one still ends by force."""
+        """Stop watching; if another rank has died, this rank still ends by force."""
         self._is_over.set()
         with self._lock:
             for connection in self._connections:
@@ -127,13 +135,19 @@ class RankWatch:
 
     @property
     def _is_to_tell(self) -> bool:
-        """Rank 0 tells or, if that is the one, the first that is left on each node."""
+        """True if this rank reports the lost rank.
+
+        Rank 0 reports it. If rank 0 is lost, the first remaining rank of each node does.
+        """
         if self._lost is None or self._lost.rank != 0:
             return self._rank == 0
         return self._rank == 1 or os.environ.get("LOCAL_RANK") == "0"
 
     def _meet(self, accelerator: Accelerator) -> None:
-        """The address of rank 0 is that which torch's ranks meet at; its port and the token come by a collective."""
+        """Connect to rank 0 at the address where torch's ranks meet.
+
+        A collective distributes its port and the token.
+        """
         is_one_node = os.environ.get("LOCAL_WORLD_SIZE") == str(self._num_ranks)
         host = "127.0.0.1" if is_one_node else os.environ.get("MASTER_ADDR", "127.0.0.1")
         listener = _listen(host if is_one_node else "") if self._rank == 0 else None
@@ -171,15 +185,16 @@ class RankWatch:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in KEEPALIVE.items():
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
-        _send(connection, greeting)  # not by the thread: a rank that dies before that begins is to be known by its name
+        # Not sent by the thread, so that a rank that dies before the thread starts is known by name.
+        _send(connection, greeting)
         _start(self._listen_to, connection, greeting)
 
     def _listen_to(self, connection: socket.socket, greeting: Greeting) -> None:
-        """Until the other end has ended."""
+        """Read the peer's lines until it ends, and record a lost rank."""
         lines = _lines(connection)
         other = next(lines, None)
         if not isinstance(other, Greeting) or not secrets.compare_digest(other.token.encode(), greeting.token.encode()):
-            connection.close()  # a stranger
+            connection.close()  # not a rank of this learner
             return
         connection.settimeout(None)
         with self._lock:
@@ -191,7 +206,11 @@ class RankWatch:
         self._note(Lost(rank=other.rank, process=other.process))
 
     def _note(self, lost: Lost) -> None:
-        """Of the first that is lost: tell the others, say so before a launcher ends this rank too, and see to it that it ends."""
+        """Report the first lost rank, and end this process after END_S.
+
+        Rank 0 notifies the other ranks. The report is printed at once, because a launcher may end this rank
+        too.
+        """
         with self._lock:
             if self._lost is not None or self._is_over.is_set():
                 return
@@ -203,11 +222,12 @@ class RankWatch:
             print(f"error: {lost}", file=sys.stderr, flush=True)
         self._has_news.set()
         time.sleep(END_S)
-        os._exit(2)  # by force: its collective may never notice, or Python wait for a thread at its exit
+        # End by force: a collective may never notice, and Python may wait for a thread at exit.
+        os._exit(2)
 
 
 def _listen(host: str) -> socket.socket:
-    """At a free port; without a host on all addresses."""
+    """Listen on a free port; without a host, on all addresses."""
     if host or not socket.has_dualstack_ipv6():
         return socket.create_server((host, 0))
     return socket.create_server((host, 0), family=socket.AF_INET6, dualstack_ipv6=True)
@@ -218,12 +238,12 @@ def _start(target: Callable[..., None], *args: Any) -> None:
 
 
 def _send(connection: socket.socket, line: Line) -> None:
-    with suppress(OSError):  # who has ended needs to hear nothing
+    with suppress(OSError):  # the peer has ended
         connection.sendall(msgspec.json.encode(line) + b"\n")
 
 
 def _lines(connection: socket.socket) -> Iterator[Line]:
-    """What comes, until the connection ends, a line makes no sense or, while it has one, its timeout."""
+    """Yield lines until the connection ends, a line is invalid, or a read times out."""
     with connection.makefile("rb") as file, suppress(OSError, msgspec.DecodeError):
         while line := file.readline(MAX_LINE_BYTES):
             yield msgspec.json.decode(line, type=Line)

@@ -1,7 +1,6 @@
-"""What a run is made of before it begins: the model's files, the tokenizer, the prompts.
+"""Inputs of a run: the model's files, the tokenizer and the prompts.
 
-Between the config and everything that is made from it. Each is read once per rank, when it is first asked for: a rank that asks
-no prompts reads no data.
+Each rank reads an input once, on first use, so a rank that requests no prompts reads no data.
 """
 
 import logging
@@ -28,7 +27,7 @@ WORTH_A_LINE_GIB = 4.0
 
 
 class RunInputs:
-    """Of one run."""
+    """Inputs of one run, each read on first use."""
 
     def __init__(self, run: LearnerRun) -> None:
         self.run = run
@@ -47,11 +46,14 @@ class RunInputs:
 
     @cached_property
     def shape(self) -> ModelShape | None:
-        """What memory and speed are estimated from; None, with a warning, where the config does not tell."""
+        """Model shape for memory and speed estimates.
+
+        None, with a warning, if the model's config does not define it.
+        """
         config = self.model_config
         try:
             return shape_of(config)
-        except Exception as error:  # of a config of transformers; no estimate is worth a run
+        except Exception as error:  # transformers configs vary; a failed estimate must not stop a run
             log.warning("the memory that %s needs is not known: %s: %s", self.run.model, type(error).__name__, error)
             return None
 
@@ -64,24 +66,28 @@ class RunInputs:
         return self.prompts_of(self.run.learner.data)
 
     def prompts_of(self, data: DataConfig) -> Prompts:
-        """Raises ConfigError and DataError."""
+        """Return the prompts of `data`. Raises ConfigError or DataError if unusable."""
         renderer = self.run.learner.environment.renderer
         if renderer is not None:
-            renderer_of(self.tokenizer, renderer)  # says now what does not fit
-        is_for_agents = self.run.learner.environment.has_agent  # they ask with messages of their own
+            renderer_of(self.tokenizer, renderer)  # fails early if the format does not fit
+        is_for_agents = self.run.learner.environment.has_agent  # agents send their own messages
         turns = Turns(renderer, frozenset(end_token_ids(self.model_path)), goes_on=not is_for_agents)
         prompts = Prompts(data, self.tokenizer, self.run.seed, self.tools, turns)
-        check_calls(prompts.template)  # likewise
+        check_calls(prompts.template)  # fails early too
         return prompts
 
     def tools(self) -> list[dict[str, Any]]:
-        """The JSON schemas of what the policy is told that it can call. Raises ConfigError."""
+        """Return the JSON schemas of the policy's tools.
+
+        Raises:
+            ConfigError: The environment or a tool fails to load.
+        """
         environment = self.run.learner.environment
-        has_tools = environment.is_used and not environment.has_agent  # an agent tells the policy of its own
+        has_tools = environment.is_used and not environment.has_agent  # an agent sends its own tools
         return tools_of(environment) if has_tools else []
 
     def log_needs(self, accelerator: Accelerator) -> None:
-        """Log what this run will compute in and need, if it is much, before anything of it is loaded."""
+        """Log the dtype and the memory needs, if large, before anything is loaded."""
         shape, run = self.shape, self.run
         if shape is None:
             return

@@ -1,8 +1,9 @@
-"""What comes one by one and is committed together. Between the link, or the reward workers, and the ledger.
+"""Batched commits of items that arrive one by one, before they enter the ledger.
 
-    put ─▶ (while the last batch is committed, more comes) ─▶ commit of all that has come ─▶ …
+    put ─▶ (more items arrive during the last commit) ─▶ commit of all waiting items ─▶ …
 
-A commit waits for the disk, so it must not cost one wait for each group. Invariant: in the order of `put`, each exactly once.
+A commit waits for the disk, so one commit per group would be slow. Invariant: items are committed in the
+order of `put`, each exactly once.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ T = TypeVar("T")
 
 
 class Together(Generic[T]):
-    """Used in one event loop."""
+    """Commit queue for use in one event loop."""
 
     def __init__(self, commit: Callable[[list[T]], Awaitable[None]]) -> None:
         self._commit = commit
@@ -21,7 +22,7 @@ class Together(Generic[T]):
         self._has_come = asyncio.Event()
 
     def __len__(self) -> int:
-        """How many wait for the commit that is under way."""
+        """Return the number of items that wait for the current commit."""
         return len(self._waiting)
 
     def put(self, item: T) -> None:
@@ -29,7 +30,7 @@ class Together(Generic[T]):
         self._has_come.set()
 
     async def run(self) -> None:
-        """Until cancelled. Raises what `commit` raises."""
+        """Commit items until canceled. Raises what `commit` raises."""
         while True:
             await self._has_come.wait()
             self._has_come.clear()

@@ -1,11 +1,11 @@
-"""The learner's main loop: wait → batch → loss → step → push → refresh → log.
+"""Main loop of the learner: wait → batch → loss → step → weight sync → refresh → log.
 
-    main thread        consumes: groups in slot order        produces: weights, metrics, checkpoints
-                       waits for: a batch, the push          unblocked by: the rollouts, the server
+    main thread        consumes: groups in slot order          produces: weights, metrics, checkpoints
+                       waits for: a batch, the weight sync     unblocked by: the rollouts, the server
     learner's loop     rollouts/rollouts.py: prompts out, scored groups in
-    a thread           storage/writer.py: the checkpoint under way
+    a thread           storage/writer.py: the pending checkpoint
 
-Step n trains the weights of version n - 1 and publishes version n. Everything that may wait has a deadline.
+Step n trains the weights of version n - 1 and publishes version n. Every wait has a deadline.
 """
 
 import gc
@@ -35,12 +35,15 @@ log = logging.getLogger(__name__)
 
 
 def train(run: LearnerRun, *, resume: bool) -> Path | None:
-    """Train until `learner.steps`, or until interrupted; leave a checkpoint. Raises SlipstreamError.
+    """Train until `learner.steps` or an interrupt, and leave a checkpoint.
 
-    Returns the run directory to report on: None before the first step and on all ranks but the first.
+    Returns the run directory to report on. It is None before the first step, and on all ranks except rank 0.
+
+    Raises:
+        SlipstreamError: The run cannot start or continue.
     """
     with ranks_of(run) as accelerator:
-        # In a frame of its own, whose model is gone before the ranks part.
+        # The frame of _train, which holds the model, must be gone before the ranks part.
         return _train(run, accelerator, resume=resume)
 
 
@@ -52,7 +55,7 @@ def _train(run: LearnerRun, accelerator: Accelerator, *, resume: bool) -> Path |
         run_dir = open_run_dir(run, resume=resume) if accelerator.is_main_process else None
         if run_dir is not None:
             cleanup.callback(run_dir.close)
-        run = run.in_effect()  # the directory keeps what was set
+        run = run.in_effect()  # the run directory keeps the config as set
         config = run.learner
         directory = RunDir.checkpoints_of(run.run_dir)
         checkpoint = shared_checkpoint(accelerator, directory, config.rank_timeout_s, resume=resume)
@@ -76,7 +79,7 @@ def _train(run: LearnerRun, accelerator: Accelerator, *, resume: bool) -> Path |
         if checkpoint is None and config.warm_start.steps > 0:
             checkpoints.save(version)
         interrupt = cleanup.enter_context(Interrupt())
-        gc.freeze()  # what is here stays, and need not be looked through again and again: all of torch
+        gc.freeze()  # spares the garbage collector from scanning torch's permanent objects again and again
         cleanup.callback(gc.unfreeze)
 
         for step in range(version + 1, config.steps + 1):

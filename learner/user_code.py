@@ -1,6 +1,6 @@
-"""Code of the user's that the config names: `module:name`, or `path/to/file.py:name`. In the processes that run it.
+"""Loading of user code that the config names: `module:name`, or `path/to/file.py:name`.
 
-Imports nothing of the learner, nor anything heavy.
+Used in the processes that run it. Imports nothing of the learner, and nothing heavy.
 """
 
 import importlib.util
@@ -12,11 +12,11 @@ from typing import Any
 
 
 class NotLoaded(Exception):
-    """What the config names is not there; the message says what was expected, and goes behind the name of the key."""
+    """Failure to load what the config names; its text continues the name of the key."""
 
 
 def load_named(spec: str) -> Any:
-    """Return what a spec names. Raises NotLoaded."""
+    """Return the callable that a spec names. Raises NotLoaded if there is none."""
     module_name, _, name = spec.rpartition(":")
     loaded = vars(_import(module_name)).get(name)
     if not callable(loaded):
@@ -29,7 +29,7 @@ def _import(module_name: str) -> Any:
     try:
         if module_name.endswith(".py"):
             return _import_file(Path(module_name).expanduser().resolve())
-        if os.getcwd() not in sys.path:  # a console script does not look into the directory it is called from
+        if os.getcwd() not in sys.path:  # a console script does not search the directory it is called from
             sys.path.append(os.getcwd())
         return importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
@@ -42,7 +42,7 @@ def _import(module_name: str) -> Any:
 def _import_file(path: Path) -> Any:
     name = f"slipstream_user_{path.stem}_{abs(hash(path)):x}"
     if name not in sys.modules:
-        if str(path.parent) not in sys.path:  # what stands beside it, as for a script
+        if str(path.parent) not in sys.path:  # for modules next to the file, as for a script
             sys.path.append(str(path.parent))
         module_spec = importlib.util.spec_from_file_location(name, path)
         if module_spec is None or module_spec.loader is None:
@@ -52,19 +52,20 @@ def _import_file(path: Path) -> Any:
         try:
             module_spec.loader.exec_module(module)
         except BaseException:
-            del sys.modules[name]  # else the next attempt would find half a module and another error
+            # Otherwise the next attempt would find half a module, and fail with another error.
+            del sys.modules[name]
             raise
     return sys.modules[name]
 
 
 def describe(error: BaseException) -> str:
-    """Return an error in one line, with the place it was raised at."""
+    """Return a one-line description of an error, with the place where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {shorten(str(error), 300)}{where}"
 
 
 def shorten(value: Any, limit: int = 120) -> str:
-    """Return a value as it would be written in Python, cut to what fits into a message."""
+    """Return a value's repr, cut to a length that fits an error message."""
     text = repr(value)
     return text if len(text) <= limit else f"{text[:limit]}…"

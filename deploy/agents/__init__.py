@@ -1,1 +1,1 @@
-"""Environments of others as agents: each file runs in an interpreter that has their library, and imports nothing of ours."""
+"""Third-party environments as agents: each file runs with its own library and imports no Slipstream code."""

@@ -1,8 +1,8 @@
-"""A calculator for a model whose chat template knows no tools: it is asked in words, and answers in the next message.
+"""A calculator for models whose chat template has no tools: the policy calls it in text.
 
-    user: What is 37 times 48? Let the calculator say it. ▸ policy: CALC(37*48) ▸ user: 1776 ▸ policy: 1776
+    user: What is 37 times 48? … ▸ policy: CALC(37*48) ▸ user: 1776 ▸ policy: 1776
 
-`run` plays the rows of the task `products`. Needs nothing beside Python.
+The next user message has the result. `run` plays the rows of the task `products` and needs only Python.
 """
 
 import json
@@ -11,11 +11,11 @@ import urllib.request
 from typing import Any
 
 CALL = re.compile(r"CALC\((\d{1,6})\s*\*\s*(\d{1,6})\)")
-"""Of numbers so short that nobody has to wait for their product."""
+"""Pattern of a call, with numbers short enough for an instant product."""
 
 
 def run(data: dict[str, Any], *, base_url: str, api_key: str, **extra: Any) -> float:
-    """Half a point for the right call, half for the right answer after it."""
+    """Return 0.5 for the right call, plus 0.5 for the right answer after it."""
     messages = list(data["prompt"])
     messages.append(ask(messages, base_url, api_key))
     call = CALL.search(messages[-1]["content"] or "")
@@ -34,5 +34,5 @@ def ask(messages: list[dict[str, Any]], base_url: str, api_key: str) -> dict[str
         json.dumps({"messages": messages}).encode(),
         {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request) as reply:  # the learner kills what takes too long
+    with urllib.request.urlopen(request) as reply:  # no timeout: the learner kills slow episodes
         return json.load(reply)["choices"][0]["message"]

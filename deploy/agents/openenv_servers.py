@@ -1,8 +1,9 @@
-"""Environments of OpenEnv, behind their servers: `run` plays the one at the row's `url`, whose tools, or whose one action, the policy calls.
+"""OpenEnv environments behind their servers: `run` plays the environment at the row's `url`.
 
     {"prompt": [messages], "url": "http://127.0.0.1:8000", "reset": {"seed": 3}}
 
-Runs where openenv is installed (`learner.environment.python`). The servers are started before the run, one or more, in a container or not.
+The policy calls the environment's tools, or its one action. This file runs where openenv is installed
+(`learner.environment.python`). Start one or more servers before the run, in a container or not.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ NO_MORE_TURNS = 410
 
 
 async def run(data: dict[str, Any], *, base_url: str, api_key: str, **extra: Any) -> float:
-    """The sum of the rewards of all steps, to the end of the environment or until the policy calls nothing."""
+    """Return the sum of rewards until the episode ends or the policy makes no call."""
     schema = (await asked(f"{data['url']}/schema"))["action"]
     async with GenericEnvClient(base_url=data["url"]) as env:
         result = await env.reset(**data.get("reset", {}))
@@ -43,7 +44,7 @@ async def run(data: dict[str, Any], *, base_url: str, api_key: str, **extra: Any
 
 
 async def tools_of(env: GenericEnvClient, schema: dict[str, Any]) -> list[dict[str, Any]]:
-    """Those of an environment that has tools; else one, which is its action."""
+    """Return the environment's tools; without tools, one tool for its action."""
     if "tool_name" in schema["properties"]:
         listed = (await env.step({"type": "list_tools"})).observation["tools"]
         return [tool(one["name"], one["description"], one["input_schema"]) for one in listed]
@@ -63,7 +64,10 @@ def action_of(function: dict[str, Any], tools: list[dict[str, Any]]) -> dict[str
 
 
 async def step(env: GenericEnvClient, action: dict[str, Any]) -> tuple[str, float, bool]:
-    """What the policy is told, the reward, and whether it was the last. An action that the environment refuses is told."""
+    """Return the observation as text, the reward, and whether the episode is done.
+
+    If the environment rejects the action, the text is the error.
+    """
     try:
         result = await env.step(action)
     except RuntimeError as error:
@@ -72,7 +76,7 @@ async def step(env: GenericEnvClient, action: dict[str, Any]) -> tuple[str, floa
 
 
 def opening(observation: dict[str, Any]) -> list[dict[str, Any]]:
-    """What reset shows, as what the user says after the row's prompt."""
+    """Return what reset shows, as a user message after the row's prompt."""
     shown = {name: value for name, value in observation.items() if value and name not in ("metadata", "reward", "done")}
     return [{"role": "user", "content": json.dumps(shown)}] if shown else []
 
@@ -83,7 +87,10 @@ async def answer(messages: list[Any], tools: list[Any], base_url: str, api_key: 
 
 
 async def asked(url: str, body: Any = None, api_key: str = "") -> Any:
-    """In a thread, for the environment's connection wants to be kept alive; the learner kills what takes too long."""
+    """Send a request in a thread, so that the environment's connection stays alive.
+
+    No timeout: the learner kills slow episodes.
+    """
     headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
     request = urllib.request.Request(url, None if body is None else json.dumps(body).encode(), headers)
     return await asyncio.to_thread(lambda: json.load(urllib.request.urlopen(request)))

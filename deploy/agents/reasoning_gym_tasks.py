@@ -1,6 +1,6 @@
-"""Tasks of reasoning-gym: `python reasoning_gym_tasks.py TASK…` writes rows, `run` has one answered and scores the answer.
+"""Tasks of reasoning-gym: `python reasoning_gym_tasks.py TASK…` writes rows, `run` plays and scores one.
 
-Runs where reasoning-gym is installed (`learner.environment.python`) and needs nothing beside it.
+This file runs where reasoning-gym is installed (`learner.environment.python`) and needs nothing else.
 """
 
 import argparse
@@ -13,13 +13,13 @@ from reasoning_gym.utils import SYSTEM_PROMPTS, extract_answer
 
 
 def run(data: dict[str, Any], *, base_url: str, api_key: str, **extra: Any) -> float:
-    """One question; reasoning-gym says what the answer is worth, from 0 to 1."""
+    """Ask the policy one question and return reasoning-gym's score, from 0 to 1."""
     request = urllib.request.Request(
         f"{base_url}/chat/completions",
         json.dumps({"messages": data["prompt"]}).encode(),
         {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request) as reply:  # the learner kills what takes too long
+    with urllib.request.urlopen(request) as reply:  # no timeout: the learner kills slow episodes
         said = json.load(reply)["choices"][0]["message"]["content"]
     entry = data["entry"]
     score = reasoning_gym.get_score_answer_fn(entry["metadata"]["source_dataset"])

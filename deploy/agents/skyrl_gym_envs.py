@@ -1,8 +1,9 @@
-"""Environments of SkyRL-Gym, turn by turn: `run` plays the one that the row names, on rows as SkyRL has them.
+"""Multi-turn SkyRL-Gym environments: `run` plays the environment that a row names, in SkyRL's row format.
 
-    {"prompt": [messages], "env_class": "gsm8k_multi_turn", "reward_spec": {"ground_truth": "72"}, "extra_info": {"max_turns": 5}}
+    {"prompt": [messages], "env_class": "gsm8k_multi_turn",
+     "reward_spec": {"ground_truth": "72"}, "extra_info": {"max_turns": 5}}
 
-Runs where skyrl-gym is installed (`learner.environment.python`) and needs nothing beside it.
+This file runs where skyrl-gym is installed (`learner.environment.python`) and needs nothing else.
 """
 
 import json
@@ -13,7 +14,7 @@ import skyrl_gym
 
 
 def run(data: dict[str, Any], *, base_url: str, api_key: str, **extra: Any) -> float:
-    """The sum of the rewards of all turns."""
+    """Return the sum of the rewards of all turns."""
     extras = {name: value for name, value in data.items() if name not in ("prompt", "env_class")}
     env = skyrl_gym.make(data["env_class"], env_config=extras.get("env_config", {}), extras=extras)
     messages, _ = env.init(list(data["prompt"]))
@@ -35,5 +36,5 @@ def ask(messages: list[dict[str, Any]], base_url: str, api_key: str) -> dict[str
         json.dumps({"messages": messages}).encode(),
         {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request) as reply:  # the learner kills what takes too long
+    with urllib.request.urlopen(request) as reply:  # no timeout: the learner kills slow episodes
         return json.load(reply)["choices"][0]["message"]

@@ -1,7 +1,10 @@
-"""Environments of verifiers (0.4 and later): `python verifiers_tasksets.py TASKSET` writes rows, `run` has one played and scored by it.
+"""Environments of verifiers 0.4 and later.
 
-Runs where verifiers and the taskset are installed (`learner.environment.python`). verifiers starts the program that talks to the policy in
-an environment that `uv` makes, so that must be there too (`pip install uv`).
+`python verifiers_tasksets.py TASKSET` writes rows; `run` plays and scores one of them.
+
+This file runs where verifiers and the taskset are installed (`learner.environment.python`).
+verifiers starts the program that talks to the policy in an environment that `uv` creates.
+Install uv in the same place (`pip install uv`).
 """
 
 import argparse
@@ -19,12 +22,12 @@ from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
 KEY = "OPENAI_API_KEY"
 HARNESS = "null"
-"""verifiers' plain chat loop with the tools of the task."""
+"""Plain chat loop of verifiers, with the tools of the task."""
 
 
 async def run(data: dict[str, Any], *, base_url: str, api_key: str, **extra: Any) -> float:
-    """The mean reward of all that the policy played in it."""
-    os.environ[KEY] = api_key  # verifiers reads it there, and this process plays one episode at a time
+    """Return the mean reward of all traces of one episode."""
+    os.environ[KEY] = api_key  # verifiers reads it here; this process plays one episode at a time
     environment = environment_of(data["taskset"])
     context = vf.ModelContext(model="policy", client=vf.EvalClientConfig(base_url=base_url, api_key_var=KEY))
     async with environment.serving():
@@ -36,7 +39,7 @@ async def run(data: dict[str, Any], *, base_url: str, api_key: str, **extra: Any
 
 @cache
 def environment_of(taskset: str) -> Any:
-    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # where uv is
+    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # for uv
     return load_environment(
         resolve_env_config(
             {"taskset": {"id": taskset}, "agent": {"harness": {"id": HARNESS}, "runtime": {"type": "subprocess"}}}
@@ -50,7 +53,10 @@ def task_at(taskset: str, number: int) -> Any:
 
 
 def rows(taskset: str, size: int) -> Iterator[dict[str, Any]]:
-    """`prompt` is for people, and for the order of the run; verifiers asks in its own words."""
+    """Yield one row per task.
+
+    `prompt` is only for readers and for the order of the data; verifiers builds its own prompt.
+    """
     for number, task in enumerate(itertools.islice(environment_of(taskset).taskset, size)):
         prompt = task.data.prompt
         text = prompt if isinstance(prompt, str) else json.dumps(prompt, default=lambda message: message.model_dump())

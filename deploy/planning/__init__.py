@@ -1,1 +1,1 @@
-"""What a run of n servers and m ranks would do, from measured rates, before the hardware is rented."""
+"""Predictions, from measured rates, of a run with n servers and m ranks before the hardware is rented."""

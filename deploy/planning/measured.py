@@ -1,12 +1,13 @@
-"""Rates from the directory of a run: its metrics say what learner and pushes cost, its ledger how fast servers decode.
+"""Rates from a run directory: learner and weight sync from its metrics, decoding from its ledger.
 
-    RUN_DIR/config.toml, metrics.jsonl, ledger.db ─▶ MeasuredRun ─▶ what the run came to
+    RUN_DIR/config.toml, metrics.jsonl, ledger.db ─▶ MeasuredRun ─▶ Observed
                                                                  └▶ Rates
 
-Decoding has two rates and no metric has either, because the time of a group depends on all that runs alongside. So the groups of the
-ledger are replayed on simulated servers, with their queues and pauses, at rates that are tried until the seconds fit the real ones.
+No metric has the two decoding rates, because a group's time depends on everything that runs concurrently.
+`fit_decoding` therefore replays the ledger's groups on simulated servers, with their queues and pauses.
+The rates vary until the simulated seconds fit the real ones.
 
-Invariant: both are of the same steps, all but the first quarter.
+Invariant: the metrics of both results cover the same steps, all but the first quarter.
 """
 
 import json
@@ -30,28 +31,31 @@ from protocol.config import load_config
 from protocol.errors import ConfigError
 
 MOST_SEQUENCES = 4096
-"""Of a server, the last of the run: more would only take longer."""
+"""Maximum number of sequences to replay for each server, from the end of the run. More only take longer."""
 NOT_COUNTED_SHARE = 0.2
-"""Of the replayed groups, the first: what ran beside them had begun before, and is not replayed."""
+"""Share of the replayed groups, at the start, that the error ignores.
+
+Groups that ran concurrently with them started before the replay and are missing from it.
+"""
 STEP_SHARES = (0.0, 0.03, 0.1, 0.25, 0.45, 0.7, 0.9, 1.0)
-"""Of a decoding step of a full engine, what it would take for no sequence at all."""
+"""Candidate values for the fixed share of a full engine's decoding step."""
 FASTEST = 1e-6
 GOLDEN = (5**0.5 - 1) / 2
 GOLDEN_STEPS = 16
 WARM_UP_SHARE = 0.25
 LEAST_STEPS = 8
 TOKEN_PHASES = ("time/forward_backward", "time/reference", "time/policy_pass")
-"""Of a step, those that take as long as it has tokens."""
+"""Phases of a step whose time is proportional to its tokens."""
 PROGRAM = "python -m deploy.plan"
 ANY_ENDPOINT = "tcp://127.0.0.1:1"
-"""Nobody connects to it, so that which of several servers this is need not be said."""
+"""Placeholder endpoint for loading the server section. No process connects to it."""
 SQL = """SELECT admitted_version, num_tokens, admitted_at, received_at, scored_at FROM groups
 WHERE scored_at IS NOT NULL AND received_at > admitted_at ORDER BY admitted_at, slot"""
 Lines = Sequence[dict[str, Any]]
 
 
 class Asked(NamedTuple):
-    """A group as the ledger has it."""
+    """A group as the ledger records it."""
 
     version: int
     num_tokens: int
@@ -61,16 +65,19 @@ class Asked(NamedTuple):
 
 
 class Servers(NamedTuple):
-    """What the groups were asked of."""
+    """Servers that sampled the groups."""
 
     num: int
     capacity: int
     stall_s: float
-    """Before each new version."""
+    """Pause before each new version, in seconds."""
 
 
 def fit_decoding(rates: Rates, asked: Sequence[Asked], num_completions: int, servers: Servers) -> tuple[Rates, float]:
-    """Return the rates with those of decoding that come closest, and by what share the median group still misses its seconds."""
+    """Fit the decoding rates to the seconds of the groups.
+
+    Returns all rates, and the relative error of the median group's seconds.
+    """
     asked = asked[-max(1, MOST_SEQUENCES * servers.num // num_completions) :]
     lengths = lengths_of(asked, rates.lengths, num_completions)
     measured_s = np.array([group.received_at - group.admitted_at for group in asked])
@@ -94,13 +101,13 @@ def fit_decoding(rates: Rates, asked: Sequence[Asked], num_completions: int, ser
 
 
 def with_decoding(rates: Rates, full_s: float, share: float, capacity: int) -> Rates:
-    """A decoding step of a full server takes so long, and this share of it for no sequence at all."""
+    """Set the decoding step of a full server to `full_s`, of which `share` is fixed."""
     step_s, token_s = share * full_s, (1 - share) * full_s / capacity
     return msgspec.structs.replace(rates, decode_step_s=step_s, decode_token_s=token_s)
 
 
 def minimum(error_of: Callable[[float], float], low: float, high: float) -> float:
-    """Golden section (Kiefer 1953) in logarithms."""
+    """Minimize by golden-section search (Kiefer 1953) on a logarithmic scale."""
     low, high = np.log(low), np.log(high)
     left, right = high - GOLDEN * (high - low), low + GOLDEN * (high - low)
     at_left, at_right = error_of(np.exp(left)), error_of(np.exp(right))
@@ -117,7 +124,10 @@ def minimum(error_of: Callable[[float], float], low: float, high: float) -> floa
 
 
 def lengths_of(asked: Sequence[Asked], lengths: Lengths, num_completions: int) -> list[list[float]]:
-    """Lengths of each group's completions. The ledger has their sum alone, so groups are drawn and dealt out in its order."""
+    """Return the lengths of each group's completions.
+
+    The ledger has only their sum, so randomly drawn groups are assigned in the order of their sums.
+    """
     drawn = lengths.sampler().draw(np.random.default_rng(0), len(asked) * num_completions).reshape(len(asked), -1)
     drawn = drawn[np.argsort(drawn.sum(1), kind="stable")]
     rank_of_group = np.argsort(np.argsort([group.num_tokens for group in asked], kind="stable"))
@@ -125,7 +135,7 @@ def lengths_of(asked: Sequence[Asked], lengths: Lengths, num_completions: int) -
 
 
 def replay(rates: Rates, asked: Sequence[Asked], lengths: list[list[float]], servers: Servers) -> np.ndarray:
-    """Seconds that each group would have taken."""
+    """Return the seconds that each group would have taken at these rates."""
     env = simpy.Environment(asked[0].admitted_at)
     done_at = np.zeros(len(asked))
 
@@ -158,40 +168,44 @@ def replay(rates: Rates, asked: Sequence[Asked], lengths: list[list[float]], ser
 
 
 class Observed(msgspec.Struct, frozen=True, kw_only=True):
-    """What the run came to, under the names of Outcome."""
+    """Measured results of a run, under the names of `Outcome`."""
 
     samples_per_s: float
     step_s: float
     learner_idle_frac: float
     server_idle_frac: float
-    """Share of the time in which no group was asked for that had not come."""
+    """Share of the time without a pending group."""
     staleness_mean: float
     staleness_max: int
 
 
 def learner_section(arguments: Sequence[str]) -> LearnerConfig:
-    """Of a config file and flags. Raises ConfigError."""
+    """Load the learner's section from a config file and flags. Raises ConfigError."""
     return load_config(LearnerRun, arguments, PROGRAM).in_effect().learner
 
 
 def server_section(arguments: Sequence[str]) -> ServerConfig:
-    """Of a config file and flags. Raises ConfigError."""
+    """Load the server's section from a config file and flags. Raises ConfigError."""
     return load_config(ServerRun, [*arguments, "--endpoint", ANY_ENDPOINT], PROGRAM).server
 
 
 class MeasuredRun(NamedTuple):
-    """What a run directory tells."""
+    """Contents of a run directory."""
 
     learner: LearnerConfig
     server: ServerConfig
     num_servers: int
     lines: Lines
-    """Of metrics.jsonl."""
+    """Lines of metrics.jsonl."""
     asked: list[Asked]
 
 
 def read_run(run_dir: Path) -> MeasuredRun:
-    """Raises ConfigError for what is no run directory, or one of too few steps."""
+    """Read a run directory.
+
+    Raises:
+        ConfigError: If it is not a readable run directory, or has too few steps or groups.
+    """
     config_file = str(run_dir / "config.toml")
     learner, server = learner_section([config_file]), server_section([config_file])
     uri = f"{(run_dir / 'ledger.db').absolute().as_uri()}?mode=ro"
@@ -210,7 +224,11 @@ def read_run(run_dir: Path) -> MeasuredRun:
 
 
 def rates_of(run: MeasuredRun, *, num_ranks: int) -> tuple[Rates, float]:
-    """Return its rates, and by what share the median group misses its seconds at those of decoding. Raises ConfigError."""
+    """Return the run's rates and the relative error of the median group's seconds.
+
+    Raises:
+        ConfigError: If a metric is missing, or the quantiles cannot have the mean completion length.
+    """
     steady, server = run.lines[_warm_up(run.lines) :], run.server
     try:
         rates = Rates(
@@ -244,9 +262,12 @@ def observed(run: MeasuredRun) -> Observed:
 
 
 def idle_frac(asked: Sequence[Asked], start: float, end: float) -> float:
-    """Share of this time in which no group was under way. The metric of that name tells of the end of each step alone."""
+    """Return the share of the time without a pending group.
+
+    The metric `perf/server_idle_frac` only describes the end of each step.
+    """
     busy_s, busy_until = 0.0, start
-    for group in asked:  # in the order in which they were asked for
+    for group in asked:  # in the order of their requests
         began, ended = max(group.admitted_at, busy_until), min(group.received_at, end)
         if ended > began:
             busy_s += ended - began
@@ -263,7 +284,7 @@ def _mean(lines: Lines, metric: str) -> float:
 
 
 def _step_s(lines: Lines) -> float:
-    """Between the ends of steps: logging and checkpoints are in it."""
+    """Return the mean seconds of a step from end to end, with logging and checkpoints."""
     first = _warm_up(lines)
     return (lines[-1]["elapsed_s"] - lines[first - 1]["elapsed_s"]) / (len(lines) - first)
 
@@ -292,7 +313,10 @@ def _learner_rates(run: MeasuredRun, num_ranks: int) -> dict[str, float]:
 
 
 def _pushed(lines: Lines) -> Lines:
-    """With overlap a step may end before the push that it would tell of."""
+    """Return the lines with weight-sync metrics.
+
+    With overlap, a step may end before its weight sync.
+    """
     return [line for line in lines if "push/seconds" in line]
 
 

@@ -1,44 +1,46 @@
-"""What a simulated run comes to: sums over its time, and from two of them the numbers that a real run has in its metrics.jsonl.
+"""The result of a simulated run, in the terms of a real run's metrics.jsonl.
 
-servers.py, simulation.py ─▶ Sums at the end of the warm-up and at the end ─▶ Outcome of the steps between. Pure.
+    servers.py, simulation.py ─▶ Sums after the warm-up and at the end ─▶ Outcome of the steps between
+
+Pure.
 """
 
 import msgspec
 
 
 class Sums(msgspec.Struct, kw_only=True):
-    """Since the beginning; those of servers over all of them."""
+    """Sums since the start of the run. Server quantities are summed over all servers."""
 
     time_s: float = 0.0
     steps: int = 0
     wait_s: float = 0.0
-    """Of the learner, for batches."""
+    """Seconds that the learner waited for batches."""
     push_s: float = 0.0
-    """Of the learner, for pushes."""
+    """Seconds that the learner waited for weight syncs."""
     tokens: float = 0.0
-    """Trained on."""
+    """Tokens trained on."""
     groups: int = 0
-    """Trained on."""
+    """Groups trained on."""
     staleness: int = 0
-    """Over those groups."""
+    """Staleness summed over the groups trained on."""
     idle_s: float = 0.0
-    """Of servers without a group."""
+    """Server seconds without a group."""
     stalled_s: float = 0.0
-    """Of servers with groups, paused."""
+    """Server seconds paused while the server had groups."""
     sequence_s: float = 0.0
-    """Running sequences over time."""
+    """Number of running sequences, integrated over time."""
     group_s: float = 0.0
-    """Groups asked for and not done, over time."""
+    """Number of groups requested and not done, integrated over time."""
     groups_done: int = 0
     latency_s: float = 0.0
-    """Over those: from the request to the last token."""
+    """Seconds from request to last token, summed over `groups_done`."""
 
     def since(self, before: "Sums") -> "Sums":
         return Sums(**{name: getattr(self, name) - getattr(before, name) for name in self.__struct_fields__})
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the steady steps."""
+    """Averages over the steps after the warm-up."""
 
     num_servers: int
     num_ranks: int
@@ -46,18 +48,18 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float
     step_s: float
     learner_idle_frac: float
-    """Of the time, waiting for a batch: perf/learner_idle_frac."""
+    """Share of the time waiting for a batch: perf/learner_idle_frac."""
     learner_push_frac: float
-    """Of the time, waiting for a push."""
+    """Share of the time waiting for a weight sync."""
     server_idle_frac: float
-    """Of the time, without a group: perf/server_idle_frac."""
+    """Share of the time without a group: perf/server_idle_frac."""
     server_stalled_frac: float
-    """Of the time, paused for a push with groups to work on."""
+    """Share of the time paused for a weight sync while the server had groups."""
     server_fill_frac: float
-    """Running sequences per place for one."""
+    """Running sequences as a share of the capacity."""
     staleness_mean: float
     staleness_max: int
     groups_in_flight: float
-    """Asked for and not done, on average."""
+    """Mean number of groups requested and not done."""
     group_latency_s: float
-    """From the request to the last token, on average."""
+    """Mean seconds from request to last token."""

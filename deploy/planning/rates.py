@@ -1,8 +1,8 @@
-"""The rates of a run's parts, which are all that a simulation knows of models and hardware.
+"""The rates of a run's parts: all that a simulation knows of models and hardware.
 
     flags, or a run directory (measured.py) ─▶ Rates ─▶ simulation.py
 
-Pure. Every formula that stands for hardware is in this file, in a line of `ASSUMPTIONS` too, and nowhere else.
+Invariant: pure. Every formula that models hardware is in this file and has a line in `ASSUMPTIONS`.
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ MEAN_TOLERANCE = 0.01
 
 
 class Lengths(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of completions: the measured quantiles, and between them what gives the measured mean."""
+    """Completion lengths in tokens: measured quantiles, interpolated to fit the mean."""
 
     p10: float
     p50: float
     p90: float
     mean: float
     max: float
-    """The sampling's max_tokens, or the longest that was seen."""
+    """`max_tokens` of the sampling, or the longest completion seen."""
     truncated_frac: float = 0.0
 
     def __post_init__(self) -> None:
@@ -40,7 +40,11 @@ class Lengths(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LengthSampler:
-    """Draws lengths. Raises ConfigError for a mean that these quantiles cannot have."""
+    """Sampler of completion lengths.
+
+    Raises:
+        ConfigError: If the quantiles cannot have the mean.
+    """
 
     def __init__(self, lengths: Lengths) -> None:
         self._lengths = lengths
@@ -53,7 +57,7 @@ class LengthSampler:
         self._power = self._bend()
 
     def draw(self, rng: np.random.Generator, num: int) -> np.ndarray:
-        """Whole tokens, at least one."""
+        """Draw `num` lengths in whole tokens, each at least 1."""
         return self._quantiles(rng.random(num), self._power)
 
     def _quantiles(self, shares: np.ndarray, power: float) -> np.ndarray:
@@ -63,7 +67,7 @@ class LengthSampler:
         return np.maximum(1.0, np.rint(low + (high - low) * place**power))
 
     def _bend(self) -> float:
-        """The power of the place between two measured quantiles, by bisection."""
+        """Return the exponent for interpolation between quantiles, found by bisection."""
         shares = (np.arange(10_000) + 0.5) / 10_000
         low, high = BENT_BY
         for _ in range(BISECTIONS):
@@ -79,27 +83,30 @@ class LengthSampler:
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds that things take."""
+    """Durations of the parts of a run, in seconds."""
 
     lengths: Lengths
     decode_step_s: float
-    """Of one decoding step of a server, whatever it has to decode."""
+    """Fixed time of one decoding step of a server, for any number of sequences."""
     decode_token_s: float
-    """More for each sequence that is running."""
+    """Additional time of a decoding step for each running sequence."""
     score_s: float = 0.0
-    """From a group's arrival until it is scored and in the ledger."""
+    """Time from a group's arrival until it is scored and in the ledger."""
     learner_step_s: float = 0.0
-    """Of an optimizer step, whatever its tokens: optimizer, books, the copy that an overlapped push sends."""
+    """Fixed time of an optimizer step.
+
+    Includes bookkeeping and the copy that an overlapped weight sync sends.
+    """
     learner_token_s: float
-    """More for each token of a completion, on one rank; what its prompt costs is in it."""
+    """Additional time for each completion token on one rank, with the prompt's cost."""
     learner_sync_s: float = 0.0
-    """More for each step of several ranks: the reduction of the gradient."""
+    """Additional time of each step with several ranks: the gradient reduction."""
     push_s: float = 0.0
-    """Of a push, whatever the number of servers: pausing, loading, checking."""
+    """Fixed time of a weight sync for any number of servers: pause, load, check."""
     push_feed_s: float = 0.0
-    """More for each server: the learner sends the weights to every one of them through its own link."""
+    """Additional time for each server. The learner sends the weights to all of them through its one link."""
     push_stall_s: float = 0.0
-    """Of a push, the time for which nothing is generated, the feeding apart."""
+    """Time in a weight sync during which no server generates, without the transfer."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__[1:]:
@@ -109,11 +116,11 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("a server that decodes and a learner that trains in no time leave nothing to plan")
 
     def decode_s(self, num_running: int) -> float:
-        """Of one decoding step, which gives every running sequence a token."""
+        """Return the time of a decoding step, which gives each running sequence a token."""
         return self.decode_step_s + self.decode_token_s * num_running
 
     def train_s(self, num_tokens: float, longest: float, num_ranks: int) -> float:
-        """Of an optimizer step. Groups are divided between ranks, completions are not."""
+        """Return the time of an optimizer step. Ranks divide groups but not completions."""
         of_fullest = max(num_tokens / num_ranks, min(longest, num_tokens))
         sync_s = self.learner_sync_s if num_ranks > 1 else 0.0
         return self.learner_step_s + sync_s + self.learner_token_s * of_fullest
@@ -122,7 +129,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
         return self.push_s + self.push_feed_s * num_servers
 
     def stall_seconds(self, num_servers: float, *, receive_overlap: bool) -> float:
-        """Of a push, at its end."""
+        """Return the time at the end of a weight sync during which no server generates."""
         feed_s = 0.0 if receive_overlap else self.push_feed_s * num_servers
         return min(self.push_seconds(num_servers), self.push_stall_s + feed_s)
 
@@ -138,9 +145,12 @@ ASSUMPTIONS = (
 
 
 def decode_rate(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """`decode_step_s` and `decode_token_s` that fit (running sequences, tokens/s) best: seconds of a step = a + b · running.
+    """Fit `decode_step_s` and `decode_token_s` to (running sequences, tokens/s) pairs.
 
-    Raises ConfigError unless two different numbers of sequences are among them.
+    The model is: seconds of a step = decode_step_s + decode_token_s · running.
+
+    Raises:
+        ConfigError: If there are fewer than two different numbers of sequences, or a value is out of range.
     """
     if len({running for running, _ in points}) < 2 or any(running < 1 or rate <= 0 for running, rate in points):
         given = " ".join(f"{running:g}:{rate:g}" for running, rate in points)
@@ -150,7 +160,7 @@ def decode_rate(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
         )
     running = np.array([running for running, _ in points])
     step_s = running / np.array([rate for _, rate in points])
-    weights = 1 / step_s  # the error that counts is the relative one
+    weights = 1 / step_s  # least squares on the relative error
     (base_s, token_s), *_ = np.linalg.lstsq(np.stack([weights, weights * running], 1), weights * step_s, rcond=None)
     if base_s < 0 or token_s < 0:
         base_s, token_s = (0.0, float(np.mean(step_s / running))) if base_s < 0 else (float(np.mean(step_s)), 0.0)

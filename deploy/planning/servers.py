@@ -1,12 +1,13 @@
-"""The simulated servers: which gets a group, how fast it decodes, pushes, deaths.
+"""The simulated servers: assignment of groups, decoding speed, pauses for a weight sync, failures.
 
-    simulation.py ─▶ send ─▶ the server with the fewest groups: waiting ─▶ running, at most `capacity` sequences ─▶ on_done
-                     pause, resume: around a push
+    simulation.py ─▶ send ─▶ server with the fewest groups: waiting ─▶ running (up to `capacity`) ─▶ on_done
+                     pause, resume: around a weight sync
 
-All that runs on a server gets a token in every decoding step, so its progress is one number, counted in decoding steps, and a sequence
-ends when it has grown by its length. One event per sequence is enough, none per token.
+Every running sequence gets one token per decoding step, so a server's progress is one number of steps.
+A sequence ends once progress has grown by its length. This needs one event per sequence, none per token.
 
-Invariants: a group is with one server, held until one is there, or done; whatever changes the pace first brings the progress up to date.
+Invariants: a group is on one server, held until a server is up, lost until the failure is noticed, or done.
+Every change of the pace first brings the progress up to date.
 """
 
 import heapq
@@ -25,7 +26,7 @@ from deploy.planning.rates import Rates
 ROUNDING = 1e-9
 Events = Generator[simpy.Event, Any, None]
 NOTICED_S = 3.0
-"""After which the learner knows that a server is dead."""
+"""Time until the learner notices that a server is dead."""
 
 
 class Group:
@@ -38,29 +39,29 @@ class Group:
         self.begin_again()
 
     def begin_again(self) -> None:
-        """What was sampled of it, if anything, is lost."""
+        """Discard all sampled tokens."""
         self.num_left, self.oldest_version = len(self.lengths), -1
 
 
 class Server:
-    """Of one engine."""
+    """A simulated inference server."""
 
     def __init__(self, env: simpy.Environment, rates: Rates, capacity: int, on_done: Callable[[Group], None]) -> None:
         self.groups: dict[int, Group] = {}
-        """By slot: those running and waiting."""
+        """Running and waiting groups, by slot."""
         self.is_ready = True
-        """It is there and has the weights, so groups may be sent."""
+        """True while the server is up and has weights, so that it may receive groups."""
         self.idle_s = self.stalled_s = self.sequence_s = self.group_s = 0.0
-        """As in Sums."""
+        """Accumulated seconds, as in `Sums`."""
         self._env, self._rates, self._capacity, self._on_done = env, rates, capacity, on_done
         self._version = 0
         self._progress, self._at = 0.0, env.now
         self._running: list[tuple[float, int, Group]] = []
-        """A heap of (progress at which it ends, slot, group)."""
+        """Heap of (progress at which the sequence ends, slot, group)."""
         self._waiting: deque[tuple[float, Group]] = deque()
         self._is_paused = False
         self._alarm = 0
-        """Number of the one alarm that still counts; what was set before it is out of date."""
+        """Number of the only valid alarm; earlier alarms are out of date."""
 
     def submit(self, groups: Iterable[Group]) -> None:
         self.catch_up()
@@ -75,13 +76,13 @@ class Server:
         self._go_on()
 
     def resume(self, version: int) -> None:
-        """Go on with new weights."""
+        """Continue with new weights."""
         self.catch_up()
         self._is_paused, self._version = False, version
         self._go_on()
 
     def die(self) -> list[Group]:
-        """Return what was asked of it, to be asked elsewhere from the start."""
+        """Stop and return the unfinished groups, which restart elsewhere."""
         self.catch_up()
         lost = list(self.groups.values())
         for group in lost:
@@ -94,12 +95,12 @@ class Server:
         return lost
 
     def join(self, version: int) -> None:
-        """Be there again, with weights."""
+        """Return to service with weights."""
         self.is_ready = True
         self.resume(version)
 
     def catch_up(self) -> None:
-        """Bring progress and seconds up to the present."""
+        """Bring progress and accumulated seconds up to the present."""
         elapsed_s, self._at = self._env.now - self._at, self._env.now
         self.group_s += elapsed_s * len(self.groups)
         if not self.groups:
@@ -111,7 +112,7 @@ class Server:
             self._progress += elapsed_s / self._rates.decode_s(num_running)
 
     def _go_on(self) -> None:
-        """Fill the free places and set the alarm for the next sequence that ends."""
+        """Fill the free capacity and set the alarm for the next sequence to end."""
         self._alarm += 1
         if self._is_paused:
             return
@@ -144,16 +145,16 @@ class Server:
 
 
 class Failures(msgspec.Struct, frozen=True, kw_only=True):
-    """Of every server, independently."""
+    """Random failures, independent for each server."""
 
     every_s: float
-    """Mean time from its start to its end."""
+    """Mean time from a server's start to its failure."""
     restart_s: float
-    """Until it is there again, without weights."""
+    """Time until a failed server is up again, without weights."""
 
 
 class Fleet:
-    """Of servers that are alike."""
+    """A fleet of identical servers."""
 
     def __init__(
         self, env: simpy.Environment, rates: Rates, num_servers: int, capacity: int, on_done: Callable[[Group], None]
@@ -163,17 +164,20 @@ class Fleet:
         self._chosen_at = [0] * num_servers
         self._choices = itertools.count(1)
         self._held: list[Group] = []
-        """Asked for while no server is there."""
+        """Groups requested while no server was up."""
         self._version = 0
         self.num_places = num_servers * capacity
 
     @property
     def num_groups(self) -> int:
-        """Asked for and not done."""
+        """Number of groups requested and not done."""
         return len(self._held) + sum(len(server.groups) for server in self._servers)
 
     def send(self, groups: Sequence[Group]) -> None:
-        """Each to the server with the fewest, of several such to the one that was chosen longest ago."""
+        """Send each group to the server with the fewest groups.
+
+        A tie goes to the least recently chosen server.
+        """
         ready = [
             (len(server.groups), self._chosen_at[i], i) for i, server in enumerate(self._servers) if server.is_ready
         ]
@@ -195,7 +199,7 @@ class Fleet:
             server.pause()
 
     def resume(self, version: int) -> None:
-        """All have `version` now."""
+        """Resume every server with the weights of `version`."""
         self._version = version
         for server in self._servers:
             server.resume(version)
@@ -205,7 +209,7 @@ class Fleet:
             self._env.process(self._fail(server, failures, rng))
 
     def add_to(self, sums: Sums) -> None:
-        """The seconds of all servers up to now."""
+        """Write the seconds of all servers up to now into `sums`."""
         for server in self._servers:
             server.catch_up()
         for name in ("idle_s", "stalled_s", "sequence_s", "group_s"):

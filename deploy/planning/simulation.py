@@ -1,13 +1,13 @@
-"""A run of n servers and m ranks as a discrete-event simulation: who waits for whom, how stale, how many samples/s.
+"""A discrete-event simulation of a run of n servers and m ranks: idle time, staleness and samples/s.
 
-    take ─▶ train ─▶ push ─▶ take …       a push that is done publishes its version, and the rule lets new groups be asked for
-    servers.py: groups ─▶ done ─▶ scored ─▶ ready, and taken in slot order alone, as rollouts/slots.py has it
+    take ─▶ train ─▶ weight sync ─▶ take …   a finished sync publishes its version, which admits new groups
+    servers.py: groups ─▶ done ─▶ scored ─▶ ready, taken only in slot order, as in rollouts/slots.py
 
-How many groups are asked for is decided by the real run's own code (`num_places_allowed`, and `Lookahead` for "auto").
-Invariants: every slot is taken once and in order, no staler than the bound, which the rule alone sees to; the same seed gives
-the same run, and the same completions whatever n and m are.
-
-More servers than `most_servers` are stood for by fewer, each with its share of the groups; for the push all of them count.
+The real run's own code decides how many groups to request (`num_places_allowed`, and `Lookahead` for "auto").
+If there are more than `most_servers`, fewer servers represent them, each with its share of the groups.
+A weight sync still counts all servers.
+Invariant: every slot is taken once, in order, and no staler than the bound, which only that code enforces.
+Equal seeds give equal runs, and equal completions for any n and m.
 """
 
 import math
@@ -31,7 +31,7 @@ WARM_UP_SHARE = 0.25
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """What is simulated."""
+    """Inputs of one simulation."""
 
     learner: LearnerConfig
     server: ServerConfig
@@ -42,7 +42,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def simulate(setup: Setup, *, steps: int, seed: int = 0, most_servers: int = MOST_SERVERS) -> Outcome:
-    """Simulate so many optimizer steps, of which the first quarter is not counted."""
+    """Simulate `steps` optimizer steps and leave the first quarter out of the outcome."""
     run = Simulation(setup, seed, most_servers)
     before = run.after(max(1, math.ceil(steps * WARM_UP_SHARE)))
     run.staleness_max = 0
@@ -50,7 +50,7 @@ def simulate(setup: Setup, *, steps: int, seed: int = 0, most_servers: int = MOS
 
 
 def representatives(groups_per_step: int, num_servers: int, most_servers: int) -> tuple[int, int]:
-    """How many groups of a step and servers stand for so many."""
+    """Return the numbers of groups per step and servers that represent the real ones."""
     if num_servers <= most_servers:
         return groups_per_step, num_servers
     num_groups = max(1, round(groups_per_step * most_servers / num_servers))
@@ -58,7 +58,7 @@ def representatives(groups_per_step: int, num_servers: int, most_servers: int) -
 
 
 class Simulation:
-    """The learner, and the slots of its groups."""
+    """The simulated learner and the slots of its groups."""
 
     def __init__(self, setup: Setup, seed: int, most_servers: int) -> None:
         self._setup, self._rates, config = setup, setup.rates, setup.learner
@@ -66,7 +66,7 @@ class Simulation:
             config.groups_per_step, setup.num_servers, most_servers
         )
         self._weight = config.groups_per_step / self._groups_per_step
-        """Groups that each simulated one stands for."""
+        """Number of real groups that each simulated group represents."""
         self._num_completions = config.sampling.num_completions
         self._env = simpy.Environment()
         self._lengths = setup.rates.lengths.sampler()
@@ -79,7 +79,7 @@ class Simulation:
         self._next_to_admit = self._next_to_take = 0
         self._ready: dict[int, Group] = {}
         self._num_missing = 0
-        """Of the batch that is waited for."""
+        """Number of groups still missing from the batch that the learner waits for."""
         self._complete = self._env.event()
         self._push: simpy.Process | None = None
         self._taken_at = 0.0
@@ -88,7 +88,7 @@ class Simulation:
         self._publish(0)
 
     def after(self, steps: int) -> Sums:
-        """Go on to the end of this step."""
+        """Run until `steps` steps are done and return the sums so far."""
         while self._sums.steps < steps:
             self._env.run(self._env.process(self._step(self._sums.steps)))
         self._sums.time_s = self._env.now
@@ -96,7 +96,7 @@ class Simulation:
         return msgspec.structs.replace(self._sums)
 
     def outcome(self, sums: Sums) -> Outcome:
-        """In numbers of the whole run, not of those that stand for it."""
+        """Scale the sums up to the whole run."""
         time_s, server_s = sums.time_s, sums.time_s * self._num_servers
         capacity = self._setup.server.capacity
         return Outcome(
@@ -135,7 +135,7 @@ class Simulation:
         sums.steps += 1
 
     def _take(self, version: int) -> Generator[simpy.Event, Any, list[Group]]:
-        """The groups of the next slots."""
+        """Wait for the groups of the next slots and return them."""
         began = self._env.now
         slots = range(self._next_to_take, self._next_to_take + self._groups_per_step)
         self._num_missing = sum(slot not in self._ready for slot in slots)
@@ -169,7 +169,7 @@ class Simulation:
         self._publish(version)
 
     def _publish(self, version: int) -> None:
-        """The servers have `version`: ask for all that the rule allows, in a run that has no last step."""
+        """Publish a version and request all groups that the rule now allows."""
         num_places = num_places_allowed(
             version=version,
             max_staleness=self._lookahead.versions,
@@ -188,8 +188,11 @@ class Simulation:
         )
 
     def _out_of_step(self, lengths: np.ndarray) -> np.ndarray:
-        """Where more is asked for than servers have room for, let those that fill them end one after the other. Begun together,
-        completions of one length would stay in step for the whole run, as real ones, which nothing holds together, do not."""
+        """Stagger the ends of the first groups if the servers have no room for all groups.
+
+        Completions of one length that start together would stay in lockstep for the whole run.
+        Real completions do not.
+        """
         num_at_once = max(1, self._fleet.num_places // self._num_completions)
         if len(lengths) <= num_at_once:
             return lengths

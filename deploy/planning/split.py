@@ -1,9 +1,10 @@
-"""The best division of GPUs between servers and ranks, by simulating as few of them as will do.
+"""A search for the best split of GPUs between servers and ranks, with few simulations.
 
-    GPUs ─▶ splits ─▶ those that could be best, the most promising first ─▶ simulate ─▶ Outcomes, the best first
+    GPUs ─▶ splits ─▶ candidates, most promising first ─▶ simulate ─▶ Outcomes, best first
 
-What one side could do if it never waited bounds what both do together; so once a split has been simulated, those whose bound is
-lower need not be. Invariant: none that is left out could have been better, but for splits between those of the grid.
+The throughput of either side without waiting is an upper bound for both sides together.
+The search skips every split whose bound is below a result that it already has.
+Invariant: no skipped split of the grid could have been better.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,20 +16,24 @@ from deploy.planning.simulation import Setup
 from protocol.errors import ConfigError
 
 MOST_SPLITS = 64
-"""Of so many GPUs, at even distances."""
+"""Maximum number of splits to consider, evenly spaced."""
 AS_GOOD = 0.99
-"""Of the most samples/s; among splits as good as that the one with the least staleness is best."""
+"""Share of the highest samples/s. Among splits at or above it, the one with the least staleness is best."""
 
 
 class Split(msgspec.Struct, frozen=True):
-    """Servers and ranks."""
+    """Numbers of servers and ranks."""
 
     num_servers: int
     num_ranks: int
 
 
 def splits(num_gpus: int, gpus_per_server: int) -> list[Split]:
-    """Every GPU used: what servers leave over are ranks. Raises ConfigError where there is not one for each side."""
+    """Return splits that use every GPU: ranks get the GPUs that servers leave.
+
+    Raises:
+        ConfigError: If there are too few GPUs for one server and one rank.
+    """
     most = (num_gpus - 1) // gpus_per_server
     if most < 1:
         raise ConfigError(
@@ -41,7 +46,7 @@ def splits(num_gpus: int, gpus_per_server: int) -> list[Split]:
 
 
 def most_samples_per_s(setup: Setup) -> float:
-    """What the slower side could do if it never waited for the other."""
+    """Return the samples/s of the slower side if it never waited for the other side."""
     rates, config = setup.rates, setup.learner
     samples, capacity = config.groups_per_step * config.sampling.num_completions, setup.server.capacity
     mean_length = rates.lengths.mean
@@ -54,7 +59,7 @@ def most_samples_per_s(setup: Setup) -> float:
 
 
 def search(candidates: Iterable[Setup], simulate: Callable[[Setup], Outcome]) -> list[Outcome]:
-    """Simulate those of the candidates that could be best; return what they come to, the best first."""
+    """Simulate the candidates that could be best; return their outcomes, best first."""
     most, outcomes = 0.0, []
     for bound, setup in sorted(((most_samples_per_s(each), each) for each in candidates), key=lambda each: -each[0]):
         if bound < AS_GOOD * most:
@@ -65,6 +70,6 @@ def search(candidates: Iterable[Setup], simulate: Callable[[Setup], Outcome]) ->
 
 
 def _order(outcome: Outcome, most: float) -> tuple[float, float]:
-    """Those as good as the best by their staleness, before all others."""
+    """Return a sort key that puts near-best outcomes first, in order of staleness."""
     is_as_good = outcome.samples_per_s >= AS_GOOD * most
     return (0.0, outcome.staleness_mean) if is_as_good else (1.0, -outcome.samples_per_s)

@@ -1,1 +1,1 @@
-"""The engine: what the server asks of one (interface.py), and vLLM behind it. The only place but http.py that imports vllm."""
+"""Engine interface (interface.py) and its vLLM implementation. Only this package and http.py import vllm."""

@@ -1,10 +1,10 @@
-"""Keep an unexpected exception to the request that raised it; the server and all other requests go on.
+"""Containment of unexpected exceptions: each affects only the request that raised it.
 
-    a request ─▶ run_contained(work, …) ─┬▶ done
-                                         └▶ unexpected exception ─▶ traceback in the log ─▶ `fail` tells the peer
-    a loop ─▶ with log_unexpected(…) ─▶ the next message, the next look
+    request ─▶ run_contained(work, …) ─┬▶ done
+                                       └▶ unexpected exception ─▶ logged ─▶ `fail` notifies the peer
+    loop ─▶ with log_unexpected(…) ─▶ the next message or iteration
 
-Invariant: only EngineDead, whose meaning is supervisor.py's, and a cancellation get past these.
+Invariant: only EngineDead (see supervisor.py) and cancellation propagate.
 """
 
 import contextlib
@@ -20,14 +20,14 @@ from inference_server.engine.interface import EngineDead
 log = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 60.0
-"""Between two tracebacks of the same exception at the same place."""
+"""Minimum seconds between two tracebacks of the same exception at the same place."""
 
 Fail = Callable[[str], Awaitable[object]]
-"""Tells the peer why its request failed."""
+"""Notifies the peer of the reason why its request failed."""
 
 
 class _Report(msgspec.Struct):
-    """One kind of exception at one place of the code."""
+    """Latest report of one exception type at one place of the code."""
 
     at: float
     num_since: int = 0
@@ -37,7 +37,11 @@ _reports: dict[tuple[type[Exception], str, int | None], _Report] = {}
 
 
 async def run_contained(work: Awaitable[object], doing: str, fail: Fail | None = None) -> None:
-    """Await the work of one request; log an unexpected exception and tell it to the peer. Raises EngineDead."""
+    """Await the work of one request, and report an unexpected exception to the peer.
+
+    Raises:
+        EngineDead: The engine has died.
+    """
     try:
         await work
     except EngineDead:
@@ -51,7 +55,7 @@ async def run_contained(work: Awaitable[object], doing: str, fail: Fail | None =
 
 @contextlib.contextmanager
 def log_unexpected(doing: str) -> Iterator[None]:
-    """Log an unexpected exception of one turn of a loop. Raises EngineDead."""
+    """Log an unexpected exception of one loop iteration. EngineDead propagates."""
     try:
         yield
     except EngineDead:
@@ -61,7 +65,7 @@ def log_unexpected(doing: str) -> Iterator[None]:
 
 
 def record_unexpected(error: Exception, doing: str) -> None:
-    """Log an unexpected exception with its traceback, at most once a minute for each place that raises it."""
+    """Log an unexpected exception with its traceback, at most once a minute per place."""
     place = traceback.extract_tb(error.__traceback__)[-1] if error.__traceback__ else None
     key = (type(error), place.filename, place.lineno) if place else (type(error), "", None)
     now, report = time.monotonic(), _reports.get(key)
@@ -77,6 +81,6 @@ def record_unexpected(error: Exception, doing: str) -> None:
 
 
 def describe(error: Exception) -> str:
-    """What a peer is told."""
+    """Return the error message for the peer."""
     what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return f"unexpected {what}; its traceback is in the server's log"

@@ -1,8 +1,8 @@
-"""Seeds on a CPU: vLLM's engine would die of a seeded request whose prompt it reads in pieces.
+"""Seeds on a CPU, where a seeded request with a chunked prefill would kill vLLM's engine.
 
-Each piece samples a token that is thrown away, and the request's generator is then turned back, which only a GPU's can be
-(vLLM 0.32: "CPU Generator does not use offset"). Here such a request has no generator for as long as the step samples, so that its
-first token is sampled with the first number of its seed, however its prompt was cut.
+Each chunk samples a token that vLLM discards. vLLM then rewinds the request's generator, which works only on
+a GPU (vLLM 0.32: "CPU Generator does not use offset"). Here, such a request has no generator while the step
+samples. Its first token always uses the first number of its seed, however its prompt is chunked.
 """
 
 from functools import wraps
@@ -13,7 +13,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 
 def keep_seeds_of_pieces() -> None:
-    """Change vLLM's runner, in this process."""
+    """Patch vLLM's model runner in this process."""
     sample_tokens = CPUModelRunner.sample_tokens
 
     @wraps(sample_tokens)

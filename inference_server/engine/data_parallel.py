@@ -1,12 +1,12 @@
 """Replicas of an engine (server.data_parallel_size), and processes that end with their server.
 
-    VersionedLLM ─ starts ─▶ a coordinator, which counts what waits at each replica, for vLLM's routing (`coordinate`)
-                         └▶ EngineCore_DP0, EngineCore_DP1, …: each on cores of its own (`run_replica`)
-    every process of vLLM's watches the server and ends with it (`end_with_server`)
+    VersionedLLM ─ starts ─▶ the coordinator, which counts the waiting requests of each replica (`coordinate`)
+                         └▶ EngineCore_DP0, EngineCore_DP1, …: each on its own cores (`run_replica`)
+    every process of vLLM watches the server and ends with it (`end_with_server`)
 
-vLLM starts all replicas on the cores of their parent, where their threads would spin against each other, and its processes outlive
-a server that was killed. The functions that they run are exchanged for ours while an engine starts. A replica of a dense model
-knows nothing of the others.
+vLLM starts all replicas on the cores of their parent, where their threads would spin against each other. Its
+processes also outlive a killed server. While an engine starts, this module replaces the functions that these
+processes run. Replicas of a dense model are independent of each other.
 """
 
 import contextlib
@@ -27,33 +27,39 @@ from vllm.v1.engine.core import EngineCoreProc
 log = logging.getLogger(__name__)
 
 SERVER_PID = "SLIPSTREAM_SERVER_PID"
-"""In the environment of every process the server starts."""
+"""Environment variable, set in every process that the server starts."""
 COORDINATOR = "VLLM_DP_Coordinator"
-"""The name of its process."""
+"""Name of the coordinator's process."""
 RUN_COORDINATOR = DPCoordinatorProc.run_coordinator
-"""vLLM's own, before `replicas_as_ours` puts `coordinate` into its place."""
+"""vLLM's function, saved before `replicas_as_ours` replaces it with `coordinate`."""
 RUN_ENGINE = EngineCoreProc.run_engine_core
-"""vLLM's own; taken as this is imported, for a process that was forked finds the exchanged one in its class."""
+"""vLLM's function, saved on import, because a forked process finds the replacement in its class."""
 STICKY_MARGIN = 2
-"""So many more requests than the freest replica may the one have that a turn goes to for its keys and values."""
+"""Number of requests by which the replica with a turn's KV cache may exceed the least loaded replica."""
 REPLICA = " replica "
-"""In a salt, before the number of the replica that has what was computed under it."""
+"""Separator in a salt, before the number of the replica that holds the KV cache."""
 
 
 def end_with_server() -> None:
-    """Kill this process and its engine when the server is gone: vLLM's own processes outlive a SIGKILL of it for ever."""
+    """Kill this process and its engine when the server is gone.
+
+    vLLM's own processes would outlive a SIGKILL of the server forever.
+    """
     threading.Thread(target=_wait_and_kill, args=(int(os.environ[SERVER_PID]),), daemon=True).start()
 
 
 def coordinate(*args: Any, **kwargs: Any) -> None:
-    """What the coordinator's process does."""
+    """Run vLLM's coordinator, which ends with the server."""
     forget_handlers()
     end_with_server()
     RUN_COORDINATOR(*args, **kwargs)
 
 
 def forget_handlers() -> None:
-    """In a process that may have been forked from the server, whose loop would take a signal to this process for one to itself."""
+    """Reset the signal handlers of a process that may be a fork of the server.
+
+    Otherwise the server's event loop would treat a signal to this process as its own.
+    """
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -63,14 +69,18 @@ def forget_handlers() -> None:
 def _wait_and_kill(server_pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         select.select([os.pidfd_open(server_pid)], [], [])
-    engine_pid = os.getppid()  # of a worker with a process of its own; else the server, or who inherited us from it
+    # The engine, if this worker has its own process. Otherwise the server, or a new parent.
+    engine_pid = os.getppid()
     if engine_pid not in (1, server_pid) and "EngineCore" in Path(f"/proc/{engine_pid}/cmdline").read_text():
         os.kill(engine_pid, signal.SIGKILL)
     os._exit(1)
 
 
 def replica_of_turn(salt: str, nums_in_flight: Sequence[int]) -> int:
-    """Where a turn of an episode goes: to the replica that its salt names, unless that has much more to do than the freest."""
+    """Return the replica for a turn of an episode.
+
+    The salt names it, unless that replica is much busier than the least loaded one.
+    """
     freest = min(range(len(nums_in_flight)), key=nums_in_flight.__getitem__)
     named = salt.rpartition(REPLICA)[2]
     replica = int(named) if named.isdecimal() else freest
@@ -79,13 +89,19 @@ def replica_of_turn(salt: str, nums_in_flight: Sequence[int]) -> int:
 
 
 def salt_at(salt: str, replica: int) -> str:
-    """The same salt, naming this replica. What it names otherwise is not there."""
+    """Return the salt with the number of this replica.
+
+    A number in the given salt is dropped: that replica's KV cache is not available here.
+    """
     return f"{salt.partition(REPLICA)[0]}{REPLICA}{replica}"
 
 
 @contextmanager
 def replicas_as_ours(num_replicas: int, *, divide_cores: bool) -> Iterator[None]:
-    """Meanwhile the coordinator that vLLM starts ends with the server, and its replicas divide the cores of this thread."""
+    """Replace vLLM's entry points of the coordinator and the replicas in this context.
+
+    The coordinator then ends with the server. With `divide_cores`, replicas divide this thread's cores.
+    """
     if num_replicas == 1:
         yield
         return
@@ -93,7 +109,7 @@ def replicas_as_ours(num_replicas: int, *, divide_cores: bool) -> Iterator[None]
     if divide_cores:
         if num_cores < num_replicas:
             log.warning("server.cpu_cores gives %d core(s) to %d replicas, which share them", num_cores, num_replicas)
-        # Before they begin: libgomp reads it once, while torch is imported.
+        # Set before the replicas start: libgomp reads it once, while torch is imported.
         os.environ["OMP_NUM_THREADS"] = str(max(1, num_cores // num_replicas))
     EngineCoreProc.run_engine_core = staticmethod(partial(run_replica, num_replicas if divide_cores else None))
     DPCoordinatorProc.run_coordinator = staticmethod(coordinate)
@@ -105,7 +121,10 @@ def replicas_as_ours(num_replicas: int, *, divide_cores: bool) -> Iterator[None]
 
 
 def run_replica(num_dividing: int | None, *args: Any, dp_rank: int = 0, **kwargs: Any) -> None:
-    """What the process of one replica does. So many divide the cores that it finds; None: it keeps them."""
+    """Run the engine of one replica.
+
+    `num_dividing` replicas divide the available cores. None: this replica uses all of them.
+    """
     forget_handlers()
     if num_dividing is not None:
         os.sched_setaffinity(0, cores_of(dp_rank, sorted(os.sched_getaffinity(0)), num_dividing))
@@ -113,6 +132,9 @@ def run_replica(num_dividing: int | None, *args: Any, dp_rank: int = 0, **kwargs
 
 
 def cores_of(replica: int, cores: Sequence[int], num_replicas: int) -> set[int]:
-    """As many for each, neighbours together; what is left over nobody gets. Too few are used in turns."""
+    """Return an equal number of adjacent cores for each replica.
+
+    Remaining cores stay unused. If there are fewer cores than replicas, replicas share cores.
+    """
     each = len(cores) // num_replicas
     return set(cores[replica * each : (replica + 1) * each]) if each else {cores[replica % len(cores)]}

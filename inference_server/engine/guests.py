@@ -1,15 +1,13 @@
-"""Places for the clients of /v1 that the learner's groups never take, so that each request gets its turn.
+"""Reserved slots for /v1 requests (guests), which the learner's groups never take.
 
-    groups, scores ─▶ wait ─▶ a place of the learner's (server.max_concurrent_sequences)            ─┐
-    guests (/v1)   ─▶ wait ─▶ a reserved place (server.reserved_sequences), or one of the learner's ─┴▶ vLLM's scheduler
-                              while no group waits for it
+    groups, scores ─▶ a learner slot (server.max_concurrent_sequences) ──────────────────┐
+    guests (/v1) ─▶ a reserved slot (server.reserved_sequences), or a free learner slot ─┴▶ vLLM's scheduler
 
-vLLM's own scheduler stays. Only its queue of waiting requests is exchanged, through `scheduler_cls`, in the process of
-each engine: the queue shows no request that has no place to go to. Who has a place is read from the requests: one that
-ends, is cancelled or is preempted gives its place back, and an engine that starts again begins with all places free.
-
-Invariant: groups run in at most max_concurrent_sequences places. A guest in a reserved place is the last request that
-vLLM preempts when KV blocks run out.
+`scheduler_cls` keeps vLLM's scheduler and replaces only its waiting queue, which hides requests without a
+free slot. Used slots are counted from the requests: a request that ends, is canceled or is preempted frees
+its slot.
+A guest gets a learner slot only while no group waits for it.
+Invariant: groups use at most max_concurrent_sequences slots. vLLM preempts a guest in a reserved slot last.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,48 +18,53 @@ from vllm.config import VllmConfig
 from vllm.v1.core.sched.request_queue import PriorityRequestQueue
 
 SCHEDULER = f"{__name__}.scheduler_with_guests"
-"""What vLLM is told to make its scheduler with."""
+"""Value of vLLM's scheduler_cls argument."""
 FIRST_OF_GUESTS = 1
-"""The lower a priority, the sooner a request is begun, and the later it is preempted. Groups have 0."""
+"""Lowest priority value of a guest. A lower value starts sooner and is preempted later. Groups have 0."""
 SCORES = -1
-"""Before the groups that wait: the learner may wait for the answer."""
+"""Priority of scores. They precede waiting groups, because the learner may wait for the answer."""
 IN_RESERVED_PLACE = -2
-"""A guest's priority while it has one."""
+"""Priority of a guest in a reserved slot."""
 
 
 def scheduler_with_guests(vllm_config: VllmConfig, **options: Any) -> Any:
-    """Make the scheduler that vLLM would have made, with a `PlaceQueue` of waiting requests."""
+    """Create vLLM's scheduler with a `PlaceQueue` as its waiting queue."""
     config = vllm_config.scheduler_config
     config.scheduler_cls, ours = None, config.scheduler_cls
-    scheduler = config.get_scheduler_cls()(vllm_config=vllm_config, **options)  # asynchronous or not
+    # The class depends on asynchronous scheduling.
+    scheduler = config.get_scheduler_cls()(vllm_config=vllm_config, **options)
     config.scheduler_cls = ours
     num_places = config.max_num_active_seqs
     assert num_places is not None, "the server sets it: its scheduler is asked for only where places are reserved"
-    scheduler.max_num_active_reqs = config.max_num_seqs  # the queue holds back what may not go beyond num_places
+    # The queue holds back requests beyond num_places.
+    scheduler.max_num_active_reqs = config.max_num_seqs
     scheduler.waiting = PlaceQueue(scheduler, num_places, config.max_num_seqs - num_places)
     return scheduler
 
 
 class PlaceQueue(PriorityRequestQueue):
-    """Two queues by priority that look like one, which is empty while no request in them has a place to go to."""
+    """Two priority queues that act as one.
+
+    The queue looks empty while no request in it has a free slot.
+    """
 
     def __init__(self, scheduler: Any, num_places: int, num_reserved: int) -> None:
-        """`scheduler.running` are the requests that have a place."""
+        """Create empty queues. `scheduler.running` contains the requests that have a slot."""
         self._scheduler, self._num_places, self._num_reserved = scheduler, num_places, num_reserved
         self._groups, self._guests = PriorityRequestQueue(), PriorityRequestQueue()
         self._admitted: dict[Any, int] = {}
-        """Guests that have left the queue, with the priority that they came with; those of them that run have a place."""
+        """Guests that have left the queue, with their original priority. The running ones have a slot."""
 
     def _num_guests_running(self) -> int:
-        """Count the guests that have a place; the reserved ones belong to those that have had theirs for longest."""
-        # A guest that vLLM took out of the queue only to pass it over, because its grammar is not compiled yet, does not run.
+        """Count the guests that have a slot. The first admitted hold the reserved slots."""
+        # A guest that left the queue may not run: vLLM skips a request while its grammar is being compiled.
         self._admitted = {guest: asked for guest, asked in self._admitted.items() if guest.status.name == "RUNNING"}
         for guest in islice(self._admitted, self._num_reserved):
             guest.priority = IN_RESERVED_PLACE
         return len(self._admitted)
 
     def _next(self) -> PriorityRequestQueue | None:
-        """Return the queue whose first request may be begun. vLLM itself holds to the number of all places."""
+        """Return the queue whose first request may start. vLLM limits all slots together."""
         num_guests = self._num_guests_running()
         if self._guests and num_guests < self._num_reserved:
             return self._guests
@@ -93,7 +96,7 @@ class PlaceQueue(PriorityRequestQueue):
         return self._guests if request.priority >= FIRST_OF_GUESTS else self._groups
 
     def add_request(self, request: Any) -> None:
-        """Also of a guest that was preempted, and has its place no more."""
+        """Add a request, or a preempted guest, which has lost its slot."""
         request.priority = self._admitted.pop(request, request.priority)
         self._of(request).add_request(request)
 

@@ -1,6 +1,6 @@
-"""What the server needs from an engine: the seam between the protocol and vLLM.
+"""Engine interface between the protocol and vLLM.
 
-`vllm_engine.py` implements it on vLLM, `tests/fakes.py` as a script. Nothing here imports vllm.
+`vllm_engine.py` implements it on vLLM, `tests/fakes.py` as a script. This module does not import vllm.
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -14,57 +14,61 @@ from protocol.messages import Completion, Manifest, Rendezvous, Sampling
 
 
 class EngineDead(SlipstreamError):
-    """The engine has stopped for good; only another one helps."""
+    """The engine has stopped permanently. Only a new engine helps."""
 
 
 class EngineFailed(SlipstreamError):
-    """The engine could not do one request; others are not affected."""
+    """The engine could not complete one request. Other requests are not affected."""
 
 
 class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a worker computes, and how weights can reach it."""
+    """Device, transports and process of one worker."""
 
     device: str
-    """As protocol.transports.transport.own_device_name gives it."""
+    """Device name, as returned by protocol.transports.transport.own_device_name."""
     transports: list[str]
     pid: int
 
 
 class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine was built for.
+    """Limits that the engine was built for.
 
-    Example: EngineLimits(max_model_len=64, vocab_size=32, dtype="float32", num_workers=1, max_concurrent_sequences=256)
+    Example: EngineLimits(max_model_len=64, vocab_size=32, dtype="float32", num_workers=1,
+    max_concurrent_sequences=256).
     """
 
     max_model_len: int
     vocab_size: int
     dtype: str
     num_workers: int
-    """Of all replicas."""
+    """Number of workers of all replicas."""
     max_concurrent_sequences: int
-    """Of all replicas."""
+    """Maximum number of group sequences in one decoding step, over all replicas."""
     num_replicas: int = 1
-    """Copies of the model that generate each for itself."""
+    """Number of copies of the model, which generate independently."""
 
 
 class Sampled(msgspec.Struct, frozen=True, kw_only=True):
-    """That a group has got on: tokens were sampled, and with them these of its completions have ended."""
+    """Progress of a group: new tokens, and the completions that ended with them."""
 
     entered_version: int
-    """The policy version when the group entered the engine."""
+    """Policy version when the group entered the engine."""
     salt: str
-    """What its keys and values are kept under."""
+    """Salt of the group's KV cache."""
     num_cached_tokens: int = 0
-    """Of its prompt, those whose keys and values were there already."""
+    """Number of prompt tokens found in the prefix cache."""
     completions: dict[int, Completion]
-    """By index within the group."""
+    """Completions that have ended, by index within the group."""
 
 
 WorkerState = Literal["receiving", "received", "loading", "done"]
 
 
 class PushOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """What every worker is told of one push; `rendezvous` and `manifest` come with the first push of an epoch."""
+    """Instructions to every worker for one weight sync.
+
+    The first sync of a session (`epoch`) includes `rendezvous` and `manifest`.
+    """
 
     epoch: str
     version: int
@@ -73,78 +77,99 @@ class PushOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
-    """How one push went on one worker. Workers return failures: an exception would desynchronise vLLM's executor."""
+    """Result of one weight sync on one worker.
+
+    Workers return failures, because an exception would desynchronize vLLM's executor.
+    """
 
     rank: int
     ok: bool
     state: WorkerState
-    """How far it came."""
+    """Last state that the sync reached."""
     weights_intact: bool
-    """False once new tensors have been loaded, until a whole push has succeeded."""
+    """False once new tensors have been loaded, until a whole sync has succeeded."""
     checksum: str = ""
-    """Of the bytes that came, each bucket of them checked."""
+    """Checksum of the received bytes. Each bucket has been checked."""
     join_s: float = 0.0
     receive_s: float = 0.0
     load_s: float = 0.0
     error: str = ""
     retryable: bool = True
-    """False if the same push would fail again."""
+    """False if the same sync would fail again."""
 
 
 class Engine(Protocol):
-    """Generates, scores and takes new weights. All methods but `restart` raise EngineDead once the engine has stopped."""
+    """Engine that generates, scores and loads new weights.
+
+    Methods other than `restart` and `close` raise EngineDead once the engine has stopped.
+    """
 
     @property
     def limits(self) -> EngineLimits: ...
 
     @property
     def num_steps(self) -> Sequence[int | None]:
-        """Of each replica: changes whenever it gets on with anyone's request, by tokens or by a piece of a long prompt.
+        """Step counter of each replica.
 
-        None: it is known to have no request.
+        A counter changes whenever any request advances, by tokens or by a prefill chunk. None: the replica is
+        known to have no request.
         """
         ...
 
     async def places(self) -> Sequence[WorkerPlace]:
-        """Ask every worker where it is."""
+        """Return the device, transports and process of every worker."""
         ...
 
     def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling, salt: str) -> AsyncIterator[Sampled]:
-        """Sample the completions of one group; tell of its first tokens, of further ones now and then, and of every end.
+        """Sample the completions of one group.
 
-        `salt`: of an earlier group, whose keys and values may be used; empty: only those of the policy there is now.
+        Yields at the first tokens, at intervals after that, and at the end of each completion. Canceling the
+        iteration frees the slots.
 
-        Cancelling whoever waits for it frees their places. Raises EngineFailed, in the end, unless all completions have come.
+        Args:
+            salt: Salt of an earlier group, to reuse its KV cache. Empty: use only the current policy's.
+
+        Raises:
+            EngineFailed: Completions are missing at the end.
         """
         ...
 
     async def score(self, token_ids: np.ndarray, replica: int) -> tuple[np.ndarray, int | None]:
-        """Return a replica's logprobs of `token_ids[1:]` and the version of the policy that gave them, None before the first push.
+        """Return a replica's logprobs of `token_ids[1:]`, and the policy version.
 
-        Raises EngineFailed.
+        The version is None before the first sync.
+
+        Raises:
+            EngineFailed: The engine could not score the tokens.
         """
         ...
 
     async def pause(self) -> None:
-        """Stop sampling, keep the sequences in flight; what is asked for from now on waits for `resume`."""
+        """Stop sampling and keep the sequences in flight. New requests wait for `resume`."""
         ...
 
     async def resume(self) -> None: ...
 
     async def stage_push(self, order: PushOrder) -> Sequence[WorkerReport]:
-        """Let every worker receive a push into memory while generation goes on; end when all have, or one has failed."""
+        """Receive a sync into memory on every worker while generation continues.
+
+        Returns when all workers have received the sync, or one has failed.
+        """
         ...
 
     async def load_push(self, order: PushOrder) -> Sequence[WorkerReport]:
-        """Let every worker load a push, which it receives first unless it was staged; blocks generation."""
+        """Load a sync on every worker, which receives it first unless it is staged.
+
+        Blocks generation.
+        """
         ...
 
     async def leave_epoch(self, epoch: str) -> None:
-        """Close the collective of an epoch on every worker, if it is the current one."""
+        """Close the collective of a session on every worker, if the session is current."""
         ...
 
     async def set_version(self, version: int) -> None:
-        """Label the tokens sampled from now on."""
+        """Set the version label of tokens sampled from now on."""
         ...
 
     def check_alive(self) -> None:
@@ -152,9 +177,11 @@ class Engine(Protocol):
         ...
 
     async def restart(self) -> None:
-        """Take the place of an engine that has died: not paused, with the model's own weights.
+        """Replace a dead engine by a new one, not paused, with the model's own weights.
 
-        Raises EngineDead, ConfigError when it cannot be started.
+        Raises:
+            EngineDead: The old engine does not end, or the new one does not answer.
+            ConfigError: The new engine cannot be started.
         """
         ...
 

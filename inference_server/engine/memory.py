@@ -1,8 +1,8 @@
-"""This process's GPUs and their memory, for whoever asks before vLLM does."""
+"""GPU memory of this process, for callers that run before vLLM."""
 
 import torch
 
 
 def gpu_memory_bytes() -> tuple[int, int] | None:
-    """Free and total of the first; None without a GPU."""
+    """Return free and total memory of the first GPU in bytes, or None without a GPU."""
     return torch.cuda.mem_get_info() if torch.cuda.is_available() else None

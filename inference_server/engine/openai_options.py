@@ -1,6 +1,6 @@
 """Tool calls, reasoning and chat template of vLLM's OpenAI application, as in `vllm serve`.
 
-[server] ─▶ known? fits the tokenizer? readable? (before the model is loaded) ─▶ the application's arguments
+[server] ─▶ known? fits the tokenizer? readable? (before the model is loaded) ─▶ application arguments
 """
 
 import re
@@ -21,13 +21,16 @@ from inference_server.config import ServerConfig
 from protocol.errors import ConfigError
 
 GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
-"""What transformers adds to Jinja, around the assistant's words."""
+"""Tag that transformers adds to Jinja, around the assistant's text."""
 
 
 def check_openai_options(server: ServerConfig, model_path: Path | None) -> None:
-    """Check what can be checked without loading the model; None: its tokenizer is not here yet.
+    """Check the OpenAI options, as far as possible without loading the model.
 
-    Raises ConfigError for unknown names, parsers that do not fit the tokenizer, and templates that cannot be read.
+    If `model_path` is None, the tokenizer is not on this machine yet and is not checked.
+
+    Raises:
+        ConfigError: A name is unknown, a parser does not fit the tokenizer, or the template is unreadable.
     """
     _check_name("tool_call_parser", server.tool_call_parser, ToolParserManager.list_registered())
     _check_name("reasoning_parser", server.reasoning_parser, ReasoningParserManager.list_registered())
@@ -38,7 +41,7 @@ def check_openai_options(server: ServerConfig, model_path: Path | None) -> None:
 
 
 def set_openai_options(arguments: Namespace, server: ServerConfig) -> None:
-    """Change the arguments of vLLM's application."""
+    """Set the OpenAI options in the arguments of vLLM's application."""
     arguments.tool_call_parser = server.tool_call_parser
     arguments.enable_auto_tool_choice = server.tool_call_parser is not None
     arguments.structured_outputs_config.reasoning_parser = server.reasoning_parser or ""

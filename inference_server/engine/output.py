@@ -1,13 +1,13 @@
-"""Tokens on their way from the engine's process to a finished group.
+"""Tokens on their way from the engine process to a finished group.
 
-    scheduler ── an output per token ──▶ Pieces: held ── an output per piece ──▶ vLLM's front end ──▶ Completions: the group
+    scheduler ── output per token ──▶ Pieces: held ── output per chunk ──▶ vLLM's front end ──▶ Completions
 
-vLLM's front end hands tokens on by `stream_interval`, but receives each one: on a CPU that costs 12 µs of the engine's core per token
-and 30 µs of the front end's, a tenth of a small model's token. vLLM also keeps 189 bytes per token, as Python numbers in lists;
-`Completions` keeps 8, and frees vLLM's with each completion that ends.
+vLLM's front end emits tokens by `stream_interval`, but receives each one. Each costs 12 µs of the engine's
+core and 30 µs of the front end's on a CPU, a tenth of a small model's token. vLLM also keeps 189 bytes per
+token, as Python numbers in lists. `Completions` keeps 8, and frees vLLM's at the end of each completion.
 
-Invariant: the front end receives what it would have received, in the same order and with the same versions, only later. The first
-token of a request, everything that comes with its end, and outputs with more than tokens and logprobs are never held.
+Invariant: the front end receives the same tokens in the same order with the same versions, only later. Never
+held: a request's first token, its end, and outputs with more than tokens and logprobs.
 """
 
 from collections import Counter, defaultdict
@@ -29,12 +29,12 @@ from protocol.messages import Completion
 
 
 class Piece(msgspec.Struct):
-    """What is held of a request that has had its first token."""
+    """Held output of a request that has had its first token."""
 
     client: int
-    """Of vLLM's front ends, the one that it came from."""
+    """Index of the vLLM front end that sent the request."""
     size: int
-    """So many tokens are told together."""
+    """Number of tokens per chunk."""
     token_ids: list[int] = []
     logprobs: list[LogprobsLists] = []
 
@@ -44,7 +44,7 @@ class Piece(msgspec.Struct):
             self.logprobs.append(output.new_logprobs)
 
     def let_go(self, output: EngineCoreOutput) -> None:
-        """Put what is held before what an output has."""
+        """Prepend the held tokens and logprobs to this output."""
         self.hold(output)
         output.new_token_ids = self.token_ids
         if self.logprobs:
@@ -53,17 +53,17 @@ class Piece(msgspec.Struct):
 
 
 class Pieces:
-    """Of all requests of one engine."""
+    """Held output of all requests of one engine."""
 
     def __init__(self, requests: Mapping[str, Any]) -> None:
-        """`requests` are the engine's own, by their ids, without those that have just ended."""
+        """Hold nothing yet. `requests` is the engine's own table of unfinished requests."""
         self._requests = requests
         self._held: dict[str, Piece] = {}
 
     def take(self, outputs: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
-        """Of the outputs of a step, return those that the front end is to get now."""
+        """Return the outputs of a step that the front end gets now, and hold the rest."""
         due = [output for output in outputs if self._is_due(output)]
-        if len(self._held) > len(self._requests):  # some have ended
+        if len(self._held) > len(self._requests):  # Some requests have ended.
             self._held = {name: piece for name, piece in self._held.items() if name in self._requests}
         return due
 
@@ -80,7 +80,7 @@ class Pieces:
         return True
 
     def take_all(self) -> dict[int, EngineCoreOutputs]:
-        """Return all that is held, by the front end that is to get it."""
+        """Return all held output, by front end."""
         outputs: dict[int, EngineCoreOutputs] = defaultdict(lambda: EngineCoreOutputs(outputs=[]))
         for name, piece in self._held.items():
             if piece.token_ids and name in self._requests:
@@ -91,19 +91,27 @@ class Pieces:
 
 
 def _size_of_pieces(params: SamplingParams | None) -> int:
-    """One token where the front end looks for the text that ends a completion: the engine would go on until it sees it."""
+    """Return the chunk size of a request, in tokens.
+
+    It is 1 with stop strings: the engine generates until the front end finds one in the text.
+    """
     return 1 if params is None or params.stop else params.stream_interval or 1
 
 
 def _has_tokens_alone(output: EngineCoreOutput) -> bool:
-    """Whether every other field has its default, also those that a later vLLM adds: what is held loses them."""
+    """Return True if the output may be held.
+
+    Holding loses all fields except tokens and logprobs, so the others must have their defaults. This includes
+    fields of later vLLM versions.
+    """
     return all(map(is_, _others_of(output), _DEFAULTS))
 
 
 _HELD = {"request_id", "new_token_ids", "new_logprobs"}
 _OTHERS = {field.name: field.default for field in msgspec.structs.fields(EngineCoreOutput) if field.name not in _HELD}
 _others_of, _DEFAULTS = attrgetter(*_OTHERS), tuple(_OTHERS.values())
-"""None and 0, of which there is one each, so that no tensor is compared with them."""
+"""Getter and defaults of all other fields. The defaults are the singletons None and 0, compared by identity,
+so that no tensor is compared with them."""
 
 
 def _joined(parts: list[LogprobsLists]) -> LogprobsLists:
@@ -114,7 +122,7 @@ def _joined(parts: list[LogprobsLists]) -> LogprobsLists:
 
 
 def send_in_pieces() -> None:
-    """Change vLLM's engine, in this process."""
+    """Patch vLLM's engine in this process, so that it sends chunks."""
     attach_weight_version, set_weight_version = EngineCore._attach_weight_version, EngineCore.set_weight_version
 
     def pieces_of(engine: Any) -> Pieces:
@@ -140,7 +148,7 @@ def send_in_pieces() -> None:
 
 
 class Completions:
-    """Of one request. Each is given out once, when it has ended."""
+    """Completions of one request. Each is returned once, when it has ended."""
 
     def __init__(self, num_completions: int) -> None:
         self._num_completions = num_completions
@@ -149,13 +157,16 @@ class Completions:
         self._ends: Counter[str] = Counter()
 
     def take(self, parts: Sequence[CompletionOutput]) -> dict[int, Completion]:
-        """Return what has ended with these parts, by its index; what vLLM has aborted is left out."""
+        """Return the completions that end with these parts, by index.
+
+        Completions that vLLM has aborted are left out.
+        """
         return {part.index: completion for part in parts if (completion := self._take(part)) is not None}
 
     def _take(self, part: CompletionOutput) -> Completion | None:
         index = part.index
         self._token_ids[index].append(np.asarray(part.token_ids, dtype=np.int32))
-        # One that was aborted before its first token has none.
+        # A completion that was aborted before its first token has no logprobs.
         logprobs = part.logprobs.logprobs if part.logprobs is not None else []
         self._logprobs[index].append(np.asarray(logprobs, dtype=np.float32))
         if part.finish_reason is None:
@@ -172,7 +183,7 @@ class Completions:
         )
 
     def check(self) -> None:
-        """Raises EngineFailed unless vLLM has ended all of them by itself."""
+        """Raise EngineFailed unless vLLM has finished all completions."""
         num_finished = self._ends["stop"] + self._ends["length"]
         if num_finished < self._num_completions:
             raise EngineFailed(

@@ -1,9 +1,9 @@
-"""The names and signatures of a package, read from its source without importing it.
+"""Names and signatures of a package, read from its source without importing it.
 
-    site-packages, or a wheel ─▶ PackageSource.find("pkg.module", "Class.method") ─▶ Definition, with its parameters
+    site-packages or a wheel ─▶ PackageSource.find("pkg.module", "Class.method") ─▶ Definition and parameters
 
-Follows imports from one module of the package to another, and looks for members in the base classes too. All branches of
-a condition count: whether a platform takes one of them is not known here.
+It follows imports between modules of the package, and searches base classes for members. All branches of a
+condition count, because the branch that a platform takes is unknown here.
 """
 
 import ast
@@ -16,32 +16,33 @@ from typing import Any
 import msgspec
 
 MAX_HOPS = 20
-"""Imports followed for one name; a circle of them would never end."""
+"""Maximum number of imports followed for one name. A cycle of imports would never end."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Definition(msgspec.Struct, frozen=True):
-    """What a name stands for."""
+    """Definition of a name."""
 
     parameters: tuple[str, ...] | None = None
-    """In order, without `self`; of a class, those of its constructor. None: not callable, or not known."""
+    """Parameters in order, without `self`. For a class: those of its constructor. None: not callable, or
+    unknown."""
     takes_any: bool = False
-    """Whether it takes further ones, as `**kwargs`."""
+    """True if the callable accepts further parameters, as `**kwargs`."""
 
 
 class Module(msgspec.Struct, frozen=True, eq=False):
-    """A module's own names: functions, classes, imports (as the pair of module and name), and what is assigned."""
+    """A module's own names: definitions, assignments, and imports as (module, name)."""
 
     name: str
     names: dict[str, list[Any]]
-    """Several for a name that the branches of a condition define differently, the last one first."""
+    """Definitions by name, the last one first. Branches of a condition may define a name several times."""
     stars: tuple[str, ...]
-    """The modules it takes every name from."""
+    """Modules from which all names are imported."""
 
 
 class PackageSource:
-    """The sources of one package, in the folder or the wheel that holds it."""
+    """Source of one package, in the folder or the wheel that contains it."""
 
     def __init__(self, package: str, root: Path | zipfile.Path) -> None:
         self._package, self._root = package, root
@@ -49,7 +50,10 @@ class PackageSource:
         self._classes: dict[ast.ClassDef, dict[str, ast.AST]] = {}
 
     def find(self, module: str, name: str) -> Definition | None:
-        """Return what `name` of a module is, "Class.member" of a class; None where there is no such name."""
+        """Return the definition of a name in a module, or None if there is none.
+
+        A member of a class is "Class.member".
+        """
         first, *members = name.split(".")
         place, node = self._resolve(module, first)
         for member in members:
@@ -57,9 +61,10 @@ class PackageSource:
         return None if node is None else self._definition(place, node)
 
     def members(self, module: str, name: str) -> set[str]:
-        """Return the methods and fields of a class, without those of its bases; empty where there is no such class.
+        """Return the methods and fields of a class, without those of its bases.
 
-        The table's test asks for them: what a class here overrides is a name that is used.
+        The result is empty if there is no such class. The table's test uses it: an override of a vLLM name is
+        a use of that name.
         """
         _, node = self._resolve(module, name)
         return set(self._names_of(node)) if isinstance(node, ast.ClassDef) else set()
@@ -78,7 +83,7 @@ class PackageSource:
         is_package = package.is_file()
         if not is_package and not file.is_file():
             return None
-        # Bytes: ast reads the encoding, and a stray character is not worth a failure.
+        # Bytes: ast reads the encoding, and a stray character must not cause a failure.
         tree = ast.parse((package if is_package else file).read_bytes())
         names: dict[str, list[Any]] = defaultdict(list)
         stars: list[str] = []
@@ -99,7 +104,7 @@ class PackageSource:
         return Module(name, dict(names), tuple(stars))
 
     def _resolve(self, module: str, name: str, hops: int = 0) -> tuple[str, ast.AST | None]:
-        """Return the module in which a name is defined, and its node; None if it is not there."""
+        """Return the module that defines a name, and its node, or None if it is missing."""
         found = self._module(module)
         if found is None or hops > MAX_HOPS:
             return module, None
@@ -111,7 +116,7 @@ class PackageSource:
             place, node = self._resolve(source, original, hops + 1)
             if node is not None:
                 return place, node
-        # A module is a name too: one that was imported, or one that lies in this package.
+        # A module is a name too: an imported module, or a module of this package.
         modules = (
             ".".join(filter(None, candidate))
             for candidate in [*candidates, (module, name)]
@@ -120,7 +125,7 @@ class PackageSource:
         return module, ast.Pass() if any(self._module(one) is not None for one in modules) else None
 
     def _member(self, place: str, node: ast.ClassDef, name: str) -> tuple[str, ast.AST | None]:
-        """Look in a class, then in its bases in turn, as nearly as Python does."""
+        """Look in a class, then in its bases in turn, close to Python's order."""
         for where, one in self._lineage(place, node):
             if (found := self._names_of(one).get(name)) is not None:
                 return where, found
@@ -132,7 +137,7 @@ class PackageSource:
         return self._classes[node]
 
     def _lineage(self, place: str, node: ast.ClassDef, depth: int = 0) -> Iterator[tuple[str, ast.ClassDef]]:
-        """Yield a class and its bases, as far as they belong to the package."""
+        """Yield a class and its bases that belong to the package."""
         yield place, node
         for base in node.bases if depth < MAX_HOPS else ():
             where, found = self._resolve_expression(place, base)
@@ -140,7 +145,7 @@ class PackageSource:
                 yield from self._lineage(where, found, depth + 1)
 
     def _resolve_expression(self, place: str, expression: ast.expr) -> tuple[str, ast.AST | None]:
-        """Of a base class: `Name`, `module.Name` or `Name[T]`."""
+        """Resolve a base class: `Name`, `module.Name` or `Name[T]`."""
         match expression:
             case ast.Name(id=name):
                 return self._resolve(place, name)
@@ -162,13 +167,13 @@ class PackageSource:
         for _, one in lineage:
             if isinstance(constructor := self._names_of(one).get("__init__"), Function):
                 return _signature(constructor, is_method=True)
-        # A dataclass, a struct or a named tuple: its fields are its parameters, those of its bases first.
+        # A dataclass, struct or named tuple: its fields are its parameters, those of its bases first.
         fields = dict.fromkeys(name for _, one in reversed(lineage) for name in _fields(one))
         return Definition(tuple(fields)) if fields else Definition()
 
 
 def _flat(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield statements, those in conditions and blocks too, but not those of functions and classes."""
+    """Yield all statements, also in nested blocks, but not in functions and classes."""
     for statement in body:
         yield statement
         if not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -190,7 +195,7 @@ def _defined_by(statement: ast.stmt) -> dict[str, ast.stmt]:
 
 
 def _names_of_class(node: ast.ClassDef) -> dict[str, ast.AST]:
-    """What stands in its body, and what its methods set on `self`."""
+    """Return the names in the class body, and those that methods set on `self`."""
     names: dict[str, ast.AST] = {}
     for statement in _flat(node.body):
         if isinstance(statement, Function):
@@ -224,7 +229,7 @@ def _signature(function: Function, *, is_method: bool) -> Definition:
 
 
 def _is_method(function: Function) -> bool:
-    """By its first parameter; a static method has neither name there."""
+    """Return True if the first parameter is `self` or `cls`."""
     arguments = (*function.args.posonlyargs, *function.args.args)
     return bool(arguments) and arguments[0].arg in ("self", "cls")
 

@@ -1,6 +1,6 @@
-"""The processes that the workers of one engine live in, as the server watches and ends them.
+"""Processes of one engine's workers, which the server watches and kills.
 
-vLLM itself tells 9 s after one of several workers was killed: it first waits for the others.
+When one of several workers is killed, vLLM itself reports it only after 9 s, because it waits for the others.
 """
 
 import contextlib
@@ -12,11 +12,11 @@ from collections.abc import Iterable
 from inference_server.engine.interface import EngineDead
 
 END_TIMEOUT_S = 10.0
-"""A killed process has given back its memory, a GPU's too, in less."""
+"""Maximum seconds for a killed process to release its memory, including GPU memory."""
 
 
 class EngineProcesses:
-    """Holds descriptors instead of pids, which may come to mean other processes."""
+    """Worker processes, held by pidfd, because a pid may be reused."""
 
     def __init__(self, pids: Iterable[int]) -> None:
         self._descriptors = {os.pidfd_open(pid) for pid in set(pids)}
@@ -26,7 +26,7 @@ class EngineProcesses:
         return any(_has_ended(descriptor, 0) for descriptor in self._descriptors)
 
     def kill(self) -> None:
-        """Kill those that are left and wait for their ends. Raises EngineDead for one that stays."""
+        """Kill the remaining processes. Raises EngineDead if one outlives END_TIMEOUT_S."""
         for descriptor in self._descriptors:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)

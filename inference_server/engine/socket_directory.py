@@ -1,8 +1,9 @@
-"""A private directory for the sockets between vLLM's processes, which those that are killed leave behind.
+"""Private directory for the sockets between vLLM's processes, which killed processes leave behind.
 
-Whoever made it holds a lock on it for as long as it lives, whatever its process id means elsewhere; one without a lock is of a
-server that is gone, and removed by the next that starts. Only sockets are ever removed: a directory with anything else in it is
-somebody else's, whatever its name.
+The server that created the directory holds a lock on it for its lifetime. The lock does not depend on process
+ids, which mean other processes elsewhere. A directory without a lock belongs to a dead server, and the next
+server to start removes it. Only sockets are ever removed: a directory with anything else in it belongs to
+someone else, whatever its name.
 """
 
 import contextlib
@@ -17,16 +18,19 @@ from protocol.errors import ConfigError
 VARIABLE = "VLLM_RPC_BASE_PATH"
 PREFIX = "slipstream-sockets-"
 MAX_PATH_BYTES = 107
-"""Of a socket's address."""
+"""Maximum length of a socket address."""
 SOCKET_NAME_BYTES = 37
-"""A slash and what vLLM calls it, a UUID."""
+"""Length of a slash and vLLM's socket name, a UUID."""
 
 
 @contextlib.contextmanager
 def socket_directory() -> Iterator[Path]:
-    """Have vLLM put its sockets into a new directory until the end, within the one that it would have used.
+    """Make vLLM put its sockets into a new directory in this context.
 
-    Raises ConfigError where its path leaves a socket no name.
+    The new directory lies within the directory that vLLM would use.
+
+    Raises:
+        ConfigError: The path of the directory leaves no room for a socket name.
     """
     parent = Path(os.environ.get(VARIABLE) or tempfile.gettempdir())
     _remove_abandoned(parent)
@@ -52,7 +56,7 @@ def _make(parent: Path) -> tuple[Path, int]:
         lock = _lock(directory)
         if lock is not None and directory.exists():
             return directory, lock
-        # Another server that starts has found it before it was locked.
+        # Another starting server found the directory before it was locked.
         if lock is not None:
             os.close(lock)
 
@@ -68,17 +72,17 @@ def _remove_abandoned(parent: Path) -> None:
 def _remove(directory: Path) -> None:
     entries = list(directory.iterdir())
     if all(entry.is_socket() for entry in entries):
-        with contextlib.suppress(OSError):  # vLLM's processes may be removing theirs
+        with contextlib.suppress(OSError):  # vLLM's processes may be removing their sockets.
             for entry in entries:
                 entry.unlink(missing_ok=True)
             directory.rmdir()
 
 
 def _lock(directory: Path) -> int | None:
-    """Lock a directory of our own; None where another holds it, or there is none."""
+    """Lock a directory of this user. None if it is locked, foreign or missing."""
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:  # gone, another user's, or no directory
+    except OSError:  # The path is gone, another user's, or not a directory.
         return None
     try:
         if os.fstat(descriptor).st_uid == os.getuid():

@@ -1,13 +1,11 @@
-"""The lives of the engine: it dies, what it was doing ends with it, it is started again, a bounded number of times.
+"""Supervision of the engine: its death ends its work, and a bounded number of restarts follow.
 
-    alive ─▶ dead (work raises EngineDead, or a look each second) ─▶ its work is cancelled ─▶ on_death ─▶ restart ─▶ alive
-                                                    one death too many: EngineDead, which ends the server
+    alive ─▶ dead (EngineDead in work or a check each second) ─▶ cancel work ─▶ on_death ─▶ restart ─▶ alive
+                                                           └▶ one too many: EngineDead, which ends the server
 
-StallWatch finds an engine that has work and makes no progress; requests that wait for others are no stall.
-
-consumes  coroutines that need the engine (spawn)      waits for  a death; the restart, whose deadline is start_timeout_s
-Invariant: nothing that was begun in one life goes on in the next. A call into the engine that does not end in time (`in_time`)
-is its death: whatever it waits for there would keep every later call waiting.
+StallWatch detects an engine that has work and makes no progress. A call into the engine that misses its
+deadline (`in_time`) counts as a death: its cause would block every later call.
+Invariant: no work continues from one engine to the next.
 """
 
 import asyncio
@@ -26,11 +24,15 @@ T = TypeVar("T")
 LOOK_INTERVAL_S = 1.0
 PLACES_TIMEOUT_S = 60.0
 RESTARTS_WINDOW_S = 3600.0
-"""Deaths further apart are not counted together."""
+"""Window for counting deaths, in seconds."""
 
 
 async def in_time(call: Awaitable[T], timeout_s: float, doing: str, knob: str) -> T:
-    """Await a call into the engine. Raises EngineDead past the deadline, which the error says can be raised by `knob`."""
+    """Await a call into the engine.
+
+    Raises:
+        EngineDead: The call missed its deadline. The error message names `knob` as the key that raises it.
+    """
     try:
         async with asyncio.timeout(timeout_s):
             return await call
@@ -39,7 +41,10 @@ async def in_time(call: Awaitable[T], timeout_s: float, doing: str, knob: str) -
 
 
 class EngineLife:
-    """Knows whether the engine is alive. `keep` runs until it has died more often than `max_restarts`."""
+    """State of the engine, and the work that needs it.
+
+    `keep` runs until the engine has died more often than `max_restarts`.
+    """
 
     def __init__(
         self,
@@ -49,13 +54,16 @@ class EngineLife:
         look: Callable[[], None],
         on_death: Callable[[], Awaitable[None]],
     ) -> None:
-        """`look` is called each second of a life, and raises EngineDead to end it."""
+        """Create the state of an engine that has not been checked yet.
+
+        While the engine is alive, `look` is called each second. It raises EngineDead to report a death.
+        """
         self._engine, self._tasks, self._max_restarts = engine, tasks, max_restarts
         self._look, self._on_death = look, on_death
         self._work: set[asyncio.Task[None]] = set()
         self._death = asyncio.Event()
         self._reason = ""
-        """Why it died, as whoever noticed has said."""
+        """Reason of the death, from the code that detected it."""
         self._died_at: list[float] = []
         self.alive = asyncio.Event()
         self.num_restarts = 0
@@ -67,32 +75,36 @@ class EngineLife:
 
     @property
     def why_not_alive(self) -> str | None:
-        """In words; None while it is."""
+        """Description of the current outage, or None while the engine is alive."""
         if self.is_alive:
             return None
         return f"the engine is being started again: {self._reason}" if self._reason else "the engine is being started"
 
     @property
     def num_working(self) -> int:
-        """Of what was spawned and has not ended: groups, scores, pushes."""
+        """Number of running groups, scores and weight syncs."""
         return len(self._work)
 
     @property
     def transports(self) -> list[str]:
-        """What every worker offers."""
+        """Transports that every worker offers."""
         first, *others = [place.transports for place in self.places]
         return [transport for transport in first if all(transport in other for other in others)]
 
     def spawn(self, work: Coroutine[None, None, None], name: str, fail: Fail | None = None) -> asyncio.Task[None]:
-        """Run what needs the engine, for as long as this life lasts; `fail` is told of an exception of its own."""
+        """Run work that needs the engine, and cancel it when the engine dies.
+
+        `fail` is called with the description of an unexpected exception.
+        """
         task = self._tasks.create_task(self._until_death(work, f"working on {name}", fail), name=name)
         self._work.add(task)
         task.add_done_callback(self._work.discard)
-        task.add_done_callback(lambda _: work.close())  # cancelled before it began, it would else be called forgotten
+        # Python would warn of a coroutine that was canceled before its start and never awaited.
+        task.add_done_callback(lambda _: work.close())
         return task
 
     async def keep(self) -> None:
-        """Start the engine again whenever it has died. Raises EngineDead for one death too many."""
+        """Restart the engine whenever it has died. Raises EngineDead if it dies too often."""
         while True:
             try:
                 if self._died_at:
@@ -111,7 +123,11 @@ class EngineLife:
         self.num_restarts += 1
 
     async def _live(self) -> None:
-        """Raises EngineDead when the life is over, and all that was begun in it."""
+        """Run until the engine has died and all its work has ended.
+
+        Raises:
+            EngineDead: The engine has died.
+        """
         self.places = await self._ask_for_places()
         self._death.clear()
         self.alive.set()
@@ -130,7 +146,10 @@ class EngineLife:
             raise
 
     async def _ask_for_places(self) -> Sequence[WorkerPlace]:
-        """vLLM's calls into an engine that dies meanwhile do not end by themselves."""
+        """Ask the workers for their places, and check meanwhile that the engine is alive.
+
+        vLLM's calls into an engine that dies meanwhile never return.
+        """
         asking = asyncio.ensure_future(self._engine.places())
         try:
             async with asyncio.timeout(PLACES_TIMEOUT_S):
@@ -166,7 +185,7 @@ class EngineLife:
         raise EngineDead(self._reason)
 
     def _count(self, death: EngineDead) -> None:
-        """Raises EngineDead for one death too many."""
+        """Count a death. Raises EngineDead if there have been too many."""
         now = time.monotonic()
         self._died_at = [at for at in self._died_at if now - at <= RESTARTS_WINDOW_S] + [now]
         num_deaths = len(self._died_at)
@@ -182,16 +201,23 @@ class EngineLife:
 
 
 class StallWatch:
-    """To be looked at again and again. Looks at all that the engine does, so requests that wait for others are no stall."""
+    """Detector of an engine that makes no progress, polled by the caller.
+
+    It watches all work of the engine, so requests that wait for others are no stall.
+    """
 
     def __init__(self, engine: Engine, clock: Callable[[], float], timeout_s: float) -> None:
-        """`clock` stands still while nothing may be generated."""
+        """Create the detector. `clock` stops while generation is paused."""
         self._engine, self._clock, self._timeout_s = engine, clock, timeout_s
         self._moved: dict[int, tuple[int | None, float]] = {}
-        """By replica: its steps when they were last seen to change, and when that was."""
+        """Step counter of each replica, with the time of its last change."""
 
     def look(self, num_groups: int) -> None:
-        """Raises EngineDead when groups are running and a replica that has requests has done nothing for too long."""
+        """Check for a stall.
+
+        Raises:
+            EngineDead: Groups are running, and a replica with requests made no progress for too long.
+        """
         now, steps = self._clock(), self._engine.num_steps
         for replica, num_steps in enumerate(steps):
             before, moved_at = self._moved.get(replica, (None, now))

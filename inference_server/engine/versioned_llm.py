@@ -1,7 +1,8 @@
-"""vLLM as the server runs it: requests wait while weights are loaded, and a policy's prefixes are its own.
+"""vLLM as the server runs it: requests wait while weights load, and no policy shares another's prefixes.
 
-Every request gets a prefix cache salt with the number of the push, so keys and values of an old policy are never shared
-with a request of a new one. The one exception is asked for: the later turns of an episode say the salt of its first.
+Every request gets a prefix cache salt with the number of the weight sync, so it never reuses the KV cache of
+an older policy. The only exception is explicit: the later turns of an episode send the salt of its first
+turn.
 """
 
 import asyncio
@@ -28,13 +29,16 @@ from protocol.errors import ConfigError
 from protocol.signals import held_from_children
 
 UNTOUCHED = "default"
-"""What vLLM calls the version of the weights that it has loaded itself."""
+"""vLLM's version label of the weights that it has loaded itself."""
 sampled_by: ContextVar[set[str] | None] = ContextVar("sampled_by", default=None)
-"""Where an HTTP request wants to know it: the versions, as vLLM calls them, of the tokens that have answered it."""
+"""Set that collects the version labels of an HTTP request's tokens. None: not collected."""
 
 
 class Steps(StatLoggerBase):
-    """Counts the engine's steps: it sends its numbers after each, also after one that gave no request a token."""
+    """Counter of engine steps.
+
+    vLLM sends statistics after each step, including a step that gave no request a token.
+    """
 
     def __init__(self, *_: object) -> None:
         self.count = 0
@@ -43,41 +47,49 @@ class Steps(StatLoggerBase):
         self.count += 1
 
     def log_engine_initialized(self) -> None:
-        """Nothing to say."""
+        """Log nothing."""
 
 
 class VersionedLLM(AsyncLLM):
-    """AsyncLLM whose requests wait while a push is under way and never share a prefix with another policy version."""
+    """AsyncLLM that holds requests during a sync and separates the policies' prefixes."""
 
     num_pushes = 0
-    """In the salt instead of the version: two runs on one server both have a version 3."""
+    """Number of weight syncs. The salt has it in place of the version: two runs on one server both have a
+    version 3."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.steps = steps = dict[int, Steps]()
-        """By replica."""
+        """Step counters by replica."""
         self._has_readers = options["log_stats"]
         self._name = uuid.uuid4().hex[:12]
-        """In the salt too: an episode may go on at another server, whose pushes have the same numbers."""
+        """Name of this engine in the salt. An episode may continue on another server, whose syncs have the
+        same numbers."""
         super().__init__(*args, **options | {"stat_loggers": [lambda _, replica: steps.setdefault(replica, Steps())]})
         self.admitting = asyncio.Event()
         self.admitting.set()
 
     @property
     def salt(self) -> str:
-        """What is computed now may be shared under it."""
+        """Salt for the KV cache of the current policy."""
         return f"{self._name} push {self.num_pushes}"
 
     def _run_output_handler(self) -> None:
-        """Without readers of vLLM's metrics keep no statistics of tokens, which take a quarter of the time that outputs take here:
-        the logger that counts steps would have them kept."""
+        """Start the output handler, without statistics unless vLLM's metrics have readers.
+
+        The logger that counts steps would enable statistics of tokens. They take a quarter of the time that
+        outputs take here.
+        """
         self.log_stats = self.output_processor.log_stats = self._has_readers
         super()._run_output_handler()
 
     async def generate(
         self, prompt: Any, *args: Any, priority: int = 0, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """For the OpenAI application: whatever priority its clients ask for, they are guests (engine/guests.py), and
-        whatever salt they choose, it is one of this push."""
+        """Run a request of the OpenAI application.
+
+        The request is a guest (engine/guests.py), whatever priority its client sends. A client's salt is
+        valid only within the current policy.
+        """
         await self.admitting.wait()
         if isinstance(prompt, dict) and (salt := prompt.get("cache_salt")):
             prompt = {**prompt, "cache_salt": f"{self.salt}/{salt}"}
@@ -93,23 +105,32 @@ class VersionedLLM(AsyncLLM):
             yield output
 
     def __del__(self) -> None:
-        """Nothing: VllmEngine.close has shut down, and AsyncLLM's own fails in a half torn-down interpreter."""
+        """Do nothing.
+
+        VllmEngine.close has shut down already, and AsyncLLM's own method fails while the interpreter shuts
+        down.
+        """
 
 
 def _note_versions(output: RequestOutput) -> None:
-    """vLLM says them of a completion when it has ended."""
+    """Record the version labels, which vLLM reports when a completion has ended."""
     versions = sampled_by.get()
     if versions is not None:
         versions.update(span.version for piece in output.outputs for span in piece.weight_versions or ())
 
 
 def start_llm(run: ServerRun, model_path: Path) -> VersionedLLM:
-    """Start vLLM as [server] says. Raises ConfigError where it cannot serve the model so."""
+    """Start vLLM as configured in [server].
+
+    Raises:
+        ConfigError: vLLM cannot serve the model with this config.
+    """
     server = run.server
     _refuse_overlap_of_several(server)
-    disable_envs_cache()  # of an engine before this one
+    disable_envs_cache()  # The cache may come from an earlier engine.
     if is_in_engine_process(server):
-        # Without it vLLM puts the CPU worker into a third process: 4 s more to start and two hops more per step.
+        # Otherwise vLLM puts the CPU worker into a third process: 4 s more to start, and two more hops per
+        # step.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     args = engine_arguments(run, model_path)
     num_replicas = server.data_parallel_size
@@ -119,8 +140,8 @@ def start_llm(run: ServerRun, model_path: Path) -> VersionedLLM:
                 f"server.data_parallel_size = {num_replicas} with model = {run.model!r}: the replicas of a model with experts compute "
                 "each step together, which was never tried with pushes; start several servers and list them in `endpoints`"
             )
-        # The engine's process alone: this one only passes on, and runs wherever there is room, such as on the core of a learner
-        # that waits.
+        # Bind only the engine process. This process only forwards messages and may run anywhere, for example
+        # on the core of a waiting learner.
         with (
             held_from_children(),
             bound_to_cores(server.cpu_cores),
@@ -137,9 +158,12 @@ def start_llm(run: ServerRun, model_path: Path) -> VersionedLLM:
 
 
 def _settle() -> None:
-    """What is here by now stays as it is, so it is not looked at again: objects by the garbage collector, variables of the environment
-    with each token, a twelfth of what this process computes during the demo."""
-    gc.unfreeze()  # what an engine before this one has left
+    """Exclude existing objects and environment variables from repeated work.
+
+    The garbage collector skips frozen objects. vLLM caches variables that it would look up with each token.
+    Both take a twelfth of this process's compute time in the demo.
+    """
+    gc.unfreeze()  # Objects of an earlier engine may be garbage now.
     gc.collect()
     gc.freeze()
     enable_envs_cache()
@@ -164,7 +188,7 @@ def _refuse_overlap_of_several(server: ServerConfig) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Take the sentence out of what pydantic wraps around it."""
+    """Extract the sentence from pydantic's error text."""
     lines = [line.strip() for line in str(error).splitlines()]
     text = " ".join(line for line in lines if "validation error for" not in line and "errors.pydantic.dev" not in line)
     return text.removeprefix("Value error, ").split(" [type=")[0]

@@ -1,9 +1,9 @@
-"""The arguments that vLLM is started with: those of the server, and of `[server.vllm]` those that leave its promises true.
+"""Arguments of vLLM: the server's own, and those in `[server.vllm]` that keep the server's guarantees.
 
-    ServerRun ─▶ own ──────────────────────────────────────────┐
-    [server.vllm] ─▶ known? ours? refused? ─▶ of vLLM's type? ─┴─▶ AsyncEngineArgs
+    ServerRun ─▶ own ──────────────────────────────────────────────┐
+    [server.vllm] ─▶ known? not ours? allowed? ─▶ of vLLM's type? ─┴─▶ AsyncEngineArgs
 
-Invariant: nothing of `[server.vllm]` replaces what the server sets, and nothing of it arrives that vLLM would not have typed so.
+Invariant: `[server.vllm]` replaces nothing that the server sets, and each of its values has vLLM's type.
 """
 
 import dataclasses
@@ -25,21 +25,22 @@ from inference_server.engine.openai_options import check_openai_options
 from protocol.errors import ConfigError
 
 TOKENS_PER_STEP = 2048
-"""vLLM's own max_num_batched_tokens; it refuses to start with more sequences than that."""
+"""Default of vLLM's max_num_batched_tokens. vLLM refuses to start with more sequences than that."""
 MAX_EXPLANATION = 400
-"""Characters: vLLM lists every name that would do, of an attention backend 40 paths."""
+"""Maximum length of an explanation, in characters. vLLM lists all valid names: 40 paths for an attention
+backend."""
 
 
 class Own(NamedTuple):
-    """What the server sets itself."""
+    """Argument that the server sets."""
 
     value: Any
     remedy: str
-    """For who would set it in [server.vllm]."""
+    """Advice to a user who sets it in [server.vllm]."""
 
 
 class Refusal(NamedTuple):
-    """Arguments that would break what a learner relies on."""
+    """Arguments that would break a guarantee to the learner."""
 
     names: tuple[str, ...]
     reason: str
@@ -120,7 +121,11 @@ REFUSED = (
 
 
 def engine_arguments(run: ServerRun, model_path: Path) -> AsyncEngineArgs:
-    """Raises ConfigError for what [server.vllm] must not have, and what vLLM's OpenAI application could not use."""
+    """Return the arguments for vLLM.
+
+    Raises:
+        ConfigError: [server.vllm] has an invalid argument, or an OpenAI option is unusable.
+    """
     own = own_arguments(run, model_path)
     check_openai_options(run.server, model_path)
     arguments = {name: value for name, (value, _) in own.items()} | added_arguments(run.server.vllm, own)
@@ -178,18 +183,25 @@ def own_arguments(run: ServerRun, model_path: Path) -> dict[str, Own]:
 
 
 def is_in_engine_process(server: ServerConfig) -> bool:
-    """Whether the one worker needs no process of its own."""
+    """Return True if the only worker needs no process of its own."""
     return current_platform.is_cpu() and server.tensor_parallel_size == 1
 
 
 def _memory_share(server: ServerConfig) -> float:
-    """Of each replica: on a CPU vLLM takes it of the whole machine, whoever else does."""
+    """Return each replica's share of memory.
+
+    On a CPU, vLLM applies it to the whole machine, regardless of other replicas.
+    """
     num_sharing = server.data_parallel_size if current_platform.is_cpu() else 1
     return server.gpu_memory_utilization / num_sharing
 
 
 def added_arguments(given: Mapping[str, Any], own: Mapping[str, Own]) -> dict[str, Any]:
-    """Return what [server.vllm] gives, as vLLM's types. Raises ConfigError."""
+    """Return the arguments in [server.vllm], with vLLM's types.
+
+    Raises:
+        ConfigError: An argument is unknown, set by the server, refused, or of the wrong type.
+    """
     annotations = {field.name: field.type for field in dataclasses.fields(AsyncEngineArgs) if field.name[0] != "_"}
     refusals = {name: refusal for refusal in REFUSED for name in refusal.names}
     for name, value in given.items():
@@ -206,7 +218,10 @@ def added_arguments(given: Mapping[str, Any], own: Mapping[str, Own]) -> dict[st
 
 
 def _typed(given: Mapping[str, Any], annotations: Mapping[str, Any]) -> dict[str, Any]:
-    """AsyncEngineArgs itself takes a value of any type, and vLLM fails somewhere later."""
+    """Convert the values to the types that vLLM declares.
+
+    AsyncEngineArgs itself accepts any type, and vLLM would fail later.
+    """
     fields: dict[str, Any] = {name: (annotations[name], ...) for name in given}
     config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())
     values = {name: _member(annotations[name], value) for name, value in given.items()}
@@ -221,7 +236,10 @@ def _typed(given: Mapping[str, Any], annotations: Mapping[str, Any]) -> dict[str
 
 
 def _member(annotation: Any, value: Any) -> Any:
-    """Return the member of an enum that goes by this name: vLLM's flags take FLASH_ATTN, its type a path."""
+    """Return the enum member of this name, or the value itself.
+
+    vLLM's flags take FLASH_ATTN, but the type expects a path.
+    """
     for choice in get_args(annotation) or (annotation,):
         if isinstance(choice, type) and issubclass(choice, Enum) and isinstance(value, str):
             return choice.__members__.get(value, value)
@@ -229,7 +247,10 @@ def _member(annotation: Any, value: Any) -> Any:
 
 
 def _place(given: Mapping[str, Any], location: tuple[int | str, ...]) -> tuple[str, Any]:
-    """Return key and value that an error is about; pydantic's location goes on into the types that it has tried."""
+    """Return the key and the value that an error is about.
+
+    pydantic's location continues into the types that it has tried.
+    """
     keys: list[str] = []
     value: Any = given
     for part in location:

@@ -1,7 +1,7 @@
-"""vLLM behind the server's `Engine` interface: prompts in, completions with a version per token out, pushes in between.
+"""vLLM behind the server's `Engine` interface: completions with a version per token, and weight syncs.
 
-One `VersionedLLM` serves groups and the OpenAI API alike. Whatever ends with vLLM's process raises EngineDead, whatever
-ends one request EngineFailed.
+One `VersionedLLM` serves groups and the OpenAI API. A failure of vLLM's process raises EngineDead, a failure
+of one request raises EngineFailed.
 """
 
 import asyncio
@@ -45,15 +45,19 @@ from protocol.model_files import end_token_ids
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 TOKENS_PER_PIECE = 32
-"""Tokens of a completion come in pieces of so many: each shows that its group gets on, and costs the event loop some 30 µs."""
+"""Number of tokens per chunk of a completion. Each chunk shows that its group makes progress, and costs the
+event loop about 30 µs."""
 STAGING_POLL_S = 0.01 if current_platform.is_cpu() else 0.25
-"""Between two questions whether a push has come; each one is answered between two decoding steps."""
+"""Seconds between polls of a staged sync. Each poll is answered between two decoding steps."""
 DEATH_NOTICE_S = 5.0
-"""vLLM tells its waiting requests of the death of its process in less."""
+"""Maximum seconds for vLLM to notify its waiting requests of the death of its process."""
 
 
 class VllmEngine:
-    """The Engine on vLLM; `llm` is for the OpenAI application, which `on_restart` gives the next one."""
+    """Engine on vLLM.
+
+    `llm` serves the OpenAI application. After a restart, `on_restart` gives the application the new one.
+    """
 
     on_restart: Callable[[AsyncLLM], Awaitable[None]] | None = None
 
@@ -64,7 +68,7 @@ class VllmEngine:
         self._clear_cache_on_push = run.server.kv_on_push == "recompute"
         self._num_requests = 0
         self._version = -1
-        """Set by the first push; the server lets no group in before it."""
+        """Current policy version, set by the first sync. The server admits no group before that."""
         config = self.llm.vllm_config
         self.limits = EngineLimits(
             max_model_len=config.model_config.max_model_len,
@@ -74,7 +78,7 @@ class VllmEngine:
             max_concurrent_sequences=run.server.capacity,
             num_replicas=run.server.data_parallel_size,
         )
-        # vLLM itself, set to be neutral, looks only at the tokenizer.
+        # With generation_config "vllm", vLLM itself reads the end token only from the tokenizer.
         self._eos_token_ids = {token for token in end_token_ids(model_path) if token < self.limits.vocab_size}
 
     async def places(self) -> list[WorkerPlace]:
@@ -94,7 +98,8 @@ class VllmEngine:
         ]
 
     async def generate(self, prompt_token_ids: np.ndarray, sampling: Sampling, salt: str) -> AsyncIterator[Sampled]:
-        await self.llm.admitting.wait()  # so that version and salt are those the request enters under
+        # Wait here, so that version and salt are those with which the request enters.
+        await self.llm.admitting.wait()
         entered_version = self._version
         replica = self._replica_of_turn(salt) if sampling.num_completions == 1 else None
         if self._clear_cache_on_push or not salt:
@@ -113,7 +118,10 @@ class VllmEngine:
         completions.check()
 
     def _replica_of_turn(self, salt: str) -> int | None:
-        """None: there is one. A group of several completions goes where vLLM sends it."""
+        """Return the replica for a turn, or None if there is only one replica.
+
+        vLLM chooses the replica of a group with several completions.
+        """
         if self.limits.num_replicas == 1:
             return None
         core = self.llm.engine_core
@@ -138,9 +146,11 @@ class VllmEngine:
         salt: str | None = None,
         replica: int | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Run one request; the lower its priority, the sooner it is begun. `salt`: None is that of the policy there is now.
+        """Run one request. A lower priority value starts sooner.
 
-        `replica`: None leaves it to vLLM, which takes the one with the least to do.
+        Args:
+            salt: None: the salt of the current policy.
+            replica: None: vLLM chooses the replica with the least load.
         """
         self._num_requests += 1
         prompt, request_id = tokens_input(token_ids.tolist(), cache_salt=salt), str(self._num_requests)
@@ -159,7 +169,7 @@ class VllmEngine:
         if self._clear_cache_on_push:
             await call_engine(self.llm.pause_generation(mode="keep", clear_cache=True))
         else:
-            # pause_generation is this and a sleep of 20 ms "for more intuitive ordering", a third of the stall.
+            # pause_generation does this and sleeps 20 ms "for more intuitive ordering", a third of the stall.
             await call_engine(self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
 
     async def resume(self) -> None:
@@ -181,7 +191,10 @@ class VllmEngine:
         return [msgspec.msgpack.decode(reply, type=WorkerReport) for reply in replies]
 
     async def _call_workers(self, method: str, *args: bytes | str) -> list[bytes]:
-        """Return what each worker of each replica answers: of vLLM's own collective_rpc only the first replica's answers come back."""
+        """Return the answers of all workers of all replicas.
+
+        vLLM's own collective_rpc returns only the answers of the first replica.
+        """
         asking = self.llm.engine_core.call_utility_all_async("collective_rpc", method, None, args, None)
         return [answer for of_replica in await call_engine(asking) for answer in of_replica]
 
@@ -204,7 +217,7 @@ class VllmEngine:
         try:
             await asyncio.shield(starting)
         except asyncio.CancelledError:
-            # A start cannot be called off, but it fails as soon as its process is gone.
+            # A start cannot be canceled, but it fails as soon as its process is gone.
             while not starting.done():
                 _kill_engine_core()
                 await asyncio.wait([starting], timeout=0.1)
@@ -218,14 +231,15 @@ class VllmEngine:
         self._processes.kill()
         give_up_at = time.monotonic() + DEATH_NOTICE_S
         while (handler := self.llm.output_handler) and not handler.done() and time.monotonic() < give_up_at:
-            time.sleep(0.01)  # it tells the requests that wait, which a shutdown before would leave waiting for ever
+            # The handler notifies waiting requests. A shutdown before that would leave them waiting forever.
+            time.sleep(0.01)
         self.close()
         self.llm = start_llm(self._config, self._model_path)
         self._version = -1
 
     def close(self) -> None:
-        # There is nothing to save in the engine's process, and left alone it takes 3 s to unload. The coordinator, from which SIGTERM is
-        # held too, would be waited for for 5 s.
+        # The engine process has nothing to save, and a regular shutdown takes 3 s. SIGTERM is blocked in the
+        # coordinator too, so vLLM would wait for it for 5 s.
         for child in multiprocessing.active_children():
             if child.name == COORDINATOR:
                 child.kill()
@@ -233,9 +247,10 @@ class VllmEngine:
 
 
 def params_of(sampling: Sampling, eos_token_ids: set[int]) -> SamplingParams:
-    """A group's sampling in vLLM's words."""
+    """Convert the sampling of a group to vLLM's parameters."""
     return SamplingParams(
-        # One request with n completions costs the front end half of what n requests cost; inside they are the same.
+        # For the front end, one request with n completions costs half of n requests. The engine treats both
+        # alike.
         n=sampling.num_completions,
         seed=sampling.seed,
         temperature=sampling.temperature,
@@ -245,7 +260,7 @@ def params_of(sampling: Sampling, eos_token_ids: set[int]) -> SamplingParams:
         stop_token_ids=sorted(eos_token_ids | set(sampling.stop_token_ids)),
         logprobs=0,
         flat_logprobs=True,
-        # vLLM looks for stop strings in the text that it makes of the tokens, special ones included. What counts are the ids.
+        # vLLM searches for stop strings in the decoded text, including special tokens. Only the ids are used.
         stop=list(sampling.stop),
         detokenize=bool(sampling.stop),
         skip_special_tokens=False,
@@ -256,13 +271,17 @@ def params_of(sampling: Sampling, eos_token_ids: set[int]) -> SamplingParams:
 
 
 async def call_engine(call: Awaitable[T]) -> T:
-    """Await a call into vLLM's engine or its workers. Raises EngineDead, also for one that failed there: what it did is unknown."""
+    """Await a call into vLLM's engine or its workers.
+
+    Raises:
+        EngineDead: The engine has died, or the call failed in it, so that its effect is unknown.
+    """
     try:
         return await call
     except EngineDeadError as error:
         raise EngineDead(_DEAD) from error
     except Exception as error:
-        if type(error) is not Exception:  # vLLM has no class of its own for a failure on the other side
+        if type(error) is not Exception:  # vLLM has no exception class for a failure on the other side.
             raise
         raise EngineDead(f"a call into the vLLM engine failed: {error}") from error
 

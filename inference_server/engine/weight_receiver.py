@@ -1,8 +1,9 @@
-"""A worker's end of the transfer: joins epochs, receives pushes, beside generation if asked to.
+"""Receiver of weight syncs in a worker, also during generation.
 
-    PushOrder ─▶ join the epoch ─▶ checked buckets ─▶ (a Successor, or kept until all have come) ─▶ the worker loads them
+    PushOrder ─▶ join the session ─▶ checked buckets ─▶ (a Successor, or kept until complete) ─▶ loaded
 
-Knows nothing of vLLM. Invariant: a bucket is handed out at most once, checked; after any failure the epoch has been left.
+This module is independent of vLLM.
+Invariant: a bucket is handed out at most once, after its check. After any failure, the session has been left.
 """
 
 import threading
@@ -22,28 +23,28 @@ from protocol.weights.delta import Baseline, receive_changes
 from protocol.weights.dense import Arrived, receive_weights
 
 LEAVE_TIMEOUT_S = 10.0
-"""A thread whose collective was aborted ends in less."""
+"""Maximum seconds for a thread to end after its collective was aborted."""
 NewBaseline = Callable[[int, str, Manifest], Baseline]
-"""What changes of an epoch, which so many workers join, are decoded onto."""
+"""Creates the baseline onto which the deltas of a session are decoded. The number counts its workers."""
 
 
 class Successor(Protocol):
-    """The weights of a staged push, made ready while others are served."""
+    """Weights of a staged sync, prepared while the current weights are served."""
 
     load_s: float
-    """Seconds that loading took, without the waiting for buckets."""
+    """Seconds that loading took, without waits for buckets."""
 
     def take(self, arriving: Iterator[Arrived]) -> None:
-        """Load all buckets as they come, in the thread that receives."""
+        """Load all buckets as they arrive, in the receiving thread."""
         ...
 
     def take_over(self) -> None:
-        """Be what is served from now on."""
+        """Replace the weights that are served."""
         ...
 
 
 class Membership(msgspec.Struct, frozen=True, eq=False):
-    """One rank's place in one epoch."""
+    """Membership of one rank in one session."""
 
     epoch: str
     rendezvous: Rendezvous
@@ -54,21 +55,24 @@ class Membership(msgspec.Struct, frozen=True, eq=False):
 
 
 class Receiver:
-    """Receives for one rank. `leave` ends whatever is under way."""
+    """Receiver of one rank. `leave` ends any running operation."""
 
     def __init__(self, rank: int, device: torch.device, new_baseline: NewBaseline = lambda *_: Baseline()) -> None:
         self._rank, self._device, self._new_baseline = rank, device, new_baseline
         self._member: Membership | None = None
         self._staging: _Staging | None = None
         self._lock = threading.Lock()
-        """Held where the membership changes: a join that was given up must not come into force."""
+        """Held while the membership changes: an abandoned join must not take effect."""
         self.join_s = self.receive_s = 0.0
-        """Seconds the last push took to join and to receive."""
+        """Seconds that the last sync took to join and to receive."""
         self.checksum = ""
-        """Of the bytes of the last push that has come whole."""
+        """Checksum of the bytes of the last complete sync."""
 
     def stage(self, order: PushOrder, successor: Successor | None = None) -> None:
-        """Begin to join and receive in a thread; without a successor all buckets are kept until `buckets` takes them."""
+        """Start to join and receive in a thread.
+
+        Without a successor, all buckets are kept until `buckets` takes them.
+        """
         self._drop_staging()
         self._staging = _Staging(self, order, successor)
         self._staging.start()
@@ -79,11 +83,15 @@ class Receiver:
 
     @property
     def failure(self) -> PushError | None:
-        """What staging has failed with."""
+        """Failure of the staged sync, or None."""
         return self._staging.failure if self._staging is not None else None
 
     def successor(self, order: PushOrder) -> Successor | None:
-        """Return what was made of a push, if it was staged so. Raises PushError."""
+        """Return the successor of a sync, or None if the sync was not staged with one.
+
+        Raises:
+            PushError: Receiving has failed.
+        """
         staging = self._staging
         if staging is None or staging.successor is None or staging.order.version != order.version:
             return None
@@ -92,7 +100,11 @@ class Receiver:
         return staging.successor
 
     def buckets(self, order: PushOrder) -> Iterator[Arrived]:
-        """Yield the buckets of a push, from memory if it was staged, else as they come. Raises PushError."""
+        """Yield the buckets of a sync, from memory if staged, otherwise as they arrive.
+
+        Raises:
+            PushError: Joining or receiving has failed.
+        """
         staging, self._staging = self._staging, None
         if staging is not None and staging.order.version == order.version:
             yield from staging.take()
@@ -101,7 +113,11 @@ class Receiver:
             yield from self.receive()
 
     def join(self, order: PushOrder, staging: "_Staging | None" = None) -> None:
-        """Join the order's epoch unless we are in it. Raises PushError."""
+        """Join the session of the order, unless this rank is in it.
+
+        Raises:
+            PushError: The session cannot be joined, or was abandoned.
+        """
         started = time.monotonic()
         self.receive_s = 0.0
         if self._member is None or self._member.epoch != order.epoch:
@@ -125,7 +141,11 @@ class Receiver:
         self.join_s = time.monotonic() - started
 
     def receive(self) -> Iterator[Arrived]:
-        """Yield the buckets of one push as they come. Raises PushError."""
+        """Yield the buckets of one sync as they arrive.
+
+        Raises:
+            PushError: Receiving has failed, or the session was abandoned.
+        """
         member = self._member
         if member is None:
             raise PushError("the epoch was given up before the push was received")
@@ -140,12 +160,12 @@ class Receiver:
                 self.receive_s += time.monotonic() - asked
                 checksums.append(arrived.checksum)
                 yield arrived
-                del arrived  # or its memory would not be free for the next bucket
+                del arrived  # Otherwise its memory is not free for the next bucket.
                 asked = time.monotonic()
         self.checksum = checksum_of(checksums)
 
     def leave(self, epoch: str | None = None) -> None:
-        """Leave the given epoch, or whichever is current."""
+        """Leave the given session, or the current one if None."""
         staged_epoch = self._staging.order.epoch if self._staging is not None else None
         if epoch in (None, staged_epoch):
             self._drop_staging()
@@ -153,7 +173,7 @@ class Receiver:
             self.leave_joined()
 
     def leave_joined(self) -> None:
-        """Leave the group that was joined last."""
+        """Leave the session that was joined last."""
         with self._lock:
             member, self._member = self._member, None
         if member is not None:
@@ -174,7 +194,10 @@ class Receiver:
 
 
 def in_host_memory(arrived: Arrived) -> Arrived:
-    """Return the bucket where it may lie until all have come: pinned, if it comes from a GPU, which has no room for two models."""
+    """Return the bucket in host memory, where it may stay until the sync is complete.
+
+    A bucket on a GPU is copied to pinned memory, because the GPU has no room for two models.
+    """
     if arrived.buffer.device.type == "cpu":
         return arrived
     pinned = torch.empty(len(arrived.buffer), dtype=torch.uint8, pin_memory=True)
@@ -182,7 +205,7 @@ def in_host_memory(arrived: Arrived) -> Arrived:
 
 
 class _Staging(threading.Thread):
-    """Receives one push while the engine generates."""
+    """Thread that receives one sync while the engine generates."""
 
     def __init__(self, receiver: Receiver, order: PushOrder, successor: Successor | None) -> None:
         super().__init__(name="push-staging", daemon=True)
@@ -198,23 +221,24 @@ class _Staging(threading.Thread):
                 self.successor.take(self._receiver.receive())
             else:
                 self._buckets.extend(map(in_host_memory, self._receiver.receive()))
-        # Whatever it is, it must be in the worker's report: a thread that just ends would look like a push that has come.
+        # Any failure must reach the worker's report: a thread that ends silently looks like a received sync.
         except Exception as failure:
-            # Only its words: its traceback would keep the sockets of the epoch open for as long as it is remembered.
+            # Keep only the text: the traceback would keep the session's sockets open.
             kind = PushIncomplete if isinstance(failure, PushIncomplete) else PushError
             self.failure = kind(f"{type(failure).__name__}: {failure}")
             self.successor = None
-            if not self.is_given_up:  # else whoever gave it up leaves, and may have joined another epoch since
+            # Otherwise the thread that abandoned this sync leaves, and may have joined another session since.
+            if not self.is_given_up:
                 self._receiver.leave_joined()
 
     def finish(self) -> None:
-        """Wait for the end. Raises what receiving has failed with."""
+        """Wait for the end of the thread. Raises PushError if receiving has failed."""
         self.join()
         if self.failure is not None:
             raise self.failure
 
     def take(self) -> Iterator[Arrived]:
-        """Yield each bucket and let go of it. Raises what receiving has failed with."""
+        """Yield each bucket and release it. Raises PushError if receiving has failed."""
         self.finish()
         while self._buckets:
             yield self._buckets.pop(0)

@@ -1,10 +1,10 @@
-"""The part that lives inside each vLLM worker: receives a push and loads it into the running model.
+"""Extension of every vLLM worker: receives a weight sync and loads it into the running model.
 
     server ── RPC [stage_push ▸ staged*] load_push ──▶ worker: (bucket ▸ load)* ──▶ WorkerReport
 
-One RPC does all that changes the model, because between its start and its end the tensors are on the meta device and any
-forward pass would kill the engine. vLLM imports this module as `worker_extension_cls` in every worker before the model is
-loaded.
+One RPC makes all changes to the model. While it runs, tensors are on the meta device, and any forward pass
+would kill the engine. vLLM imports this module as `worker_extension_cls` in every worker before it loads the
+model.
 """
 
 import logging
@@ -30,15 +30,15 @@ from protocol.weights.shared_baseline import worker_baseline
 
 log = logging.getLogger(__name__)
 
-# vLLM warns of every module that a push leaves alone: rotary tables and the tied head are so each time.
+# vLLM warns of every module that a sync leaves alone. Rotary tables and a tied head always are.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 
 class PushWorker:
-    """Methods added to vLLM's worker class; `self` is the worker.
+    """Methods added to vLLM's worker class. `self` is the worker.
 
-    Each RPC returns an encoded WorkerReport, also of a failure: an exception out of one worker's RPC leaves the replies of the
-    others in vLLM's queues, where the next RPC would find them.
+    Each RPC of a sync returns an encoded WorkerReport, also for a failure. An exception in the RPC of one
+    worker would leave the replies of the others in vLLM's queues, where the next RPC would find them.
     """
 
     model_runner: Any
@@ -47,7 +47,8 @@ class PushWorker:
     rank: int
 
     is_loading = False
-    """True from the first tensor loaded until a whole push has arrived: the weights are neither old nor new."""
+    """True from the first loaded tensor until a whole sync has arrived: the weights are neither old nor
+    new."""
 
     @cached_property
     def receiver(self) -> Receiver:
@@ -55,19 +56,19 @@ class PushWorker:
 
     @property
     def worker_number(self) -> int:
-        """Among those of all replicas: vLLM counts the ranks of each by themselves."""
+        """Number of this worker among all replicas. vLLM counts ranks per replica."""
         parallel = self.vllm_config.parallel_config
         return parallel.data_parallel_index * parallel.world_size + self.rank
 
     def place(self) -> bytes:
-        """Say where this worker computes, and how weights can reach it."""
+        """Return this worker's device, transports and process id, encoded."""
         place = WorkerPlace(
             device=own_device_name(self.device), transports=list(offered_transports()), pid=os.getpid()
         )  # fmt: skip
         return msgspec.msgpack.encode(place)
 
     def stage_push(self, order: bytes) -> bytes:
-        """Begin to receive a push while generation goes on."""
+        """Start to receive a sync while generation continues."""
         model = self.model_runner.model
         try:
             can_be_made = self.device.type == "cpu" and NextWeights.can_be_made(model)
@@ -78,13 +79,13 @@ class PushWorker:
         return self._report("receiving")
 
     def staged(self) -> bytes:
-        """Say how far the push that was begun has come."""
+        """Report the progress of a staged sync."""
         if self.receiver.is_staging or self.receiver.failure is not None:
             return self._report("receiving", self.receiver.failure)
         return self._report("received")
 
     def load_push(self, order: bytes) -> bytes:
-        """Load a push: what was made or kept of it beside generation, else as it comes."""
+        """Load a sync: what was staged, or else the buckets as they arrive."""
         was_torn, self.is_loading = self.is_loading, False
         try:
             with set_current_vllm_config(self.vllm_config):
@@ -99,15 +100,15 @@ class PushWorker:
         return self._report("done", load_s=load_s)
 
     def leave_epoch(self, epoch: str) -> None:
-        """Close the collective of an epoch, if it is the current one."""
+        """Close the collective of a session, if the session is current."""
         try:
             self.receiver.leave(epoch)
-        # It is forgotten whether it could be closed or not.
+        # The receiver drops the session even if it cannot close it.
         except Exception as failure:
             log.warning("the collective of epoch %s could not be closed: %s", epoch, failure)
 
     def _load(self, order: PushOrder) -> float:
-        """Return the seconds it took, without the waiting for buckets."""
+        """Load a sync and return the seconds that took, without waits for buckets."""
         if successor := self.receiver.successor(order):
             self.is_loading = True
             successor.take_over()
@@ -118,7 +119,7 @@ class PushWorker:
             started = time.monotonic()
             self.is_loading = True
             reload.load(arrived.bucket.views(arrived.buffer))
-            del arrived  # or its memory would not be free for the next bucket
+            del arrived  # Otherwise its memory is not free for the next bucket.
             load_s += time.monotonic() - started
         started = time.monotonic()
         reload.finish()
@@ -126,7 +127,10 @@ class PushWorker:
         return load_s + time.monotonic() - started
 
     def _put_back(self, failure: Exception) -> Exception:
-        """Put untouched layers back from the meta device, so that a whole push can follow; return what to report."""
+        """Move untouched layers back from the meta device, and return the error to report.
+
+        A whole sync can follow after that.
+        """
         try:
             with set_current_vllm_config(self.vllm_config):
                 put_back(self.model_runner.model, self.vllm_config.model_config)
@@ -146,9 +150,10 @@ class PushWorker:
 
 if SERVER_PID in os.environ:
     end_with_server()
-    send_in_pieces()  # where the engine is in this process too, as it is with one worker
+    send_in_pieces()  # With one worker, this process also runs the engine.
     if current_platform.is_cpu():
-        from inference_server.engine.cpu_seeds import keep_seeds_of_pieces  # of a runner that only a CPU has
+        # Imports a model runner that only a CPU has.
+        from inference_server.engine.cpu_seeds import keep_seeds_of_pieces
 
         keep_trimmed()
         keep_seeds_of_pieces()

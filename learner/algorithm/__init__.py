@@ -1,1 +1,1 @@
-"""The formulas: rewards to advantages, logprobs to loss, the schedules. Pure; imports the config and nothing else of ours."""
+"""Formulas: rewards to advantages, logprobs to loss, and schedules. Pure, except for loading plug-ins."""

@@ -1,8 +1,10 @@
-"""Rewards to advantages. Pure; between scoring and the batch, over all groups of one optimizer step.
+"""Compute the advantages of all groups of one optimizer step from their rewards. Pure.
 
-Suffixes: _P over the groups (prompts) of the step, _G over the completions of one group. A reward of None is unscorable:
-it is left out of every mean and deviation, and its advantage is 0. A group has no signal (`has_signal`) when fewer than
-two of its completions are scorable or all scorable ones are equal: all its advantages are 0.
+None as a reward marks an unscorable completion. Means and deviations leave it out, and its advantage is 0. A
+group has no signal (`has_signal`) when fewer than two of its completions are scorable, or all scorable
+rewards are equal. All its advantages are then 0.
+
+Suffixes: _P over the groups (prompts) of the step, _G over the completions of one group.
 """
 
 import math
@@ -18,14 +20,14 @@ Rewards = list[list[float | None]]
 
 
 class StepRewards(msgspec.Struct, frozen=True):
-    """The rewards of one optimizer step: what a function of `learner.advantage.function` gets."""
+    """Rewards of one optimizer step, as passed to `learner.advantage.function`."""
 
     rewards_P_G: Rewards
-    """The total of each completion; None: it cannot be scored."""
+    """Total reward of each completion; None: unscorable."""
     rewards_by_function_P: list[dict[str, list[float | None]]]
-    """Of each group: what each reward function said, by its name."""
+    """Rewards of each group, by the name of the reward function."""
     weights: dict[str, float]
-    """Of the reward functions in the total."""
+    """Weight of each reward function in the total."""
 
 
 def has_signal(
@@ -34,10 +36,12 @@ def has_signal(
     weights: dict[str, float],
     config: AdvantageConfig,
 ) -> bool:
-    """Return whether a group's rewards tell its completions apart, of those that have a total reward.
+    """Return whether the rewards of a group distinguish its completions.
 
-    `weights`: of the functions that decide. Their weighted sums must differ or, where advantages are taken one by one, the rewards of
-    one function; so too where a function of the user's takes them. A completion for which all of them gave None is left out.
+    `weights` are those of the functions that decide; functions of weight 0 are ignored. The weighted sums of
+    the rewards must differ. With `combine` other than `sum`, or with a user's advantage function, it is
+    enough that the rewards of one function differ. Left out are completions without a total reward, and
+    completions for which every weighted function returned None.
     """
     scorable = _scorable(rewards_by_function, rewards_G)
     weighed = {name: weight for name, weight in weights.items() if weight != 0}
@@ -57,11 +61,11 @@ def _tells_apart(rewards_G: list[float | None]) -> bool:
 def step_advantages(rewards_P_G: Rewards, config: AdvantageConfig) -> list[list[float]]:
     """Return A = (r - baseline) / divisor for every completion of the step.
 
-    baseline mean:           the group's mean                               (GRPO, arXiv 2402.03300)
-    baseline leave_one_out:  the mean of the group's others                 (RLOO, arXiv 2402.14740)
-    scale group:             the group's standard deviation (Bessel) + 1e-4 (GRPO)
-    scale batch:             the deviation over all completions of the step + 1e-4
-    scale none:              1                                              (Dr. GRPO, arXiv 2503.20783)
+    baseline mean             mean of the group                             (GRPO, arXiv 2402.03300)
+    baseline leave_one_out    mean of the group's other completions         (RLOO, arXiv 2402.14740)
+    scale group               standard deviation of the group (Bessel) + 1e-4     (GRPO)
+    scale batch               standard deviation over all completions of the step + 1e-4
+    scale none                1                                             (Dr. GRPO, arXiv 2503.20783)
     """
     everything = [reward for rewards_G in rewards_P_G for reward in rewards_G if reward is not None]
     batch_divisor = 1.0
@@ -76,10 +80,11 @@ def combined_advantages(
     weights: dict[str, float],
     config: AdvantageConfig,
 ) -> list[list[float]]:
-    """Return the advantages of each reward function alone, added up by weight, over their deviation in the step + 1e-4.
+    """Return the weighted sum of each function's advantages, normalized over the step.
 
-    Keeps functions with small or rare rewards from drowning in the others' (GDPO; TRL's normalize_then_sum). A completion whose total is
-    None is left out for every function.
+    The sum is divided by its standard deviation over the step + 1e-4. Functions with small or rare rewards
+    keep their influence this way (GDPO; TRL's normalize_then_sum). A completion whose total is None is left
+    out for every function.
     """
     pairs = zip(rewards_by_function_P, rewards_P_G, strict=True)
     rewards_by_function_P = [_scorable(rewards, rewards_G) for rewards, rewards_G in pairs]

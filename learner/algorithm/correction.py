@@ -1,7 +1,9 @@
-"""The off-policy correction: what a token's ratio is taken to, and how much a token counts that an older policy sampled.
+"""Off-policy correction: the anchor of the importance ratio, and the multiplier of each token's objective.
 
-Suffixes: B rows (completions), T predicted tokens (padded). Nothing here carries a gradient. Between the masked logprobs
-and the objective; every log-ratio is 0 outside the mask.
+The correction runs between the masked logprobs and the objective. No result carries a gradient. Every
+log-ratio is 0 outside the mask.
+
+Suffixes: B rows (completions), T predicted tokens (padded).
 """
 
 import msgspec
@@ -12,14 +14,14 @@ from learner.config import CorrectionConfig
 
 
 class Multiplier(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """How much each token's objective counts."""
+    """Multiplier of each token's objective."""
 
     value_BT: torch.Tensor
-    """0: left out."""
+    """Multiplier of the token; 0: the token is left out."""
     outside_BT: torch.Tensor
-    """Whether the importance weight lay outside its bounds."""
+    """Whether the importance weight lies outside its bounds."""
     stale_BT: torch.Tensor
-    """Whether the token is staler than max_token_staleness."""
+    """Whether the staleness of the token exceeds max_token_staleness."""
 
 
 def anchor_logprobs(
@@ -29,12 +31,14 @@ def anchor_logprobs(
     staleness_BT: torch.Tensor,
     config: CorrectionConfig,
 ) -> torch.Tensor:
-    """The logprobs that the objective's ratio is taken to.
+    """Return the anchor logprobs, the denominator of the objective's ratio.
 
-    behaviour:             of the policy that sampled the token
-    proximal, exact:       of the policy at the start of the step           (decoupled PPO, arXiv 2505.24298)
-    proximal, log_linear:  behaviour + s / (s + 1) · (policy - behaviour), s the token's staleness: on the straight line
-                           from the sampling policy to the one being trained, one version before its end (A-3PO, 2512.06547)
+        `behaviour`               the policy that sampled the token
+        `proximal`, `exact`       the policy at the start of the step     (decoupled PPO, arXiv 2505.24298)
+        `proximal`, `log_linear`  behavior + s / (s + 1) · (policy - behavior)     (A-3PO, arXiv 2512.06547)
+
+    s is the token's staleness. `log_linear` lies on the straight line from the sampling policy to the policy
+    being trained, one version before its end.
     """
     if config.anchor == "behaviour":
         return behaviour_BT
@@ -55,9 +59,10 @@ def multiplier(
     has_ratio: bool,
     config: CorrectionConfig,
 ) -> Multiplier:
-    """Combine the importance weight, the sequence mask and the mask by staleness.
+    """Combine the importance weight, the sequence mask and the staleness mask.
 
-    `has_ratio`: the objective multiplies by its ratio to the anchor, which to the behaviour policy is the weight itself.
+    `has_ratio`: whether the objective multiplies by its ratio to the anchor. If the anchor is the behavior
+    policy, that ratio is the importance weight itself.
     """
     logprobs_BT, nothing_BT = logprobs_BT.detach(), torch.zeros_like(mask_BT)
     value_BT, outside_BT = mask_BT.float(), nothing_BT
@@ -84,7 +89,11 @@ def multiplier(
 
 
 def importance_weight(log_weight_BT: torch.Tensor, mask_BT: torch.Tensor, level: str) -> torch.Tensor:
-    """exp of the log-weight of each token, of its sum over the completion, or of its mean (the geometric mean).
+    """Return the importance weight of each token.
+
+        token        exp of the token's log-weight
+        sequence     exp of the sum over the completion
+        geometric    exp of the mean over the completion
 
     The sum makes long completions count as outliers; the mean does not (TRL issue 4772).
     """

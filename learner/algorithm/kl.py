@@ -1,27 +1,29 @@
-"""Log-ratios of two policies' probabilities of the same tokens: the safe arithmetic under every loss, and the KL made of them.
+"""Safe arithmetic on log-ratios of two policies over the same tokens, and the KL estimated from them. Pure.
 
-Pure. Suffixes: B rows (completions), T predicted tokens (padded).
+Suffixes: B rows (completions), T predicted tokens (padded).
 """
 
 import torch
 
 LOG_RATIO_BOUND = 20.0
-"""exp(20) is finite in float32; a larger mismatch of server and learner must not overflow."""
+"""Bound on log-ratios: exp(20) is finite in float32, so no mismatch of server and learner overflows."""
 MEASURE = "k3"
-"""The estimator behind `reference/kl`, whatever the penalty's is: unbiased, never negative, and less noisy than k1."""
+"""Estimator of `reference/kl`, whatever the penalty uses: unbiased, nonnegative, less noisy than k1."""
 
 
 def kl_estimate(d_BT: torch.Tensor, estimator: str) -> torch.Tensor:
-    """Estimate the KL of the policy from the reference by d = logp_reference - logp  (Schulman 2020, "Approximating KL").
+    """Estimate the KL of the policy from the reference by d = logp_reference - logp.
 
-    Their values agree in expectation (k2's nearly), their gradients do not (arXiv 2512.21852). On samples of the policy:
+    The estimators (Schulman 2020, "Approximating KL") agree in expectation, k2 nearly. Their gradients do not
+    (arXiv 2512.21852). On samples of the policy:
 
                 in the loss, E[∇k]                 in the reward, E[k ∇log p]
-        k1      0: refused                         ∇KL(policy‖reference)
-        k2      ∇KL(policy‖reference)              no KL's gradient: refused
-        k3      ∇KL(reference‖policy)              ∇KL(policy‖reference) - ∇KL(reference‖policy): refused
+        k1      0: rejected                        ∇KL(policy‖reference)
+        k2      ∇KL(policy‖reference)              not the gradient of a KL: rejected
+        k3      ∇KL(reference‖policy)              ∇KL(policy‖reference) - ∇KL(reference‖policy): rejected
 
-    The first orders of that last difference cancel, so what is left leads away from the reference near it.
+    The first-order terms of this last difference cancel. Near the reference, the rest leads away from the
+    reference.
     """
     match estimator:
         case "k1":
@@ -37,10 +39,13 @@ def kl_estimate(d_BT: torch.Tensor, estimator: str) -> torch.Tensor:
 
 
 def masked(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """In float32, 0 outside the mask: selected before any arithmetic, for NaN · 0 is NaN, in gradients too."""
+    """Return the values in float32, 0 outside the mask.
+
+    The selection precedes any arithmetic, because NaN · 0 is NaN, in gradients too.
+    """
     return torch.where(mask_BT, values_BT.float(), 0.0)
 
 
 def clamped(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Return the log-ratio within ±LOG_RATIO_BOUND."""
+    """Return the log-ratio clamped to ±LOG_RATIO_BOUND."""
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)

@@ -1,10 +1,10 @@
-"""The loss of a micro-batch: pure tensors in, `(loss, sums)` out. Between the model's logprobs and the backward pass.
+"""Compute the loss of a micro-batch: pure tensors in, `(loss, sums)` out.
 
-    multiplier · objective(ratio to the anchor, advantage)  +  kl_coef · KL to the reference  -  entropy_coef · entropy
-    correction.py   objectives.py                              kl.py
+    multiplier · objective(ratio to anchor, advantage) + kl_coef · KL to reference - entropy_coef · entropy
+    correction.py   objectives.py                                  kl.py
 
 Suffixes: B rows (completions), T predicted tokens (padded).
-Legend: mask_BT is 1 on the tokens that are trained on; everything under a 0 may be garbage, NaN included.
+Legend: mask_BT is 1 on the trained tokens; everything under a 0 may be garbage, NaN included.
 """
 
 import msgspec
@@ -22,34 +22,37 @@ Sums = dict[str, torch.Tensor]
 
 
 class LossInputs(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """What is known about the tokens of a micro-batch. Only logprobs_BT and entropy_BT carry a gradient."""
+    """Inputs of the loss of one micro-batch.
+
+    Only `logprobs_BT` and `entropy_BT` carry a gradient.
+    """
 
     logprobs_BT: torch.Tensor
     behaviour_logprobs_BT: torch.Tensor
-    """A token whose behaviour logprob is not finite is left out of everything."""
+    """Behavior logprobs. A token with a non-finite behavior logprob is left out of everything."""
     staleness_BT: torch.Tensor
-    """Policy versions from the sampling of the token to the start of the step."""
+    """Policy versions between the sampling of the token and the start of the step."""
     advantages_B: torch.Tensor
     weights_B: torch.Tensor
-    """Of each token of the row. They make the losses of micro-batches and ranks add up to the step's."""
+    """Weight of each token of the row. The losses of micro-batches and ranks add up to the step's loss."""
     mask_BT: torch.Tensor
     proximal_logprobs_BT: torch.Tensor | None = None
-    """Of the policy at the start of the step; None: it is the policy itself."""
+    """Logprobs of the policy at the start of the step; None: the current policy is that policy."""
     reference_logprobs_BT: torch.Tensor | None = None
     entropy_BT: torch.Tensor | None = None
     policy_mask_BT: torch.Tensor | None = None
-    """The tokens that carry the objective; None: all. KL and entropy are always of all trained tokens."""
+    """Tokens that carry the objective; None: all. KL and entropy always cover all trained tokens."""
     length_quarter_B: torch.Tensor | None = None
-    """Which quarter of max_tokens the completion's length lies in, 0 to 3; None: not asked for in the sums."""
+    """Quarter of max_tokens that holds the completion's length, 0 to 3; None: no sums by length."""
 
 
 def policy_loss(
     inputs: LossInputs, config: LossConfig, correction: CorrectionConfig, kl: KlConfig, kl_coef: float
 ) -> tuple[torch.Tensor, Sums]:
-    """Weigh each token's loss by its row's weight and add them up.
+    """Return the weighted loss of a micro-batch, and sums over its trained tokens.
 
-    `sums` are sums over trained tokens, to be added over micro-batches and divided by their "tokens"; "loss", the part of
-    the objective, is weighed already.
+    The caller adds up the sums over micro-batches and divides them by `tokens`. The sum `loss` holds only the
+    objective and is already weighted.
     """
     mask_BT = inputs.mask_BT.bool() & torch.isfinite(inputs.behaviour_logprobs_BT)
     weights_B1 = inputs.weights_B.float().unsqueeze(1)
@@ -105,7 +108,7 @@ def policy_loss(
 
 
 def _by_length(mask_BT: torch.Tensor, kept_BT: torch.Tensor, length_quarter_B: torch.Tensor) -> Sums:
-    """Trained and kept tokens by the quarter of max_tokens their completion's length lies in."""
+    """Count trained and kept tokens by the quarter of max_tokens."""
 
     def in_quarters(tokens_BT: torch.Tensor) -> torch.Tensor:
         totals = torch.zeros(NUM_LENGTH_QUARTERS, dtype=torch.long, device=tokens_BT.device)

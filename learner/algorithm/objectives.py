@@ -1,8 +1,12 @@
-"""The policy objectives: from a token's log-ratio and advantage to its loss. Pure; loss.py masks, weighs and sums.
+"""Policy objectives: from a token's log-ratio and advantage to its loss.
 
-Suffixes: B rows (completions), T predicted tokens. r = exp(log_ratio), the ratio of the policy to its anchor: the one that
-sampled, or the proximal one (correction.py); A the advantage. Every objective returns (loss_BT, held_BT): held_BT marks the tokens whose gradient its bound holds back,
-and only where the bound binds.
+Pure: loss.py masks, weights and sums.
+
+Every objective returns (loss_BT, held_BT). held_BT marks the tokens whose gradient the bound of the objective
+holds back, and only where the bound is active.
+
+r = exp(log_ratio) is the ratio of the policy to its anchor, the sampling or the proximal policy
+(correction.py). A is the advantage. Suffixes: B rows (completions), T predicted tokens.
 """
 
 from collections.abc import Callable
@@ -14,7 +18,7 @@ from learner.config import LossConfig
 
 
 class Tokens(msgspec.Struct, frozen=True, eq=False):
-    """What an objective sees; log-ratios and logprobs are 0 outside the mask."""
+    """Inputs of an objective. Log-ratios and logprobs are 0 outside the mask."""
 
     log_ratio_BT: torch.Tensor
     logprobs_BT: torch.Tensor
@@ -26,23 +30,31 @@ Losses = tuple[torch.Tensor, torch.Tensor]
 
 
 def grpo(tokens: Tokens, config: LossConfig) -> Losses:
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)                PPO, arXiv 1707.06347; GRPO, arXiv 2402.03300.
+    """Return the clipped loss of PPO and GRPO.
 
-    Where A < 0, r A is held at dual_clip A: dual-clip PPO, arXiv 1912.09729, which is also the two-sided clip delta of
-    INTELLECT-2, arXiv 2505.07291.
+        -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)        PPO, arXiv 1707.06347; GRPO, arXiv 2402.03300
+
+    Where A < 0, r A is at least dual_clip · A (dual-clip PPO, arXiv 1912.09729). This is also the two-sided
+    clip delta of INTELLECT-2 (arXiv 2505.07291).
     """
     return _clipped(tokens.log_ratio_BT.exp(), tokens.advantages_B1, config)
 
 
 def gspo(tokens: Tokens, config: LossConfig) -> Losses:
-    """The clip of grpo on the sequence's ratio s = exp(mean_t log r_t), given to each of its tokens: arXiv 2507.18071."""
+    """Return the clipped loss of `grpo` with a sequence-level ratio.
+
+    s = exp(mean_t log r_t), shared by all tokens of the sequence        GSPO, arXiv 2507.18071
+    """
     lengths_B1 = tokens.mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
     mean_log_ratio_B1 = tokens.log_ratio_BT.sum(dim=1, keepdim=True) / lengths_B1
     return _clipped(mean_log_ratio_B1.exp().expand_as(tokens.log_ratio_BT), tokens.advantages_B1, config)
 
 
 def cispo(tokens: Tokens, config: LossConfig) -> Losses:
-    """-stop_gradient(min(r, 1 + clip_high)) A log p: no token loses its gradient.    CISPO, MiniMax-M1, arXiv 2506.13585."""
+    """Return the CISPO loss, in which no token loses its gradient.
+
+    -stop_gradient(min(r, 1 + clip_high)) A log p        MiniMax-M1, arXiv 2506.13585
+    """
     bound = 1 + config.value("clip_high")
     ratio_BT = tokens.log_ratio_BT.detach().exp()
     return -ratio_BT.clamp(max=bound) * tokens.advantages_B1 * tokens.logprobs_BT, (ratio_BT > bound) & (
@@ -51,9 +63,11 @@ def cispo(tokens: Tokens, config: LossConfig) -> Losses:
 
 
 def sapo(tokens: Tokens, config: LossConfig) -> Losses:
-    """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A: a soft gate instead of a clip.    SAPO, arXiv 2511.20347.
+    """Return the SAPO loss, which has a soft gate instead of a clip.
 
-    Held: tokens whose gradient the gate brings below half of the unclipped one.
+        -(4 / tau) sigmoid(tau (r - 1)) A, with tau by the sign of A        arXiv 2511.20347
+
+    A token counts as held if the gate brings its gradient below half of the unclipped gradient.
     """
     tau_B1 = torch.where(tokens.advantages_B1 > 0, config.value("tau_positive"), config.value("tau_negative"))
     gate_BT = torch.sigmoid(tau_B1 * (tokens.log_ratio_BT.exp() - 1))
@@ -62,10 +76,13 @@ def sapo(tokens: Tokens, config: LossConfig) -> Losses:
 
 
 def dppo(tokens: Tokens, config: LossConfig) -> Losses:
-    """-keep r A + log_ratio_penalty (log r)², keep = 0 once p - p_anchor has moved beyond tv_high (tv_low) with A.
+    """Return the loss with a trust region in probability instead of in ratio.
 
-    The trust region lies in probability, not in ratio, so rare tokens are not held back.    prime-rl's default (2026). Where A < 0,
-    r A is held at dual_clip A as in grpo: no probability bounds the ratio there.
+        -keep r A + log_ratio_penalty (log r)²
+
+    keep = 0 once p - p_anchor has moved beyond tv_high (A > 0) or tv_low (A < 0) in the direction of A. Rare
+    tokens are therefore not held back. This is prime-rl's default (2026). Where A < 0, r A is at least
+    dual_clip · A as in `grpo`, because no probability bounds the ratio there.
     """
     anchor_logprobs_BT = tokens.logprobs_BT - tokens.log_ratio_BT
     moved_BT = (tokens.logprobs_BT.exp() - anchor_logprobs_BT.exp()).detach()
@@ -77,7 +94,10 @@ def dppo(tokens: Tokens, config: LossConfig) -> Losses:
 
 
 def reinforce(tokens: Tokens, config: LossConfig) -> Losses:
-    """-A log p, without a ratio: right only on-policy.    REINFORCE, Williams 1992."""
+    """Return the REINFORCE loss, -A log p (Williams 1992).
+
+    It has no importance ratio, so it is correct only on-policy.
+    """
     return -tokens.advantages_B1 * tokens.logprobs_BT, torch.zeros_like(tokens.mask_BT)
 
 
@@ -97,6 +117,6 @@ def _clipped(ratio_BT: torch.Tensor, advantages_B1: torch.Tensor, config: LossCo
 def _floored(
     objective_BT: torch.Tensor, advantages_B1: torch.Tensor, config: LossConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the objective, held at dual_clip · A where A < 0, and where that binds."""
+    """Apply the floor dual_clip · A where A < 0; also return where it binds."""
     floor_B1 = torch.where(advantages_B1 < 0, config.value("dual_clip") * advantages_B1, -torch.inf)
     return torch.maximum(objective_BT, floor_B1), objective_BT < floor_B1

@@ -1,9 +1,10 @@
-"""Functions of yours in the place of the built-in objective and advantages: `my_loss.py:f`, loaded once on every rank.
+"""Load and check user-defined objective and advantage functions, such as `my_loss.py:f`, once on every rank.
 
-    config ─▶ check_plug_ins: each is tried, before a server is waited for ─▶ loss.py: objective_of     training/step.py: advantages_of
+    config ─▶ check_plug_ins: try each before waiting for a server ─▶ objective_of (loss.py)
+                                                                   ─▶ advantages_of (training/step.py)
 
-Invariant: what a plug-in returns has the right shape before it is used, and nothing that it does to its arguments is seen elsewhere. An
-exception of its own ends the run with its traceback.
+Invariant: the shape of a plug-in's result is checked before use, and an advantage function gets a copy of the
+rewards. An exception raised by a plug-in ends the run with its traceback.
 """
 
 import hashlib
@@ -24,14 +25,14 @@ from learner.user_code import NotLoaded, describe, load_named
 from protocol.errors import ConfigError
 
 OBJECTIVE, ADVANTAGE = "learner.loss.objective", "learner.advantage.function"
-"""The keys."""
+"""Config keys that can name a plug-in."""
 
 
 def check_plug_ins(config: LearnerConfig) -> None:
-    """Load what the config names and try it on two rows of three tokens.
+    """Load the plug-ins named in the config and try each on a small example.
 
     Raises:
-        ConfigError: It cannot be imported, is no function, raises, or returns something else than it should.
+        ConfigError: A plug-in cannot be imported, is not a function, raises, or returns an invalid result.
     """
     key, spec = OBJECTIVE, config.loss.objective
     try:
@@ -55,7 +56,11 @@ def check_plug_ins(config: LearnerConfig) -> None:
 
 
 def objective_of(spec: str) -> Callable[[Tokens, LossConfig], Losses]:
-    """Return a built-in objective, or yours. Raises ConfigError, also for what yours returns."""
+    """Return a built-in objective, or the user's objective with its results checked.
+
+    Raises:
+        ConfigError: The function cannot be loaded or, when called, returns an invalid result.
+    """
     if spec in OBJECTIVES:
         return OBJECTIVES[spec]
     function = load_function(OBJECTIVE, spec)
@@ -79,14 +84,21 @@ def objective_of(spec: str) -> Callable[[Tokens, LossConfig], Losses]:
 
 
 def has_ratio(spec: str) -> bool:
-    """Return whether the importance ratio multiplies an objective's gradient. Yours says that it does not by `f.has_ratio = False`."""
+    """Return whether the importance ratio multiplies an objective's gradient.
+
+    A user's objective `f` declares that it does not with `f.has_ratio = False`.
+    """
     if spec in OBJECTIVES:
         return spec != "reinforce"
     return bool(getattr(load_function(OBJECTIVE, spec), "has_ratio", True))
 
 
 def advantages_of(spec: str, rewards: StepRewards) -> list[list[float]]:
-    """Return what your function makes of the rewards of a step. Raises ConfigError for what it returns."""
+    """Return the advantages that the user's function computes for one step.
+
+    Raises:
+        ConfigError: The function cannot be loaded, or its result has the wrong shape or is not finite.
+    """
     copied = msgspec.convert(msgspec.to_builtins(rewards), StepRewards)
     returned = load_function(ADVANTAGE, spec)(copied)
     try:
@@ -108,7 +120,7 @@ def advantages_of(spec: str, rewards: StepRewards) -> list[list[float]]:
 
 
 def digest_of_plug_ins(config: LearnerConfig) -> str:
-    """Return a digest of the files that the config's functions stand in, for ranks on several nodes to compare."""
+    """Return a digest of the plug-ins' files, for ranks on several nodes to compare."""
     digest = hashlib.sha256()
     for key, spec in ((OBJECTIVE, config.loss.objective), (ADVANTAGE, config.advantage.function)):
         if spec is not None and spec not in OBJECTIVES:
@@ -119,7 +131,7 @@ def digest_of_plug_ins(config: LearnerConfig) -> str:
 
 @cache
 def load_function(key: str, spec: str) -> Callable[..., Any]:
-    """Return what a key names. Raises ConfigError."""
+    """Return the function named by a config key. Raises ConfigError if loading fails."""
     try:
         function: Callable[..., Any] = load_named(spec)
     except NotLoaded as error:

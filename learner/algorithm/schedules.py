@@ -1,5 +1,7 @@
-"""What changes with the step: the learning rate, the weight of the KL. Pure: they depend on the config, the version and what was
-measured alone, so a resume goes on right with other `steps` or another number of ranks.
+"""Learning rate and KL coefficient of a step. Pure.
+
+They depend only on the config, the version and the measured KL. A resume with another `steps` or number of
+ranks therefore continues correctly.
 """
 
 import math
@@ -10,10 +12,14 @@ MAX_RELATIVE_ERROR = 0.2
 
 
 def learning_rate(config: OptimizerConfig, version: int, num_steps: int) -> float:
-    """The learning rate of the step that trains `version`.
+    """Return the learning rate of the step that trains `version`.
 
-    warm-up: peak · (version + 1) / warmup_steps; then, with x from 0 to 1 over the rest of the run,
-    constant: peak        linear: peak · (1 - x)        cosine: peak · (1 + cos(π x)) / 2
+    During warm-up, it is peak · (version + 1) / warmup_steps. Then, with x from 0 to 1 over the rest of the
+    run:
+
+        constant    peak
+        linear      peak · (1 - x)
+        cosine      peak · (1 + cos(π x)) / 2
     """
     if version < config.warmup_steps:
         return config.learning_rate * (version + 1) / config.warmup_steps
@@ -27,10 +33,12 @@ def learning_rate(config: OptimizerConfig, version: int, num_steps: int) -> floa
 
 
 def next_coef(config: KlConfig, coef: float, *, version: int, num_steps: int, measured_kl: float | None) -> float:
-    """The coefficient of the step that trains `version`, after a step with `coef` measured a mean KL per token.
+    """Return the KL coefficient of the step that trains `version`.
 
-    linear:  coef + (final_coef - coef) · version / (num_steps - 1)
-    target:  coef · (1 + clip(KL / target - 1, ±0.2) / horizon_steps)             (Ziegler et al., arXiv 1909.08593)
+    `measured_kl` is the mean KL per token of the previous step, which used `coef`.
+
+        linear  coef + (final_coef - coef) · version / (num_steps - 1)
+        target  coef · (1 + clip(KL / target - 1, ±0.2) / horizon_steps)   (Ziegler et al., arXiv 1909.08593)
     """
     match config.schedule:
         case "linear":

@@ -1,8 +1,9 @@
-"""Every key of the learner's section, with its default and its checks.
+"""Config of the learner's section: every key, with its default and its checks.
 
-    config/<room>.py    the keys of <room>/             learner.py    the whole, and what its sections refuse together
+    config/<area>.py    keys of the package <area>/    learner.py    the whole section
 
-The ground: every room imports it, it imports none.
+contradictions.py holds the checks across sections. Every other package imports this one; it imports none of
+them.
 """
 
 from learner.config.algorithm import AdvantageConfig, CorrectionConfig, KlConfig, LossConfig

@@ -1,4 +1,4 @@
-"""The algorithm: the advantage, the objective, the off-policy correction, and the KL to the reference."""
+"""Config of the algorithm: advantage, objective, off-policy correction, and KL to the reference."""
 
 import math
 from typing import Literal
@@ -18,53 +18,60 @@ OBJECTIVE_DEFAULTS: dict[str, dict[str, float]] = {
     "dppo": {"tv_low": 0.2, "tv_high": 0.2, "log_ratio_penalty": 1e-3, "dual_clip": 3.0},
     "reinforce": {},
 }
-"""Which of the loss's bounds an objective uses, and their defaults."""
+"""Bounds that each objective uses, with their defaults."""
 
 NORMALIZATIONS: dict[str, Normalization] = {"gspo": "sequence"}
-"""What an objective's paper divides by; all others: token."""
+"""Normalizations that differ from the default, token, by the paper of the objective."""
 
 BOUNDS = sorted({bound for defaults in OBJECTIVE_DEFAULTS.values() for bound in defaults})
 
 
 def is_plug_in(spec: str) -> bool:
-    """Return whether a value names a function of the user's, and nothing built in."""
+    """Return whether a value names a user function rather than a built-in."""
     return ":" in spec
 
 
 class LossConfig(Section):
-    """The objective, its bounds and its normalisation."""
+    """Policy objective, with its bounds and its normalization."""
 
     objective: str = "grpo"
-    """grpo: PPO's clip per token; gspo: per sequence; cispo: the ratio as a capped weight; sapo: a soft gate; dppo: a trust
-    region in probability; reinforce: no ratio; path/to/file.py:name or module:name: your own function (learner/algorithm/README.md)."""
+    """Policy objective. grpo: PPO's clip per token; gspo: PPO's clip per sequence; cispo: the ratio as a
+    capped weight; sapo: a soft gate; dppo: a trust region in probability; reinforce: no ratio;
+    path/to/file.py:name or module:name: your own function (learner/algorithm/README.md)."""
     normalization: Normalization | None = None
-    """token: mean over all tokens of the step; sequence: mean over completions of their means; dr_grpo: a constant. Unset:
-    sequence for gspo, whose loss is one number for each completion (arXiv 2507.18071, equation 5), token for all others."""
+    """Normalization of the loss. token: mean over all tokens of the step; sequence: mean over completions of
+    their means; dr_grpo: division by a constant. Unset: sequence for gspo, whose loss is one number per
+    completion (arXiv 2507.18071, equation 5), token for all other objectives."""
     clip_low: float | None = None
-    """grpo (0.2), gspo (3e-4): a ratio below 1 - clip_low has no gradient when the advantage is negative."""
+    """Lower clip bound: a ratio below 1 - clip_low has no gradient when the advantage is negative. Default:
+    0.2 for grpo, 3e-4 for gspo."""
     clip_high: float | None = None
-    """grpo (0.28, DAPO's clip-higher), gspo (4e-4): a ratio above 1 + clip_high has no gradient when the advantage is
-    positive; cispo (4.0): the ratio counts at most 1 + clip_high."""
+    """Upper clip bound. grpo and gspo: a ratio above 1 + clip_high has no gradient when the advantage is
+    positive; cispo: the ratio counts at most 1 + clip_high. Default: 0.28 for grpo (DAPO's clip-higher), 4e-4
+    for gspo, 4.0 for cispo."""
     dual_clip: MayChange[float | None] = None
-    """grpo, gspo, dppo (3.0, or 1 + clip_high if that is more): a ratio above it has no gradient when the advantage is negative, or else
-    one token whose probability has risen a thousandfold would be most of a step. inf: no bound."""
+    """Upper bound on the ratio when the advantage is negative, for grpo, gspo and dppo: a ratio above it has
+    no gradient. Without it, one token whose probability rose a thousandfold would dominate a step. Default:
+    3.0, or 1 + clip_high if that is larger. inf: no bound."""
     tau_positive: float | None = None
-    """sapo (1.0): how fast the gate closes when the advantage is positive."""
+    """Steepness of sapo's gate when the advantage is positive. Default: 1.0."""
     tau_negative: float | None = None
-    """sapo (1.05): the same when it is negative."""
+    """Steepness of sapo's gate when the advantage is negative. Default: 1.05."""
     tv_low: float | None = None
-    """dppo (0.2): a token whose probability fell by more has no gradient when the advantage is negative."""
+    """Bound of dppo: a token whose probability fell by more has no gradient when the advantage is negative.
+    Default: 0.2."""
     tv_high: float | None = None
-    """dppo (0.2): a token whose probability rose by more has no gradient when the advantage is positive."""
+    """Bound of dppo: a token whose probability rose by more has no gradient when the advantage is positive.
+    Default: 0.2."""
     log_ratio_penalty: float | None = None
-    """dppo (1e-3): weight of (log ratio)²."""
+    """Weight of (log ratio)² in dppo. Default: 1e-3."""
     mask_truncated: bool = False
-    """Leave completions that reached max_tokens out of the loss, and of what it is divided by; they stay in the baseline (DAPO's overlong
-    filtering)."""
+    """Whether to exclude completions that reached max_tokens from the loss and from its normalization. They
+    stay in the baseline (DAPO's overlong filtering)."""
     entropy_coef: float = 0.0
-    """Weight of the mean entropy of the tokens trained on, as a bonus."""
+    """Weight of the entropy bonus, the mean entropy of the trained tokens."""
     top_entropy_frac: float = 1.0
-    """Only this share of the step's tokens, those of the highest entropy, is trained on (arXiv 2506.01939)."""
+    """Share of the step's tokens to train on, those with the highest entropy (arXiv 2506.01939)."""
 
     def lacking(self) -> dict[str, str]:
         if is_plug_in(self.objective):
@@ -109,11 +116,15 @@ class LossConfig(Section):
 
     @property
     def mean_over(self) -> Normalization:
-        """The normalisation as set, or the objective's default."""
+        """Normalization as set, or the objective's default."""
         return self.normalization or NORMALIZATIONS.get(self.objective, "token")
 
     def value(self, bound: str) -> float:
-        """Return a bound as set, or the objective's default."""
+        """Return a bound as set, or the objective's default.
+
+        Raises:
+            ConfigError: A user function reads a bound that is not set.
+        """
         value = getattr(self, bound)
         if value is not None:
             return float(value)
@@ -124,30 +135,34 @@ class LossConfig(Section):
 
 
 class CorrectionConfig(Section):
-    """What is done about tokens that an older policy sampled."""
+    """Off-policy correction of tokens that an older policy sampled."""
 
     anchor: MayChange[Literal["behaviour", "proximal"]] = "behaviour"
-    """What the objective's ratio is taken to: behaviour: the policy that sampled the token; proximal: the policy at the start
-    of the step (decoupled PPO, arXiv 2505.24298)."""
+    """Denominator of the objective's ratio. behaviour: the policy that sampled the token; proximal: the
+    policy at the start of the step (decoupled PPO, arXiv 2505.24298)."""
     proximal: MayChange[Literal["exact", "log_linear"]] = "exact"
-    """Of anchor = proximal: exact: computed; log_linear: between behaviour and current policy by the token's versions,
-    without a forward pass (A-3PO, arXiv 2512.06547)."""
+    """Source of the proximal logprobs, with anchor = proximal. exact: a forward pass; log_linear:
+    interpolation between behavior and current policy by the token's staleness, without a forward pass (A-3PO,
+    arXiv 2512.06547)."""
     weight: MayChange[Literal["none", "truncate", "mask"]] = "none"
-    """The importance weight, policy / behaviour: truncate: multiplies the token's loss, at most max_weight; mask: tokens whose
-    weight lies outside [min_weight, max_weight] are left out (and the others weighed, unless their ratio does it)."""
+    """Use of the importance weight, policy / behavior. none: not used; truncate: multiplies the token's loss,
+    at most max_weight; mask: excludes tokens with a weight outside [min_weight, max_weight]. With mask, the
+    weight multiplies the loss of the kept tokens, unless the objective's ratio already does."""
     level: MayChange[Literal["token", "sequence", "geometric"]] = "token"
-    """A weight for each token, for each completion (the product over its tokens), or their geometric mean."""
+    """Granularity of the importance weight. token: one per token; sequence: one per completion, the product
+    over its tokens; geometric: one per completion, the geometric mean over its tokens."""
     max_weight: MayChange[float | None] = None
-    """Upper bound of the weight (2.0; must be given for level = geometric, where 1.01 is usual)."""
+    """Upper bound of the importance weight. Default: 2.0; required for level = geometric, where 1.01 is
+    usual."""
     min_weight: MayChange[float | None] = None
-    """mask: lower bound of the weight (none)."""
+    """Lower bound of the importance weight, with weight = mask. Unset: no lower bound."""
     sequence_mask: MayChange[float | None] = None
-    """Leave out a completion of negative advantage whose mean log(behaviour / policy) exceeds this (DeepSeek-V3.2,
-    arXiv 2512.02556)."""
+    """Maximum mean log(behavior / policy) of a completion with a negative advantage. Completions above it are
+    excluded (DeepSeek-V3.2, arXiv 2512.02556)."""
     max_token_staleness: MayChange[int | None] = None
-    """Tokens more versions old than this count stale_token_weight."""
+    """Maximum staleness of a token, in policy versions. Staler tokens count stale_token_weight."""
     stale_token_weight: MayChange[float] = 0.0
-    """0: they are left out; below 1: they count less."""
+    """Weight of tokens above max_token_staleness. 0: they are excluded; below 1: they count less."""
 
     def lacking(self) -> dict[str, str]:
         lacking = {}
@@ -190,27 +205,30 @@ class CorrectionConfig(Section):
 
 
 class KlConfig(Section):
-    """The KL of the policy from the reference."""
+    """KL of the policy to the reference."""
 
     coef: float = 0.0
-    """Its weight; needs a reference."""
+    """KL coefficient. A coefficient above 0 needs a reference."""
     estimator: KlEstimator | None = None
-    """With d = log reference - log policy: k1: -d; k2: d² / 2; k3: exp(d) - d - 1, whose gradient in the loss is that of the KL of the
-    reference from the policy; k3_grad_k2: the value of k3, the gradient of k2, which is that of the KL of the policy. Unset: k3 in the
-    loss, k1 in the reward."""
+    """KL estimator, with d = log reference - log policy. k1: -d; k2: d² / 2; k3: exp(d) - d - 1; k3_grad_k2:
+    the value of k3 with the gradient of k2. In the loss, k3 has the gradient of KL(reference ‖ policy), and
+    k2 that of KL(policy ‖ reference). Unset: k3 in the loss, k1 in the reward."""
     place: Literal["loss", "reward"] = "loss"
-    """loss: added to each token's loss; reward: its sum over the completion is subtracted from the reward, before the advantages."""
+    """Where the KL applies. loss: added to each token's loss; reward: summed over the completion and
+    subtracted from its reward, before the advantages."""
     schedule: Literal["constant", "linear", "target"] = "constant"
-    """linear: from coef to final_coef over the run; target: coef grows and shrinks to hold the KL at `target`."""
+    """Schedule of the coefficient. constant: coef; linear: from coef to final_coef over the run; target:
+    adapted to hold the KL at `target`."""
     final_coef: float | None = None
-    """linear: the weight at the last step."""
+    """KL coefficient at the last step, with schedule = linear."""
     target: float | None = None
-    """target: the wanted KL per token, in nats."""
+    """Target KL per token, in nats, with schedule = target."""
     horizon_steps: int = 10
-    """target: the coefficient changes by at most 0.2 / horizon_steps of itself per step (arXiv 1909.08593)."""
+    """Horizon of the adaptation, with schedule = target: a step changes the coefficient by at most 0.2 /
+    horizon_steps of itself (arXiv 1909.08593)."""
     importance_weighted: bool = False
-    """Multiply each token's k1 or k3 by policy / behaviour, which makes its gradient that of the KL, off-policy too
-    (DeepSeek-V3.2, arXiv 2512.02556)."""
+    """Whether to multiply each token's k1 or k3 by policy / behavior. The gradient is then that of the KL,
+    also off-policy (DeepSeek-V3.2, arXiv 2512.02556)."""
 
     def lacking(self) -> dict[str, str]:
         if not self._is_defined:
@@ -225,7 +243,7 @@ class KlConfig(Section):
             lacking |= dict.fromkeys(("schedule", "final_coef"), "a final_coef other than coef")
         if self.schedule != "target":
             lacking |= dict.fromkeys(("target", "horizon_steps"), 'schedule = "target"')
-        if self.place == "reward":  # which has no gradient
+        if self.place == "reward":  # the reward has no gradient
             lacking["importance_weighted"] = 'place = "loss"'
         return lacking
 
@@ -256,32 +274,36 @@ class KlConfig(Section):
 
     @property
     def estimator_used(self) -> KlEstimator:
-        """The estimator as set, or the one that suits the place."""
+        """Estimator as set, or the default for the place."""
         return self.estimator or ("k1" if self.place == "reward" else "k3")
 
     @property
     def is_on(self) -> bool:
-        """Whether the coefficient is ever above 0."""
+        """True if the coefficient is ever above 0."""
         return self.coef > 0 or (self.schedule == "linear" and bool(self.final_coef))
 
     @property
     def _is_defined(self) -> bool:
-        """Whether the schedule has the key that it goes by."""
+        """True if the key that the schedule requires is set."""
         goes_by = {"constant": self.coef, "linear": self.final_coef, "target": self.target}
         return goes_by[self.schedule] is not None
 
 
 class AdvantageConfig(Section):
-    """From the rewards of a group to how much better each completion was."""
+    """Conversion of a group's rewards to advantages."""
 
     baseline: Literal["mean", "leave_one_out"] = "mean"
-    """mean: the group's mean; leave_one_out: the mean of the group's other completions (RLOO)."""
+    """Baseline of the rewards. mean: the group's mean; leave_one_out: the mean of the group's other
+    completions (RLOO)."""
     scale: Literal["group", "batch", "none"] = "group"
-    """group: divide by the group's standard deviation (Bessel) + 1e-4; batch: by that of the step; none (Dr. GRPO)."""
+    """Divisor of the advantages. group: the group's standard deviation (Bessel) + 1e-4; batch: that of the
+    step; none: no division (Dr. GRPO)."""
     combine: Literal["sum", "normalize_then_sum"] = "sum"
-    """With several reward functions: sum: add the rewards; normalize_then_sum: add the advantages of each (GDPO)."""
+    """Combination of several reward functions. sum: add the rewards; normalize_then_sum: add the advantages
+    of each function (GDPO)."""
     function: str | None = None
-    """path/to/file.py:name or module:name: your own function in place of the three above (learner/algorithm/README.md)."""
+    """Your own function in place of baseline, scale and combine: path/to/file.py:name or module:name
+    (learner/algorithm/README.md)."""
 
     def lacking(self) -> dict[str, str]:
         return (

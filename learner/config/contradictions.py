@@ -1,4 +1,4 @@
-"""What no section of the config can tell by itself: which keys do nothing beside another section's, and which contradict one."""
+"""Checks across sections of the config: keys without effect, and keys that contradict each other."""
 
 from typing import TYPE_CHECKING
 
@@ -10,14 +10,14 @@ if TYPE_CHECKING:
 
 
 def what_is_lacking(config: "LearnerConfig") -> dict[str, str]:
-    """What keys need that do nothing beside another section's."""
+    """Return what each key needs from another section to have an effect."""
     correction = config.correction
     lacking: dict[str, str] = {}
     if not config.active_sampling:
         lacking |= dict.fromkeys(("max_replacements", "signal_reward"), "active_sampling = true")
     if config.max_staleness != "auto":
         lacking["max_auto_staleness"] = 'max_staleness = "auto"'
-    if config.max_staleness == 0:  # the next step waits for groups of the version that is pushed
+    if config.max_staleness == 0:  # the next step needs groups of the new version
         lacking["push.overlap"] = "max_staleness above 0"
     if sum(weight != 0 for weight in config.reward.weight_by_name.values()) < 2:
         lacking["advantage.combine"] = "two rewards whose weight is not 0"
@@ -28,9 +28,9 @@ def what_is_lacking(config: "LearnerConfig") -> dict[str, str]:
     if correction.anchor == "proximal":
         if config.loss.objective == "reinforce":
             lacking["correction.anchor"] = "an objective with a ratio"
-        elif correction.proximal == "log_linear" and config.max_staleness == 0:  # it is the behaviour policy
+        elif correction.proximal == "log_linear" and config.max_staleness == 0:  # equals the behavior policy
             lacking |= dict.fromkeys(("correction.anchor", "correction.weight"), "max_staleness above 0")
-        elif is_plug_in(config.loss.objective):  # nobody knows what it makes of its bounds
+        elif is_plug_in(config.loss.objective):  # its use of the bounds is unknown
             pass
         elif correction.proximal == "exact" and config.updates_per_batch == 1:  # the ratio is always 1
             lacking |= {f"loss.{bound}": "updates_per_batch above 1" for bound in BOUNDS}
@@ -38,7 +38,7 @@ def what_is_lacking(config: "LearnerConfig") -> dict[str, str]:
 
 
 def refuse_contradictions(config: "LearnerConfig") -> None:
-    """Raise ValueError for the first contradiction found between keys that are in effect."""
+    """Raise ValueError for the first contradiction between keys that have an effect."""
     _refuse_rewards(config)
     _refuse_corrections(config)
     _refuse_references(config)

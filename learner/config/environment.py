@@ -1,4 +1,4 @@
-"""The environment section of the learner's config: what the policy plays with, turn by turn, instead of answering once."""
+"""Config of the environment in which the policy acts over several turns, instead of answering once."""
 
 import math
 import sys
@@ -8,61 +8,69 @@ from protocol.config import MayChange
 
 
 class EnvironmentConfig(Section):
-    """What answers the policy's turns."""
+    """Environment or agent that plays the policy's episodes."""
 
     factory: str | None = None
-    """A class: `module:Class`, `path/to/file.py:Class`, or the built-in `guess` or `calculator`. It has `reset(**row)`, and
-    `get_reward()` and an attribute `done` if it likes. Prompts that are conversations: its other public methods are tools. Prompts
-    that are texts: it has one, which gets the text of each turn and returns the text that follows it."""
+    """Environment class: `module:Class`, `path/to/file.py:Class`, or the built-in `guess` or `calculator`. It
+    has `reset(**row)`, and optionally `get_reward()` and an attribute `done`. Conversation prompts: its other
+    public methods are tools. Text prompts: it has one other method, which gets the text of each turn and
+    returns the text that follows."""
     tools: tuple[str, ...] = ()
-    """Functions that the policy may call beside the methods, likewise named; for prompts that are conversations."""
+    """Functions that the policy may call in addition to the methods, named in the same way. For conversation
+    prompts."""
     agent: str | None = None
-    """A program that owns its loop: `module:function`, or `path/to/file.py:function`. It is called with the row and asks an OpenAI
-    endpoint of the learner, `async def run(data, *, base_url, api_key, http_client, **extra)`; it returns the reward, or None."""
+    """Agent, a program that owns its loop: `module:function`, or `path/to/file.py:function`. The function is
+    `async def run(data, *, base_url, api_key, http_client, **extra)`. It gets the row, calls an OpenAI
+    endpoint of the learner, and returns the reward or None."""
     command: str | None = None
-    """The same as a command line of the shell, run once for each episode with OPENAI_BASE_URL and OPENAI_API_KEY, and the row as JSON in
-    SLIPSTREAM_ROW. The last line that it prints is the reward, if it is a number."""
+    """Agent as a shell command line. It runs once per episode, with OPENAI_BASE_URL, OPENAI_API_KEY, and the
+    row as JSON in SLIPSTREAM_ROW. The last line of its output is the reward, if that line is a number."""
     python: MayChange[str | None] = None
-    """The interpreter that the agent runs in, such as `envs/x/.venv/bin/python`; it needs nothing of Slipstream. Environments and tools
-    run there too; they need Python 3.11 and msgspec in it, and transformers where the prompts are conversations. Unset: the learner's."""
+    """Python interpreter of the agent, such as `envs/x/.venv/bin/python`, which needs nothing of Slipstream.
+    Environments and tools also run in it; they need Python 3.11 and msgspec, and transformers for
+    conversation prompts. Unset: the learner's interpreter."""
     renderer: MayChange[str | None] = None
-    """The format that the policy's calls and reasoning are read in, by its name in the package `renderers` (PrimeIntellect), such as
-    `qwen3.5`, `glm-4.5`, `llama-3`, `gpt-oss`. Unset: what the tokenizer says of itself (`response_template`), else that of Hermes."""
+    """Format of the policy's tool calls and reasoning, by its name in the package `renderers`
+    (PrimeIntellect), such as `qwen3.5`, `glm-4.5`, `llama-3`, `gpt-oss`. Unset: the tokenizer's own format
+    (`response_template`), otherwise that of Hermes."""
     gateway_host: MayChange[str] = "127.0.0.1"
-    """The address that agents find the endpoint at. Others than this machine's own are for agents in containers: their requests travel
-    unencrypted, and only their keys keep others out."""
+    """Address at which agents reach the endpoint. Addresses beyond this machine are for agents in containers.
+    Their requests are not encrypted, and only their keys protect the endpoint."""
     gateway_port: MayChange[int] = 0
-    """0: any that is free."""
+    """Port of the endpoint. 0: any free port."""
     override_sampling: MayChange[bool] = False
-    """Leave out what an agent's requests say about sampling (temperature, top_p, seed, a forced tool_choice, response_format, ...) and
-    sample as the run does; else they are refused."""
+    """Whether to ignore the sampling parameters of an agent's requests (temperature, top_p, seed, a forced
+    tool_choice, response_format, ...) and to sample as the run does. false: such requests are refused."""
     max_turns: int = 8
-    """Of an episode; sampling.max_tokens is a turn's."""
+    """Maximum number of turns of an episode. sampling.max_tokens limits each turn."""
     max_episode_tokens: int | None = None
-    """An episode ends when its prompt and all that followed have so many tokens. Unset: the server's max_model_len."""
+    """Maximum number of tokens of an episode, from its prompt on. Unset: the server's max_model_len."""
     timeout_s: MayChange[float] = 10.0
-    """Deadline of one call of a method; the process that exceeds it is killed, and the episode ends without a reward."""
+    """Deadline of one method call. A process that exceeds it is killed, and the episode ends without a
+    reward."""
     episode_deadline_s: MayChange[float] = 600.0
-    """An episode that has gone on for so long, waits for its turns included, begins no further turn and ends without a reward."""
+    """Maximum duration of an episode, including the waits for its turns. An episode above it starts no
+    further turn and ends without a reward."""
     max_concurrent: MayChange[int] = 64
-    """Episodes that are played at once, each with an instance in a process of its own."""
+    """Maximum number of concurrent episodes, each with an instance in its own process."""
     max_memory_mib: MayChange[int | None] = None
-    """Of the process of an environment or agent and all that it has started, together; whoever holds more is killed, and the episode ends
-    as env_error. What its module imports counts."""
+    """Maximum memory of the process of an environment or agent and all that it has started, including what
+    its module imports. A process above it is killed, and the episode ends as env_error. Linux only. Unset: no
+    limit."""
 
     @property
     def is_used(self) -> bool:
-        """Unless it is, a completion is all there is."""
+        """True if an environment or agent is set; otherwise an episode is one completion."""
         return self.factory is not None or bool(self.tools) or self.has_agent
 
     @property
     def has_agent(self) -> bool:
-        """The episodes are played by programs that ask the gateway."""
+        """True if programs that send requests to the gateway play the episodes."""
         return self.agent is not None or self.command is not None
 
     @property
     def named(self) -> str:
-        """What the config names, for messages."""
+        """Keys that are set, with their values, for error messages."""
         keys = {"factory": self.factory, "tools": list(self.tools), "agent": self.agent, "command": self.command}
         return ", ".join(f"learner.environment.{key} = {value!r}" for key, value in keys.items() if value)
 

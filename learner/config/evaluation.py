@@ -1,4 +1,4 @@
-"""The evaluation section of the learner's config: `learner evaluate run.toml`, and evaluations while a run trains."""
+"""Config of evaluations, by `learner evaluate run.toml` and during training."""
 
 import math
 import re
@@ -12,74 +12,87 @@ from protocol.config import PASSED_ON, MayChange
 
 SOURCES = ("task", "path", "dataset")
 SET_NAME = re.compile(r"(?!function$|pass_at_)[a-z0-9][a-z0-9_]*")
-"""It stands where a metric of a single set has its own name: evaluation/hard/reward."""
+"""Pattern of set names. The name precedes the metric, as in evaluation/hard/reward, so it must not look like
+one."""
 
 
 class SetConfig(Section):
-    """One of several sets of prompts. What it does not say, [learner.evaluation] says."""
+    """One of several sets of prompts; [learner.evaluation] fills in unset keys."""
 
     task: MayChange[str | None] = None
-    """A built-in task."""
+    """Built-in task."""
     path: MayChange[str | None] = None
-    """A JSONL file."""
+    """JSONL file."""
     dataset: MayChange[str | None] = None
-    """A `datasets` dataset."""
+    """`datasets` dataset."""
     split: MayChange[str | None] = None
-    """Which split of the dataset."""
+    """Split of the dataset."""
     num_prompts: MayChange[int | None] = None
-    """Use only the first so many prompts."""
+    """Maximum number of prompts, taken from the start."""
     num_samples: MayChange[int | None] = None
-    """Completions, or episodes, of each prompt."""
+    """Number of completions, or episodes, per prompt."""
     temperature: MayChange[float | None] = None
-    """0 is greedy."""
+    """Sampling temperature. 0: greedy."""
     max_tokens: MayChange[int | None] = None
-    """Of a completion, or of a turn."""
+    """Maximum number of tokens of a completion, or of a turn."""
 
 
 class EvaluationConfig(Section):
-    """What an evaluation asks, and whom. How prompts become tokens and what rates answers is as in training."""
+    """Prompts and server of an evaluation.
+
+    Prompts are tokenized, and answers scored, as in training.
+    """
 
     every_steps: MayChange[int] = 0
-    """Evaluate while training goes on: after every so many steps and after the last. 0: only by `learner evaluate`."""
+    """Steps between evaluations during training. One also follows the last step. 0: only by `learner
+    evaluate`."""
     at_start: MayChange[bool] = False
-    """Evaluate before the first step too."""
+    """Whether to also evaluate before the first step."""
     pin: MayChange[bool] = False
-    """Hold the next step until all is answered, so that one policy version answers. Training waits for it."""
+    """Whether to hold the next step until the evaluation is complete, so that one policy version answers all
+    prompts. Training waits meanwhile."""
     url: MayChange[str | None] = None
-    """The OpenAI side of a server: of this run's, or for `learner evaluate` also that of `vllm serve`. Its key, if it wants one, in the
-    variable EVALUATION_API_KEY or OPENAI_API_KEY. Unset: at server.http_host and server.http_port, this machine's port 8000; where http_host is all addresses (0.0.0.0, ::), at
-    the host of the run's first server."""
+    """OpenAI endpoint of a server: one of this run, or for `learner evaluate` also of `vllm serve`. Its key,
+    if it requires one, is read from EVALUATION_API_KEY or OPENAI_API_KEY. Unset: server.http_host and
+    server.http_port, by default port 8000 of this machine. If http_host is all addresses (0.0.0.0, ::), the
+    host of the run's first server is used."""
     task: MayChange[str | None] = None
-    """A built-in task, as in learner.data. Of task, path and dataset at most one; without any the run's own prompts are asked."""
+    """Built-in task, as in learner.data. At most one of task, path and dataset may be set. Unset: the run's
+    own prompts."""
     path: MayChange[str | None] = None
-    """A JSONL file."""
+    """JSONL file."""
     dataset: MayChange[str | None] = None
-    """A `datasets` dataset."""
+    """`datasets` dataset."""
     split: MayChange[str] = "test"
-    """Which split of the dataset."""
+    """Split of the dataset."""
     num_prompts: MayChange[int | None] = None
-    """Use only the first so many prompts."""
+    """Maximum number of prompts, taken from the start."""
     num_samples: MayChange[int] = 1
-    """Completions, or episodes, of each prompt; more than one need a temperature."""
+    """Number of completions, or episodes, per prompt. More than one requires a temperature above 0."""
     temperature: MayChange[float] = 0.0
-    """0 is greedy."""
+    """Sampling temperature. 0: greedy."""
     max_tokens: MayChange[int | None] = None
-    """Of a completion, or of a turn. Unset: learner.sampling.max_tokens."""
+    """Maximum number of tokens of a completion, or of a turn. Unset: learner.sampling.max_tokens."""
     max_concurrent: MayChange[int] = 64
-    """Prompts that are asked at once."""
+    """Maximum number of prompts in flight."""
     timeout_s: MayChange[float] = 600.0
-    """How long an answer may take, and how long a server that is gone is waited for."""
+    """Maximum time for an answer, and to wait for a lost server."""
     sets: MayChange[Annotated[dict[str, SetConfig], PASSED_ON, tyro.conf.Suppress]] = msgspec.field(
         default_factory=dict
     )
-    """Several sets of prompts, each with a name of yours, in place of the one: [learner.evaluation.sets.NAME]."""
+    """Several sets of prompts in place of the single one, each with a name of yours:
+    [learner.evaluation.sets.NAME]."""
 
     def set_names(self) -> list[str | None]:
-        """In the order in which they are asked; None is the only one, which has no name."""
+        """Return the names of the sets in evaluation order, or [None] for a single set."""
         return [*self.sets] or [None]
 
     def of_set(self, name: str | None) -> Self:
-        """As if this set were the only one. Raises ValueError for what contradicts in it."""
+        """Return the config as if this set were the only one.
+
+        Raises:
+            ValueError: Keys of the set contradict each other.
+        """
         if name is None:
             return self
         chosen = self.sets[name]

@@ -1,4 +1,4 @@
-"""The learner's section as a whole, and the run that it is part of."""
+"""The learner's section as a whole, and the run that it belongs to."""
 
 from typing import Annotated, Any, Literal, Self
 
@@ -27,47 +27,51 @@ AUTO_TOKENS, AUTO_TOKENS_ON_CPU = 16384, 4096
 
 
 class LearnerConfig(Section):
-    """What the learner does."""
+    """Settings of the learner."""
 
     data: DataConfig
-    """Where the prompts come from."""
+    """Source of the prompts."""
     reward: RewardConfig
-    """What scores the completions."""
+    """Scoring of the completions."""
     steps: MayChange[int]
-    """Optimizer steps of the run."""
+    """Number of optimizer steps of the run."""
     groups_per_step: int = 16
-    """Groups that make the batch of one optimizer step."""
+    """Number of groups in the batch of one optimizer step."""
     max_staleness: MayChange[int | Literal["auto"]] = 2
-    """How many versions behind the learner the oldest token of a consumed group may be; 0 is the synchronous algorithm. "auto": as
-    few as keep the learner fed, at least 1, by what the run waits for."""
+    """Maximum staleness of a consumed group: how many versions its oldest token may be behind the learner. 0:
+    synchronous training; "auto": the smallest value, at least 1, that keeps the learner fed, adjusted to the
+    run's bottleneck."""
     max_auto_staleness: MayChange[int] = 8
-    """With max_staleness = "auto": never more than this."""
+    """Upper limit with max_staleness = "auto"."""
     updates_per_batch: int = 1
-    """Optimizer updates on each batch; above 1 the later ones go further from the policy that sampled it."""
+    """Number of optimizer updates per batch. Above 1, later updates move further from the policy that sampled
+    the batch."""
     micro_batch_tokens: MayChange[int | Literal["auto"]] = "auto"
-    """Tokens per forward pass; lower it when memory runs out. The result does not depend on it. "auto": 16,384 on a GPU, and 4,096
-    on a CPU, where larger passes only leave the caches."""
+    """Number of tokens per forward pass. Lower it if memory runs out; the result does not depend on it.
+    "auto": 16,384 on a GPU, and 4,096 on a CPU, where larger passes no longer fit the caches."""
     attn_implementation: MayChange[str] = "packed"
-    """packed: sequences without padding, the prompt of a group computed once (a model that cannot is padded, and the log says
-    why); or an attention of transformers ("sdpa", "eager", "flash_attention_2"): sequences are padded, each with its prompt. Refused
-    where its logprobs are not those of eager attention."""
+    """Attention implementation. packed: sequences without padding, with the prompt of a group computed once;
+    or an attention of transformers ("sdpa", "eager", "flash_attention_2"): padded sequences, each with its
+    prompt. A model that cannot be packed is padded, and the log gives the reason. An implementation is
+    refused if its logprobs differ from those of eager attention."""
     gradient_checkpointing: MayChange[bool] = False
-    """Trade a second forward pass for memory."""
+    """Whether to recompute activations in a second forward pass, which saves memory."""
     compile: MayChange[bool | Literal["auto"]] = "auto"
-    """Fuse the policy's norms, gated layers, rotary embedding and, on a GPU, what its head does to logits with torch.compile. The first
-    start takes up to two minutes longer, later ones find the code in torch's cache; it needs a C++ compiler. A model that cannot goes on
-    without, and the log says why. "auto": on GPUs, except under FSDP."""
+    """Whether to fuse the policy's norms, gated layers and rotary embedding with torch.compile, and on a GPU
+    the head's operations on logits. It needs a C++ compiler. The first start takes up to two minutes longer;
+    later starts reuse torch's cache. A model that cannot be fused runs without, and the log gives the reason.
+    "auto": on GPUs, except under FSDP."""
     lora: LoraConfig = LoraConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
     active_sampling: bool = False
-    """Replace groups without signal (all rewards equal, before any KL) by other prompts, so that every batch is full of groups
-    that teach something (DAPO's dynamic sampling)."""
+    """Whether to replace groups without signal (all rewards equal, before any KL) by other prompts. Every
+    batch is then full of groups with signal (DAPO's dynamic sampling)."""
     signal_reward: str | None = None
-    """With active_sampling: name of the reward function whose rewards must differ within a group, such as the one for right answers.
-    Unset: the sum of all, without the overlong penalty."""
+    """Name of the reward function whose rewards must differ within a group, with active_sampling, such as the
+    one for correct answers. Unset: the sum of all, without the overlong penalty."""
     max_replacements: MayChange[int] = 10
-    """With active_sampling: a step replaces at most so many times groups_per_step groups; further ones are taken as they are,
-    with a warning."""
+    """Maximum number of groups that a step replaces with active_sampling, in multiples of groups_per_step.
+    Further groups are used unchanged, with a warning."""
     curriculum: CurriculumConfig = CurriculumConfig()
     sampling: SamplingConfig = SamplingConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
@@ -83,22 +87,25 @@ class LearnerConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     report: ReportConfig = ReportConfig()
     connect_timeout_s: MayChange[float] = 600.0
-    """How long to wait for the server, at the start and whenever it is gone, or another learner has it."""
+    """Maximum time to wait for a server, at the start and whenever it is lost or serves another learner."""
     drain_timeout_s: MayChange[float] = 60.0
-    """How long a server whose endpoint was taken out of `endpoints_from`, or that was told to end and says so, may finish the groups that
-    it owes; then they are asked for elsewhere."""
+    """Maximum time for a server to finish its pending groups, after its endpoint is removed from
+    `endpoints_from` or it announces its shutdown. The remaining groups are then requested from other
+    servers."""
     group_deadline_s: MayChange[float] = 600.0
-    """How long a group that the server has begun may go without a token, pushes aside, before it is asked for again; if two or
-    more of its completions had ended by then, it goes on with those. A request that the server has lost is sent again
-    after as long."""
+    """Maximum time without a new token for a group in progress, not counting weight syncs, before it is
+    requested again. If two or more of its completions have ended, it continues with those. A request that the
+    server has lost is resent after the same time."""
     rank_timeout_s: MayChange[float] = 600.0
-    """With several ranks: how long each waits for the others wherever they meet, so how soon one that died or hangs is noticed.
-    It must be longer than rank 0 needs to read the data, for one push or for a checkpoint; waits for the server do not count."""
+    """With several ranks: maximum time that each waits for the others in a collective. It bounds how soon a
+    hanging rank is noticed, or a dead one that the rank watch misses. It must exceed the time that rank 0
+    needs to read the data, for a weight sync or for a checkpoint. Waits for the server do not count."""
     max_group_attempts: MayChange[int] = 3
-    """A prompt whose group fails so often is recorded as failed and left out."""
+    """Number of failed attempts after which the group of a prompt is recorded as failed and left out."""
     cpu_cores: MayChange[Cores | None] = None
-    """Cores to run on, as positions in the list of cores this process may use; torch gets as many threads. Unset, without a GPU and
-    with a server at a loopback endpoint: those that the server's section leaves over, or the second half."""
+    """Cores to run on, as positions in the list of cores that this process may use. torch gets as many
+    threads. Unset, without a GPU and with a server at a loopback endpoint: the cores that the server's
+    section leaves, or the second half."""
 
     def lacking(self) -> dict[str, str]:
         return what_is_lacking(self)
@@ -128,22 +135,22 @@ class LearnerConfig(Section):
 
     @property
     def staleness_bound(self) -> int:
-        """The most versions that the oldest token of a consumed group may ever be behind."""
+        """Maximum staleness that a consumed group may ever have, in versions."""
         return self.max_auto_staleness if self.max_staleness == "auto" else self.max_staleness
 
     def tokens_per_pass(self, device_type: str) -> int:
-        """micro_batch_tokens on a device of this type: "cuda", "cpu"."""
+        """Return micro_batch_tokens for a device type, such as "cuda" or "cpu"."""
         if self.micro_batch_tokens != "auto":
             return self.micro_batch_tokens
         return AUTO_TOKENS_ON_CPU if device_type == "cpu" else AUTO_TOKENS
 
     def compiles_on(self, device_type: str, *, is_sharded: bool) -> bool:
-        """Whether the policy is fused on a device of this type."""
+        """Return whether the policy is fused on a device of this type."""
         return (device_type != "cpu" and not is_sharded) if self.compile == "auto" else self.compile
 
     @property
     def rejects_tokens(self) -> bool:
-        """Whether some tokens that are trained on may be left out of the objective, or count less."""
+        """True if some trained tokens may be excluded from the objective, or count less."""
         correction = self.correction
         return (
             correction.weight != "none"
@@ -157,15 +164,16 @@ class LearnerRun(SharedConfig):
     """Train a model: `learner train run.toml`."""
 
     learner: LearnerConfig
-    """What the learner does."""
+    """Settings of the learner."""
     server: MayChange[Annotated[dict[str, Any], tyro.conf.Suppress]] = msgspec.field(default_factory=dict)
-    """The server's section; of it are read here: max_model_len, to which RoPE is pinned, and where evaluations ask, http_host and http_port."""
+    """The server's section. The learner reads max_model_len, to which it pins RoPE, and http_host and
+    http_port, for evaluations."""
     deploy: MayChange[Annotated[dict[str, Any], tyro.conf.Suppress]] = msgspec.field(default_factory=dict)
-    """Which part of a node each process gets: not read here."""
+    """Resources of the node per process. Not read by the learner."""
 
     @property
     def evaluation_url(self) -> str:
-        """Whom evaluations ask."""
+        """URL of the server that evaluations use."""
         host = str(self.server.get("http_host", "127.0.0.1")).strip("[]")
         if host in ("0.0.0.0", "::"):
             host, _ = split_endpoint(self.servers[0])
@@ -198,11 +206,11 @@ class LearnerRun(SharedConfig):
             )
 
     def in_effect(self) -> Self:
-        """Return the same without the keys that do nothing."""
+        """Return the run with its idle keys at their defaults."""
         return msgspec.structs.replace(self, learner=self.learner.in_effect())
 
     def note_on_idle_keys(self) -> str | None:
-        """One line about them; None without any."""
+        """Return one line about the idle keys, or None if there are none."""
         idle = [
             f"learner.{key} = {value_at(self.learner, key)!r} (needs {need})"
             for key, need in sorted(self.learner.idle_keys().items())

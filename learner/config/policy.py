@@ -1,4 +1,4 @@
-"""What is trained, and what it is measured against: the adapter and the reference."""
+"""Config of the policy and its reference: the adapter, and what the KL is measured against."""
 
 import math
 import re
@@ -17,7 +17,7 @@ NEEDS: dict[ReferenceKind, tuple[str, ...]] = {
     "adaptive": ("kl_threshold",),
     "mixture": ("every_steps", "num_snapshots"),
 }
-"""The keys without which a kind is not defined."""
+"""Keys that each kind requires."""
 
 MAY_HAVE: dict[ReferenceKind, tuple[str, ...]] = {
     "none": (),
@@ -28,43 +28,51 @@ MAY_HAVE: dict[ReferenceKind, tuple[str, ...]] = {
                  "device"),
     "mixture": ("only", "reset_optimizer", "device"),
 }  # fmt: skip
-"""The keys that change something for a kind, beside those it needs."""
+"""Optional keys that affect each kind."""
 
 
 class ReferenceConfig(Section):
-    """The policy the KL is measured against."""
+    """Reference policy that the KL is measured against."""
 
     kind: ReferenceKind = "none"
-    """none; fixed: the initial weights; every: a copy of the policy, taken anew every `every_steps` steps; ema: moved towards
-    the policy by `alpha` every `every_steps` steps; adaptive: a copy, taken anew when the KL stays above `kl_threshold`;
-    mixture: the mean of the distributions of the last `num_snapshots` copies, taken every `every_steps` steps."""
+    """Kind of reference. none: no reference; fixed: the initial weights; every: a copy of the policy,
+    refreshed every `every_steps` steps; ema: moved toward the policy by `alpha` every `every_steps` steps;
+    adaptive: a copy, refreshed when the KL stays above `kl_threshold`; mixture: the mean distribution of the
+    last `num_snapshots` copies, taken every `every_steps` steps."""
     every_steps: int | None = None
-    """every, ema, mixture: optimizer steps between two refreshes."""
+    """Optimizer steps between two refreshes, for every, ema and mixture."""
     growth: float | None = None
-    """every, adaptive: after each refresh the steps to the next one (every_steps, min_every_steps) are multiplied by it."""
+    """Factor by which each refresh multiplies the steps to the next one (every_steps, min_every_steps), for
+    every and adaptive."""
     max_every_steps: int | None = None
-    """every, adaptive: where that growth ends."""
+    """Maximum number of steps that growth reaches, for every and adaptive."""
     alpha: float | None = None
-    """ema: reference = (1 - alpha) · reference + alpha · policy, in float32 (TR-DPO, arXiv 2404.09656)."""
+    """Weight of the policy in an update, for ema: reference = (1 - alpha) · reference + alpha · policy, in
+    float32 (TR-DPO, arXiv 2404.09656)."""
     kl_threshold: float | None = None
-    """adaptive: refresh when the step's mean KL per token, `reference/kl`, lies above it `patience` steps in a row."""
+    """Mean KL per token of a step, `reference/kl`, for adaptive. The reference is refreshed after `patience`
+    steps in a row above it."""
     patience: int = 3
-    """adaptive: so many steps in a row."""
+    """Number of steps in a row above kl_threshold, for adaptive."""
     reward_guard: bool = True
-    """adaptive: and only while the moving average of `reward/mean` (a tenth of the way each step) is not below what it was at
-    the last refresh or, before the first one, at the first step: a policy that got worse does not become the reference."""
+    """Whether a refresh also requires that the policy has not become worse, for adaptive. The moving average
+    of `reward/mean` (a tenth of the way each step) must not be below its value at the last refresh. Before
+    the first refresh, its value at the first step counts."""
     min_every_steps: int | None = None
-    """adaptive: optimizer steps that at least lie between two refreshes."""
+    """Minimum number of optimizer steps between two refreshes, for adaptive."""
     num_snapshots: int | None = None
-    """mixture: a token's reference probability is the mean under so many copies; a pass and a copy of the weights for each."""
+    """Number of copies, for mixture. A token's reference probability is the mean under the copies. Each costs
+    a forward pass and a copy of the weights."""
     only: str | None = None
-    """Refresh only parameters whose name contains a match of this regular expression; the others stay as at the start."""
+    """Regular expression for the parameters to refresh: those whose name contains a match. The others keep
+    their initial values."""
     reset_optimizer: bool = False
-    """Start from fresh optimizer moments after each refresh (ProRL, arXiv 2505.24864); the learning rate goes on."""
+    """Whether to reset the optimizer's moments after each refresh (ProRL, arXiv 2505.24864). The learning
+    rate is not reset."""
     device: MayChange[str] = "same"
-    """Where the weights are kept between passes, in the run's dtype (ema: float32): same: where the policy is; cpu: host memory (pinned where there is
-    CUDA); or a GPU such as cuda:1. This frees memory between passes only: each pass runs on the policy's device, to which one
-    copy of the weights is moved for it."""
+    """Location of the weights between passes, in the run's dtype (ema: float32). same: that of the policy;
+    cpu: host memory, pinned if there is CUDA; or a GPU such as cuda:1. This frees memory only between passes:
+    each pass runs on the policy's device, with one copy of the weights moved to it."""
 
     def lacking(self) -> dict[str, str]:
         users = {
@@ -79,7 +87,7 @@ class ReferenceConfig(Section):
         name, first = self._first_interval
         if self.min_every_steps is not None:
             longest = self.max_every_steps or (self.min_every_steps if self.growth is None else math.inf)
-            if longest <= self.patience:  # which keeps refreshes that far apart already
+            if longest <= self.patience:  # patience already keeps refreshes that far apart
                 keys = ("min_every_steps", "growth", "max_every_steps")
                 return dict.fromkeys(keys, f"to rise above patience = {self.patience}")
         if self.growth is None:
@@ -133,21 +141,26 @@ class ReferenceConfig(Section):
 
     @property
     def _first_interval(self) -> tuple[str, int | None]:
-        """The key that growth multiplies."""
+        """Key that growth multiplies, and its value."""
         name = "every_steps" if self.kind == "every" else "min_every_steps"
         return name, getattr(self, name)
 
 
 class LoraConfig(Section):
-    """A low-rank adapter as the policy. It has no dropout: the server samples without, so every ratio would be noise."""
+    """Low-rank adapter as the policy.
+
+    It has no dropout: the server samples without dropout, so every ratio would be noisy.
+    """
 
     rank: int = 0
-    """0: train the whole model; above: train rank · (inputs + outputs) numbers for each adapted layer, which wants about ten
-    times the learning rate."""
+    """Rank of the adapter. 0: train the whole model; above 0: train rank · (inputs + outputs) numbers per
+    adapted layer, with about ten times the learning rate."""
     alpha: float = 32.0
-    """The adapter counts alpha / rank, so that one learning rate suits every rank (arXiv 2106.09685)."""
+    """Scale of the adapter, which counts alpha / rank, so that one learning rate suits every rank (arXiv
+    2106.09685)."""
     target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
-    """The linear layers that are adapted, by the end of their names, as `q_proj v_proj`; all-linear: all but the LM head."""
+    """Linear layers to adapt, by the end of their names, as in `q_proj v_proj`. all-linear: all except the LM
+    head."""
 
     def lacking(self) -> dict[str, str]:
         return dict.fromkeys(("alpha", "target_modules"), "rank above 0") if self.rank == 0 else {}

@@ -1,4 +1,4 @@
-"""Where the prompts come from, and which are asked how often."""
+"""Config of the prompts: their source, and how often each is sampled."""
 
 from typing import Annotated, Any, Literal
 
@@ -12,26 +12,30 @@ MIN_WEIGHT = 0.01
 
 
 class CurriculumConfig(Section):
-    """Which prompts are asked how often."""
+    """Sampling frequency of prompts."""
 
     kind: Literal["none", "pass_rate"] = "none"
-    """none: every prompt once per data epoch; pass_rate: those that are mostly solved or mostly failed less often."""
+    """Kind of curriculum. none: every prompt once per data epoch; pass_rate: mostly solved or mostly failed
+    prompts less often."""
     reward: MayChange[str | None] = None
-    """Name of the reward function whose mean over a group, from 0 to 1, is its pass rate. Unset: the first."""
+    """Name of the reward function whose mean over a group, from 0 to 1, is the pass rate. Unset: the first
+    function."""
     easy_above: float = 0.75
-    """A prompt with a higher pass rate is easy."""
+    """Pass rate above which a prompt is easy."""
     hard_below: float = 0.25
-    """A prompt with a lower pass rate is hard."""
+    """Pass rate below which a prompt is hard."""
     easy_weight: MayChange[float] = 0.2
-    """Share of the data epochs in which an easy prompt is asked; others, and those not seen yet: 1."""
+    """Share of the data epochs in which an easy prompt is sampled. It is 1 for all other prompts that are not
+    hard, and for unseen ones."""
     hard_weight: MayChange[float] = 0.2
-    """The same for a hard prompt."""
+    """Share of the data epochs in which a hard prompt is sampled."""
     drop_above: MayChange[float | None] = None
-    """A prompt with this pass rate or a higher one is not asked again."""
+    """Pass rate at or above which a prompt is not sampled again."""
     drop_below: MayChange[float | None] = None
-    """A prompt with this pass rate or a lower one is not asked again."""
+    """Pass rate at or below which a prompt is not sampled again."""
     decay: float = 0.5
-    """A prompt's pass rate is decay · its old one + (1 - decay) · that of its newest group; 0: the newest alone."""
+    """Decay of a prompt's pass rate: decay · old rate + (1 - decay) · rate of its newest group. 0: the newest
+    group alone."""
 
     def lacking(self) -> dict[str, str]:
         if self.kind == "none":
@@ -59,7 +63,10 @@ class CurriculumConfig(Section):
         require(0 <= self.decay < 1, f"decay = {self.decay} must be at least 0 and below 1")
 
     def weight(self, pass_rate: float | None) -> float:
-        """Return the probability with which a prompt of this pass rate is kept; None: not seen yet."""
+        """Return the probability of keeping a prompt.
+
+        `pass_rate` is None for a prompt that was not seen yet.
+        """
         if pass_rate is None:
             return 1.0
         if self.drop_above is not None and pass_rate >= self.drop_above:
@@ -76,43 +83,49 @@ class CurriculumConfig(Section):
 
 
 class DataConfig(Section):
-    """Where the prompts come from: exactly one of task, path and dataset."""
+    """Source of the prompts: exactly one of task, path and dataset."""
 
     task: str | None = None
-    """A built-in task: reverse, sort or arithmetic for `tiny:digits`; guess or calculator, for the environment of that name; sums or
-    sums_held_out, products or products_held_out, which share no prompt, for a pretrained model."""
+    """Built-in task. reverse, sort or arithmetic: for `tiny:digits`; guess or calculator: for the environment
+    of that name; sums, sums_held_out, products or products_held_out: for a pretrained model. A held-out task
+    shares no prompt with its counterpart."""
     path: MayChange[str | None] = None
-    """A JSONL file, one prompt with its columns per line."""
+    """JSONL file, with one prompt and its columns per line."""
     dataset: MayChange[str | None] = None
-    """A `datasets` dataset: a hub name, or a local path written by save_to_disk or holding data files."""
+    """`datasets` dataset: a hub name, or a local path written by save_to_disk or containing data files."""
     revision: MayChange[str | None] = None
-    """Which revision of a hub dataset: a commit, tag or branch. Pin a commit, for a resume refuses other data than the run's."""
+    """Revision of a hub dataset: a commit, tag or branch. Pin a commit, because a resume refuses data other
+    than the run's."""
     dataset_config: str | None = None
-    """Which configuration of the dataset, where it has several."""
+    """Configuration of the dataset, if it has several."""
     split: str = "train"
-    """Which split of the dataset."""
+    """Split of the dataset."""
     num_prompts: MayChange[int | None] = None
-    """Use only the first so many prompts; for a task: make so many (default 4096). A resume may change it, path, dataset and
-    revision only where the prompts stay the same."""
+    """Maximum number of prompts, taken from the start. For a task: number of prompts to generate, 4096 by
+    default. A resume may change this key, path, dataset and revision only if the prompts stay the same."""
     num_digits: int | None = None
-    """Digits of each number of a task's prompt: reverse (8), sort (4), arithmetic and calculator (2)."""
+    """Digits of each number in a task's prompt. Default: 8 for reverse, 4 for sort, 2 for arithmetic and
+    calculator."""
     prompt_column: str = "prompt"
-    """The column with the prompt: a text, or a list of messages with role and content. All others go to the rewards."""
+    """Column with the prompt: a text, or a list of messages with role and content. The reward functions get
+    all other columns."""
     system_prompt: str | None = None
-    """Put before every prompt; turns a plain prompt into a conversation. Empty: a conversation without system message."""
+    """System prompt before every prompt, which turns a plain prompt into a conversation. Empty: a
+    conversation without a system message."""
     chat_template_kwargs: Annotated[dict[str, Any], tyro.conf.Suppress] = msgspec.field(default_factory=dict)
-    """Given to the chat template, as in `chat_template_kwargs = {enable_thinking = false}`."""
+    """Arguments of the chat template, as in `chat_template_kwargs = {enable_thinking = false}`."""
     max_prompt_tokens: MayChange[int | None] = None
-    """What becomes of a longer prompt, too_long says. Unset: a prompt for which the server's context has no room beside
-    max_tokens is an error."""
+    """Maximum number of tokens of a prompt; too_long decides what happens above it. Unset: a prompt that
+    leaves no room for max_tokens in the server's context is an error."""
     too_long: Literal["refuse", "drop", "truncate"] = "refuse"
-    """A prompt above max_prompt_tokens is an error, or left out, or asked without its first tokens (the reward functions see all
-    of it). How many are, is said at the start and in the report."""
+    """Handling of prompts above max_prompt_tokens. refuse: an error; drop: left out; truncate: sampled
+    without their first tokens, while reward functions see the whole prompt. Their number is logged at the
+    start and shown in the report."""
     num_workers: MayChange[int] = 1
-    """Processes that encode a file or dataset, the first time that it is read; later starts find the result in the cache of
-    `datasets` (HF_DATASETS_CACHE)."""
+    """Number of processes that tokenize a file or dataset when it is first read. Later starts reuse the cache
+    of `datasets` (HF_DATASETS_CACHE)."""
     shuffle: bool = True
-    """Go through the prompts in a new order in every data epoch."""
+    """Whether to use a new order of the prompts in every data epoch."""
 
     def lacking(self) -> dict[str, str]:
         lacking = {} if self.task else {"num_digits": "task"}

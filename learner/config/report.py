@@ -1,4 +1,4 @@
-"""Where a run tells what it does, besides the console and metrics.jsonl."""
+"""Config of a run's outputs besides the console and metrics.jsonl."""
 
 from typing import Literal
 
@@ -7,21 +7,21 @@ from protocol.config import MayChange
 
 
 class ReportConfig(Section):
-    """What a run tells."""
+    """Outputs of a run: trackers, dashboard and samples."""
 
     trackers: MayChange[tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...]] = ("tensorboard",)
-    """Where metrics go besides metrics.jsonl: TensorBoard, Weights & Biases, trackio, MLflow; what each needs to know (a key, an
-    address) it takes from its own environment variables."""
+    """Trackers that receive metrics besides metrics.jsonl: TensorBoard, Weights & Biases, trackio, MLflow.
+    Each reads its settings, such as a key or an address, from its own environment variables."""
     project: MayChange[str] = "slipstream"
-    """What W&B and trackio call the project, and MLflow the experiment."""
+    """Name of the project in W&B and trackio, and of the experiment in MLflow."""
     dashboard_port: MayChange[int] = 8765
-    """Port of the live dashboard; 0 turns it off."""
+    """Port of the live dashboard. 0: no dashboard."""
     dashboard_host: MayChange[str] = "127.0.0.1"
-    """The address that it listens at, such as 0.0.0.0 in a container. Others than this machine's own let everybody who reaches it read
-    metrics, prompts and completions: it has no password."""
+    """Address of the dashboard, such as 0.0.0.0 in a container. The dashboard has no password: beyond this
+    machine, anyone who reaches it can read metrics, prompts and completions."""
     samples_every_steps: MayChange[int] = 10
-    """Every how many steps a few completions are written into samples.jsonl, which keeps its head and the newest, 32 MiB at most;
-    0: never."""
+    """Steps between writes of a few completions to samples.jsonl. The file keeps its head and the newest, 32
+    MiB at most. 0: never."""
 
     def lacking(self) -> dict[str, str]:
         return {} if self.dashboard_port else {"dashboard_host": "dashboard_port"}

@@ -1,4 +1,4 @@
-"""The reward section of the learner's config: which functions score the completions, and what they may cost."""
+"""Config of the reward functions, and their limits."""
 
 import math
 import sys
@@ -8,11 +8,11 @@ from learner.config.section import Section, require
 from protocol.config import MayChange
 
 OVERLONG = "overlong"
-"""Name, among the functions' names, of the reward that overlong.py gives."""
+"""Name of the overlong penalty (overlong.py) among the names of the functions."""
 
 
 JUDGE, PASSES_TESTS = "judge", "passes_tests"
-"""The built-in functions that have keys of their own."""
+"""Built-in functions with keys of their own."""
 JUDGED = """Rate the answer to the task below.
 
 Task:
@@ -28,22 +28,23 @@ Say in a few sentences what is right and wrong about it. End with a line that ho
 
 
 class JudgeConfig(Section):
-    """Whom the built-in function `judge` asks, and what."""
+    """Endpoint and prompt of the built-in function `judge`."""
 
     url: MayChange[str | None] = None
-    """An OpenAI endpoint, such as `http://judge:8000/v1`. Its key, if it wants one, in the variable JUDGE_API_KEY.
-    learner.reward.timeout_s must be long enough for what it says of a group, max_concurrent_calls of which are asked at once."""
+    """OpenAI endpoint of the judge, such as `http://judge:8000/v1`. Its key, if it requires one, is read from
+    JUDGE_API_KEY. learner.reward.timeout_s must cover all verdicts of a group, with max_concurrent_calls
+    groups in flight."""
     model: MayChange[str | None] = None
-    """By the name that the endpoint has for it. Unset: the first that it names."""
+    """Name of the model at the endpoint. Unset: the first that the endpoint lists."""
     prompt: str = JUDGED
-    """What it is asked: {prompt}, {completion} (what follows its reasoning) and {answer} (the column) stand for what is rated. The last number
-    that it says counts."""
+    """Prompt of the judge. {prompt}, {completion} (without its reasoning) and {answer} (the column) are
+    filled in. The last number in the verdict is the score."""
     best_score: float = 10.0
-    """The number that is a reward of 1."""
+    """Score that corresponds to a reward of 1."""
     temperature: float = 0.0
-    """0 is greedy."""
+    """Sampling temperature of the judge. 0: greedy."""
     max_tokens: MayChange[int] = 1024
-    """Of what it says."""
+    """Maximum number of tokens of a verdict."""
 
     @property
     def address(self) -> str:
@@ -63,47 +64,54 @@ class JudgeConfig(Section):
 
 
 class RewardConfig(Section):
-    """What scores the completions."""
+    """Reward functions of a run, and their limits."""
 
     functions: tuple[str, ...]
-    """Each `module:function`, `path/to/file.py:function` or a built-in: exact_match, last_number, multiple_choice, math_equivalence,
-    json_schema, passes_tests, judge, share_right, think_format, environment_reward."""
+    """Reward functions, each `module:function`, `path/to/file.py:function` or a built-in: exact_match,
+    last_number, multiple_choice, math_equivalence, json_schema, passes_tests, judge, share_right,
+    think_format, environment_reward."""
     weights: tuple[float, ...] | None = None
-    """One per function, by which its rewards are multiplied before they are added; 0 only watches. Unset: all 1."""
+    """Weight of each function's rewards in their sum. 0: the function is only logged. Unset: all 1."""
     on_none: Literal["unscorable", "skip"] = "unscorable"
-    """What a completion gets for which a function of weight other than 0 returns None. "unscorable": no reward, and it is left out of the
-    baseline; "skip": the sum of the other functions (TRL's rule), for functions that each rate prompts of their own kind. After a call
-    that failed or timed out it is unscorable either way."""
+    """Reward of a completion for which a function of nonzero weight returns None. "unscorable": no reward,
+    and it is left out of the baseline; "skip": the sum of the other functions (TRL's rule), for functions
+    that each score their own kind of prompts. After a failed or timed-out call it is unscorable in either
+    case."""
     skip_special_tokens: bool = True
-    """Leave special tokens (ends, channels, tool tags) out of the text that functions see. false: they see all of it, the end of
-    the sequence too; completion_ids have every token either way."""
+    """Whether to remove special tokens (ends, channels, tool tags) from the text that functions see. false:
+    the text has all of them, including the end of the sequence. completion_ids always have every token."""
     timeout_s: MayChange[float] = 10.0
-    """Deadline of one call of one function on one group; a function that exceeds it is killed, an asynchronous one cancelled. Built-in
-    functions then rate the completions one by one, and those that they are still too slow for get 0."""
+    """Deadline of one call of one function on one group. A synchronous function that exceeds it is killed, an
+    asynchronous one canceled. Built-in functions then score the completions one by one; those still too slow
+    get 0."""
     unreachable_s: MayChange[float] = 600.0
-    """How long a function is called again that cannot reach a service it asks: a connection is refused or breaks, or the status is 429,
-    502, 503 or 504. The run waits meanwhile; after that the call has failed. 0: it fails at once."""
+    """Maximum time to retry a function that cannot reach a service: a connection is refused or breaks, or the
+    status is 429, 502, 503 or 504. The run waits meanwhile. After that, the call counts as failed. 0: it
+    fails at once."""
     num_workers: MayChange[int] = 1
-    """Processes that call synchronous functions, each one function on one group at a time."""
+    """Number of processes that call synchronous functions, each one function on one group at a time."""
     max_concurrent_calls: MayChange[int] = 64
-    """Calls of asynchronous functions (`async def`) in flight at once, in one event loop of one process; each is one function
-    on one group, with its own deadline."""
+    """Maximum number of concurrent calls of asynchronous functions (`async def`), in one event loop of one
+    process. Each call is one function on one group, with its own deadline."""
     max_memory_mib: MayChange[int | None] = None
-    """A process that holds more memory, with all that it has started, is killed, and the call has failed. What its module imports counts.
-    Linux only. Unset: no limit."""
+    """Maximum memory of a process and all that it has started, including what its module imports. A process
+    above it is killed, and the call fails. Linux only. Unset: no limit."""
     calls_per_worker: MayChange[int | None] = None
-    """A process is replaced by a new one after so many calls, for functions that leak. Unset: never."""
+    """Number of calls after which a new process replaces the old one, for functions that leak. Unset:
+    never."""
     max_failed_share: MayChange[float] = 0.2
-    """The run stops, with examples, when a larger share of the last 100 calls of a function (at first: of 10) timed out or
-    failed; up to it the prompt of such a call is asked again, if the function has a weight. 0: any stops it."""
+    """Maximum share of failed or timed-out calls among the last 100 calls of a function (at first: 10). Above
+    it, the run stops and shows examples. Up to it, the prompt of such a call is requested again, if the
+    function has a weight. 0: any failure stops the run."""
     overlong_buffer_tokens: int | None = None
-    """Soft overlong penalty (DAPO): over the last so many tokens before sampling.max_tokens the reward falls linearly to
-    -overlong_penalty, which a truncated completion gets whole. It is one more reward, named overlong. Unset: none."""
+    """Length of the soft overlong penalty (DAPO), in tokens. Over this many tokens before
+    sampling.max_tokens, the penalty grows linearly to overlong_penalty; a truncated completion gets all of
+    it. It is a separate reward named overlong. Unset: no penalty."""
     overlong_penalty: float = 1.0
-    """With overlong_buffer_tokens: the whole penalty."""
+    """Full overlong penalty, with overlong_buffer_tokens."""
     unconfined_programs: MayChange[bool] = False
-    """Let passes_tests run programs where a kernel or container does not allow them namespaces of their own: they may then do whatever you
-    can."""
+    """Whether passes_tests may run programs where a kernel or container allows no namespaces. Such programs
+    have all of your permissions."""
     judge: JudgeConfig = JudgeConfig()
 
     def lacking(self) -> dict[str, str]:
@@ -167,22 +175,22 @@ class RewardConfig(Section):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The functions' names in metrics: without the module, unless two would be called the same."""
+        """Metric names of the functions, without the module unless two would be equal."""
         short = [spec.rpartition(":")[2] for spec in self.functions]
         return tuple(s if short.count(s) == 1 else spec for s, spec in zip(short, self.functions, strict=True))
 
     @property
     def own_metrics(self) -> frozenset[str]:
-        """Which reward/<name> are taken, so that no function may log them."""
+        """Names in reward/<name> that are reserved, so that no function may log them."""
         return frozenset({"mean", "std", *self.weight_by_name})
 
     @property
     def function_weights(self) -> tuple[float, ...]:
-        """One per function."""
+        """Weights of the functions, one each."""
         return self.weights if self.weights is not None else (1.0,) * len(self.functions)
 
     @property
     def weight_by_name(self) -> dict[str, float]:
-        """The weight of every reward of a group: the functions', and the overlong penalty's where there is one."""
+        """Weight of every reward of a group, including any overlong penalty."""
         weights = dict(zip(self.names, self.function_weights, strict=True))
         return weights if self.overlong_buffer_tokens is None else weights | {OVERLONG: 1.0}

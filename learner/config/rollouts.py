@@ -1,28 +1,30 @@
-"""How completions are sampled."""
+"""Config of the sampling of completions."""
 
 from learner.config.section import Section, require
 from protocol.messages import MAX_STOP_LENGTH, MAX_STOPS
 
 
 class SamplingConfig(Section):
-    """How completions are sampled."""
+    """Sampling of completions."""
 
     num_completions: int = 8
-    """Completions per prompt: the size of a group."""
+    """Number of completions per prompt, the size of a group."""
     max_tokens: int = 512
-    """A completion that reaches it is truncated and counted."""
+    """Maximum number of tokens of a completion. A completion that reaches it is truncated and counted."""
     temperature: float = 1.0
-    """Applied by the server to sample and by the learner to the same logits."""
+    """Sampling temperature. The learner applies it to its logits too."""
     top_p: float = 1.0
-    """Sample from the likeliest tokens that make up this probability; below 1 only with allow_partial_support."""
+    """Probability of the likeliest tokens to sample from. Below 1 only with allow_partial_support."""
     top_k: int = 0
-    """Sample from so many likeliest tokens; 0: from all; above 0 only with allow_partial_support."""
+    """Number of likeliest tokens to sample from. 0: all tokens; above 0: only with allow_partial_support."""
     stop: tuple[str, ...] = ()
-    """Texts that end a completion, such as "</answer>". It keeps the tokens up to the one that completes such a text."""
+    """Texts that end a completion, such as "</answer>". The completion keeps the tokens up to the one that
+    completes such a text."""
     allow_partial_support: bool = False
-    """Train on completions sampled with top_p or top_k, although their logprobs are not those of the whole distribution."""
+    """Whether to train on completions sampled with top_p or top_k, although their logprobs are not those of
+    the whole distribution."""
     seeded: bool = False
-    """Sample every completion with a seed of its own, so that runs repeat; slower on GPUs."""
+    """Whether to sample every completion with its own seed, which makes runs reproducible. Slower on GPUs."""
 
     def lacking(self) -> dict[str, str]:
         return {} if self._is_partial else {"allow_partial_support": "top_p below 1 or top_k above 0"}

@@ -1,4 +1,4 @@
-"""A section of the learner's config: how it refuses a value, and which of its keys do nothing beside the others."""
+"""Base class of config sections: value checks, and detection of keys without effect."""
 
 from collections.abc import Iterable
 from functools import cache, reduce
@@ -8,25 +8,29 @@ import msgspec
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of the learner's sections.
+    """Base of the learner's config sections.
 
-    A key that does nothing beside the others is as if it were not set: it contradicts nothing, and `in_effect` goes without it.
-    So a sweep may pass through values that turn other keys off, and no reader of a key has to ask whether it counts.
+    A key that has no effect alongside the other keys counts as unset: it contradicts nothing, and `in_effect`
+    resets it. A sweep may therefore pass through values that turn other keys off. No reader of a key has to
+    check whether it counts.
     """
 
     def __post_init__(self) -> None:
-        if self.in_effect() is self:  # else that one was checked
+        if self.in_effect() is self:  # otherwise `in_effect` created a checked copy
             self.check()
 
     def check(self) -> None:
-        """Raise ValueError, by `require`, for a value that cannot be or that contradicts another."""
+        """Raise ValueError, through `require`, for an invalid or contradictory value."""
 
     def lacking(self) -> dict[str, str]:
-        """What each key would need that, whatever its value, does nothing beside the others."""
+        """Return what each key without effect requires, whatever the key's own value."""
         return {}
 
     def idle_keys(self) -> dict[str, str]:
-        """What each key would need that is set and does nothing; those of inner sections as `loss.clip_low`."""
+        """Return what each set key without effect requires.
+
+        Keys of inner sections are named as in `loss.clip_low`.
+        """
         idle = {key: need for key, need in self.lacking().items() if value_at(self, key) != _default(type(self), key)}
         for name in self.__struct_fields__:
             if isinstance(section := getattr(self, name), Section):
@@ -34,19 +38,22 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return idle
 
     def in_effect(self) -> Self:
-        """Return the same with every such key at its default."""
+        """Return the section with its idle keys at their defaults."""
         idle = self.idle_keys()
         return _reset(self, idle).in_effect() if idle else self
 
 
 def require(condition: bool, problem: str) -> None:
-    """Raise ValueError; `problem` begins with a key, before which the loader writes the section's name."""
+    """Raise ValueError with `problem` unless `condition` holds.
+
+    `problem` starts with a key, to which the loader prepends the name of the section.
+    """
     if not condition:
         raise ValueError(problem)
 
 
 def any_of(key: str, values: Iterable[str]) -> str:
-    """`kind = "every" or "adaptive"`, as what another key needs."""
+    """Return a requirement of another key, such as `kind = "every" or "adaptive"`."""
     return f"{key} = " + " or ".join(f'"{value}"' for value in values)
 
 

@@ -1,4 +1,4 @@
-"""The transfer of weights into the server, and the check that both sides agree."""
+"""Config of weight sync, and of the checks that server and learner agree."""
 
 import re
 from collections.abc import Sequence
@@ -11,32 +11,37 @@ PORTS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 
 
 class PushConfig(Section):
-    """The transfer of weights into the server."""
+    """Weight sync to the servers."""
 
     timeout_s: MayChange[float] = 60.0
-    """Deadline of every arrow of a push: ready, each broadcast, done."""
+    """Deadline of each phase of a weight sync: ready, each broadcast, done."""
     patience_s: MayChange[float] = 5.0
-    """Of several servers: how long training waits for the others once one has the weights. Whoever is later gets a push of its
-    own, which may take its time but not stand still for so long: raise it where a collective takes longer to form, or a model to
-    load. At most half of timeout_s counts. A server also has this long to score the texts of
-    a check (learner.parity.every_steps)."""
+    """With several servers: how long training waits for the others once one server has the weights. A later
+    server gets a sync of its own, which may be slow but must not stall for this long. Raise the value if a
+    collective takes longer to form, or a model to load. At most half of timeout_s counts. A server also has
+    this long to score the texts of a check (learner.parity.every_steps)."""
     transport: MayChange[Literal["auto", "gloo", "tcp", "nccl", "ipc"]] = "auto"
-    """auto: ipc where learner and server share one GPU, nccl between GPUs (needs cupy), else gloo (TCP between CPUs, on any port
-    of both sides). tcp: between CPUs over one port of the learner, which the server's workers call."""
+    """Transport of the weights. auto: ipc if learner and server share one GPU, nccl between GPUs (needs
+    cupy), otherwise gloo; gloo: TCP between CPUs, on any port of both sides; tcp: TCP between CPUs over one
+    port of the learner, to which the server's workers connect."""
     ports: MayChange[str | None] = None
-    """With transport = "tcp": the ports the learner may listen on for pushes, one for each server: "29500" or "29500-29510"."""
+    """Ports on which the learner may listen for weight syncs, one per server, with transport = "tcp": "29500"
+    or "29500-29510". Unset: any free port."""
     advertise: MayChange[str | None] = None
-    """With transport = "tcp": the host or address by which the server's workers call the learner, where it is not the one by
-    which the learner calls the server: behind address translation. The port is the one that the learner listens on."""
+    """Host or address at which the server's workers reach the learner, with transport = "tcp". Needed behind
+    address translation. Unset: the learner's address on its connection to the server. The port is the one the
+    learner listens on."""
     bucket_mib: MayChange[int] = 256
-    """Size of the flat buckets the weights travel in; a tensor that is larger is a bucket alone. The server holds two or three."""
+    """Size of the flat buckets that carry the weights, in MiB. A larger tensor is a bucket of its own. The
+    server holds two or three buckets."""
     overlap: MayChange[bool] = False
-    """Push a copy of the weights while the next step is computed; costs the memory of the copy."""
+    """Whether to send a copy of the weights while the next step runs. Costs the memory of the copy."""
     wire: MayChange[Literal["dense", "delta"]] = "dense"
-    """delta: only what has changed since the last push, bit for bit; costs both sides a copy of the weights, pays off on links
-    between nodes."""
+    """Encoding of the weights. dense: all weights; delta: only the values changed since the last sync,
+    without loss. delta costs both sides a copy of the weights, and pays off on links between nodes."""
     max_attempts: MayChange[int] = 3
-    """A failed push is tried again in a new epoch; after so many failures the run stops."""
+    """Maximum number of attempts of a weight sync, each in a new session. The run stops when all have
+    failed."""
 
     def check(self) -> None:
         require(self.timeout_s > 0, f"timeout_s = {self.timeout_s} must be above 0")
@@ -55,14 +60,17 @@ class PushConfig(Section):
 
     @property
     def patience_in_effect_s(self) -> float:
-        """Shorter than the deadlines of those that are kept waiting."""
+        """Effective patience_s, shorter than the deadlines of the peers that wait."""
         return min(self.patience_s, self.timeout_s / 2)
 
     def lacking(self) -> dict[str, str]:
         return {} if self.transport == "tcp" else dict.fromkeys(("ports", "advertise"), any_of("transport", ["tcp"]))
 
     def port_range(self) -> Sequence[int]:
-        """Return the ports to try in turn; (0,), which is any, where none are named; nothing for what names none."""
+        """Return the ports to try in turn.
+
+        If `ports` is unset, this is (0,), which means any port. If `ports` is malformed, there are none.
+        """
         if self.ports is None:
             return (0,)
         if not (found := PORTS.fullmatch(self.ports)):
@@ -72,19 +80,23 @@ class PushConfig(Section):
 
 
 class ParityConfig(Section):
-    """The check that server and learner give the same logprobs to the same tokens under the same weights."""
+    """Check that server and learner compute the same logprobs with the same weights."""
 
     max_mean_abs_logprob: MayChange[float | None] = None
-    """Bound on the mean |Δ logprob| of the same tokens; the run stops above it. Unset: 1e-3 in float32, 0.3 in bfloat16, where healthy models
-    of 135M parameters differ by 0.09; with a server in another dtype (server.dtype) that of the coarser one, for this server alone."""
+    """Maximum mean |Δ logprob| of the same tokens. The run stops above it. Unset: 1e-3 in float32; 0.3 in
+    bfloat16, where healthy models of 135M parameters differ by 0.09. For a server in another dtype
+    (server.dtype), the bound of the coarser dtype applies, to this server alone."""
     max_identity_abs_logprob: MayChange[float | None] = None
-    """Bound on what a run's first push may change, for it brings a new server the weights that it has loaded itself: the mean |Δ
-    logprob| of the server before and after. Unset: 1e-5 in float32, 1e-3 in bfloat16; the server's own noise is added."""
+    """Maximum mean |Δ logprob| of a server before and after a run's first weight sync. This sync sends a new
+    server the weights that it has already loaded. Unset: 1e-5 in float32, 1e-3 in bfloat16. The server's own
+    noise is added."""
     every_steps: MayChange[int] = 1
-    """After every how many weight syncs both sides score texts of the step once more: their logprobs must have changed on both, before
-    tokens of the new version are trained on. 0: only a check at the start."""
+    """Number of weight syncs from one check to the next. In a check, both sides score texts of the step
+    again. The logprobs must have changed on both sides before tokens of the new version are trained on. 0:
+    only a check at the start."""
     max_time_share: MayChange[float] = 0.05
-    """Of the training's time, for these checks: where steps are so short that they would take more, some syncs go unchecked. 1: none does."""
+    """Maximum share of the training time for these checks. Some syncs go unchecked where short steps would
+    exceed it. 1: all are checked."""
 
     def check(self) -> None:
         require(

@@ -1,4 +1,4 @@
-"""When a checkpoint is written, what is in it, and which of them stay."""
+"""Config of checkpoints: when they are written, what they contain, and which ones stay."""
 
 from learner.config.section import Section, require
 from protocol.config import MayChange
@@ -7,26 +7,27 @@ TRAINING_REWARD, EVALUATION = "training_reward", "evaluation"
 
 
 class CheckpointConfig(Section):
-    """Checkpoints."""
+    """Checkpoints of a run."""
 
     every_steps: MayChange[int] = 50
-    """Steps between checkpoints; one is always written at the end."""
+    """Steps between checkpoints. One is always written at the end."""
     keep_last: MayChange[int] = 2
-    """How many of the newest checkpoints stay, 0: all; a resume goes on from the newest, or, when newer ones are removed by
-    hand, from any of these. While one is written there is one more."""
+    """Number of newest checkpoints to keep. 0: all. A resume uses the newest, or any of these if you remove
+    newer ones. While a checkpoint is written, there is one more."""
     keep_best: MayChange[int] = 1
-    """Of so many of the best (`best_by`) the `model/` stays, however old, without what only a resume needs; `best.json` beside it has
-    the reward."""
+    """Number of best checkpoints, by `best_by`, whose `model/` stays regardless of age, without the files
+    that only a resume needs. `best.json` next to it has the score."""
     best_by: MayChange[str] = "training_reward"
-    """The best have the highest mean reward over the steps that led to them, or ("evaluation"; "evaluation/NAME" of several sets) at
-    the evaluation after their step."""
+    """Ranking of checkpoints, highest first. "training_reward": mean reward over the steps since the previous
+    checkpoint; "evaluation": mean reward of the evaluation after the checkpoint's step; "evaluation/NAME":
+    that of one of several sets."""
     export_model: MayChange[bool] = True
-    """Also write the policy into each checkpoint as `model/`, in the run's dtype and with the adapter merged, for `vllm serve`
-    and `from_pretrained`."""
+    """Whether to also write the policy to each checkpoint as `model/`, for `vllm serve` and
+    `from_pretrained`. It has the run's dtype, with the adapter merged."""
 
     timeout_s: MayChange[float] = 1800.0
-    """How long a checkpoint may take in all. It is written while training goes on; the next one and the end of the run wait
-    for it."""
+    """Maximum total time of a checkpoint. It is written concurrently with training, but the next one and the
+    end of the run wait for it."""
 
     def lacking(self) -> dict[str, str]:
         idle = {} if self.keep_best else {"best_by": "keep_best above 0"}
@@ -34,7 +35,7 @@ class CheckpointConfig(Section):
 
     @property
     def judging_set(self) -> str | None:
-        """Of several sets that are evaluated, the one that tells which are the best."""
+        """Name of the evaluation set that ranks checkpoints, or None for a single set."""
         return self.best_by.removeprefix(EVALUATION).removeprefix("/") or None if self.is_by_evaluation else None
 
     @property

@@ -1,4 +1,4 @@
-"""The optimizer, and the supervised warm start before it."""
+"""Config of the optimizer, and of the supervised warm start before it."""
 
 from typing import Literal
 
@@ -7,16 +7,20 @@ from protocol.config import MayChange
 
 
 class WarmStartConfig(Section):
-    """Supervised training on the data's answers before the first step, for a model that would never be rewarded."""
+    """Supervised training on the data's answers before the first step.
+
+    For a model that would otherwise never be rewarded.
+    """
 
     steps: int = 0
-    """Optimizer steps on answers; 0: no warm start."""
+    """Optimizer steps on answers. 0: no warm start."""
     learning_rate: float = 1e-5
-    """AdamW's learning rate; its other settings are those of learner.optimizer. The optimizer of the run starts fresh."""
+    """Learning rate of AdamW. Its other settings are those of learner.optimizer. The optimizer of the run
+    starts fresh."""
     rows_per_step: int = 32
     """Rows of data per optimizer step, over all ranks."""
     answer_column: str = "answer"
-    """The column with the text to learn; the end-of-sequence token is put after it."""
+    """Column with the text to learn. The end-of-sequence token is appended."""
 
     def lacking(self) -> dict[str, str]:
         others = ("learning_rate", "rows_per_step", "answer_column")
@@ -32,23 +36,26 @@ class OptimizerConfig(Section):
     """AdamW and its learning rate."""
 
     kind: Literal["adamw", "adamw_8bit"] = "adamw"
-    """adamw_8bit: moments of 8 bits, a quarter of their memory, by bitsandbytes (`[adamw-8bit]`); not under FSDP."""
+    """Optimizer. adamw: AdamW; adamw_8bit: AdamW with 8-bit moments by bitsandbytes (`[adamw-8bit]`), at a
+    quarter of their memory, not under FSDP."""
     learning_rate: MayChange[float] = 1e-6
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls after the warm-up."""
+    """Decay of the learning rate after the warm-up."""
     warmup_steps: int = 0
-    """Steps over which the learning rate rises to its peak; the first has a share of it, so that none is wasted."""
+    """Steps over which the learning rate rises to its peak. The first step already has a share of it, so none
+    is wasted."""
     beta1: float = 0.9
-    """AdamW's first-moment decay."""
+    """First-moment decay of AdamW."""
     beta2: float = 0.95
-    """AdamW's second-moment decay."""
+    """Second-moment decay of AdamW."""
     weight_decay: float = 0.0
-    """AdamW's weight decay, of matrices alone: norms, biases and embeddings have none."""
+    """Weight decay of AdamW, for matrices only. Norms, biases and embeddings have none."""
     max_grad_norm: float = 1.0
-    """Gradients are clipped to this norm."""
+    """Maximum norm of the gradient. Larger gradients are clipped to it."""
     max_skipped_updates: MayChange[int] = 5
-    """An update whose gradient is infinite or no number is skipped and counted; after so many in a row the run stops."""
+    """Maximum number of consecutive skipped updates, after which the run stops. An update is skipped if its
+    gradient is NaN or inf."""
 
     def check(self) -> None:
         for name in ("learning_rate", "max_grad_norm"):

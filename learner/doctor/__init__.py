@@ -1,1 +1,1 @@
-"""What keeps a run from beginning or going well, looked at without learning: the prompts, the way to the servers, the noise between both sides."""
+"""Checks before a run, without learning: prompts, the path to the servers, noise between both sides."""

@@ -1,10 +1,10 @@
-"""`learner check`: what a run would do, shown without training: its prompts as the model gets them, its rewards on right answers and
-on noise, how much there is to do; then what the doctor sees, and with --trial how long it would take.
+"""`learner check`: a preview of a run without training, from its prompts to the time it would take.
 
-    config ─▶ prompts (first rows, their tokens) ─▶ rewards (processes as in the run) ─▶ course ─▶ doctor.py: servers, memory, disk ─▶ trial
+    config ─▶ prompts (first rows, tokens) ─▶ rewards (of right answers and noise, in workers) ─▶ course
+           ─▶ doctor.py: servers, memory, disk ─▶ trial
 
-It comes before everything else in the data's way, and changes nothing of the run. A trial takes the first steps for real in a directory
-that is gone afterwards, on a server that nobody uses; the server keeps the trial's weights until the run's first push.
+The checks do not change the run. With --trial, the first steps run in a temporary directory.
+A trial needs an idle server, which keeps the trial's weights until the run's first weight sync.
 """
 
 import math
@@ -41,18 +41,24 @@ from protocol.errors import ConfigError, RewardError, SlipstreamError
 NUM_SHOWN = 3
 NUM_RATED = 8
 NUM_NOISY = 4
-"""Completions of noise for each prompt that is rated."""
+"""Number of random completions for each prompt that is scored."""
 MAX_CHARACTERS = 400
 GOLD_COLUMN = "answer"
 STARTUP_S = 60.0
 NUM_STEPS = 8
 NUM_COLD = 3
-"""Of these the first, which wait for the first groups and warm caches, say nothing about the others."""
+"""Number of first steps left out of the timing.
+
+They wait for the first groups and warm caches.
+"""
 Metrics = list[dict[str, float]]
 
 
 def check(run: LearnerRun, *, with_trial: bool = False) -> Iterator[Finding]:
-    """Look at everything, what needs a server last, and what changes its weights, a trial, only where all before is well."""
+    """Yield the findings of all checks, and of a trial only if there is no problem.
+
+    Checks that need a server are last. A trial changes the server's weights.
+    """
     has_problem = False
     for finding in look(run):
         has_problem |= finding.verdict == "problem"
@@ -66,7 +72,7 @@ def check(run: LearnerRun, *, with_trial: bool = False) -> Iterator[Finding]:
 
 
 def look(run: LearnerRun) -> Iterator[Finding]:
-    """Without changing anything."""
+    """Yield the findings of all checks that change nothing."""
     note = run.note_on_idle_keys()
     yield ok("config", note or "no key contradicts another, none is idle")
     try:
@@ -97,7 +103,7 @@ def look(run: LearnerRun) -> Iterator[Finding]:
 
 
 def of_prompts(run_inputs: RunInputs) -> Iterator[Finding]:
-    """The first rows with every special token, and what often is wrong with them."""
+    """Yield the first rows with all special tokens, and a problem if any is too long."""
     prompts, run, tokenizer = run_inputs.prompts, run_inputs.run, run_inputs.tokenizer
     row, length = prompts.longest()
     yield ok("prompts", f"{len(prompts):,} of {prompts.name}, the longest of {length:,} tokens in row {row}")
@@ -118,7 +124,7 @@ def of_prompts(run_inputs: RunInputs) -> Iterator[Finding]:
 
 
 def of_rewards(run_inputs: RunInputs, prompts: Sequence[Prompt]) -> Iterator[Finding]:
-    """What each function says of right answers, if the data has any, and of noise."""
+    """Yield each function's mean reward for right answers, if any, and for noise."""
     config = run_inputs.run.learner.reward
     try:
         with RewardWorkers(config) as workers:
@@ -152,7 +158,7 @@ def of_rewards(run_inputs: RunInputs, prompts: Sequence[Prompt]) -> Iterator[Fin
 
 
 def course(run: LearnerRun, num_prompts: int) -> Finding:
-    """What the run will do."""
+    """Return the amount of work in the run."""
     config = run.learner
     num_groups, num_completions = config.steps * config.groups_per_step, config.sampling.num_completions
     num_turns = config.environment.max_turns if config.environment.is_used else 1
@@ -166,7 +172,7 @@ def course(run: LearnerRun, num_prompts: int) -> Finding:
 
 
 def of_evaluation(run_inputs: RunInputs) -> Iterator[Finding]:
-    """What will be asked while the run trains, and how often."""
+    """Yield the prompts of each evaluation set and how often the run samples them."""
     try:
         sets = sets_of(run_inputs)
     except SlipstreamError as error:
@@ -190,7 +196,7 @@ def _rated(run_inputs: RunInputs, workers: RewardWorkers, prompt: Prompt, texts:
 
 
 def _noise(run_inputs: RunInputs, prompt: Prompt) -> list[str]:
-    """Tokens by chance, the same at every call."""
+    """Return random completions, equal in every call."""
     generator = np.random.default_rng(prompt.prompt_id)
     num_tokens = min(run_inputs.run.learner.sampling.max_tokens, 64)
     ids = generator.integers(0, len(run_inputs.tokenizer), (NUM_NOISY, num_tokens))
@@ -203,10 +209,10 @@ def _mean(values: Sequence[float | None]) -> str:
 
 
 def trial(run: LearnerRun) -> Iterator[Finding]:
-    """What server and learner say of each other, and the time."""
+    """Run the first steps; yield the parity of server and learner, and the time."""
     with tempfile.TemporaryDirectory(prefix="slipstream-trial-") as directory:
         try:
-            with redirect_stdout(sys.stderr):  # its lines are no findings
+            with redirect_stdout(sys.stderr):  # log lines are not findings
                 metrics = first_steps(of_its_own(run, Path(directory) / "run"))
         except SlipstreamError as error:
             yield problem_of("trial", error, "correct what it names, or end what else uses the server")
@@ -215,7 +221,7 @@ def trial(run: LearnerRun) -> Iterator[Finding]:
 
 
 def first_steps(run: LearnerRun) -> Metrics:
-    """Raises SlipstreamError."""
+    """Run the first steps and return their metrics. Raises SlipstreamError."""
     with ExitStack() as cleanup:
         accelerator = make_accelerator()
         if accelerator.num_processes > 1:
@@ -224,11 +230,11 @@ def first_steps(run: LearnerRun) -> Metrics:
         run_dir = open_run_dir(run, resume=False)
         cleanup.callback(run_dir.close)
         run_inputs = RunInputs(run)
-        trainer = make_trainer(run_inputs, accelerator, is_new=False)  # without a warm start, which is told by itself
+        trainer = make_trainer(run_inputs, accelerator, is_new=False)  # no warm start: a finding mentions it
         trainer.set_kl_coef(0, None)
         controller = cleanup.enter_context(Controller.open(run_inputs, run_dir, trainer.published, None))
         controller.connect(0)
-        controller.fleet.is_over = True  # however it ends
+        controller.fleet.is_over = True  # free the servers however the trial ends
         interrupt = Interrupt()  # not entered: Ctrl-C ends the trial at once
         num_steps = min(NUM_STEPS, run.learner.steps)
         for step in range(1, num_steps + 1):
@@ -247,7 +253,10 @@ def first_steps(run: LearnerRun) -> Metrics:
 
 
 def of_its_own(run: LearnerRun, directory: Path) -> LearnerRun:
-    """The run in another directory, with neither evaluations nor trackers. Its steps stay as they are, for schedules reckon with them."""
+    """Return the run in another directory, without evaluation, checkpoints, trackers.
+
+    The number of steps stays, because schedules depend on it.
+    """
     config = msgspec.structs.replace(
         run.learner.in_effect(),
         evaluation=EvaluationConfig(),
@@ -278,5 +287,4 @@ def findings_of(run: LearnerRun, metrics: Metrics) -> Iterator[Finding]:
 
 
 def _present(metrics: Metrics, name: str) -> list[float]:
-    """Of the steps that have it."""
     return [line[name] for line in metrics if name in line]

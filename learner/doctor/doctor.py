@@ -1,9 +1,11 @@
-"""`learner doctor`: whether a run could begin, seen from the learner; each problem is one line with its remedy.
+"""`learner doctor`: a check, from the learner's side, whether a run could start. Each problem has a remedy.
 
-    names ─▶ port ─▶ keys ─▶ Probe, Vitals ─▶ versions, model, clock, transport ─▶ Trial ─▶ bandwidth       evaluation, memory, disk
+    names ─▶ port ─▶ keys ─▶ Probe, Vitals ─▶ versions, model, clock, transport ─▶ Trial ─▶ bandwidth
+    evaluation, memory, disk
 
-The server is asked as it stands, also while it serves a run, and nothing is changed. What cannot be reached is not asked further. Memory
-and disk are looked at before anything is loaded.
+The doctor also works with a server that serves a run, and changes nothing.
+A server that cannot be reached gets no further checks.
+The needs of memory and disk are estimated without loading the model.
 """
 
 import asyncio
@@ -53,7 +55,7 @@ REMEDY = "lower learner.micro_batch_tokens, set learner.gradient_checkpointing o
 
 
 def examine(run: LearnerRun) -> Iterator[Finding]:
-    """Look at everything, slowest last."""
+    """Yield the findings of all checks, slowest last."""
     try:
         endpoints = servers_now(run)
     except ConfigError as error:
@@ -72,7 +74,7 @@ def examine(run: LearnerRun) -> Iterator[Finding]:
 
 
 def servers_now(run: LearnerRun) -> tuple[str, ...]:
-    """The endpoints of the run. Raises ConfigError."""
+    """Return the endpoints of the run. Raises ConfigError."""
     if run.endpoints_from is None:
         return run.servers
     return Membership(run.endpoints_from, has_keys=run.keys is not None, insecure=run.insecure).endpoints
@@ -83,7 +85,7 @@ async def _next(findings: AsyncIterator[Finding]) -> Finding | None:
 
 
 async def examine_server(run: LearnerRun, endpoint: str) -> AsyncIterator[Finding]:
-    """Go to one server, as far as it can be reached."""
+    """Check one server, as far as it can be reached."""
     found = names(endpoint)
     yield found
     if found.verdict == "problem":
@@ -119,7 +121,7 @@ async def examine_server(run: LearnerRun, endpoint: str) -> AsyncIterator[Findin
 
 
 async def evaluation(url: str) -> Finding:
-    """Whether somebody is there whom the evaluations of the run will ask."""
+    """Check that an HTTP server answers for the run's evaluations."""
     try:
         async with door_to(url, EVALUATION_TIMEOUT_S) as door:
             return ok("evaluation", f"{url} serves {(await door.model_served()).name}")
@@ -130,7 +132,7 @@ async def evaluation(url: str) -> Finding:
 
 
 def tenancy(served: str | None) -> Finding:
-    """Whom a run would find there."""
+    """Report the run that the server serves, if any."""
     if served is None:
         return ok("tenancy", "the server is free")
     return ok(
@@ -145,7 +147,7 @@ def versions(vitals: Vitals) -> Finding:
 
 
 def model(theirs: ModelFingerprint, name: str) -> Finding:
-    """Whether both sides have the same, as the handshake will ask."""
+    """Check that both sides have the same model, like the handshake does."""
     try:
         path = local_model(name)
         if path is None:
@@ -164,7 +166,7 @@ def model(theirs: ModelFingerprint, name: str) -> Finding:
 
 
 def dtype(run: LearnerRun, theirs: str) -> Finding:
-    """What lies between both sides', as the run would take it."""
+    """Compare the dtypes and report the parity bound if they differ."""
     if theirs == run.dtype:
         return ok("dtype", f"{theirs} on both sides")
     text = f"{theirs} at the server, {run.dtype} here"
@@ -177,7 +179,7 @@ def dtype(run: LearnerRun, theirs: str) -> Finding:
 
 
 def clock(offset_s: float, slack_s: float) -> Finding:
-    """`offset_s`: how far the server's is ahead, known to within `slack_s`."""
+    """Check the server's clock, which is `offset_s` ahead, give or take `slack_s`."""
     text = f"the server's clock is {abs(offset_s):.1f} s {'ahead of' if offset_s > 0 else 'behind'} this machine's"
     if abs(offset_s) - slack_s > MAX_CLOCK_OFFSET_S:
         remedy = "let NTP set both (`timedatectl set-ntp true`): logs and reports of the two cannot be put in order"
@@ -186,7 +188,7 @@ def clock(offset_s: float, slack_s: float) -> Finding:
 
 
 def transport(run: LearnerRun, vitals: Vitals) -> Finding:
-    """What a push would travel by, as the push itself would choose."""
+    """Report the transport that a weight sync would choose."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     offered = offered_transports()
     try:
@@ -211,7 +213,10 @@ def transport(run: LearnerRun, vitals: Vitals) -> Finding:
 
 
 async def bandwidth(run: LearnerRun, channel: LearnerChannel) -> Finding:
-    """Send bytes as a push between CPUs would: over gloo, which takes ports that both sides open as they need them, or tcp."""
+    """Send trial bytes like a weight sync between CPUs would, over tcp or gloo.
+
+    With gloo, both sides open ports on demand.
+    """
     push, own_host = run.learner.push, address_towards(channel.endpoint)
     timeout_s = min(push.timeout_s, MAX_TRIAL_S)
     by: Transport = "tcp" if push.transport == "tcp" else "gloo"
@@ -236,7 +241,7 @@ async def bandwidth(run: LearnerRun, channel: LearnerChannel) -> Finding:
             return problem("bandwidth", f"the trial of the way for weights did not end: {reason.finding.text}", remedy)
         finally:
             meeting.call_off(trial.trial_id, "the doctor has seen enough")
-            with suppress(PushError):  # what went wrong the other side has told
+            with suppress(PushError):  # the server has reported the error
                 (await sending).close()
     if ended.error is not None:
         return problem("bandwidth", f"weights would not arrive: {in_one_line(ended.error)}", remedy)
@@ -245,7 +250,10 @@ async def bandwidth(run: LearnerRun, channel: LearnerChannel) -> Finding:
 
 
 def fast_enough(rate: float, num_bytes: int | None, push: PushConfig) -> Finding:
-    """Whether so many bytes a second bring a bucket in time, of weights that may be smaller than one."""
+    """Check that a bucket arrives within the timeout at `rate` bytes/s.
+
+    A model of `num_bytes` may be smaller than a bucket.
+    """
     bucket = push.bucket_mib * MIB if num_bytes is None else min(push.bucket_mib * MIB, num_bytes)
     text = f"{rate / MIB:,.0f} MiB/s to the server over TCP"
     if bucket / rate > push.timeout_s:
@@ -257,13 +265,16 @@ def fast_enough(rate: float, num_bytes: int | None, push: PushConfig) -> Finding
 
 
 def pushed_bytes(run: LearnerRun) -> int | None:
-    """None if the model's files are not on this machine yet."""
+    """Return the size of the weights, or None if the model is not on this machine yet."""
     path = local_model(run.model)
     return None if path is None else weight_bytes(path, run.dtype)
 
 
 def resources(run: LearnerRun) -> Iterator[Finding]:
-    """Of one rank that is not sharded; learner/policy/README.md has the formulas."""
+    """Check memory and disk for one unsharded rank.
+
+    learner/policy/README.md has the formulas.
+    """
     try:
         path = local_model(run.model)
         if path is None:
@@ -271,12 +282,12 @@ def resources(run: LearnerRun) -> Iterator[Finding]:
             return
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
         memory = learner_memory(shape_of(AutoConfig.from_pretrained(path)), run, device_type=device_type)
-    except Exception as error:  # of a config of transformers, which may raise anything
+    except Exception as error:  # transformers may raise anything for a config
         yield unknown("memory", f"what {run.model} needs is not known ({error})")
         return
     yield from _memory(memory)
     checkpoints = run.learner.checkpoint
-    num_kept = max(checkpoints.keep_last, 1) + 1  # one more while it is written
+    num_kept = max(checkpoints.keep_last, 1) + 1  # plus the one that is being written
     yield of_disk(Path(run.run_dir), f"run_dir with {num_kept} checkpoints", num_kept * memory.host["checkpoint"])
 
 

@@ -1,10 +1,10 @@
-"""The noise floor: how far server and learner differ on the same tokens under the same weights, and what that means for the run. Pure.
+"""The noise floor: the difference of server and learner on equal tokens and weights, and its effect.
 
-    self_test.py: logprobs of both sides ─▶ ComparedTokens ─▶ floor, bounds ─▶ Measured ─▶ a table, the bounds, the problems
+    self_test.py: logprobs of both sides ─▶ ComparedTokens ─▶ floor, bounds ─▶ Measured ─▶ table, problems
 
-Invariant: every problem says what was measured, what was expected and what to do; causes come first.
+Pure. Invariant: every problem states the measurement, the expectation and the remedy. Causes precede effects.
 
-Suffixes: N tokens of all completions, one completion after the other; C completions.
+Suffixes: N = tokens of all completions, grouped by completion; C = completions.
 """
 
 from typing import Literal
@@ -18,7 +18,7 @@ from learner.config.algorithm import is_plug_in
 TRUSTED_RATIO = (0.9, 1.1)
 Level = Literal["token", "sequence", "geometric", "probability"]
 SMALLEST_MARGIN = 10.0
-"""A bound that is fewer times the noise away acts on the noise."""
+"""Ratio of a bound's distance to the noise below which the bound acts on noise."""
 NOISE_OF = {
     "token": "|ratio - 1| of a token",
     "sequence": "|ratio - 1| of a completion",
@@ -28,24 +28,27 @@ NOISE_OF = {
 
 
 class ComparedTokens(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """The tokens of completions that both sides have given a logprob."""
+    """Tokens of completions with a finite logprob from both sides."""
 
     logprobs_N: np.ndarray
-    """The learner's, float64."""
+    """Logprobs of the learner, float64."""
     behaviour_logprobs_N: np.ndarray
-    """The server's, float64, finite."""
+    """Logprobs of the server, float64, finite."""
     is_held_N: np.ndarray
-    """Whether the objective's bound holds back the token's gradient."""
+    """Whether the objective clips the token, so that it has no gradient."""
     is_fresh_N: np.ndarray
-    """Whether no push came between the entry of the completion's prompt into the engine and its last token."""
+    """Whether no weight sync happened while the completion was in the engine."""
     completion_N: np.ndarray
-    """The index of the token's completion, from 0."""
+    """Index of the token's completion, from 0."""
     num_not_finite: int
-    """Tokens that are not here, because a side gave them a logprob that is no number."""
+    """Number of tokens left out because a side's logprob is NaN or inf."""
 
 
 class Floor(msgspec.Struct, frozen=True, kw_only=True):
-    """The noise of some tokens. The ratio is exp(learner's logprob - server's); without noise it is 1."""
+    """Noise of a set of tokens.
+
+    The ratio is exp(learner's logprob - server's logprob), and 1 without noise.
+    """
 
     num_tokens: int
     abs_logprob_mean: float
@@ -55,29 +58,29 @@ class Floor(msgspec.Struct, frozen=True, kw_only=True):
     ratio_min: float
     ratio_max: float
     outside_frac: float
-    """Share of the tokens whose ratio lies outside TRUSTED_RATIO."""
+    """Share of the tokens whose ratio is outside TRUSTED_RATIO."""
     mismatch_kl: float
-    """k3: the mean of ratio - 1 - log ratio."""
+    """Mean of ratio - 1 - log ratio (k3)."""
     clipped_frac: float
-    """Share of the tokens whose gradient the run's objective holds back."""
+    """Share of the tokens that the run's objective clips."""
     ess: float
     """Effective sample size as a share: (Σ ratio)² / (N Σ ratio²)."""
 
 
 class Bound(msgspec.Struct, frozen=True, kw_only=True):
-    """A bound of the loss, and how the noise compares with it."""
+    """A bound of the loss, and the noise at its level."""
 
     key: str
     value: float
     distance: float
-    """From what a token has without noise (ratio 1, no difference of probabilities) to the bound."""
+    """Distance of the bound from ratio 1, or from a probability difference of 0."""
     level: Level
     noise: float
-    """The mean distance that the noise alone brings a token, at the bound's level."""
+    """Mean distance that noise alone causes, at the bound's level."""
 
 
 def floor(tokens: ComparedTokens, chosen_N: np.ndarray) -> Floor | None:
-    """Return the noise of the chosen tokens, None if there are none."""
+    """Return the noise of the chosen tokens, or None if there are none."""
     if not chosen_N.any():
         return None
     log_ratio_N = (tokens.logprobs_N - tokens.behaviour_logprobs_N)[chosen_N]
@@ -99,10 +102,10 @@ def floor(tokens: ComparedTokens, chosen_N: np.ndarray) -> Floor | None:
 
 
 def bounds(tokens: ComparedTokens, config: LearnerConfig) -> list[Bound]:
-    """Return the bounds of this run's loss that noise can reach: the objective's, the correction's."""
+    """Return the bounds of the objective and the correction that noise can reach."""
     loss, correction = config.loss, config.correction
     found: list[tuple[str, float, float, Level]] = []
-    # To the exact proximal policy the ratio is the learner's own, which has no noise.
+    # The ratio to the exact proximal policy uses only the learner's logprobs, so it has no noise.
     if correction.anchor == "behaviour" or correction.proximal == "log_linear":
         if loss.objective in ("grpo", "gspo"):
             level: Level = "token" if loss.objective == "grpo" else "geometric"
@@ -111,7 +114,7 @@ def bounds(tokens: ComparedTokens, config: LearnerConfig) -> list[Bound]:
             found.append(("loss.clip_high", value := loss.value("clip_high"), value, "token"))
         elif loss.objective == "dppo":
             found += [(f"loss.{key}", value := loss.value(key), value, "probability") for key in ("tv_low", "tv_high")]
-    # A weight that is truncated by noise is wrong by no more than the noise; one that is masked takes its token with it.
+    # Noise changes a truncated weight by no more than the noise itself. A masked weight drops its token.
     if correction.weight == "mask":
         found.append(("correction.max_weight", correction.weight_bound, correction.weight_bound - 1, correction.level))
         if correction.min_weight is not None:
@@ -126,7 +129,10 @@ def bounds(tokens: ComparedTokens, config: LearnerConfig) -> list[Bound]:
 
 
 def noise(tokens: ComparedTokens, level: Level) -> float:
-    """Mean |r - 1|, r the ratio of a token, of a completion (the product) or its geometric mean; or mean |p - p_server|."""
+    """Return the mean |r - 1|, or the mean |p - p_server| at the level "probability".
+
+    r is the ratio of a token, of a completion (the product), or a completion's geometric mean.
+    """
     log_ratio_N = tokens.logprobs_N - tokens.behaviour_logprobs_N
     if level == "token":
         return float(np.abs(np.expm1(log_ratio_N)).mean())
@@ -138,7 +144,7 @@ def noise(tokens: ComparedTokens, level: Level) -> float:
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """What the self-test found, and what of the run it is to be compared with."""
+    """Results of the self-test, and the settings of the run to compare them with."""
 
     dtype: str
     objective: str
@@ -147,10 +153,10 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     num_not_finite: int
     fresh: Floor | None
     through_push: Floor | None
-    """Of completions that were in the engine during a push; None: there were none."""
+    """Noise of completions in the engine during a weight sync, or None without any."""
     bounds: list[Bound]
     at_temperature_1: Floor | None = None
-    """Of all tokens, had they been sampled at temperature 1; only where they do not fit the run's own temperature."""
+    """Noise of all tokens at temperature 1, if they do not fit the run's temperature."""
 
     @property
     def columns(self) -> dict[str, Floor]:
@@ -159,7 +165,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def disagreeing(self) -> dict[str, Floor]:
-        """The columns whose mean |Δ logprob| is above the bound of the parity check (or NaN)."""
+        """Columns whose mean |Δ logprob| is NaN or above the bound of the parity check."""
         return {name: tokens for name, tokens in self.columns.items() if not self.is_close(tokens)}
 
     def is_close(self, tokens: Floor) -> bool:
@@ -167,7 +173,10 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def problems(measured: Measured) -> list[str]:
-    """Return what is wrong; empty: both sides agree, and nothing in the run acts on the noise that is left."""
+    """Return the problems.
+
+    The list is empty if both sides agree and nothing in the run acts on the remaining noise.
+    """
     found = _disagreements(measured)
     if measured.num_not_finite:
         found.append(
@@ -218,7 +227,7 @@ def _disagreements(measured: Measured) -> list[str]:
 
 
 def as_text(measured: Measured) -> str:
-    """The table, and what the noise means for each bound."""
+    """Format the table, and the margin of each bound over the noise."""
     columns = measured.columns
     low, high = TRUSTED_RATIO
     rows = [["", *columns]] + [

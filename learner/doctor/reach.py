@@ -1,4 +1,7 @@
-"""How far a doctor gets towards one server: its name, its port, the handshake, an answer. Says where it ends, and why."""
+"""The checks whether a doctor can reach a server: host name, port, handshake, answer.
+
+A failed step yields a finding with the reason and the remedy.
+"""
 
 import asyncio
 import ipaddress
@@ -17,14 +20,14 @@ from protocol.messages import Message, Probe, Pulse, Refused, TrialEnded, Vitals
 
 CONNECT_TIMEOUT_S = 5.0
 HANDSHAKE_TIMEOUT_S = 6.0
-"""Twice what a server gives one, so that it is tried again."""
+"""Twice the server's own timeout, so that the handshake is retried."""
 ANSWER_TIMEOUT_S = 10.0
 LOOK_INTERVAL_S = 0.25
 M = TypeVar("M", Vitals, TrialEnded)
 
 
 class NotReached(Exception):
-    """There is nobody to ask any further."""
+    """Failure to get an answer from a server, with the finding about it."""
 
     def __init__(self, finding: Finding) -> None:
         super().__init__(str(finding))
@@ -32,7 +35,7 @@ class NotReached(Exception):
 
 
 def names(endpoint: str) -> Finding:
-    """Whether the server's name stands for an address that can be connected to."""
+    """Check that the endpoint's host resolves to an address for connections."""
     host, port_text = split_endpoint(endpoint)
     if host == "*" or _is_unspecified(host) or port_text == "*":
         return problem(
@@ -50,7 +53,7 @@ def names(endpoint: str) -> Finding:
 
 
 def port(endpoint: str) -> Finding:
-    """Whether something takes connections there."""
+    """Check that the endpoint's port accepts connections."""
     host, port_text = split_endpoint(endpoint)
     where = join_address(host, int(port_text))
     try:
@@ -74,9 +77,11 @@ def port(endpoint: str) -> Finding:
 
 
 async def ask(channel: LearnerChannel, keys: LearnerKeys | None) -> tuple[Vitals, float, float]:
-    """Return the server's vitals, how far its clock is ahead of ours, and how exactly that is known.
+    """Return the server's vitals, its clock's lead over ours, and the lead's error.
 
-    Raises HandshakeRefused for keys that do not fit, NotReached for any other reason.
+    Raises:
+        HandshakeRefused: If the keys do not match.
+        NotReached: For any other reason.
     """
     await _send_first(channel, Probe(probe_id=uuid.uuid4().hex), keys)
     sent_s = time.time()
@@ -86,7 +91,7 @@ async def ask(channel: LearnerChannel, keys: LearnerKeys | None) -> tuple[Vitals
 
 
 async def _send_first(channel: LearnerChannel, message: Message, keys: LearnerKeys | None) -> None:
-    """Hand the message to a connection, for which the handshake must have succeeded."""
+    """Send the message as soon as the handshake has succeeded. Raises NotReached."""
     deadline, has_failed = time.monotonic() + HANDSHAKE_TIMEOUT_S, False
     while time.monotonic() < deadline:
         has_failed |= channel.check_handshake()
@@ -100,7 +105,7 @@ async def _send_first(channel: LearnerChannel, message: Message, keys: LearnerKe
 
 
 async def answer(channel: LearnerChannel, kind: type[M], timeout_s: float) -> M:
-    """Wait for the answer to what was asked. Raises NotReached."""
+    """Wait for a message of this kind. Raises NotReached."""
     try:
         async with asyncio.timeout(timeout_s):
             while isinstance(message := await channel.receive(), Pulse):
@@ -122,7 +127,7 @@ def _other_version(how: str) -> Finding:
 
 
 def _is_unspecified(host: str) -> bool:
-    """Of 0.0.0.0 and ::, at which one listens."""
+    """Check for 0.0.0.0 and ::, which are only for listening."""
     try:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:

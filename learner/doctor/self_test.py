@@ -1,9 +1,10 @@
-"""The self-test: what a run would see if nothing were learned, so that all that is left is noise.
+"""The self-test: a run without learning, in which only noise separates server and learner.
 
-    push ─▶ sample a batch ─▶ push the same weights while groups are in flight ─▶ … ─▶ score the tokens here ─▶ compare
+    sync ─▶ sample a batch ─▶ sync the same weights with groups in flight ─▶ … ─▶ score tokens ─▶ compare
 
-Made of the run's own parts, with its sampling, data, rewards, objective and bounds. No optimizer step is taken, so every
-difference between the two sides' logprobs is noise or a fault. The run's directory is not touched.
+The self-test uses the run's own parts, sampling, data, rewards, objective and bounds, but no optimizer step.
+A difference between the logprobs of both sides is therefore noise or a fault.
+The run directory is not touched.
 """
 
 import logging
@@ -47,11 +48,15 @@ from protocol.errors import ConfigError
 log = logging.getLogger(__name__)
 NUM_BATCHES = 4
 SETTLE_S = 0.1
-"""Lets the groups that were just admitted begin before the next push, so that they live through it."""
+"""Time for new groups to start, so that they are in flight during the next sync."""
 
 
 def self_test(run: LearnerRun) -> Measured:
-    """Measure the noise against a running server. Raises ParityError if the two sides disagree before the first batch."""
+    """Measure the noise against a running server.
+
+    Raises:
+        ParityError: If the two sides disagree before the first batch.
+    """
     with tempfile.TemporaryDirectory(prefix="slipstream-self-test-") as directory, ExitStack() as cleanup:
         run = without_learning(run, Path(directory) / "run")
         config = run.learner
@@ -66,7 +71,7 @@ def self_test(run: LearnerRun) -> Measured:
         trainer = make_trainer(run_inputs, accelerator, is_new=False)
         controller = cleanup.enter_context(Controller.open(run_inputs, run_dir, trainer.published, None))
         controller.connect(0)
-        controller.fleet.is_over = True  # however it ends
+        controller.fleet.is_over = True  # free the servers however the test ends
         batches = sample_across_pushes(controller)
         tokens = compare(trainer, batches, config.sampling.temperature)
         dtype = coarser(
@@ -90,9 +95,13 @@ def self_test(run: LearnerRun) -> Measured:
 
 
 def without_learning(run: LearnerRun, directory: Path) -> LearnerRun:
-    """The run with a directory of its own, as many steps as batches, and nothing that only matters when weights move."""
+    """Return the run in another directory, with one step per batch.
+
+    Keys that matter only if the weights change have their defaults.
+    """
     config = run.learner.in_effect()
-    # 1: a batch is in flight while another is taken; no check between keys is broken by more.
+    # At least 1, so that a batch is in flight while another is taken. Above max_token_staleness, so that this
+    # key stays in effect.
     max_staleness = max(1, (config.correction.max_token_staleness or 0) + 1)
     config = msgspec.structs.replace(
         config,
@@ -109,9 +118,9 @@ def without_learning(run: LearnerRun, directory: Path) -> LearnerRun:
 
 
 def sample_across_pushes(controller: Controller) -> list[list[ScoredGroup]]:
-    """Take NUM_BATCHES batches and push the same weights between them, as a new version each time."""
+    """Take NUM_BATCHES batches and sync the same weights between them as new versions."""
     batches: list[list[ScoredGroup]] = []
-    interrupt = Interrupt()  # not entered: there is no step to finish, Ctrl-C ends the test at once
+    interrupt = Interrupt()  # not entered: there is no step to finish, so Ctrl-C ends the test at once
     for version in range(NUM_BATCHES):
         if version:
             time.sleep(SETTLE_S)
@@ -125,7 +134,7 @@ def sample_across_pushes(controller: Controller) -> list[list[ScoredGroup]]:
 
 
 def rows_of(groups: list[ScoredGroup], config: LearnerConfig) -> list[Row]:
-    """Every completion of the step, also of groups without signal: noise is noise."""
+    """Return every completion of the step, including those of groups without signal."""
     return [row for rows_G in step_rows(groups, advantages(groups, config), config) for row in rows_G]
 
 
@@ -170,7 +179,7 @@ def held(
     advantages_B: torch.Tensor,
     config: LearnerConfig,
 ) -> torch.Tensor:
-    """Which tokens the run's objective would hold back in its first update on them."""
+    """Return the tokens that the run's objective would clip in their first update."""
     is_own = config.correction.anchor == "proximal" and config.correction.proximal == "exact"
     anchor_BT = logprobs_BT if is_own else behaviour_logprobs_BT
     log_ratio_BT = clamped(masked(logprobs_BT - anchor_BT, mask_BT))

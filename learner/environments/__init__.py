@@ -1,1 +1,1 @@
-"""What answers the policy between its turns, and the exact tokens that come of it: an episode's branches."""
+"""Environments that answer the policy's turns, and the exact tokens of episodes."""

@@ -1,13 +1,13 @@
-"""What a policy says in a conversation, read: text, reasoning, calls of tools. Between the tokens of a turn and talk.py.
+"""Parse a policy's turn in a conversation into text, reasoning and tool calls.
 
-The format is the one that learner.environment.renderer names, read by the package `renderers`, else the model's own where its tokenizer says it
-(`response_template`), else that of Hermes, which Qwen's models and many others have: <think>…</think>,
-<tool_call>{"name": …, "arguments": …}</tool_call>. transformers parses the latter two.
+learner.environment.renderer names the format, which the package `renderers` reads. Without that key, it is
+the tokenizer's own format (`response_template`), else the Hermes format of Qwen's and many other models:
+<think>…</think>, <tool_call>{"name": …, "arguments": …}</tool_call>. transformers parses these two.
 
-    a tool's schema ─▶ a call of it ─▶ the chat template ─▶ the tokens of a turn ─▶ read_answer ─▶ the same call, or ConfigError
+    tool schema ─▶ a call ─▶ chat template ─▶ tokens of a turn ─▶ read_answer ─▶ the same call, or ConfigError
 
-Invariant: before a run begins a call that its template writes was read as that call, so a policy that calls its tools as it was taught to
-is never taken for one that only talks.
+Invariant: before a run starts, a call written by its template was read back. A policy that calls tools as it
+was taught is therefore never taken for one that only talks.
 """
 
 import json
@@ -47,32 +47,41 @@ HERMES = {
 
 QUESTION: list[Message] = [{"role": "user", "content": "What is it?"}]
 EXAMPLES: dict[str, Any] = {"integer": 7, "string": "seven"}
-"""By the JSON type of an argument. Others are left out: some templates write them as Python does, which says nothing about the format."""
+"""Example arguments by JSON type.
+
+Other types are left out. Some templates write them as Python does, which is no evidence about the format.
+"""
 NOT_TRIED = ("gpt-oss", "custom")
-"""Formats that are not looked for: the first one's package downloads a vocabulary, the second is code of a user's."""
+"""Formats that are not tried. gpt-oss's package downloads a vocabulary, and custom is a user's code."""
 
 NO_FORMATS = ("auto", "default")
-"""Names of `renderers` that ask the hub, by the model's name, or read nothing."""
+"""Names in `renderers` that query the hub by the model's name, or that parse nothing."""
 
 
 class Unreadable(Exception):
-    """A call that cannot be made out; the message says why."""
+    """A tool call that cannot be parsed. The error message gives the reason."""
 
 
 def read_answer(template: ChatTemplate, prompt: list[int], token_ids: list[int]) -> Message:
-    """Return a turn as a message. `prompt`: all that stands before it, for some templates begin it. Raises Unreadable."""
+    """Parse a turn into a message.
+
+    `prompt`: all tokens before the turn, because some templates start the turn there.
+
+    Raises:
+        Unreadable: if the turn cannot be parsed.
+    """
     try:
         if template.renderer is not None:
             message = read_by_renderer(template.tokenizer, template.renderer, prompt, token_ids, template.tools)
         else:
             message = _read_by_transformers(template, prompt, token_ids)
         return storable(message)
-    except Exception as error:  # the policy wrote this: no parser knows all that it may make of it
+    except Exception as error:  # the policy wrote this, and no parser foresees all it may write
         raise Unreadable(f"{type(error).__name__}: {error}") from error
 
 
 def _read_by_transformers(template: ChatTemplate, prompt: list[int], token_ids: list[int]) -> Message:
-    """Raises ValueError."""
+    """Parse a turn with transformers. Raises ValueError if that fails."""
     tokenizer = template.tokenizer
     if getattr(tokenizer, "response_template", None) is None:
         begun = _decoded(tokenizer, prompt[-8:]).rstrip()
@@ -86,7 +95,7 @@ def _read_by_transformers(template: ChatTemplate, prompt: list[int], token_ids: 
 
 
 def calls_of(message: Message) -> list[Call]:
-    """Raises Unreadable."""
+    """Return the tool calls of a message. Raises Unreadable if one is malformed."""
     return [_call(each.get("function") if isinstance(each, dict) else each) for each in message.get("tool_calls") or ()]
 
 
@@ -112,7 +121,11 @@ def _decoded(tokenizer: "PreTrainedTokenizerBase", token_ids: list[int]) -> str:
 
 @lru_cache(maxsize=1)
 def renderer_of(tokenizer: "PreTrainedTokenizerBase", name: str) -> Any:
-    """Raises ConfigError for an unknown name, and where the tokenizer lacks what the format is made of."""
+    """Return the renderer of a format.
+
+    Raises:
+        ConfigError: if the package or the format is missing, or if the tokenizer does not fit the format.
+    """
     key = f"learner.environment.renderer = {name!r}"
     try:
         from renderers import configs
@@ -136,10 +149,17 @@ def renderer_of(tokenizer: "PreTrainedTokenizerBase", name: str) -> Any:
 def read_by_renderer(
     tokenizer: "PreTrainedTokenizerBase", name: str, prompt: list[int], token_ids: list[int], tools: list[dict[str, Any]]
 ) -> Message:  # fmt: skip
-    """`prompt`: all that stands before the turn. Raises ValueError for a call that it began and nobody can make out."""
+    """Parse a turn with the package `renderers`.
+
+    `prompt`: all tokens before the turn.
+
+    Raises:
+        ValueError: if the turn starts a call that cannot be parsed.
+    """
     from renderers.base import ToolCallParseStatus
 
-    readable = (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)  # of one that is not there its caller is told
+    # A call of an unknown tool is readable: the policy gets an error as its result.
+    readable = (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)
     functions = [tool["function"] for tool in tools]
     read = renderer_of(tokenizer, name).parse_response(token_ids, tools=functions, prompt_ids=prompt)
     for call in read.tool_calls:
@@ -156,9 +176,9 @@ def read_by_renderer(
     return message
 
 
-# --- whether calls come back --------------------------------------------------------------------------------------
+# --- check that calls can be read back ----------------------------------------------------------------------
 def check_calls(template: ChatTemplate) -> None:
-    """Raise ConfigError if a call of a tool does not come back through this template and its reader."""
+    """Raise ConfigError if a tool call cannot be read back through this template."""
     if not template.tools:
         return
     call = _example(template.tools[0]["function"])
@@ -209,7 +229,13 @@ def _example(function: dict[str, Any]) -> Call:
 
 
 def _written(template: ChatTemplate, call: Call) -> tuple[list[int], list[int]]:
-    """What stands before a turn that makes the call, and the turn with the token that ends it. Raises DataError."""
+    """Return the tokens before a turn that makes the call, and those of the turn.
+
+    The turn includes the token that ends it.
+
+    Raises:
+        DataError: if the template takes no message with a call.
+    """
     function = {"name": call.name, "arguments": call.arguments}
     calls = {"content": "", "tool_calls": [{"id": "call00001", "type": "function", "function": function}]}
     whole, other = (
@@ -232,7 +258,7 @@ def _problem(template: ChatTemplate, prompt: list[int], turn: list[int], call: C
 
 
 def _formats() -> list[str]:
-    """Raises ModuleNotFoundError."""
+    """Return the formats to try. Raises ModuleNotFoundError without `renderers`."""
     from renderers import RendererConfig
 
     configs = get_args(get_args(RendererConfig)[0])

@@ -1,9 +1,9 @@
-"""What an environment's instance holds at the end of an episode, as reward functions get it: TRL's `environments`. Under host.py and
-rewards/call.py.
+"""Copy environments' final attributes for reward functions: TRL's `environments`.
 
-    instance ─▶ attributes_of (in its process) ─▶ Episode ─▶ ledger ─▶ Remembered (in the reward function's process)
+    instance ─▶ attributes_of (in its process) ─▶ Episode ─▶ ledger ─▶ Remembered (in the reward process)
 
-Imports nothing of the learner. Invariant: plain data and nothing else, at most MAX_BYTES of an episode, which nobody can change.
+`host.py` and `rewards/call.py` use this module, which imports nothing of the learner.
+Invariant: an episode keeps only plain data, at most MAX_BYTES, which nobody can change.
 """
 
 import numbers
@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 
 MAX_BYTES = 1 << 20
-"""Of all attributes together, as they are kept; one that has no room is left out."""
+"""Maximum size of all attributes together, as stored. Attributes that do not fit are left out."""
 MAX_DEPTH = 32
-"""Of lists and dicts in one another; more is hardly data."""
+"""Maximum nesting of lists and dicts. Deeper values are hardly data."""
 
 
 class Remembered:
-    """One instance, read where it is not."""
+    """Read-only copy of an environment instance, outside the instance's process."""
 
     def __init__(self, attributes: dict[str, Any]) -> None:
         vars(self).update(attributes)
@@ -35,7 +35,7 @@ class Remembered:
 
 
 def attributes_of(instance: Any) -> dict[str, Any]:
-    """The public attributes that are plain data, properties too, in the order of their names."""
+    """Return the public attributes and properties that are plain data, sorted by name."""
     found: dict[str, Any] = {}
     room = MAX_BYTES
     for name in dir(instance):
@@ -44,7 +44,7 @@ def attributes_of(instance: Any) -> dict[str, Any]:
         try:
             value = _plain(getattr(instance, name), MAX_DEPTH)
             num_bytes = len(msgspec.msgpack.encode({name: value}))
-        except (Exception, SystemExit):  # no data, a text that is none, or a property that fails: whoever asks is told
+        except (Exception, SystemExit):  # not plain data or a failing property: Remembered explains it
             continue
         if num_bytes <= room:
             found[name] = value
@@ -53,7 +53,11 @@ def attributes_of(instance: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any, depth: int) -> Any:
-    """The same of Python's own types, numpy's numbers too. Raises TypeError for what is no data."""
+    """Convert a value, including numpy numbers, to Python's built-in types.
+
+    Raises:
+        TypeError: if the value is not plain data.
+    """
     if depth == 0:
         raise TypeError("too deep")
     match value:

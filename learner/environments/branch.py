@@ -1,10 +1,11 @@
-"""A branch: the tokens of an episode in one sequence, of the policy and of what answers it. Between the rollouts and the batch.
+"""Branches: an episode's tokens in sequence, from the policy and its environment.
 
-    prompt ▸ turn ▸ answer ▸ turn ▸ …    one branch as long as each turn's prompt extends, token for token, what was recorded;
-                                         otherwise the next turn begins a branch of its own, behind a prompt of its own
+    prompt ▸ turn ▸ answer ▸ turn ▸ …    one branch while each turn's prompt extends the recorded tokens,
+                                         otherwise the next turn starts a branch with its own prompt
 
-A plain completion is a branch of one turn. Invariant: a token that the policy did not sample has no version, and so no part in any
-loss, logprob, KL or count; it is only seen by the tokens after it.
+This sits between the rollouts and the batch. A plain completion is a branch of one turn.
+Invariant: a token that the policy did not sample has no version, so it is in no loss, logprob, KL or count.
+Only later tokens attend to it.
 """
 
 import numpy as np
@@ -13,25 +14,29 @@ from protocol.messages import Completion, Part
 from protocol.messages.parts import Version, check_array
 
 UNKNOWN_VERSION = -1
-"""Of groups from before a restart: a version that is trained again may have other weights under the same number."""
+"""Version of groups from before a restart.
+
+A version that is trained again may have other weights under the same number.
+"""
 
 
 class Branch(Part, frozen=True):
-    """What follows a prompt in one sequence.
+    """Tokens after a prompt in one sequence.
 
-    Example: token_ids=[7, 3, 9, 1], behaviour_logprobs=[-0.2, -1.1, 0, -0.1], versions=[(4, 2), (None, 1), (5, 1)]: a turn of two
-    tokens sampled by policy version 4, one token of an environment, a turn of one token sampled by version 5.
+    Example: token_ids=[7, 3, 9, 1], behaviour_logprobs=[-0.2, -1.1, 0, -0.1], versions=[(4, 2), (None, 1),
+    (5, 1)]. Policy version 4 sampled a turn of two tokens. One token of an environment follows, then a turn
+    of one token by version 5.
     """
 
     token_ids: np.ndarray
     behaviour_logprobs: np.ndarray
-    """0 where nothing was sampled."""
+    """Behavior logprobs, 0 for tokens that were not sampled."""
     versions: list[tuple[Version | None, int]]
-    """Runs of tokens by the version that sampled them; None: the policy did not."""
+    """Runs of tokens, each with the version that sampled it. None: the policy did not sample it."""
     finish_reason: str
-    """"length": the episode was cut off."""
+    """Reason for the end. "length": the episode was cut off."""
     prompt_token_ids: np.ndarray | None = None
-    """None: the group's prompt."""
+    """The branch's own prompt. None: the group's prompt."""
 
     def __post_init__(self) -> None:
         check_array(self.token_ids, "int32", "token_ids")
@@ -44,7 +49,7 @@ class Branch(Part, frozen=True):
 
     @classmethod
     def of(cls, completion: Completion) -> "Branch":
-        """A plain completion as a branch: the policy has sampled all of it."""
+        """Return a plain completion as a branch, all of which the policy sampled."""
         return cls(
             token_ids=completion.token_ids,
             behaviour_logprobs=completion.behaviour_logprobs,
@@ -54,7 +59,7 @@ class Branch(Part, frozen=True):
 
     @property
     def versions_T(self) -> np.ndarray:
-        """The version of each token; UNKNOWN_VERSION where nothing was sampled."""
+        """The version of each token, or UNKNOWN_VERSION if it was not sampled."""
         versions = [UNKNOWN_VERSION if version is None else version for version, _ in self.versions]
         return np.repeat(versions, [count for _, count in self.versions])
 

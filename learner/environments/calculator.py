@@ -1,19 +1,22 @@
-"""A built-in environment, to see a tool learnt within minutes: a sum that the policy lets a calculator do, and then repeats.
+"""Built-in environment to see a policy learn a tool within minutes: a calculator.
 
     37,45> ▸ policy: 37+45= ▸ calculator: 82> ▸ policy: 82
 
-Used as `learner.environment.factory = "calculator"` on the rows of the task `calculator`.
+The policy lets the calculator add and repeats the sum. Set `learner.environment.factory = "calculator"` for
+rows of the task `calculator`.
 """
 
 from typing import Any
 
 EQUALS, DISPLAY_END, NO_SUM = "=", ">", " "
-"""What ends a call, what ends the answer to it, and the answer to a call that is none, in characters that tiny:digits knows."""
+"""End of a call, end of its result, and result of an invalid call. tiny:digits knows these characters."""
 
 
 class Calculator:
-    """`call` and `answer` are columns of the row. The reward is half for the call and half for the answer, each by the share of its
-    characters that are right, so that what is nearly right is worth more than noise.
+    """Environment that adds two numbers. `call` and `answer` are columns of the row.
+
+    The reward is half for the call and half for the answer. Each half is the share of correct characters, so
+    that a near miss is worth more than noise.
     """
 
     def __init__(self) -> None:
@@ -27,7 +30,10 @@ class Calculator:
         self._share_of_call = self._share_of_answer = 0.0
 
     def press(self, text: str) -> str:
-        """A turn that ends with an equals sign is a call, whose sum is shown; any other is the answer, and the last."""
+        """Add the numbers of a call, which is a turn that ends with an equals sign.
+
+        Any other turn is the answer and ends the episode.
+        """
         if not text.endswith(EQUALS):
             self.done = True
             self._share_of_answer = _share_right(text, self._answer)
@@ -43,5 +49,5 @@ class Calculator:
 
 
 def _share_right(text: str, gold: str) -> float:
-    """Of the longer one's characters, those that stand at their place in both."""
+    """Return the share of matching characters, relative to the longer text."""
     return sum(one == other for one, other in zip(text, gold, strict=False)) / max(len(text), len(gold))

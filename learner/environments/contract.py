@@ -1,9 +1,9 @@
-"""What the user's code must have to be an environment, and what of it the policy can call. In the environment's process.
+"""Check that the user's code is an environment, and list what the policy can call.
 
-    a class of TRL's `environment_factory`: no argument, reset(**row), get_reward(), public methods     beside it: functions
+    class of TRL's `environment_factory`: no argument, reset(**row), get_reward(), methods     plus functions
 
-To a policy that converses, methods and functions are tools, told of by their type hints and docstrings; one that answers in plain
-text has one method, which gets each turn as it is.
+This runs in the environment's process. In a conversation, methods and functions are tools, described by their
+type hints and docstrings. In plain text, the class has one method, which gets each turn as it is.
 """
 
 import inspect
@@ -24,7 +24,11 @@ Tools = Mapping[str, Callable[..., Any]]
 
 
 def load_environment(spec: str, *, takes_text: bool) -> type:
-    """Return the class that `learner.environment.factory` names. Raises NotLoaded."""
+    """Return the class that `learner.environment.factory` names.
+
+    Raises:
+        NotLoaded: if it cannot be loaded or is no environment.
+    """
     if ":" not in spec and spec not in BUILT_IN:
         raise NotLoaded(f"it is not built in; known are: {', '.join(BUILT_IN)}. Name one of your own as module:Class")
     factory = BUILT_IN[spec] if ":" not in spec else load_named(spec)
@@ -38,7 +42,11 @@ def load_environment(spec: str, *, takes_text: bool) -> type:
 
 
 def load_functions(specs: Sequence[str]) -> Tools:
-    """Return what `learner.environment.tools` names, by name. Raises NotLoaded."""
+    """Return the functions of `learner.environment.tools` by name.
+
+    Raises:
+        NotLoaded: if one cannot be loaded, is not a function, or has the name of another.
+    """
     functions: dict[str, Callable[..., Any]] = {}
     for spec in specs:
         function = load_named(spec)
@@ -52,12 +60,12 @@ def load_functions(specs: Sequence[str]) -> Tools:
 
 
 def methods_of(factory: type) -> list[str]:
-    """The names of the public methods beside reset and get_reward."""
+    """Return the names of the public methods except reset and get_reward."""
     return [name for name, _ in inspect.getmembers(factory, callable) if name[0] != "_" and name not in RESERVED]
 
 
 def method_of_turns(factory: type) -> str:
-    """The name of the one among them. Raises NotLoaded."""
+    """Return the name of the only such method. Raises NotLoaded unless there is one."""
     names = methods_of(factory)
     if len(names) != 1:
         raise NotLoaded(
@@ -69,8 +77,14 @@ def method_of_turns(factory: type) -> str:
 
 
 def schemas_of(tools: Tools) -> list[dict[str, Any]]:
-    """As chat templates expect them, of type hints and docstrings in Google's style. Raises NotLoaded."""
-    try:  # takes seconds, so only where somebody asks
+    """Return the tools' JSON schemas for chat templates.
+
+    They derive from type hints and docstrings in Google style.
+
+    Raises:
+        NotLoaded: if transformers is missing, or a tool has no type hints or no docstring.
+    """
+    try:  # takes seconds, so imported only on demand
         from transformers.utils import get_json_schema
         from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
     except ImportError as error:

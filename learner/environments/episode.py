@@ -1,7 +1,8 @@
-"""An episode: what the policy and an environment have said to each other in one go. Between the player and the ledger.
+"""Episodes: one exchange between the policy and an environment.
 
-Invariant: every token of the policy stands here as the engine gave it, with its logprob and its version; what the environment said has
-neither. A plain completion is an episode of one turn.
+This sits between the player and the ledger. A plain completion is an episode of one turn.
+Invariant: every policy token is stored as the engine returned it, with its logprob and version. Tokens of the
+environment have neither.
 """
 
 from collections.abc import Sequence
@@ -15,48 +16,57 @@ from protocol.messages import Completion, Group, Message, Part
 from protocol.messages.parts import Version
 
 EndState = Literal["finished", "length", "max_turns", "parse_error", "tool_timeout", "env_error", "deadline", "aborted"]
-"""finished: the environment was done, or the policy called no tool; length: too many tokens, in a turn or in all; parse_error: the
-policy called a tool in a way that nobody can read; deadline: it took too long in all; aborted: the server could not go on."""
+"""End state of an episode.
+
+- finished: the environment was done, or the policy called no tool
+- length: too many tokens, in a turn or in the episode
+- parse_error: the policy called a tool in an unreadable way
+- deadline: the episode took too long as a whole
+- aborted: the server could not continue
+"""
 REWARDED: tuple[EndState, ...] = ("finished", "length", "max_turns", "parse_error")
-"""The others say nothing about the policy."""
+"""End states that are rewarded. The other states are no evidence about the policy."""
 
 
 class Course(Part, frozen=True):
-    """How an episode went, beside its tokens."""
+    """Statistics of an episode, apart from its tokens."""
 
     state: EndState
     num_turns: int
     num_calls: int = 0
-    """Of tools."""
+    """Number of tool calls."""
     num_failed_calls: int = 0
-    """Turns or calls that were answered with an error's text."""
+    """Number of turns or calls that got an error text as their answer."""
     environment_s: float = 0.0
-    """Spent in the environment."""
+    """Seconds spent in the environment."""
     num_prompt_tokens: int = 0
-    """Of the requests of all turns after the first, which have the turns before them."""
+    """Number of prompt tokens of all turns after the first. Each prompt includes the turns before it."""
     num_cached_tokens: int = 0
-    """Of these, whose keys and values the server still had."""
+    """Number of these tokens that the server had in its KV cache."""
 
 
 class Episode(Part, frozen=True):
-    """Example: branches=[one of two turns], course=Course(state="finished", num_turns=2), reward=1.0."""
+    """One rollout, with its reward from the environment.
+
+    Example: branches=[one of two turns], course=Course(state="finished", num_turns=2), reward=1.0.
+    """
 
     branches: list[Branch]
     course: Course
     reward: float | None = None
-    """The environment's own."""
+    """The environment's own reward."""
     messages: list[dict[str, Any]] = msgspec.field(default_factory=list)
-    """What was said after a prompt that is a conversation, by the policy and its tools."""
+    """Messages of the policy and its tools after the prompt, if the prompt is a conversation."""
     attributes: dict[str, Any] | None = None
-    """What the environment's instance held at the end, where a reward function asks for it."""
+    """Final attributes of the environment's instance, if a reward function asks for them."""
 
 
 class PlayedGroup(Message, frozen=True):
-    """The episodes of one prompt: what the ledger keeps of them."""
+    """Episodes of one prompt, as the ledger stores them."""
 
     group_id: str
     entered_version: int
-    """The lowest that a turn entered under."""
+    """The lowest version under which a turn entered the engine."""
     episodes: list[Episode]
 
     @property
@@ -65,11 +75,11 @@ class PlayedGroup(Message, frozen=True):
 
 
 AnyGroup = Group | PlayedGroup
-"""A group as it came from a server, or as it was played."""
+"""A group as a server returned it, or as it was played."""
 
 
 class Recording:
-    """The branches of an episode that is being played; the last is the one that turns are added to."""
+    """Branches of an episode in progress. Turns are added to the last branch."""
 
     def __init__(self, prompt_token_ids: np.ndarray) -> None:
         self._branches = [RecordedBranch(prompt_token_ids, is_own_prompt=False)]
@@ -77,31 +87,31 @@ class Recording:
 
     @property
     def token_ids(self) -> np.ndarray:
-        """All that the next turn's prompt is, exactly."""
+        """The exact prompt of the next turn."""
         return self._branches[-1].all_token_ids
 
     def begin_branch(self, prompt_token_ids: Sequence[int]) -> None:
-        """From here on another prompt stands before what is said."""
+        """Start a branch with its own prompt. Later tokens go to this branch."""
         self._branches.append(RecordedBranch(np.array(prompt_token_ids, np.int32), is_own_prompt=True))
 
     def add_turn(self, completion: Completion) -> None:
-        """What the policy has sampled."""
+        """Add the tokens that the policy sampled."""
         self._branches[-1].add(completion.token_ids, completion.behaviour_logprobs, completion.versions)
 
     def add_said(self, token_ids: Sequence[int]) -> None:
-        """What the environment says."""
+        """Add the tokens of the environment."""
         if token_ids:
             count = len(token_ids)
             self._branches[-1].add(np.array(token_ids, np.int32), np.zeros(count, np.float32), [(None, count)])
 
     def branches(self) -> list[Branch]:
-        """Those in which the policy has said something."""
+        """Return the branches that contain a turn of the policy."""
         spoken = [branch for branch in self._branches if branch.has_turns]
         return [branch.recorded("length" if self.is_cut_off and branch is spoken[-1] else "stop") for branch in spoken]
 
 
 class RecordedBranch:
-    """Grows behind its prompt."""
+    """A branch in progress, which grows after its prompt."""
 
     def __init__(self, prompt_token_ids: np.ndarray, *, is_own_prompt: bool) -> None:
         self._prompt_token_ids, self._is_own_prompt = prompt_token_ids, is_own_prompt
@@ -133,14 +143,14 @@ class RecordedBranch:
 
 
 def num_sampled(group: AnyGroup) -> int:
-    """Tokens of the policy."""
+    """Return the number of tokens that the policy sampled."""
     if isinstance(group, PlayedGroup):
         return sum(branch.num_sampled for one in group.episodes for branch in one.branches)
     return sum(len(completion.token_ids) for completion in group.completions)
 
 
 def episodes_of(group: AnyGroup) -> list[Episode]:
-    """A plain completion is an episode of one turn, without an environment."""
+    """Return the episodes of a group. A plain completion is an episode of one turn."""
     if isinstance(group, PlayedGroup):
         return group.episodes
     return [

@@ -1,16 +1,20 @@
-"""A built-in environment, to see several turns learn within minutes: guess a digit in four turns, by what is said of each guess.
+"""Built-in environment to see several turns train within minutes: guess a digit.
 
-Binary search finds any of ten digits in four. Used as `learner.environment.factory = "guess"` on the rows of the task `guess`.
+The policy has four turns and gets a hint for each guess. Binary search finds any of ten digits in four turns.
+Set `learner.environment.factory = "guess"` for rows of the task `guess`.
 """
 
 from typing import Any
 
 HIGHER, LOWER, RIGHT, NO_DIGIT = ">", ",", "=", " "
-"""What is said, in characters that tiny:digits knows."""
+"""Hints. tiny:digits knows these characters."""
 
 
 class Guess:
-    """`secret` is a column of the row. The reward is 1 if it was guessed, else 0."""
+    """Environment with a secret digit. `secret` is a column of the row.
+
+    The reward is 1 if the policy guessed the digit, else 0.
+    """
 
     def __init__(self) -> None:
         self.done = False
@@ -20,7 +24,7 @@ class Guess:
         self.done, self._secret = False, secret
 
     def guess(self, text: str) -> str:
-        """Say whether the secret is higher or lower than the digit that came, or that none came."""
+        """Return whether the secret is higher, lower or found, or the guess has no digit."""
         digit = text.strip()[-1:]
         if not digit.isdecimal():
             return NO_DIGIT

@@ -1,9 +1,10 @@
-"""One instance of an environment in a process of its own: what is asked of it, and what it answers. process.py is the other end.
+"""One environment instance in its own process, which answers the learner's orders.
 
     reset(row) ─▶ turn(text), or call(tool, arguments) ─▶ … ─▶ reward()         then the next episode's reset
 
-contract.py says what the class is. Invariant: an answer is msgpack and no pickle, for the class may run code that a model wrote; an
-error of a method or tool is the text that the policy reads.
+`process.py` is the other end. `contract.py` defines the class.
+Invariant: an answer is msgpack, not pickle, because the class may run code that a model wrote. The policy
+reads the error of a method or tool as text.
 """
 
 import asyncio
@@ -29,60 +30,60 @@ from learner.user_code import NotLoaded, describe, shorten
 
 
 class Reset(msgspec.Struct, frozen=True):
-    """A new episode."""
+    """Order to start an episode."""
 
     row: dict[str, Any]
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """What the policy has said."""
+    """Order with the text of a policy's turn."""
 
     text: str
 
 
 class Call(msgspec.Struct, frozen=True):
-    """What the policy has called."""
+    """Order with a tool call of the policy."""
 
     name: str
     arguments: dict[str, Any]
 
 
 class Rate(msgspec.Struct, frozen=True):
-    """The episode is over."""
+    """Order to rate the episode, which has ended."""
 
     asks_attributes: bool = False
-    """A reward function wants to know what the instance holds now."""
+    """Whether a reward function asks for the instance's attributes."""
 
 
 class Describe(msgspec.Struct, frozen=True):
-    """Which tools are there?"""
+    """Order to describe the tools."""
 
 
 class Said(msgspec.Struct, frozen=True, tag=True):
-    """What the environment says, and whether it is the last."""
+    """Response of the environment, and whether it ends the episode."""
 
     text: str
     is_done: bool = False
     has_failed: bool = False
-    """The text is an error's."""
+    """Whether the text is an error message."""
 
 
 class Rated(msgspec.Struct, frozen=True, tag=True):
-    """None: the environment rates nothing."""
+    """Reward of the environment. None: the environment has no reward."""
 
     reward: float | None
     attributes: dict[str, Any] | None = None
-    """If they were asked for."""
+    """Attributes of the instance, if requested."""
 
 
 class Described(msgspec.Struct, frozen=True, tag=True):
-    """A JSON schema of each tool."""
+    """A JSON schema for each tool."""
 
     schemas: list[dict[str, Any]]
 
 
 class Wrong(msgspec.Struct, frozen=True, tag=True):
-    """What the class did that nobody can go on with."""
+    """Error of the class after which the episode cannot continue."""
 
     problem: str
 
@@ -93,7 +94,7 @@ ANSWER = msgspec.msgpack.Decoder(Answer)
 
 
 def serve(pipe: connection.Connection, spec: str | None, tools: Sequence[str], takes_text: bool) -> None:
-    """Load the class and the tools, then answer until the learner is gone."""
+    """Load the class and the tools, then answer orders until the learner is gone."""
     try:
         factory = None if spec is None else load_environment(spec, takes_text=takes_text)
         host = Host(factory, load_functions(tools))
@@ -107,10 +108,10 @@ def serve(pipe: connection.Connection, spec: str | None, tools: Sequence[str], t
 
 
 class Host:
-    """Of one instance, used for one episode after another; without a class there are tools alone."""
+    """One instance, used for one episode after another. Without a class, only tools."""
 
     def __init__(self, factory: type | None, functions: Tools) -> None:
-        """Raises NotLoaded."""
+        """Collect the tools. Raises NotLoaded if a method and a function share a name."""
         self._factory, self._functions = factory, functions
         self._methods = [] if factory is None else methods_of(factory)
         if twice := set(self._methods) & set(functions):
@@ -119,7 +120,7 @@ class Host:
             )
         self._instance: Any = None
         self._loop = asyncio.Runner()
-        """One for all coroutines, for what a client has opened belongs to its loop."""
+        """One event loop for all coroutines, because a client's connections belong to their loop."""
 
     def answer(self, order: Order) -> Answer:
         try:
@@ -157,12 +158,12 @@ class Host:
         method = method_of_turns(self._factory)
         try:
             said = self._awaited(getattr(self._instance, method)(text))
-        except (Exception, SystemExit) as error:  # as in TRL: the policy reads what was wrong, and may do better
+        except (Exception, SystemExit) as error:  # as in TRL: the policy reads the error, and may do better
             return Said(str(error) or type(error).__name__, self._is_done, has_failed=True)
         return self._said(said, method)
 
     def _call(self, name: str, arguments: dict[str, Any]) -> Said:
-        """The texts are TRL's."""
+        """Call a tool. The error texts are TRL's."""
         try:
             if name not in self._tools:
                 raise ValueError(f"Tool {name} not found.")

@@ -1,8 +1,10 @@
-"""Begins host.py in an interpreter of its own, which has msgspec and whatever the environment wants, and nothing of Slipstream's.
+"""Start host.py in an interpreter without Slipstream's packages.
+
+The interpreter needs msgspec and the environment's own packages.
 
     own_interpreter.py PIPE LIFELINE FACTORY TAKES_TEXT TOOL…        start.py is the other end
 
-Invariant: of the learner's packages only `learner` itself can be imported here, not what is installed beside it.
+Invariant: only `learner` itself can be imported, not what is installed alongside it.
 """
 
 import importlib.util
@@ -18,12 +20,12 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def main(pipe: str, lifeline: str, factory: str, takes_text: str, *tools: str) -> None:
-    """Serve until the learner is gone; `start.py` has made this process the leader of its group."""
+    """Serve until the learner is gone. `start.py` made this process a group leader."""
     sys.path[0] = os.getcwd()  # not the folder of this file
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # it may be killed at any moment
+        sys.stdout.reconfigure(line_buffering=True)  # the process may be killed at any moment
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: None)  # such as systemd sends to all: they are the learner's to act on
+        signal.signal(number, lambda *_: None)  # only the learner acts on signals sent to all, as by systemd
     spec = importlib.util.spec_from_file_location("learner", PACKAGE / "__init__.py")
     assert spec is not None
     sys.modules["learner"] = importlib.util.module_from_spec(spec)
@@ -40,7 +42,7 @@ def main(pipe: str, lifeline: str, factory: str, takes_text: str, *tools: str) -
 
 
 def end_with(lifeline: int) -> None:
-    """The learner holds the other end of it."""
+    """End this process when the learner closes the other end of the lifeline."""
     from learner.descendants import end_with_descendants
 
     os.read(lifeline, 1)

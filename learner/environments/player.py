@@ -1,9 +1,10 @@
-"""Plays episodes: the policy's turns, asked of the servers, and what the environment says to each.
+"""Play episodes: request turns from the servers and pass them to environments.
 
-    prompt ─▶ reset ─▶ (turn: asked with every token so far ─▶ orders to the environment ─▶ what it says, as tokens)* ─▶ reward
+    prompt ─▶ reset ─▶ (turn: sampled from all tokens so far ─▶ orders ─▶ the response, as tokens)* ─▶ reward
 
-Between the rollouts, which ask the servers, and the pool of environments; talk.py says what the orders are. Invariant: every episode ends, in one of the states of
-episode.py: each turn has the server's deadline, each call of the environment its own, and their number is bounded.
+This sits between the rollouts, which request turns, and the pool of environments. `talk.py` makes the orders.
+Invariant: every episode ends in a state of `episode.py`. Each turn has the server's deadline, each call of
+the environment has its own, and their number is bounded.
 """
 
 import asyncio
@@ -32,45 +33,52 @@ log = logging.getLogger(__name__)
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """A turn as the player wants it."""
+    """Request for one turn."""
 
     episode: int
-    """In its group."""
+    """Index of the episode in its group."""
     number: int
-    """In its episode, from 0."""
+    """Index of the turn in its episode, from 0."""
     token_ids: np.ndarray
     max_tokens: int
     salt: str
-    """Of the episode's first turn; empty in it."""
+    """Prefix-cache salt of the episode's first turn. Empty in the first turn."""
     stays_at: str
-    """The endpoint of the server that gave the turn before, which has its keys and values."""
+    """Endpoint of the server that sampled the previous turn and has its KV cache."""
     stop: tuple[str, ...] = ()
-    """Texts that end the turn beside those of the run."""
+    """Stop texts of the turn, in addition to those of the run."""
 
 
 class Sampled(msgspec.Struct, frozen=True, eq=False):
-    """A turn that has come: a group of one completion."""
+    """A sampled turn: a group of one completion."""
 
     group: Group
     endpoint: str
 
 
 Ask = Callable[[Asked], Awaitable[Sampled | None]]
-"""None: no server could answer."""
+"""Function that samples a turn. None: no server could answer."""
 
 
 class Player:
-    """Of one run; `max_tokens` of an episode are counted with its prompt."""
+    """Player of one run's episodes. An episode's `max_tokens` includes its prompt."""
 
     def __init__(
         self, config: LearnerConfig, template: ChatTemplate, environments: Environments, asks_attributes: bool = False
     ) -> None:
-        """`asks_attributes`: a reward function wants to know what the instances hold."""
+        """Set up the player.
+
+        `asks_attributes`: a reward function asks for the instances' attributes.
+        """
         self._config, self._template, self._environments = config, template, environments
         self._rate = Rate(asks_attributes)
 
     async def play(self, group_id: str, prompt: Prompt, ask: Ask, *, num_episodes: int, max_tokens: int) -> PlayedGroup:
-        """Play the group of a prompt; episodes in which the policy said nothing are left out. Raises DataError."""
+        """Play the group of a prompt. Episodes without a turn of the policy are left out.
+
+        Raises:
+            DataError: if the prompt is a text in a run of conversations, or the reverse.
+        """
         if isinstance(prompt.prompt, str) != self._environments.takes_text:
             kinds = ("conversations", "a text") if isinstance(prompt.prompt, str) else ("texts", "a conversation")
             raise DataError(
@@ -105,7 +113,7 @@ class Player:
         return progress
 
     async def _converse(self, progress: "Progress", seat: Seat, opening: Said, ask: Ask) -> None:
-        """Turn after turn, from what reset has said to the state that the episode ends in."""
+        """Play turn after turn, from the response to reset until the episode ends."""
         talk = progress.talk
         progress.give_up_at = time.monotonic() + self._config.environment.episode_deadline_s
         heard, said = talk.begin(opening), [opening]
@@ -132,7 +140,7 @@ class Player:
                 return None
             try:
                 heard, said = talk.hear(answers), answers
-            except DataError as error:  # such as of two calls, where the template knows one a turn
+            except DataError as error:  # for example two calls, if the template allows one per turn
                 log.debug("a turn of prompt %d: %s", progress.prompt.prompt_id, error)
                 return progress.end("parse_error")
         progress.end("finished")
@@ -143,7 +151,7 @@ class Player:
         return PlainTalk(self._template) if isinstance(prompt.prompt, str) else ChatTalk(self._template, prompt.prompt)
 
     async def _turn(self, progress: "Progress", ask: Ask) -> Sampled | None:
-        """The policy's next; None, and the state says why, where there is none."""
+        """Return the policy's next turn, or set the end state and return None."""
         if time.monotonic() >= progress.give_up_at:
             limit = f"{self._config.environment.episode_deadline_s:g} s (learner.environment.episode_deadline_s)"
             log.warning("an episode of prompt %d had not ended after %s", progress.prompt.prompt_id, limit)
@@ -163,7 +171,7 @@ class Player:
 
 
 class Progress:
-    """One episode while it is played."""
+    """One episode in progress."""
 
     def __init__(self, prompt: Prompt, number: int, max_tokens: int, talk: PlainTalk | ChatTalk) -> None:
         self.prompt, self._number, self.max_tokens, self.talk = prompt, number, max_tokens, talk
@@ -179,7 +187,7 @@ class Progress:
         self._environment_s = 0.0
 
     async def call(self, seat: Seat, order: Order) -> Said | Rated | None:
-        """What the environment answers; None, and the state says why, where it does not."""
+        """Return the environment's answer, or set the end state and return None."""
         self._num_calls += isinstance(order, Call)
         started = time.monotonic()
         answer = await seat.ask(order)
@@ -196,7 +204,10 @@ class Progress:
         return answer
 
     async def call_all(self, seat: Seat, orders: Sequence[Order]) -> list[Said] | None:
-        """What it answers to each, up to where it is done; None, and the state says why, where it does not."""
+        """Return the responses to all orders, up to one that ends the episode.
+
+        If an order fails, set the end state and return None.
+        """
         said: list[Said] = []
         for order in orders:
             answer = await self.call(seat, order)
@@ -208,7 +219,7 @@ class Progress:
         return said
 
     def hear(self, heard: Heard) -> bool:
-        """Record what stands before the next turn; False, and it is not, if there is no room for it."""
+        """Record the tokens before the next turn, or return False if they do not fit."""
         num_before = 0 if heard.begins_branch else len(self.recording.token_ids)
         has_room = num_before + len(heard.token_ids) <= self.max_tokens
         if has_room and heard.begins_branch:
@@ -224,7 +235,7 @@ class Progress:
         )  # fmt: skip
 
     def add(self, sampled: Sampled) -> None:
-        """The turn that was asked for last."""
+        """Add the turn that was requested last."""
         group = sampled.group
         (completion,) = group.completions
         if self.num_turns:

@@ -1,8 +1,9 @@
-"""The processes of the environments that are played at once. Between the player, in the event loop, and process.py.
+"""Pool of environment processes, one for each episode that is played.
 
-    seat ─▶ (wait for a free process) ─▶ ask, ask, … ─▶ free again, or replaced where it has ended or was not waited for
+    seat ─▶ (wait for a free process) ─▶ ask, ask, … ─▶ free again, or replaced if ended or unanswered
 
-Invariant: an instance plays one episode at a time, and a process that has ended costs its own episode alone.
+This sits between the player, in the event loop, and `process.py`.
+Invariant: an instance plays one episode at a time, and a process that has ended costs only its own episode.
 """
 
 import asyncio
@@ -21,12 +22,12 @@ log = logging.getLogger(__name__)
 
 
 class Seat:
-    """A process for the time of one episode."""
+    """A process, leased for one episode."""
 
     def __init__(self, process: EnvironmentProcess, threads: ThreadPoolExecutor) -> None:
         self.process, self._threads = process, threads
         self.owes_answer = False
-        """It was asked, and nobody waited for what it says."""
+        """Whether an answer is pending, possibly because the caller stopped waiting."""
 
     async def ask(self, order: Order) -> Answer | Trouble:
         self.owes_answer = True
@@ -36,11 +37,15 @@ class Seat:
 
 
 class Environments:
-    """Of one run, used in its event loop; close it from anywhere."""
+    """Environments of one run, used in its event loop. Any thread may call `close`."""
 
     def __init__(self, config: EnvironmentConfig, *, takes_text: bool) -> None:
-        """Start one process, to see whether it can be done. `takes_text`: turns go as they are to the one method of the class.
-        Raises ConfigError.
+        """Start one process to check that it works.
+
+        `takes_text`: turns go unchanged to the only method of the class.
+
+        Raises:
+            ConfigError: if the process cannot load the environment.
         """
         self._config, self.takes_text = config, takes_text
         self._free: list[EnvironmentProcess] = []
@@ -58,7 +63,7 @@ class Environments:
 
     @asynccontextmanager
     async def seat(self) -> AsyncIterator[Seat]:
-        """Whoever waited longest is next."""
+        """Lease a process for one episode, in order of arrival."""
         async with self._room:
             seat = Seat(self._take() or self._start(), self._threads)
             try:
@@ -70,7 +75,7 @@ class Environments:
                     self._forget(seat.process)
 
     def close(self) -> None:
-        """Kill all, whatever they do; calls that wait come back."""
+        """Kill all processes at once. Pending calls return."""
         self._is_closed = True
         self._watch.close()
         for process in list(self._all):
@@ -78,7 +83,7 @@ class Environments:
         self._threads.shutdown(wait=False)
 
     def _take(self) -> EnvironmentProcess | None:
-        """One that is free; what was killed while it waited is forgotten."""
+        """Return a free process, if there is one. Drop those that were killed while free."""
         while self._free:
             process = self._free.pop()
             if process.is_usable:
@@ -92,7 +97,7 @@ class Environments:
 
     def _start(self) -> EnvironmentProcess:
         if self._is_closed:
-            raise asyncio.CancelledError  # the run ends, and the episode with it
+            raise asyncio.CancelledError  # the run is ending, and the episode with it
         process = EnvironmentProcess(self._config, takes_text=self.takes_text)
         self._all.add(process)
         return process

@@ -1,7 +1,9 @@
-"""The learner's end of one environment's process: started, asked, killed. host.py is what runs in it.
+"""The learner's end of an environment's process: start, ask, kill.
 
-Invariant: whatever the environment does and whoever kills its process, a call comes back soon after its deadline; after a Trouble the
-process is over. Each has a pipe of its own, so that nobody holds a lock that another waits for.
+`host.py` runs in the process.
+Invariant: a call returns soon after its deadline, even if its process misbehaves or is killed. After a
+Trouble the process has ended. Each process has its own pipe, so that none holds a lock that another waits
+for.
 """
 
 import signal
@@ -18,21 +20,28 @@ from protocol.errors import ConfigError
 
 STARTUP_TIMEOUT_S = 120.0
 EXIT_WAIT_S = 1.0
-"""From the end of the pipe to the exit code."""
+"""Seconds from the end of the pipe to the exit code."""
 
 
 class Trouble(msgspec.Struct, frozen=True):
-    """Why there is no answer. failed: the class did wrong; killed: from outside, which says nothing about it."""
+    """Reason why there is no answer.
+
+    The outcome "failed" means an error of the class. "killed" means a kill from outside, which is no evidence
+    against the class.
+    """
 
     outcome: Literal["timed_out", "failed", "killed"]
     problem: str
 
 
 class EnvironmentProcess:
-    """From its start, which does not wait for the class, to its end. Of one thread at a time but for `kill`."""
+    """A process for one environment, used by one thread at a time except for `kill`.
+
+    It starts without waiting for the class to load.
+    """
 
     def __init__(self, config: EnvironmentConfig, *, takes_text: bool) -> None:
-        """Raises ConfigError where its interpreter cannot be started."""
+        """Start the process. Raises ConfigError if its interpreter cannot be started."""
         self._config = config
         self._pipe, self._process = start(config, takes_text=takes_text)
         self._is_loaded = self._is_too_large = False
@@ -47,7 +56,7 @@ class EnvironmentProcess:
         return self._process.pid or 0
 
     def load(self) -> Trouble | None:
-        """Wait until the class is there."""
+        """Wait until the class is loaded, and return the Trouble if that fails."""
         if not self._is_loaded:
             answer = self._answer(STARTUP_TIMEOUT_S)
             if isinstance(answer, Trouble):
@@ -56,26 +65,26 @@ class EnvironmentProcess:
         return None
 
     def ask(self, order: Order) -> Answer | Trouble:
-        """Give an order and wait for its answer; what the class does wrong is a Trouble too."""
+        """Send an order and wait for its answer. Errors of the class are a Trouble too."""
         trouble = self.load()
         if trouble is not None:
             return trouble
         try:
             self._pipe.send(order)
-        except BlockingIOError:  # the process is stopped, and the pipe full
+        except BlockingIOError:  # the process is stopped, and the pipe is full
             return self._too_late()
         except OSError:
             return self._ended()
         return self._answer(STARTUP_TIMEOUT_S if isinstance(order, Describe) else self._config.timeout_s)
 
     def kill(self) -> None:
-        """End it now, and what it has started."""
+        """Kill the process and everything that it has started."""
         self._kill_all()
         self._process.kill()
         self._process.join(EXIT_WAIT_S)
 
     def end_as_too_large(self) -> None:
-        """From any thread."""
+        """Kill the process because it uses too much memory. Any thread may call this."""
         self._is_too_large = True
         self._kill_all()
 
@@ -87,7 +96,7 @@ class EnvironmentProcess:
             if not self._pipe.poll(timeout_s):
                 return self._too_late()
             answer = ANSWER.decode(self._pipe.recv_bytes())
-        except BlockingIOError:  # it was stopped in the midst of its answer
+        except BlockingIOError:  # the process was stopped while it wrote its answer
             return self._too_late()
         except (EOFError, OSError):
             return self._ended()
@@ -119,18 +128,18 @@ class EnvironmentProcess:
 
 
 def too_large(config: EnvironmentConfig) -> Trouble:
-    """What became of a process that the memory watch has ended."""
+    """Return the Trouble of a process that the memory watch has killed."""
     limit = f"{config.max_memory_mib} MiB of memory, with what it had started, and was killed (learner.environment.max_memory_mib)"
     return Trouble("failed", f"held more than {limit}")
 
 
 def tools_of(config: EnvironmentConfig) -> list[dict[str, Any]]:
-    """The JSON schemas of what the policy can call. Raises ConfigError."""
+    """Return the JSON schemas of the tools. Raises ConfigError if that fails."""
     process = EnvironmentProcess(config, takes_text=False)
     try:
         answer = process.ask(Describe())
     finally:
-        process.kill()  # with what describing has imported
+        process.kill()  # frees what describing has imported
     if isinstance(answer, Trouble):
         raise ConfigError(f"{config.named}: {answer.problem}")
     assert isinstance(answer, Described)

@@ -1,6 +1,7 @@
-"""How the process of an environment begins: forked within milliseconds, or in an interpreter of its own. Under process.py.
+"""Start an environment's process: fork within milliseconds, or use an interpreter.
 
-Invariant: it leads a group of its own and ends with the learner; what is given back is the learner's end of its pipe.
+Invariant: the process leads its own group and ends with the learner. `start` returns the learner's end of its
+pipe.
 """
 
 import multiprocessing
@@ -19,15 +20,15 @@ from protocol.errors import ConfigError
 from protocol.installation import is_elsewhere
 
 OWN_INTERPRETER = Path(__file__).with_name("own_interpreter.py")
-# Forked from a process that has imported this module and nothing else: the learner's threads, sockets and tensors must not
-# come along, and importing it in each of dozens would take seconds.
+# Forked from a process that has imported only this module. The learner's threads, sockets and tensors must
+# not be inherited, and importing this module in each of dozens of processes would take seconds.
 CONTEXT = multiprocessing.get_context("forkserver")
 PRELOADED = [__name__]
 SAFE_PATH = "PYTHONSAFEPATH"
 
 
 class Begun(Protocol):
-    """A process, as multiprocessing has it, that several threads may look at."""
+    """A started process, as in multiprocessing, that several threads may query."""
 
     @property
     def pid(self) -> int | None: ...
@@ -43,14 +44,14 @@ class Begun(Protocol):
 
 
 def start(config: EnvironmentConfig, *, takes_text: bool) -> tuple[Connection, Begun]:
-    """Raises ConfigError where there is no such interpreter."""
+    """Start the process. Raises ConfigError if the interpreter cannot be started."""
     return _forked(config, takes_text) if config.python is None else _in(config.python, config, takes_text)
 
 
 def _forked(config: EnvironmentConfig, takes_text: bool) -> tuple[Connection, Begun]:
-    CONTEXT.set_forkserver_preload(PRELOADED)  # for all of this process, so not before it is needed
+    CONTEXT.set_forkserver_preload(PRELOADED)  # affects this whole process, so not before it is needed
     safe_path = os.environ.get(SAFE_PATH)
-    if is_elsewhere():  # multiprocessing begins its server with `python -c`, and only the environment reaches that
+    if is_elsewhere():  # only the environment variable reaches multiprocessing's `python -c`
         os.environ[SAFE_PATH] = "1"
     try:
         start_fork_server()
@@ -100,7 +101,7 @@ def _in(python: str, config: EnvironmentConfig, takes_text: bool) -> tuple[Conne
 
 
 class _InItsOwn:
-    """One that was not forked."""
+    """A process that was not forked."""
 
     def __init__(self, process: subprocess.Popen[bytes], lifeline: int) -> None:
         self._process, self._lifeline = process, lifeline
@@ -123,5 +124,5 @@ class _InItsOwn:
         self._process.kill()
 
     def join(self, timeout: float) -> None:
-        with suppress(subprocess.TimeoutExpired):  # as a process of multiprocessing does
+        with suppress(subprocess.TimeoutExpired):  # multiprocessing's join does not raise either
             self._process.wait(timeout)

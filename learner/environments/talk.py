@@ -1,10 +1,11 @@
-"""How an episode's turns become orders to the environment, and what it says becomes tokens: as plain text, or as a conversation.
+"""Convert turns into orders and responses into tokens, as text or conversation.
 
-    turn ─▶ orders ─▶ (process.py) ─▶ said ─▶ Heard: tokens that follow the turn, or a whole prompt that begins a branch
+    turn ─▶ orders ─▶ (process.py) ─▶ responses ─▶ Heard: tokens after the turn, or a new branch's prompt
 
-Between the player and the chat template. Invariant: what was recorded is never rendered again. A conversation is continued by what its
-template puts behind the turn. Where the template now renders earlier turns differently (white space does not count), such as without
-their reasoning, a branch begins with the template's rendering of the conversation.
+This sits between the player and the chat template.
+Invariant: recorded tokens are never rendered again. A conversation continues with what its template adds
+after the turn. If the template now renders earlier turns differently, for example without their reasoning, a
+branch starts with the rendered conversation. White space does not count.
 """
 
 from collections.abc import Sequence
@@ -18,15 +19,15 @@ from learner.prompts.reasoning import OPENS_REASONING
 
 
 class Heard(msgspec.Struct, frozen=True):
-    """What stands before the next turn."""
+    """Tokens before the next turn."""
 
     token_ids: list[int]
     begins_branch: bool = False
-    """They are all that stands before it."""
+    """Whether these are all tokens before the turn."""
 
 
 class PlainTalk:
-    """Each turn goes to the environment as text, and what it says follows as text."""
+    """Plain-text exchange: turns and responses are passed on as text."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
@@ -39,10 +40,10 @@ class PlainTalk:
         return []
 
     def cut_off(self, token_ids: list[int]) -> None:
-        """The environment hears nothing of a turn that was not ended."""
+        """Ignore a turn that was cut off. The environment does not see it."""
 
     def orders(self, prompt: list[int], token_ids: list[int]) -> Sequence[Turn]:
-        """`prompt`: all that stands before the turn."""
+        """Return the turn as an order. `prompt`: all tokens before the turn."""
         return [Turn(self._template.spoken(token_ids))]
 
     def hear(self, said: list[Said]) -> Heard:
@@ -51,7 +52,10 @@ class PlainTalk:
 
 
 class ChatTalk:
-    """One conversation: the policy calls tools, whose answers are messages, until it calls none."""
+    """A conversation: the policy calls tools until it calls none.
+
+    The tools' answers are messages.
+    """
 
     def __init__(self, template: ChatTemplate, messages: Sequence[Message]) -> None:
         self._template, self._messages, self._num_before = template, list(messages), len(messages)
@@ -59,10 +63,10 @@ class ChatTalk:
         self._call_ids: list[str] = []
         self._num_calls = 0
         self._recorded: list[int] = []
-        """Up to the end of the last turn."""
+        """All tokens up to the end of the last turn."""
 
     def begin(self, said: Said) -> Heard:
-        """What reset has said stands at the end of the last message."""
+        """Append the response to reset to the last message."""
         if not said.text:
             return Heard([])
         last = self._messages[-1]
@@ -70,7 +74,13 @@ class ChatTalk:
         return Heard(self._template.prompt_ids(self._messages), begins_branch=True)
 
     def orders(self, prompt: list[int], token_ids: list[int]) -> list[Call]:
-        """What the turn calls; nothing: it is the last. `prompt`: all that stands before the turn. Raises Unreadable."""
+        """Return the tool calls of a turn, or none if it is the last turn.
+
+        `prompt`: all tokens before the turn.
+
+        Raises:
+            Unreadable: if the turn cannot be parsed.
+        """
         try:
             message = read_answer(self._template, prompt, token_ids)
             self._calls, self._recorded = calls_of(message), [*prompt, *token_ids]
@@ -82,7 +92,7 @@ class ChatTalk:
         return self._calls
 
     def _say(self, message: Message) -> None:
-        """Add a message. If the prompt began an answer, the first turn is the rest of it: both become one message."""
+        """Add a message. The first turn is merged into an answer that the prompt began."""
         if len(self._messages) == self._num_before and (begun := self._template.begun(self._messages)) is not None:
             del self._messages[-1]
             self._num_before -= 1
@@ -91,7 +101,10 @@ class ChatTalk:
         self._messages.append(message)
 
     def _name_calls(self, message: Message) -> None:
-        """Some templates refuse a call without an id of nine letters and digits, and an answer that names none."""
+        """Give each call an id of nine letters and digits, unless it has one.
+
+        Some templates reject calls and tool answers without such an id.
+        """
         for call in message.get("tool_calls") or ():
             self._num_calls += 1
             call.setdefault("id", f"call{self._num_calls:05}")
@@ -99,15 +112,18 @@ class ChatTalk:
 
     @property
     def messages(self) -> list[Message]:
-        """What was said after the prompt."""
+        """Messages after the prompt."""
         return self._messages[self._num_before :]
 
     def cut_off(self, token_ids: list[int]) -> None:
-        """Note the last turn, of which nothing is read."""
+        """Record the last turn as text, without parsing it."""
         self._say({"role": "assistant", "content": self._template.spoken(token_ids)})
 
     def hear(self, said: list[Said]) -> Heard:
-        """`said`: to each call, in order; to the last ones nothing, if the environment was done before."""
+        """Return the tokens of the tools' answers, which are in the order of the calls.
+
+        The last calls have no answer if the environment was done before.
+        """
         answers = [
             {"role": "tool", "name": call.name, "tool_call_id": call_id, "content": self._template.harmless(one.text)}
             for call, call_id, one in zip(self._calls, self._call_ids, said, strict=False)
@@ -124,10 +140,13 @@ def continued(
     recorded: list[int],
     stops: Sequence[str] = (),
 ) -> Heard:
-    """What stands before the next turn. Raises DataError.
+    """Return the tokens before the next turn.
 
-    `recorded`: all tokens up to the end of the last one, with which `said` ends. `stops`: texts of which the last turn may have ended at one
-    that is left out of `said`.
+    `recorded`: all tokens up to the end of the last turn, with which the old messages end. `stops`: texts,
+    one of which may have ended the last turn. The messages leave that text out.
+
+    Raises:
+        DataError: if the template cannot render the messages.
     """
     rendered = template.token_ids([*said, *new])
     end = _reach(template, rendered, recorded, stops)
@@ -135,9 +154,10 @@ def continued(
 
 
 def _reach(template: ChatTemplate, rendered: list[int], recorded: list[int], stops: Sequence[str]) -> int | None:
-    """Return up to where the recorded tokens reach in those of the template; None: it shows them otherwise.
+    """Return the end of the recorded tokens in the template's, or None if they differ.
 
-    A turn that ended with a token such as <|im_end|> has it; one that ended otherwise, at a text that stops it, gets it now.
+    A turn that ended with a token such as <|im_end|> has that token. A turn that ended at a stop text gets it
+    now.
     """
     if rendered[: len(recorded)] == recorded:
         return len(recorded)
@@ -160,7 +180,10 @@ def _reach(template: ChatTemplate, rendered: list[int], recorded: list[int], sto
 
 
 def _text_of(template: ChatTemplate, token_ids: list[int]) -> str:
-    """Without white space, for templates trim messages and space the JSON of calls in their own way."""
+    """Return the text of tokens without white space.
+
+    Templates trim messages and space the JSON of calls in their own ways.
+    """
     (text,) = template.tokenizer.batch_decode([token_ids], skip_special_tokens=False)
     return _without_spaces(text)
 
@@ -170,5 +193,5 @@ def _without_spaces(text: str) -> str:
 
 
 def _joined(content: object, text: str) -> object:
-    """A message's content, a text or parts, with more text."""
+    """Append a text to a message's content, which is a text or a list of parts."""
     return [*content, {"type": "text", "text": text}] if isinstance(content, list) else f"{content}{text}"

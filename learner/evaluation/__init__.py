@@ -1,1 +1,1 @@
-"""How good the policy is, asked of a server: by a command, and beside a run that trains."""
+"""Evaluation of the policy through a server, by command or during training."""

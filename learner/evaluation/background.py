@@ -1,11 +1,12 @@
-"""Evaluations while a run trains: begun after a step, asked in a thread, told in the metrics of the step after; of all sets each time.
+"""Evaluations during training: started after a step, run in a thread, reported with a later step.
 
-    after_step ─▶ (every_steps) ─▶ a thread's event loop: evaluate.py ─▶ evaluations.jsonl ─▶ take_metrics, a step later or more
-                                     UnderWay: each answer on disk ─▶ resume, which asks for each prompt once
-                                     pin: holds, until all is answered ─▶ the next step begins
+    after_step ─▶ (every_steps) ─▶ evaluate.py (thread) ─▶ evaluations.jsonl ─▶ take_metrics at a later step
+                                     UnderWay: each answer on disk ─▶ resume, which asks each prompt only once
+                                     pin: holds until all is answered ─▶ the next step starts
 
-Between the main loop and the OpenAI side of a server. Invariant: one at a time, and none of them stops the run: what goes wrong with one
-costs that one, with a line that says why. The file of answers holds whole answers to one set of questions, asked after one step.
+Each evaluation covers all sets.
+Invariant: one evaluation runs at a time. A failed evaluation never stops the run, and a log line gives the
+reason. The file of answers has complete answers to one set of questions, asked after one step.
 """
 
 import logging
@@ -34,17 +35,24 @@ from protocol.errors import SlipstreamError
 
 log = logging.getLogger(__name__)
 ALONE_STEPS = 20
-"""So many of the newest steps that no evaluation went on beside are what the others are compared with."""
+"""Number of recent steps without a running evaluation, the baseline of the slowdown."""
 IN_EVERY_STEP = ("/step", "/reward", "/reward/low", "/reward/high")
-"""The ends of what is told of the newest in the steps after it too, for who reads only some of them."""
+"""Suffixes of the newest evaluation's metrics that later steps repeat, for readers of only some steps."""
 FILE = "evaluation.partial.jsonl"
 
 
 class Evaluations:
-    """Those of one run, on rank 0; none unless `learner.evaluation.every_steps` says so."""
+    """Evaluations of one run, on rank 0. Disabled without `every_steps`."""
 
     def __init__(self, run_inputs: RunInputs, run_dir: Path, run_id: str) -> None:
-        """Read what will be asked. Raises ConfigError or DataError. `run_id`: whose weights answer."""
+        """Read the prompts of all sets.
+
+        `run_id`: run whose weights must answer.
+
+        Raises:
+            ConfigError: The config of a set is invalid.
+            DataError: The prompts of a set cannot be read.
+        """
         self._run_id = run_id
         self._config, self._num_steps = run_inputs.run.learner.evaluation, run_inputs.run.learner.steps
         self._sets = sets_of(run_inputs) if self._config.every_steps else []
@@ -62,7 +70,10 @@ class Evaluations:
         self._newest_step, self._ended_step = 0, -1
 
     def start(self, workers: RewardWorkers) -> None:
-        """They rate the answers, beside those of the training. Raises ConfigError."""
+        """Start the thread and the players. Raises ConfigError.
+
+        `workers` rate the answers, concurrently with those of the training.
+        """
         self._workers = workers
         if self._sets:
             self._thread = LoopThread("evaluation")
@@ -70,19 +81,19 @@ class Evaluations:
             open_players(self._sets, workers, self._thread, self._cleanup)
 
     def close(self) -> None:
-        """The one under way is left for a resume."""
+        """Stop, and leave a running evaluation for a resume."""
         if self._asked is not None:
             self._asked.result.cancel()
         self._cleanup.close()
         self._kept.close()
 
     def begin_run(self) -> None:
-        """That before the first step."""
+        """Start the evaluation before the first step, if configured."""
         if self._sets and self._config.at_start:
             self._begin(0)
 
     def resume(self, version: int) -> None:
-        """Go on with what the learner before this one had not finished."""
+        """Continue the evaluations of the previous process."""
         self._newest_step = version
         results.take_back(self._path, version)
         if not self._sets:
@@ -101,7 +112,7 @@ class Evaluations:
         if left is None:
             return
         begun, answers = left
-        # Of a later step: those weights are gone, and the step will come again.
+        # Weights of a later step are gone, and the step will run again.
         if begun.asked == self._digest and begun.step <= version and begun.step not in ended:
             total = sum(len(questions.prompts) for questions in self._sets)
             log.info(
@@ -116,11 +127,14 @@ class Evaluations:
 
     @property
     def holds(self) -> bool:
-        """With `pin`, whether the next step has to wait: a server that comes back meanwhile must get the weights that answer."""
+        """True if `pin` makes the next step wait.
+
+        A server that reconnects meanwhile must get the weights that are evaluated.
+        """
         return self._config.pin and self._asked is not None and not self._asked.result.done()
 
     def after_step(self, step: int, seconds: float) -> None:
-        """Begin one if it is its turn. The one after the last step is `is_over`'s."""
+        """Start an evaluation if one is due. `is_over` starts that of the last step."""
         (self._alone_s if self._asked is None else self._beside_s).append(seconds)
         self._newest_step = step
         self._take()
@@ -134,18 +148,22 @@ class Evaluations:
             self._metrics["evaluation/left_out"] = 1.0
 
     def scores(self) -> dict[int, float | None]:
-        """By step, the mean reward; None: not known yet. From any thread."""
+        """Return the mean reward by step; None where it is not known yet. Thread-safe."""
         return dict(self._score_of)
 
     def take_metrics(self) -> dict[str, float]:
-        """Of the one that has ended since they were taken last."""
+        """Return the metrics of an evaluation that has ended since the last call.
+
+        The metrics of IN_EVERY_STEP are always included, for the newest evaluation.
+        """
         metrics, self._metrics = self._newest | self._metrics, {}
         return metrics
 
     def is_over(self) -> bool:
-        """After the last step: whether nothing is left to wait for. Begins the one of that step when no other is under way.
+        """Return whether nothing is left to wait for after the last step.
 
-        Every question has its deadline (learner.evaluation.timeout_s), so it is over in the end.
+        Starts the evaluation of the last step when no other one is running. It ends, because every question
+        has a deadline (learner.evaluation.timeout_s).
         """
         self._take()
         is_last_owed = self._newest_step >= self._num_steps and self._ended_step != self._newest_step
@@ -169,7 +187,7 @@ class Evaluations:
         self._asked = Asked(step, self._thread.submit(work), noted)
 
     def _take(self) -> None:
-        """What has ended, if it has."""
+        """Collect the running evaluation if it has ended."""
         if self._asked is None or not self._asked.result.done():
             return
         asked, self._asked = self._asked, None
@@ -195,12 +213,16 @@ class Evaluations:
                             versions_in_words(one.versions, ""), one.url)  # fmt: skip
 
     def _note(self, asked: "Asked") -> list[Evaluation]:
-        """Raises SlipstreamError."""
+        """Record the results. Raises SlipstreamError if the evaluation failed."""
         made = [msgspec.structs.replace(one, step=asked.step) for one in asked.result.result()]
         return [asked.noted.get(one.set_name) or results.note(self._path, one) for one in made]
 
     def _judge(self, made: Evaluation) -> None:
-        """In one go: who asks for the scores meanwhile removes a checkpoint that is neither judged nor awaited."""
+        """Set or remove the score of a step in one operation.
+
+        Concurrently, `scores` decides which checkpoints stay: one that is neither scored nor awaited is
+        removed.
+        """
         if made.step is None or made.set_name != self._judging_set:
             return
         if made.reward is not None:
@@ -220,16 +242,16 @@ class Evaluations:
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """The one under way."""
+    """The running evaluation."""
 
     step: int
     result: Future[list[Evaluation]]
     noted: Mapping[str | None, Evaluation]
-    """By set, what a learner that was killed between two of them has noted already."""
+    """Results by set that an earlier process recorded before it was killed."""
 
 
 def is_owed(run: LearnerRun, step: int) -> bool:
-    """Whether the learner before this one ended, after this last step, without what it was to find of it."""
+    """Return whether the evaluation after `step`, the last one, is incomplete."""
     config, run_dir = run.learner.evaluation, Path(run.run_dir)
     if not config.every_steps:
         return False
@@ -238,50 +260,53 @@ def is_owed(run: LearnerRun, step: int) -> bool:
 
 
 class Begun(msgspec.Struct, frozen=True):
-    """The first line."""
+    """First line of the file."""
 
     step: int
     asked: str
-    """The digest of the questions."""
+    """Digest of the questions."""
 
 
 class Line(msgspec.Struct, frozen=True):
-    """Any other."""
+    """Later line of the file: the answer to one prompt."""
 
     place: int
     answered: Answered
 
 
 class UnderWay:
-    """Of the one evaluation of a run that is being asked."""
+    """File with the answers of the running evaluation."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / FILE
         self._lines: Lines | None = None
 
     def begin(self, begun: Begun) -> None:
-        """Raises DiskError."""
+        """Start a new file. Raises DiskError."""
         self.forget()
         self._append(begun)
 
     def add(self, place: int, answered: Answered) -> None:
-        """Raises DiskError."""
+        """Append an answer. Raises DiskError."""
         self._append(Line(place, answered))
 
     def left(self) -> tuple[Begun, dict[int, Answered]] | None:
-        """What an earlier learner left, and its answers by place; None where there is nothing, or nothing that can be read."""
+        """Return the first line and the answers by prompt index that are in the file.
+
+        None if there is no file or it cannot be read.
+        """
         if not self._path.is_file():
             return None
         try:
             first, *lines = self._path.read_bytes()[: whole_lines(self._path)].splitlines()
             begun = msgspec.json.decode(first, type=Begun)
             found = [msgspec.json.decode(line, type=Line) for line in lines]
-        except (ValueError, msgspec.DecodeError):  # written by another version of Slipstream, or without a whole line
+        except (ValueError, msgspec.DecodeError):  # from another version of Slipstream, or no complete line
             return None
         return begun, {line.place: line.answered for line in found}
 
     def forget(self) -> None:
-        """Raises DiskError."""
+        """Delete the file. Raises DiskError."""
         self.close()
         with writing(self._path):
             self._path.unlink(missing_ok=True)

@@ -1,9 +1,10 @@
-"""The episodes of an evaluation: played by whoever plays them in training, with a policy that is asked over the OpenAI side of a server.
+"""Plays the episodes of an evaluation with the players used in training and a server's OpenAI API.
 
     prompt ─▶ environments, or agents ─▶ turn ─▶ POST URL/completions ─▶ … ─▶ PlayedGroup ─▶ Answered ─▶ rated
 
-Between openai_client.py and players.py. Invariant: every episode counts with the state that it ended in; one that says nothing about the policy
-has no reward, as in training.
+Used between openai_client.py and players.py.
+Invariant: every episode counts with its end state. As in training, an episode that reveals nothing about the
+policy has no reward.
 """
 
 from collections import Counter
@@ -31,11 +32,11 @@ from protocol.messages import Completion, Group
 T = TypeVar("T")
 AT_A_LIMIT = ("length", "max_turns")
 SILENT = "silent"
-"""The policy was never asked, or never answered: an episode without tokens."""
+"""End state of an episode without tokens: the policy was never asked, or never answered."""
 
 
 def open_players(sets: Sequence[Questions], workers: RewardWorkers, loop: LoopThread, cleanup: ExitStack) -> None:
-    """Let each set have who plays its episodes, if the run has any. Raises ConfigError."""
+    """Open the player of each set, if the run has one. Raises ConfigError."""
     for questions in sets:
         run = as_evaluated(questions)
         questions.player = open_player(run, questions.source, workers, cleanup) or open_agents(
@@ -44,7 +45,10 @@ def open_players(sets: Sequence[Questions], workers: RewardWorkers, loop: LoopTh
 
 
 def as_evaluated(questions: Questions) -> LearnerRun:
-    """The run, if it were sampled so; its gateway stands at its port."""
+    """Return the run with the sampling of the evaluation.
+
+    The gateway gets any free port, because the gateway of the training occupies the configured one.
+    """
     learner = questions.run.learner
     changed = msgspec.structs.replace(
         learner,
@@ -55,12 +59,12 @@ def as_evaluated(questions: Questions) -> LearnerRun:
 
 
 def max_tokens_of(questions: Questions) -> int:
-    """Of a turn."""
+    """Return the maximum number of tokens of a turn."""
     return questions.config.max_tokens or questions.run.learner.sampling.max_tokens
 
 
 async def episodes_of(questions: Questions, door: Door, served: Served, prompt: Prompt) -> Answered:
-    """All that one prompt begins. Raises EvaluationError."""
+    """Play all episodes of one prompt. Raises EvaluationError."""
     assert questions.player is not None
     most = questions.run.learner.environment.max_episode_tokens or served.max_model_len
     if most is None:
@@ -86,13 +90,13 @@ async def episodes_of(questions: Questions, door: Door, served: Served, prompt: 
 
 
 class Turns:
-    """The policy in the episodes of one prompt."""
+    """Turns in the episodes of one prompt, sampled by the server."""
 
     def __init__(self, questions: Questions, door: Door, served: Served, prompt: Prompt) -> None:
         self._questions, self._door, self._served, self._prompt = questions, door, served, prompt
         self.versions: tuple[int, int] | None = None
         self.failure: EvaluationError | None = None
-        """Why the evaluation cannot go on; the episodes end before it is raised."""
+        """Reason why the evaluation cannot continue, raised after the episodes have ended."""
 
     async def ask(self, asked: Asked) -> Sampled | None:
         if self.failure is not None:
@@ -126,7 +130,7 @@ class Turns:
         }
 
     def _sampled(self, token_ids: list[int], *, is_finished: bool) -> Sampled:
-        """Nobody trains on it, so it has neither logprobs nor a version that means anything."""
+        """Return the turn with placeholder logprobs and version, as nothing trains on it."""
         completion = Completion(
             token_ids=np.array(token_ids, np.int32),
             behaviour_logprobs=np.zeros(len(token_ids), np.float32),
@@ -137,7 +141,7 @@ class Turns:
 
 
 async def rate_played(questions: Questions, workers: RewardWorkers, prompt: Prompt, played: bytes) -> GroupRewards:
-    """Of all samples, as in training."""
+    """Rate all samples as in training."""
     episodes = unpack(played, PlayedGroup).episodes
     num_samples, names = questions.config.num_samples, questions.run.learner.reward.names
     if not any(episode.course.state in REWARDED for episode in episodes):
@@ -154,7 +158,10 @@ async def rate_played(questions: Questions, workers: RewardWorkers, prompt: Prom
 
 
 def ends_of(answers: Sequence[Answered]) -> tuple[dict[str, int], float]:
-    """How many episodes ended how, and how many turns they took on average; of answers that were all played."""
+    """Return the number of episodes by end state, and the mean number of turns.
+
+    All answers must be played.
+    """
     ends: Counter[str] = Counter()
     num_turns = 0
     for answer in answers:
@@ -167,5 +174,5 @@ def ends_of(answers: Sequence[Answered]) -> tuple[dict[str, int], float]:
 
 
 def filled(values: Sequence[T], count: int, rest: T) -> list[T]:
-    """With those of the episodes that have no tokens, which are not in the group."""
+    """Pad values with `rest`, for episodes without tokens, which the group omits."""
     return [*values, *[rest] * (count - len(values))]

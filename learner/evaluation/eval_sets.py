@@ -1,8 +1,8 @@
-"""What an evaluation asks: the prompts of [learner.evaluation], of each of its sets, read once, however often they are asked.
+"""The questions of an evaluation: the prompts of each set in [learner.evaluation], read only once.
 
     [learner.evaluation] ─▶ prompts ─▶ Questions ─▶ evaluate.py
 
-Invariant: two evaluations whose questions have the same digest asked the same prompts in the same way.
+Invariant: two evaluations with equal digests asked the same prompts in the same way.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from learner.run_inputs import RunInputs
 
 
 class Questions:
-    """Of one set. Raises DataError."""
+    """Questions of one set. Raises DataError."""
 
     def __init__(self, run_inputs: RunInputs, set_name: str | None = None) -> None:
         run = run_inputs.run
@@ -28,11 +28,11 @@ class Questions:
         self.prompts = [self.source.prompt_at(place) for place in range(len(self.source))]
         self.digest = _digest(run, self.config, self.source)
         self.player: Plays | None = None
-        """None: completions are all there is (episodes.py)."""
+        """Player of the episodes. None: the set has only completions (episodes.py)."""
 
 
 def sets_of(run_inputs: RunInputs) -> list[Questions]:
-    """Those of a run, in the order in which they are asked; one without a name where it has no others."""
+    """Return the sets of a run in evaluation order; the default set has no name."""
     return [Questions(run_inputs, name) for name in run_inputs.run.learner.evaluation.set_names()]
 
 
@@ -41,8 +41,10 @@ def digest_of(sets: Sequence[Questions]) -> str:
 
 
 def evaluated_data(config: EvaluationConfig, data: DataConfig) -> DataConfig:
-    """Of the set, or the run's own. Not shuffled: each prompt is asked once. Of the run's own dataset or task another part
-    may be asked, which is read in the same way.
+    """Return the data config of a set, or the run's own if the set names no data.
+
+    Not shuffled, because each prompt is asked once. A set may name another part of the run's dataset or task,
+    which is read in the same way.
     """
     if config.task is None and config.path is None and config.dataset is None:
         return msgspec.structs.replace(data, shuffle=False, num_prompts=config.num_prompts or data.num_prompts)

@@ -1,9 +1,10 @@
-"""One evaluation: how good the policy of a server is, with intervals, and how much better than at the evaluation before.
+"""Runs one evaluation: rewards with confidence intervals, and the change from the previous evaluation.
 
-    Questions ─▶ openai_client.py, or episodes.py ─▶ rewards, as in training, each as its answer comes ─▶ Evaluation
+    Questions ─▶ openai_client.py, or episodes.py ─▶ rewards as in training, as answers arrive ─▶ Evaluation
 
-Called by `learner evaluate`, and beside a run that trains by background.py. It asks the OpenAI side of a server, so that training goes
-on and a checkpoint in `vllm serve` will do. Invariant: every prompt is rated once, or an error says why there is no evaluation.
+Called by `learner evaluate`, and during training by background.py. It uses the OpenAI API of a server, so
+training continues, and `vllm serve` with a checkpoint works too.
+Invariant: every prompt is rated once, or an error explains why there is no evaluation.
 """
 
 import asyncio
@@ -32,13 +33,13 @@ log = logging.getLogger(__name__)
 
 Rating = Future[GroupRewards] | asyncio.Future[GroupRewards]
 SCORING_S = 60.0
-"""For a group, beside the deadlines of its reward functions."""
+"""Extra time to rate a group, on top of the deadlines of the reward functions, in seconds."""
 
 
 def evaluate(run: LearnerRun) -> list[Evaluation]:
-    """Ask, rate, compare and note each set. Raises SlipstreamError."""
+    """Ask, rate, compare and record each set. Raises SlipstreamError."""
     sets = sets_of(RunInputs(run))
-    # Functions that cannot be loaded are told before the server has worked for nothing.
+    # Load the reward functions first: if one is broken, the server must not work for nothing.
     with RewardWorkers(run.learner.reward) as workers, ExitStack() as cleanup:
         loop = LoopThread("evaluation")
         cleanup.callback(loop.stop)
@@ -56,8 +57,9 @@ async def ask_and_rate_all(
     *,
     of_run: str | None = None,
 ) -> list[Evaluation]:
-    """One set after the other. A place counts through all of them. `of_run`: of the run beside which it goes on, whose policy alone may
-    answer; without a bar.
+    """Evaluate one set after the other. Prompt indices count through all sets.
+
+    `of_run`: training run whose policy alone may answer. It also hides the progress bar.
     """
     made, first = [], 0
     for questions in sets:
@@ -80,9 +82,15 @@ async def ask_and_rate(
     *,
     of_run: str | None = None,
 ) -> Evaluation:
-    """`known`: answers by the prompt's place, which are not asked for again; `when_answered` hears of every other.
+    """Evaluate one set.
 
-    Raises EvaluationError, and RewardError for a function that fails.
+    Args:
+        known: Answers by prompt index, which are not requested again.
+        when_answered: Called with every other answer.
+
+    Raises:
+        EvaluationError: The server does not answer, or not as requested.
+        RewardError: A reward function failed.
     """
     started = time.monotonic()
     ratings = {place: _submit(questions, workers, place, answered) for place, answered in known.items()}
@@ -110,7 +118,7 @@ def _submit(questions: Questions, workers: RewardWorkers, place: int, answered: 
 
 
 def _texts(questions: Questions, answered: Answered) -> list[str]:
-    """As in training, where tokens are what comes, if the server tells them."""
+    """Return the texts, decoded as in training if the server returned tokens."""
     if answered.token_ids_K is None:
         return answered.texts_K
     return texts_of(questions.tokenizer, answered.token_ids_K, questions.run.learner.reward.skip_special_tokens)
@@ -188,5 +196,5 @@ def _table(rows: Iterable[list[float | None]]) -> np.ndarray:
 
 
 def _powers(most: int) -> list[int]:
-    """1, 2, 4, … and the most itself."""
+    """Return 1, 2, 4, … up to `most`, and `most` itself."""
     return sorted({2**power for power in range(most.bit_length()) if 2**power <= most} | {most})

@@ -1,11 +1,13 @@
-"""Completions of an OpenAI server: what an evaluation asks and what it gets. Works against Slipstream's server and `vllm serve`.
+"""Client of an OpenAI-compatible server for evaluations: Slipstream's server or `vllm serve`.
 
-    prompts ─▶ POST URL/completions, so many at once ─▶ Answered: texts, tokens, why each ended, the versions that sampled it
-                  └▶ turn after turn of its episodes (episodes.py) ─▶ Answered: what was played
+    prompts ─▶ POST URL/completions, max_concurrent at once ─▶ Answered: texts, tokens, reasons, versions
+                  └▶ turn after turn of its episodes (episodes.py) ─▶ Answered: the played episodes
 
-Invariant: every prompt is answered, or the first error that waiting does not mend ends the evaluation. Beside a run none is answered by
-other weights than the run's: of another run, of a server that was started again between two pushes, or of `vllm serve`. An OpenAI server
-takes four stops; of more it gets the first ones, and the answer is cut here where the run's own servers would have ended it.
+OpenAI servers accept four stop strings. If there are more, the server gets the first four. The answer is then
+cut here, where the run's own servers would have ended it.
+Invariant: every prompt is answered, or the first error that waiting cannot fix ends the evaluation. During
+training only the run's own weights may answer. Weights of another run, of a server restarted between two
+syncs, or of `vllm serve` may not.
 """
 
 import asyncio
@@ -32,28 +34,28 @@ from protocol.errors import SlipstreamError
 log = logging.getLogger(__name__)
 AGAIN_AFTER_S = 1.0
 GONE = {500, 502, 503, 504}
-"""What a server answers whose engine dies under the request (500), that starts, drains, or is not behind its proxy."""
+"""Statuses of a server whose engine died (500), or that starts, drains, or is missing behind its proxy."""
 
 
 class EvaluationError(SlipstreamError):
-    """The server does not answer, or not what was asked."""
+    """Missing or unexpected answer of a server."""
 
 
 class Answered(msgspec.Struct, frozen=True):
-    """The completions of one prompt, or the episodes that it began."""
+    """Completions or episodes of one prompt."""
 
     texts_K: list[str]
-    """Of completions."""
+    """Texts of the completions."""
     token_ids_K: list[list[int]] | None
-    """None: the server does not tell them, or episodes were played."""
+    """Token ids of the completions. None: the server does not return them, or episodes were played."""
     num_tokens: int
-    """Of all together, which the policy has sampled."""
+    """Number of tokens that the policy sampled, in total."""
     is_finished_K: list[bool]
-    """Whether it ended by itself, not at a limit."""
+    """Whether each completion ended on its own, not at a limit."""
     versions: tuple[int, int] | None
-    """Of its oldest and its newest token, from a server that tells; -1: the model as it was started with."""
+    """Versions of the oldest and newest token, if the server reports them. -1: the model before any sync."""
     played: bytes | None = None
-    """A PlayedGroup; None: completions are all there is."""
+    """Packed PlayedGroup. None: there are only completions."""
 
 
 async def ask_all(
@@ -64,9 +66,14 @@ async def ask_all(
     *,
     of_run: str | None,
 ) -> tuple[str, dict[int, Answered]]:
-    """Ask the prompts at these places; return the model's name, and the answers by place. Raises EvaluationError.
+    """Ask the prompts at these indices; return the model's name and the answers.
 
-    `answer_to` gives that of one prompt, `when_answered` hears of each as it comes.
+    Args:
+        answer_to: Answers one prompt.
+        when_answered: Called with the index and the answer as soon as it arrives.
+
+    Raises:
+        EvaluationError: The server does not answer, or not as requested.
     """
     config, prompts = questions.config, questions.prompts
     room = asyncio.Semaphore(config.max_concurrent)
@@ -93,19 +100,19 @@ async def ask_all(
                 for place in places:
                     group.create_task(ask(place))
         except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None  # the first one has cancelled the others
+            raise errors.exceptions[0] from None  # the first error has canceled the other tasks
         finally:
             bar.close()
     return served.name, answers
 
 
 async def completions_of(questions: Questions, door: "Door", served: "Served", prompt: Prompt) -> Answered:
-    """All samples of it at once. Raises EvaluationError."""
+    """Request all samples of a prompt at once. Raises EvaluationError."""
     return await answer_of(questions, door, request_of(questions, served.name, prompt))
 
 
 async def answer_of(questions: Questions, door: "Door", request: dict[str, Any]) -> Answered:
-    """With any number of stops. Raises EvaluationError."""
+    """Request completions with any number of stop strings. Raises EvaluationError."""
     stops = request["stop"]
     if len(stops) <= NUM_TOLD:
         return answered(*await door.say("POST", "completions", request), request["n"])
@@ -117,17 +124,20 @@ async def answer_of(questions: Questions, door: "Door", request: dict[str, Any])
 
 @asynccontextmanager
 async def door_to(url: str, patience_s: float, *, of_run: str | None = None) -> AsyncIterator["Door"]:
-    """Of the server there. `of_run`: what other weights than that run's answer is asked again, until its learner has pushed."""
+    """Open a client of the server at this URL.
+
+    With `of_run`, a request that other weights answered is repeated until that run's learner has synced.
+    """
     key = (
         os.environ.get("EVALUATION_API_KEY") or os.environ.get("OPENAI_API_KEY", "")
-    ).strip()  # of a file it has the line's end
+    ).strip()  # a key from a file ends with a newline
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=patience_s), headers=headers) as session:
         yield Door(session, url.rstrip("/"), patience_s, of_run)
 
 
 def request_of(questions: Questions, model: str, prompt: Prompt) -> dict[str, Any]:
-    """Everything is said that a server would otherwise take from the model's generation_config.json."""
+    """Return a request that overrides all of the model's generation_config.json."""
     config, run = questions.config, questions.run
     return {
         "model": model,
@@ -148,27 +158,31 @@ def request_of(questions: Questions, model: str, prompt: Prompt) -> dict[str, An
 
 
 class Served(msgspec.Struct, frozen=True):
-    """A model, as the server lists it."""
+    """Model that the server lists."""
 
     name: str
     max_model_len: int | None
-    """vLLM tells it."""
+    """Maximum sequence length, as reported by vLLM. None: not reported."""
 
 
 class Door:
-    """One server; whoever asks waits while it is gone."""
+    """Client of one server. Requests wait while the server is unavailable."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, patience_s: float, of_run: str | None) -> None:
         self._session, self._url, self._patience_s, self._of_run = session, url, patience_s, of_run
         self._is_waited_for = False
 
     async def model_served(self) -> Served:
-        """Raises EvaluationError."""
+        """Return the model of the server. Raises EvaluationError."""
         models, _ = await self.say("GET", "models", None)
         return _served(models, self._url)
 
     async def say(self, method: str, path: str, body: dict[str, Any] | None) -> tuple[Any, Mapping[str, str]]:
-        """Return the answer and its headers, whose names may be in any case. Raises EvaluationError."""
+        """Send a request and return the answer and its case-insensitive headers.
+
+        Raises:
+            EvaluationError: The server refused the request, or did not answer in time.
+        """
         give_up_at = time.monotonic() + self._patience_s
         while True:
             stranger = None
@@ -191,7 +205,7 @@ class Door:
                 raise EvaluationError(
                     f"{self._url}/{path} {trouble}; start the server, correct learner.evaluation.url, or raise learner.evaluation.timeout_s"
                 )
-            if not self._is_waited_for:  # told once, however many ask
+            if not self._is_waited_for:  # log once for all requests
                 log.warning("%s/%s %s; asking again for %g s at most", self._url, path, trouble, self._patience_s)
                 self._is_waited_for = True
             await asyncio.sleep(AGAIN_AFTER_S)
@@ -199,12 +213,19 @@ class Door:
                 await asyncio.sleep(AGAIN_AFTER_S)
 
     async def _serves_the_run(self) -> bool:
-        """What the list of models says, which costs the server less than an answer."""
+        """Return whether the server has the run's weights, by its list of models.
+
+        The list costs the server less than an answer.
+        """
         models, _ = await self.say("GET", "models", None)
         return not isinstance(models, dict) or (models.get("data") or [{}])[0].get("run", self._of_run) == self._of_run
 
     def _stranger(self, headers: Mapping[str, str]) -> str | None:
-        """Whose weights have answered, if not the run's. Raises EvaluationError for a server that does not tell."""
+        """Describe the weights that answered; None if they are the run's.
+
+        Raises:
+            EvaluationError: The server does not report its weights.
+        """
         if self._of_run is None:
             return None
         if START not in headers:
@@ -240,7 +261,7 @@ def _served(models: Any, url: str) -> Served:
 def answered(
     answer: Any, headers: Mapping[str, str], num_samples: int, cut: Callable[[Any], Any] = lambda choice: choice
 ) -> Answered:
-    """What an answer says, each choice cut. Raises EvaluationError."""
+    """Parse an answer and cut each choice. Raises EvaluationError."""
     try:
         whole = sorted(answer["choices"], key=lambda choice: choice["index"])
         choices = [cut(choice) for choice in whole]
@@ -277,14 +298,14 @@ NUM_TOLD = 4
 
 
 def end_of(text: str, stops: Sequence[str]) -> int | None:
-    """Behind the stop that ends first; None: there is none."""
+    """Return the end of the stop string that ends first, or None."""
     return min((place + len(stop) for stop in stops if (place := text.find(stop)) >= 0), default=None)
 
 
 def cut_choice(
     choice: dict[str, Any], stops: Sequence[str], tokenizer: "PreTrainedTokenizerBase", *, skip_special_tokens: bool
 ) -> dict[str, Any]:
-    """A choice of an answer, with its `token_ids` if it has any, as if all stops had been told."""
+    """Cut a choice, and any `token_ids`, as if the server had received all stops."""
     end = end_of(choice["text"], stops)
     if end is None:
         return choice

@@ -1,11 +1,12 @@
-"""What an evaluation found: means with intervals, beside those of the evaluations before it. A line of RUN_DIR/evaluations.jsonl.
+"""Results of an evaluation: means with confidence intervals, compared with earlier evaluations.
 
-    answers, rewards (evaluate.py) ─▶ Estimate ─▶ Evaluation ─▶ evaluations.jsonl ─▶ the console, the report
+    answers, rewards (evaluate.py) ─▶ Estimate ─▶ Evaluation ─▶ RUN_DIR/evaluations.jsonl ─▶ console, report
 
-Invariant: two evaluations are compared only if they asked the same prompts in the same way, and none with one whose weights a resume
-has thrown away. Samples of one problem are alike, so problems are counted: with several samples each, the interval is of the problems' means.
+Samples of one problem are correlated, so the interval is that of the problem means.
+Invariant: two evaluations are compared only if they asked the same prompts in the same way. An evaluation
+whose weights a resume has discarded is never compared.
 
-Suffixes: P problems, K samples of each; nan where there is no value.
+Suffixes: P problems, K samples of each. NaN marks a missing value.
 """
 
 import math
@@ -25,7 +26,10 @@ FILE = "evaluations.jsonl"
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """Example: mean=0.51, low=0.47, high=0.55. Without an interval where one problem is all there is, or all have the same value."""
+    """Mean with its 95% interval, for example mean=0.51, low=0.47, high=0.55.
+
+    Values that are not binary have no interval if there is only one problem or if they are all equal.
+    """
 
     mean: float
     low: float | None = None
@@ -37,31 +41,34 @@ class Estimate(msgspec.Struct, frozen=True):
 
 
 def estimate(values_PK: np.ndarray) -> Estimate | None:
-    """Of the mean over problems that have a value; None if none has."""
+    """Estimate the mean over problems that have a value; None if none has."""
     means_P = problem_means(values_PK)
     means_P = means_P[~np.isnan(means_P)]
     if not len(means_P):
         return None
-    # Also where several samples never differed: their deviation of 0 would claim certainty.
+    # Also if samples of a problem never differ: their deviation of 0 would claim certainty.
     if is_binary(values_PK) and is_binary(means_P):
         return wilson(float(means_P.sum()), len(means_P))
     return of_means(means_P)
 
 
 def is_binary(values: np.ndarray) -> bool:
-    """Whether those that there are say right or wrong, and nothing else."""
+    """Return whether all values are 0 or 1, apart from NaN."""
     return set(np.unique(values[~np.isnan(values)])) <= {0.0, 1.0}
 
 
 def problem_means(values_PK: np.ndarray) -> np.ndarray:
-    """Over the samples that have a value; nan without any."""
+    """Return each problem's mean over the samples with a value; NaN if there is none."""
     counts_P = (~np.isnan(values_PK)).sum(axis=1)
     sums_P = np.nansum(values_PK, axis=1)
     return np.divide(sums_P, counts_P, out=np.full(len(values_PK), np.nan), where=counts_P > 0)
 
 
 def wilson(num_right: float, count: int) -> Estimate:
-    """Of a share (Wilson, 1927, JASA 22: 209-212): the shares p with |num_right/count - p| ≤ z √(p(1-p)/count)."""
+    """Return the Wilson interval of a share (Wilson, 1927, JASA 22: 209-212).
+
+    It contains the shares p with |num_right/count - p| ≤ z √(p(1-p)/count).
+    """
     z, share = NormalDist().inv_cdf((1 + LEVEL) / 2), num_right / count
     centre = (share + z**2 / (2 * count)) / (1 + z**2 / count)
     half = z / (1 + z**2 / count) * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
@@ -69,9 +76,10 @@ def wilson(num_right: float, count: int) -> Estimate:
 
 
 def of_means(values_P: np.ndarray) -> Estimate:
-    """Student's interval of the mean of independent values, such as the problems' means or their differences.
+    """Return Student's t interval of the mean of independent values.
 
-    Of values that are all the same there is none: they do not tell how far others may lie.
+    The values are the problems' means or their differences. Equal values have no interval, because they do
+    not show how far others may lie.
     """
     mean, count = float(values_P.mean()), len(values_P)
     deviation = float(values_P.std(ddof=1)) if count > 1 else 0.0
@@ -82,7 +90,10 @@ def of_means(values_P: np.ndarray) -> Estimate:
 
 
 def t_quantile(num_free: int) -> float:
-    """Of Student's distribution at (1 + LEVEL) / 2: exact for 1 and 2 degrees of freedom, else Abramowitz and Stegun 26.7.5."""
+    """Return the quantile of Student's t distribution at (1 + LEVEL) / 2.
+
+    It is exact for 1 and 2 degrees of freedom, and otherwise follows Abramowitz and Stegun 26.7.5.
+    """
     p = (1 + LEVEL) / 2
     if num_free == 1:
         return math.tan(math.pi * (p - 0.5))
@@ -99,9 +110,10 @@ def t_quantile(num_free: int) -> float:
 
 
 def pass_at(k: int, values_PK: np.ndarray) -> np.ndarray:
-    """For each problem the probability that one of k samples is right, without bias: 1 - C(K-c, k) / C(K, k) (arXiv 2107.03374, eq. 1).
+    """Return for each problem the probability that one of k samples is right.
 
-    K is the number of its samples that have a value; nan where these are fewer than k.
+    The estimate is unbiased: 1 - C(K-c, k) / C(K, k) (arXiv 2107.03374, eq. 1). K is the number of samples
+    with a value, and c the number of right ones. NaN if K is below k.
     """
     num_rated_P, num_right_P = (~np.isnan(values_PK)).sum(axis=1), (values_PK == 1).sum(axis=1)
     return np.array(
@@ -113,7 +125,11 @@ def pass_at(k: int, values_PK: np.ndarray) -> np.ndarray:
 
 
 def of_majority(texts_PK: list[list[str]], values_PK: np.ndarray) -> np.ndarray:
-    """For each problem the value of the answer that was given most often, however it was come to; of several the one that came first."""
+    """Return for each problem the value of its most frequent answer.
+
+    Texts with equal short answers count as equal, whatever their reasoning. If several answers are the most
+    frequent, the first one counts.
+    """
     majority_P = []
     for texts, values in zip(texts_PK, values_PK, strict=True):
         answers = [short_answer(text) for text in texts]
@@ -122,53 +138,58 @@ def of_majority(texts_PK: list[list[str]], values_PK: np.ndarray) -> np.ndarray:
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of evaluations.jsonl."""
+    """Line of evaluations.jsonl."""
 
     time: float
     """Seconds since 1970."""
     step: int | None = None
-    """After which it was begun, of a run that evaluates; None: by `learner evaluate`."""
+    """Step after which a run started the evaluation. None: `learner evaluate` did."""
     set_name: str | None = None
-    """Which of several sets (learner.evaluation.sets)."""
+    """Name of the set in learner.evaluation.sets. None: the default set."""
     data: str
     asked: str
-    """Digest of the prompts and of how they were asked: those with the same can be compared."""
+    """Digest of the prompts and the way they were asked. Evaluations with equal digests are comparable."""
     url: str
     model: str
     versions: tuple[int, int] | None
-    """The oldest and the newest that sampled a token; None: the server does not tell."""
+    """Oldest and newest version that sampled a token. None: the server does not report them."""
     num_prompts: int
     num_samples: int
     temperature: float
     seconds: float
     reward: Estimate | None
-    """None: nothing could be scored."""
+    """Mean reward. None: nothing could be scored."""
     functions: dict[str, Estimate | None]
     pass_at: dict[str, dict[str, Estimate]]
-    """By function that only says 0 or 1, then by k: the share of prompts of which one of k samples is right."""
+    """Share of prompts with a right answer among k samples, by binary reward function, then by k."""
     majority: Estimate | None
-    """The reward of the answer that most samples of a prompt gave; with more than two samples."""
+    """Mean reward of each prompt's most frequent answer, with more than two samples."""
     reward_finished: Estimate | None
-    """Of the completions that ended by themselves alone."""
+    """Mean reward of the completions that ended on their own."""
     truncated_frac: float
     length_mean: float
-    """In tokens."""
+    """Mean number of tokens."""
     rewards_P: list[float | None]
-    """Of each prompt, its mean."""
+    """Mean reward of each prompt."""
     ends: dict[str, int] = {}
-    """Of episodes: how many ended how; silent: the policy said nothing in it."""
+    """Number of episodes by end state. silent: the policy sampled nothing in it."""
     turns_mean: float | None = None
-    """Likewise."""
+    """Mean number of turns, of episodes."""
     difference: Estimate | None = None
-    """To the evaluation before that asked the same, prompt by prompt."""
+    """Difference to the previous comparable evaluation, prompt by prompt."""
     before: tuple[int, int] | None = None
-    """The versions of that one."""
+    """Versions of the previous comparable evaluation."""
     difference_to_first: Estimate | None = None
-    """To the first that asked the same, where that is another than the one before."""
+    """Difference to the first comparable evaluation, unless that is the previous one."""
 
 
 def note(path: Path, made: Evaluation) -> Evaluation:
-    """Append it, compared with those before. Raises ConfigError for a file that holds something else, DiskError."""
+    """Append an evaluation, compared with the earlier ones.
+
+    Raises:
+        ConfigError: The file has other content.
+        DiskError: The file cannot be written.
+    """
     made = compared(made, earlier(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = Lines(path)
@@ -180,7 +201,10 @@ def note(path: Path, made: Evaluation) -> Evaluation:
 
 
 def compared(made: Evaluation, before: Sequence[Evaluation]) -> Evaluation:
-    """With the differences to the newest and to the first that asked the same, over the prompts that both could score."""
+    """Add the differences to the previous and the first comparable evaluation.
+
+    They cover the prompts that both could score.
+    """
     alike = [one for one in before if one.asked == made.asked]
     if not alike:
         return made
@@ -193,7 +217,7 @@ def compared(made: Evaluation, before: Sequence[Evaluation]) -> Evaluation:
 
 
 def earlier(path: Path) -> list[Evaluation]:
-    """What was noted so far. Raises ConfigError for a file that holds something else."""
+    """Return the recorded evaluations. Raises ConfigError for other content."""
     if not path.is_file():
         return []
     try:
@@ -204,9 +228,13 @@ def earlier(path: Path) -> list[Evaluation]:
 
 
 def take_back(path: Path, step: int) -> None:
-    """Remove what was noted after later steps than the one that a run resumes at: they come again, with other weights.
+    """Remove the evaluations of steps after `step`, from which a run resumes.
 
-    Raises ConfigError for a file that holds something else, DiskError.
+    These steps will run again, with other weights.
+
+    Raises:
+        ConfigError: The file has other content.
+        DiskError: The file cannot be written.
     """
     noted = earlier(path)
     left = [one for one in noted if one.step is None or one.step <= step]
@@ -215,7 +243,7 @@ def take_back(path: Path, step: int) -> None:
 
 
 def as_text(made: Evaluation) -> str:
-    """For a console."""
+    """Format an evaluation for the console."""
     sampled = (
         "greedy" if made.temperature == 0 else f"{made.num_samples} samples each at temperature {made.temperature:g}"
     )
@@ -242,7 +270,7 @@ def as_text(made: Evaluation) -> str:
 
 
 def in_words(made: Evaluation) -> str:
-    """For a line of the log."""
+    """Format an evaluation as one log line."""
     of_set = f" of {made.set_name}" if made.set_name else ""
     parts = [f"evaluation{of_set} after step {made.step}: reward {'–' if made.reward is None else made.reward}"]
     if made.difference is not None:
@@ -252,7 +280,10 @@ def in_words(made: Evaluation) -> str:
 
 
 def metrics_of(made: Evaluation) -> dict[str, float]:
-    """A number for each estimate, and the ends of its interval; of one of several sets under its name: evaluation/hard/reward."""
+    """Return a metric for each estimate, and for the ends of its interval.
+
+    The metrics of a named set have its name: evaluation/hard/reward.
+    """
     found = {
         "evaluation/reward": made.reward,
         "evaluation/reward_finished": made.reward_finished,

@@ -1,1 +1,1 @@
-"""From the tokens of groups to the logprobs that the policy gives them: each prompt computed once, nothing padded, no whole logits."""
+"""Logprobs of the policy: each prompt computed once, without padding or full logits."""

@@ -1,14 +1,14 @@
-"""What transformers calls in the place of a mask and of an attention when a policy runs over a pack.
+"""Replace transformers' mask and attention when a policy runs over a pack.
 
-    packed(model, pack): model(…) ─▶ pack_mask: a Ticket instead of a mask ─▶ each layer ─▶ pack_attention(ticket, q, k, v)
+    packed(model, pack): model(…) ─▶ pack_mask: Ticket as mask ─▶ layers ─▶ pack_attention(ticket, q, k, v)
 
-Invariant: a model whose layers want anything of their attention that packing does not know raises Unpackable; it never computes
-something else in silence. packing_check.py tries that out and pads such a model; raised later, Unpackable ends the run.
+On GPUs, one call of torch's variable-length kernel pairs every segment with the keys of its whole path. K and
+V of a prompt are gathered once for each completion, its queries are not. The kernel's causal mask aligns the
+ends of queries and keys. On CPUs, tree_attention.py computes the attention.
 
-On GPUs one call of torch's variable-length kernel puts every segment before the keys of its whole path: keys and values of a prompt are
-gathered once for each completion, its queries are not. That kernel is causal from the end of queries and keys. On CPUs: tree_attention.py.
-
-Suffixes: N packed tokens, L gathered keys, H heads, K key-value heads, D of a head.
+Invariant: a layer that wants anything that packing does not support raises Unpackable. packing_check.py then
+pads the model; in a later pass, Unpackable ends the run.
+Suffixes: N packed tokens, L gathered keys, H heads, K key-value heads, D head size.
 """
 
 import inspect
@@ -30,22 +30,25 @@ from learner.forward.pack import Pack
 from learner.forward.tree_attention import Tree, TreeAttention, plan_of
 
 HAS_GQA_SWITCH = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""Until torch 2.12 the function let fewer heads of keys than of queries pass without being told; the kernel is the same."""
+"""Whether varlen_attn has `enable_gqa`.
+
+Before torch 2.12, it accepted fewer key heads than query heads without it. The kernel is the same.
+"""
 NAME = "slipstream_pack"
-"""Of the attention, among those of transformers."""
+"""Name of this attention in transformers' registry."""
 HARMLESS = {
     "position_ids", "cache_position", "use_cache", "output_attentions", "output_router_logits", "is_causal", "layer_idx",
     "dropout", "sliding_window",
 }  # fmt: skip
-"""What layers hand to their attention beside its arguments and which changes nothing here."""
+"""Additional arguments that layers pass to their attention and that change nothing here."""
 
 
 class KeyLayout(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """Which keys each segment of a pack has; segments without rows are left out."""
+    """Keys of each segment of a pack. Segments without rows are left out."""
 
     rows_L: torch.Tensor
     first_queries: torch.Tensor
-    """int32, one more than there are segments; so are the next."""
+    """Index of each segment's first query, then the number of queries, as int32. Same for `first_keys`."""
     first_keys: torch.Tensor
     max_queries: int
     max_keys: int
@@ -54,7 +57,11 @@ class KeyLayout(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 def varlen_attention(
     q_NHD: torch.Tensor, k_NKD: torch.Tensor, v_NKD: torch.Tensor, layout: KeyLayout, window: int | None, scale: float
 ) -> torch.Tensor:
-    """out_NHD, differentiable. Raises RuntimeError where the kernel cannot: float32, large heads."""
+    """Return out_NHD, differentiable.
+
+    Raises:
+        RuntimeError: The kernel does not support the inputs, such as float32 or large heads.
+    """
     told: dict[str, Any] = {"enable_gqa": q_NHD.shape[1] != k_NKD.shape[1]} if HAS_GQA_SWITCH else {}
     out = varlen_attn(
         q_NHD,
@@ -68,11 +75,11 @@ def varlen_attention(
         window_size=(-1 if window is None else window - 1, 0),
         **told,
     )
-    return cast(torch.Tensor, out)  # without its lse
+    return cast(torch.Tensor, out)  # a tensor, since lse is not requested
 
 
 def key_layout(pack: Pack) -> KeyLayout:
-    """Worked out once for a pack."""
+    """Return the key layout of a pack, which is computed once."""
     if "varlen" not in pack.plans:
         pack.plans["varlen"] = _key_layout(pack)
     return cast(KeyLayout, pack.plans["varlen"])
@@ -99,7 +106,7 @@ def _key_layout(pack: Pack) -> KeyLayout:
 
 
 class Unpackable(RuntimeError):
-    """This model cannot run over a pack; the message says why."""
+    """Error of a model that cannot run over a pack. Its message gives the reason."""
 
 
 class Pass(msgspec.Struct, frozen=True, eq=False):
@@ -107,37 +114,43 @@ class Pass(msgspec.Struct, frozen=True, eq=False):
 
     pack: Pack
     layers: set[int] = msgspec.field(default_factory=set)
-    """The attention modules that came."""
+    """Ids of the attention modules that have run."""
     of_predicting_only: frozenset[int] = frozenset()
-    """Modules of which only the rows that predict are read."""
+    """Ids of the modules in which only the rows that predict are read."""
 
 
 class Ticket(msgspec.Struct, frozen=True, eq=False):
-    """Goes through the model in the place of a mask, and so comes again where a layer is computed again in the backward pass."""
+    """Placeholder that goes through the model in place of a mask.
+
+    It therefore reaches a layer again when the backward pass recomputes the layer.
+    """
 
     current: Pass
     window: int | None
     problem: str | None
-    """Why no layer may use it; some models make masks that none of their layers uses."""
+    """Reason why no layer may use this mask. Some models make masks that none of their layers uses."""
     keys: KeyLayout | None
-    """Of the kernel for GPUs, worked out where nothing is compiled."""
+    """Layout for the GPU kernel, computed outside of compiled code."""
 
 
 compiled_layers: WeakSet[nn.Module] = WeakSet()
-"""What their attention wants was looked at in a pass before they were compiled (compile.py)."""
+"""Layers whose attention was checked in a pass before they were compiled (compile.py)."""
 _current: ContextVar[Pass | None] = ContextVar("_current", default=None)
 
 
 def is_packed(model: PreTrainedModel) -> bool:
-    """Whether it runs over packs, and over nothing else; see packing_check.py."""
+    """Return whether the model runs over packs, and only over packs."""
     return model.config._attn_implementation == NAME
 
 
 @contextmanager
 def packed(model: PreTrainedModel, pack: Pack, *, cut_layer: nn.Module | None = None) -> Iterator[None]:
-    """Let the next pass of the model run over `pack`, the attention of `cut_layer` for the rows that predict only.
+    """Let the next pass of the model run over `pack`.
 
-    Raises Unpackable if some of its layers went another way.
+    The attention of `cut_layer` computes only the rows that predict.
+
+    Raises:
+        Unpackable: Some layers did not use the attention for packs.
     """
     of_predicting_only = frozenset(map(id, cut_layer.modules())) if cut_layer else frozenset()
     current = Pass(pack, of_predicting_only=of_predicting_only)
@@ -152,7 +165,7 @@ def packed(model: PreTrainedModel, pack: Pack, *, cut_layer: nn.Module | None = 
 
 
 def layers_of(model: Any) -> list[nn.Module]:
-    """Of the decoder, by the name that nearly all of transformers has for them."""
+    """Return the decoder's `layers`, the usual name, or an empty list."""
     return list(getattr(model.get_decoder(), "layers", []))
 
 
@@ -164,7 +177,10 @@ def pack_mask(
     local_size: int | None = None,
     **_: object,
 ) -> Ticket:
-    """Called once for each kind of layer in a pass; `local_size` is its sliding window."""
+    """Return a ticket; transformers calls this once for each kind of layer in a pass.
+
+    `local_size` is the sliding window of these layers.
+    """
     current = _current.get()
     if current is None:
         raise Unpackable("the model was called without a pack; compute its logprobs with token_logprobs")
@@ -181,7 +197,10 @@ def _keys_of(pack: Pack) -> KeyLayout | None:
 
 
 def _is_causal(mask_function: Callable[..., torch.Tensor], window: int | None) -> bool:
-    """Ask the model's own function about pairs around its window: chunks (Llama 4) or blocks (images) answer otherwise."""
+    """Return whether a model's mask function is causal within its window.
+
+    The function is evaluated on pairs around the window, where chunks (Llama 4) or blocks (images) differ.
+    """
     reach = window or 64
     near = {0, 1, reach // 2, reach - 1, reach, reach + 1, 2 * reach, 3 * reach + 1}
     queries_Q1 = torch.tensor(sorted(near)).unsqueeze(1)
@@ -199,13 +218,17 @@ def pack_attention(
     attention_mask: Ticket,
     **wanted: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query (1, H, N, D), key and value (1, K, N, D) → (1, N, H, D). `wanted`: what the family asks of its attention besides."""
+    """Return the output of the attention, (1, N, H, D), and None.
+
+    query is (1, H, N, D); key and value are (1, K, N, D). `wanted` holds the family's other attention
+    arguments.
+    """
     scale, sinks_H = wanted.pop("scaling", None), wanted.pop("s_aux", None)
     if not torch.compiler.is_compiling():
         _admit(module, key, attention_mask, wanted, has_sinks=sinks_H is not None)
     window, keys = attention_mask.window, attention_mask.keys
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    # The values of multi-head latent attention are narrower than its keys; kernels want one size. Padding by nothing copies.
+    # Kernels want one size; multi-head latent attention has narrower values than keys. Padding by 0 copies.
     num_missing = query.shape[-1] - value.shape[-1]
     values = nn.functional.pad(value, (0, num_missing)) if num_missing else value
     q_NHD, k_NKD, v_NKD = (x.squeeze(0).transpose(0, 1) for x in (query, key, values))
@@ -219,7 +242,7 @@ def pack_attention(
 
 
 def _admit(module: nn.Module, key: torch.Tensor, ticket: Ticket, wanted: dict[str, Any], *, has_sinks: bool) -> None:
-    """Note that the layer came. Raises Unpackable if it wants what packing does not know."""
+    """Record that the layer has run. Raises Unpackable if it cannot be packed."""
     layer = type(module).__name__
     if not isinstance(ticket, Ticket):
         raise Unpackable(f"{layer} has a mask of its own making, a {type(ticket).__name__}")
@@ -232,8 +255,8 @@ def _admit(module: nn.Module, key: torch.Tensor, ticket: Ticket, wanted: dict[st
 
 
 def _problem(wanted: dict[str, Any], window: int | None, num_keys: int, num_tokens: int) -> str | None:
-    """Why the attention that a layer wants is none of a pack."""
-    told_window = wanted.get("sliding_window")  # the mask's counts: not every family tells its layers' attention
+    """Return why the attention that a layer wants cannot be packed, or None."""
+    told_window = wanted.get("sliding_window")  # the mask's window counts, as not every family passes this
     if told_window and window not in (None, told_window):
         return f"a window of {told_window}, and its mask one of {window}"
     if wanted.get("dropout"):

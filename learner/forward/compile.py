@@ -1,12 +1,14 @@
-"""What a policy does between its matrix products, fused by torch.compile; on GPUs its layers whole, and the head's tiles.
+"""Fuse the operations between a policy's matrix products with torch.compile.
 
-    loaded, packed or padded (packing_check.py) ─▶ prepared for its device ─▶ here: as it is, or fused ─▶ every later pass
+    loaded (packing_check.py) ─▶ prepared for its device ─▶ fuse: compiled, or unchanged ─▶ all later passes
 
-One operation after the other goes over its activations a dozen times in norms, gated layers and rotary embedding; fused it is once or
-twice. On a GPU a layer is so many small operations that to launch them one by one takes longer than to compute them, so there a packed
-layer is compiled whole if torch can, its attention included. On a CPU, whose products are long, that gains nothing, and the head's
-tiles must take no second one (tile.py). Invariant: a policy goes fused only if sequences stay apart and have the numbers that they had
-before, on its device; else a line says why not.
+Norms, gated layers and rotary embeddings read and write their activations a dozen times, but once or twice if
+fused. On a GPU, launching the operations of a layer takes longer than computing them. There, packed layers
+are compiled whole if possible, attention included, and so are the head's tiles. On a CPU, products dominate,
+so whole layers gain nothing, and the head must not allocate a second tile (tile.py).
+
+Invariant: a policy is fused only if, on its device, sequences stay separate and logprobs stay equal up to
+rounding. Otherwise, a warning gives the reason.
 """
 
 import logging
@@ -30,18 +32,24 @@ from learner.forward.tile import fused_tiles, tiles_problem
 
 log = logging.getLogger(__name__)
 ROTARY = "apply_rotary_pos_emb"
-"""The function that attentions of transformers call, in the Python module of each family."""
+"""Function that attentions in transformers call, in the Python module of each family."""
 OPTIONS: dict[str, Any] = {"emulate_precision_casts": True}
-"""In bfloat16 every value is rounded where it would be without."""
+"""Inductor options. They round bfloat16 values wherever the uncompiled code does."""
 NUM_KINDS = 32
-"""Of passes through a layer, each of which torch compiles: windows, with and without a graph, one row or one group. What comes after as
-many is not compiled, and torch says so: fullgraph=True would end the run there."""
+"""Maximum number of variants of a pass through a layer that torch compiles.
+
+Variants differ in their window, in recording a graph, and in having one row or one group. Beyond the maximum,
+torch warns and does not compile. With fullgraph=True, it would end the run.
+"""
 FirstProblem = Callable[[str | None], str | None]
-"""Returns the problem of the first rank that has one, on every rank. A policy compiled on some ranks only would round in two ways."""
+"""Function that returns, on every rank, the problem of the first rank that has one.
+
+A policy compiled on some ranks only would round in two ways.
+"""
 
 
 class Before(NamedTuple):
-    """What a policy gave before it was fused to a pack, and what it gives if its embeddings are rounded in another way."""
+    """Logprobs of a pack before fusing, with original and with rounded embeddings."""
 
     pack: Pack
     logprobs_M: torch.Tensor
@@ -49,7 +57,10 @@ class Before(NamedTuple):
 
 
 def fuse(policy: nn.Module, dtype: torch.dtype, of_ranks: FirstProblem = lambda mine: mine) -> None:
-    """Let every later pass of a policy that computes in `dtype` go fused, as far as it can on all ranks, which call it together."""
+    """Compile a policy that computes in `dtype`, as far as all ranks can.
+
+    All ranks call this together. All later passes of the policy are compiled.
+    """
     model: Any = policy.module if isinstance(policy, DistributedDataParallel) else policy
     before = _before(model, dtype)
     log.info("compiling what lies between the policy's matrix products: a minute, or seconds from torch's cache")
@@ -67,7 +78,7 @@ def fuse(policy: nn.Module, dtype: torch.dtype, of_ranks: FirstProblem = lambda 
 
 
 def describe_fused(model: Any) -> str:
-    """Return how much of a policy goes fused."""
+    """Return how much of a policy is compiled."""
     num_layers = sum(module in compiled_layers for module in model.modules())
     num_pieces = sum(module._compiled_call_impl is not None for module in model.modules())
     return f"{num_layers} layers, {num_pieces} pieces, {int(model in tiles_of)} heads"
@@ -76,7 +87,10 @@ def describe_fused(model: Any) -> str:
 def _tried(
     model: Any, layers: list[nn.Module], before: list[Before], dtype: torch.dtype, of_ranks: FirstProblem
 ) -> str | None:
-    """Fuse these layers whole and of the others the pieces; if that has a problem, undo it and return why."""
+    """Compile `layers` whole and the pieces of other layers.
+
+    If there is a problem, undo this and return the problem.
+    """
     inside = {module for layer in layers for module in layer.modules()}
     pieces, plain = [piece for piece in _pieces(model) if piece not in inside], _rotary_functions(model)
     for layer in layers:
@@ -107,18 +121,25 @@ def _tried(
 
 
 def _whole_layers(model: Any) -> list[nn.Module]:
-    """All but the last, which the pass may cut (logprobs.py); none that the backward pass computes again."""
+    """Return the layers to compile whole, for packed models on GPUs.
+
+    The last layer is left out, because the pass may cut it (logprobs.py). Gradient checkpointing rules out
+    all layers.
+    """
     can = model.device.type == "cuda" and is_packed(model) and not model.is_gradient_checkpointing
     return layers_of(model)[:-1] if can else []
 
 
 def _pieces(model: nn.Module) -> Iterator[nn.Module]:
-    """Norms and gated layers, by the names that transformers gives their classes."""
+    """Return norms and gated layers, by their class names in transformers."""
     return (module for module in model.modules() if type(module).__name__.endswith(("RMSNorm", "MLP")))
 
 
 def _rotary_functions(model: nn.Module) -> dict[str, Any]:
-    """By the Python module that has it: no method, so all models of a family in this process get the same."""
+    """Return the rotary function of each Python module that has one.
+
+    It is not a method, so compiling it affects all models of a family in this process.
+    """
     homes = {type(module).__module__ for module in model.modules()}
     return {home: getattr(sys.modules[home], ROTARY) for home in sorted(homes) if hasattr(sys.modules[home], ROTARY)}
 
@@ -134,7 +155,7 @@ def _problem(model: Any, before: list[Before], dtype: torch.dtype) -> str | None
                     *excess
                 )
         return find_leak(model, before[0].pack)
-    except Exception as error:  # no compiler, or one of the many ways in which torch does not know what to do
+    except Exception as error:  # no compiler, or any failure in torch
         return f"{type(error).__name__}: {_first_line(str(error))}"
 
 
@@ -143,7 +164,10 @@ def _first_line(text: str) -> str:
 
 
 def _before(model: Any, dtype: torch.dtype) -> list[Before]:
-    """Of two lengths, so that what is compiled is compiled for any before the first step."""
+    """Record the logprobs of packs of two lengths.
+
+    Two lengths make torch compile for any length before the first step.
+    """
     packs = [probe_of(model, longer=longer) for longer in (0, 3)]
     logprobs = [_logprobs(model, pack) for pack in packs]
     with rounded(model, torch.finfo(dtype).eps):
@@ -151,5 +175,5 @@ def _before(model: Any, dtype: torch.dtype) -> list[Before]:
 
 
 def _logprobs(model: Any, pack: Pack) -> torch.Tensor:
-    """With a graph, since that is what training compiles."""
+    """Return logprobs computed with a graph, since training compiles with one."""
     return token_logprobs(model, pack, 1.0)[0].detach()[pack.is_token_BT]

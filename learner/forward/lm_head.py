@@ -1,10 +1,11 @@
-"""Logprobs and entropies from hidden states, in tiles of rows × vocabulary that the backward pass computes again.
+"""Compute logprobs and entropies from hidden states, in tiles of rows × vocabulary.
 
-    hidden_ME, weight_VE ─▶ products, a tile each ─▶ tile.py ─▶ running max, Σ exp, Σ exp · z, z of the target ─▶ logprobs_M, entropy_M
+    hidden_ME, weight_VE ─▶ products, one tile each ─▶ tile.py ─▶ max, Σ exp, Σ exp · z, z of the target
+                         ─▶ logprobs_M, entropy_M
 
-Between the model's last layer and the loss. Invariant: no (M, V) tensor exists; what stays for the backward pass is two numbers a
-row. torch's own linear_cross_entropy has no entropy and no soft cap, and was 3 % faster at best. Liger's has no entropy and, one
-loss for each token as a policy gradient weighs them, had wrong gradients of the head until its pull request 1298.
+Invariant: no (M, V) tensor exists. The backward pass recomputes the tiles and keeps two numbers per row.
+torch's linear_cross_entropy has neither entropy nor soft cap, and was 3 % faster at best. Liger's has no
+entropy, and had wrong gradients of the head for per-token losses until its pull request 1298.
 
 Suffixes: M predicted tokens, E hidden size, V vocabulary; m, v rows and columns of a tile.
 """
@@ -20,20 +21,20 @@ from torch.autograd.function import once_differentiable
 from learner.forward.tile import PLAIN, LogitMap, Numbers, RowGradients, Tiles, no_sums
 
 EntropyUse = Literal["none", "value", "gradient"]
-"""What the caller reads of the entropy."""
+"""Use of the entropy by the caller."""
 TILE_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 27}
 TILE_COLUMNS = 8192
 
 
 class Reading(msgspec.Struct, frozen=True):
-    """How logits are read: their map, the temperature of the softmax, what is wanted of it beside logprobs; by what, and in what."""
+    """Settings for reading logits and for computing logprobs and entropy."""
 
     logit_map: LogitMap
     temperature: float
     entropy: EntropyUse
     tiles: Tiles = PLAIN
     in_float32: bool = False
-    """Products of bfloat16 are not rounded to it."""
+    """Whether products of bfloat16 inputs stay in float32 instead of being rounded to bfloat16."""
 
     @property
     def numbers(self) -> Numbers:
@@ -41,10 +42,12 @@ class Reading(msgspec.Struct, frozen=True):
 
 
 class HeadLogprobs(torch.autograd.Function):
-    """(hidden_ME, weight_VE, bias_V or None, targets_M, reading) → (logprobs_M, entropy_M).
+    """Autograd function for logprobs and entropies of the head's logits.
 
-    Of the softmax of map(hidden weightᵀ + bias) / temperature; in float32, the product in the weights' dtype as the server's, unless
-    `reading.in_float32`.
+        (hidden_ME, weight_VE, bias_V or None, targets_M, reading) → (logprobs_M, entropy_M)
+
+    The distribution is the softmax of map(hidden weightᵀ + bias) / temperature, in float32. The product is in
+    the weights' dtype, as on the server, unless `reading.in_float32`.
     """
 
     @staticmethod
@@ -68,7 +71,7 @@ class HeadLogprobs(torch.autograd.Function):
                 sums = reading.tiles.sums(
                     product_mv, targets_m1, sums, reading.numbers, with_entropy=entropy_M is not None
                 )
-                del product_mv  # before the next tile is made, or there would be two
+                del product_mv  # otherwise it would coexist with the next tile
             lse_M[rows] = (sums.top_m1 + sums.total_m1.log()).squeeze(1)
             logprobs_M[rows] = sums.target_m1.squeeze(1) - lse_M[rows]
             if entropy_M is not None:
@@ -118,14 +121,13 @@ def _product(
         return nn.functional.linear(hidden_mE, weight_vE, bias_v)
     if hidden_mE.device.type != "cuda":
         return nn.functional.linear(hidden_mE.float(), weight_vE.float(), None if bias_v is None else bias_v.float())
-    product_mv = torch.mm(
-        hidden_mE, weight_vE.T, out_dtype=torch.float32
-    )  # the inputs stay bfloat16: as fast as before
+    # The inputs stay bfloat16, so this is as fast as a bfloat16 product.
+    product_mv = torch.mm(hidden_mE, weight_vE.T, out_dtype=torch.float32)
     return product_mv if bias_v is None else product_mv.add_(bias_v)
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Products of bfloat16 are added up in float32."""
+    """Add a product to `total`, which accumulates products of bfloat16 in float32."""
     if left.dtype == right.dtype == total.dtype:
         total.addmm_(left, right)
     else:

@@ -1,18 +1,15 @@
-"""The logprobs that a policy gives to the tokens of a pack.
+"""Compute the logprobs that a policy gives to the tokens of a pack.
 
-    Pack ─▶ run_model, each prompt once (attention.py), or over padded sequences ─▶ hidden states that predict
-         ─▶ lm_head.py ─▶ logprobs_BT, entropy_BT: a row for each completion
+    Pack ─▶ run_model, packed (attention.py) or over padded sequences ─▶ hidden states that predict
+         ─▶ lm_head.py ─▶ logprobs_BT, entropy_BT: one row for each completion
 
-The model is called as a whole, so what wraps it (DDP, FSDP2, an adapter) sees an ordinary pass; its head computes a single row, and
-what the head was to have is taken from it. What a model does to the output of its head is found out by putting known numbers there
-(`logit_map_of`); no config key is read, and a model that does anything else is refused.
+The model is called as a whole, so its wrappers (DDP, FSDP2, an adapter) see an ordinary pass.
 
-Of the last layer only the rows that predict are computed: of the others nobody reads more than keys and values, and where prompts are
-long they are most of a pack. Invariant: what is cut gives every row what comes of this row alone; packing_check.py finds a family of
-which that is not true, because the last layer that it probes is of the kind of the model's last.
+Invariant: what `_cut` skips in the last layer computes each row from that row alone. packing_check.py detects
+models that violate this, because it probes a layer of the same kind.
 
-Suffixes: N packed tokens, M predicted tokens, B completions, T tokens of the longest completion, S tokens of a row that the pass
-computes or of the longest sequence, R rows that predict, E hidden size, V vocabulary.
+Suffixes: N packed tokens, M predicted tokens, B completions, T tokens of the longest completion, S tokens of
+a row that the pass computes or of the longest sequence, R rows that predict, E hidden size, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,23 +31,29 @@ from protocol.errors import ConfigError
 
 Answer = tuple[torch.Tensor, torch.Tensor | None]
 logit_maps: WeakKeyDictionary[nn.Module, LogitMap] = WeakKeyDictionary()
-"""Of models that have had a pass; found out by a pass of its own, which all ranks of a sharded model would have to make."""
+"""Logit map of each model that has had a pass.
+
+Finding a map takes a pass of its own, which all ranks of a sharded model must make.
+"""
 tiles_of: WeakKeyDictionary[nn.Module, Tiles] = WeakKeyDictionary()
-"""Of models whose head is fused (compile.py)."""
+"""Compiled tile functions of each model with a fused head (compile.py)."""
 float32_heads: WeakSet[nn.Module] = WeakSet()
-"""Models that compute in bfloat16, but for their logits (`head_dtype`)."""
+"""Models that compute in bfloat16, except for their logits (`head_dtype`)."""
 OF_ROWS = {"q_proj", "o_proj", "mlp", "feed_forward"}
-"""What transformers calls the modules that give a row nothing of others."""
+"""Names in transformers of modules that compute each row from that row alone."""
 WORTH = 0.75
-"""Of the rows: where more of them predict, taking them out costs what it saves."""
+"""Maximum share of rows that predict. Above it, selecting them costs more than it saves."""
 LARGE, SMALL = 2.0**23, 2.0**-20
-"""Far above every soft cap, and where none bends the line; no rounding in any dtype."""
+"""Probe logits, exact in every dtype: one far above every soft cap, and one that no soft cap bends."""
 
 
 def token_logprobs(model: nn.Module, batch: Pack, temperature: float, *, entropy: EntropyUse = "none") -> Answer:
-    """Return (logprobs_BT, entropy_BT) of the completions' tokens at `temperature`; without entropy None in its place.
+    """Return (logprobs_BT, entropy_BT) of the completions' tokens at `temperature`.
 
-    All ranks call it together if the policy is sharded. Raises ConfigError for a model whose logits it cannot compute.
+    entropy_BT is None if `entropy` is "none". If the policy is sharded, all ranks call this together.
+
+    Raises:
+        ConfigError: The learner cannot compute the logits of this model.
     """
     inner: Any = model.module if isinstance(model, DistributedDataParallel) else model
     if inner not in logit_maps:
@@ -70,7 +73,10 @@ def token_logprobs(model: nn.Module, batch: Pack, temperature: float, *, entropy
 
 @torch.no_grad()
 def sequences_logprobs(model: nn.Module, sequences: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
-    """Return the logprobs of each sequence's tokens after its first, one sequence after the other, on the CPU; by one pass."""
+    """Return the logprobs of each sequence's tokens after its first.
+
+    The result is on the CPU, one sequence after the other. One pass computes all of them.
+    """
     ids = [np.array(sequence) for sequence in sequences]
     batch = pack([(one[:1], [one[1:]]) for one in ids], device)
     logprobs_BT, _ = token_logprobs(model, batch, 1.0)
@@ -79,8 +85,10 @@ def sequences_logprobs(model: nn.Module, sequences: Sequence[Sequence[int]], dev
 
 @contextmanager
 def _answering(inner: Any, predicting_M: torch.Tensor, of_hidden: Callable[[torch.Tensor], Answer]) -> Iterator[None]:
-    """Let a pass return `of_hidden` of the hidden states that predict, instead of logits: inside the pass, where the weights of a
-    sharded policy are whole and its hooks see what is returned.
+    """Let a pass return `of_hidden` of the predicting hidden states, not logits.
+
+    The head computes a single row; a hook takes its input. `of_hidden` runs inside the pass, where the
+    weights of a sharded policy are gathered and its hooks see what is returned.
     """
     taken: list[torch.Tensor] = []
 
@@ -104,7 +112,10 @@ def _answering(inner: Any, predicting_M: torch.Tensor, of_hidden: Callable[[torc
 
 
 def _weight_and_bias(head: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Of the head, an adapter on it added; in the dtype of what comes to it, as the other layers have theirs."""
+    """Return weight and bias of the head, including its adapter, in `dtype`.
+
+    `dtype` is that of the head's input, as for the other layers.
+    """
     adapters = head.active_adapters if isinstance(head, BaseTunerLayer) else ()
     linear = head.get_base_layer() if adapters else head
     weight_VE = linear.weight
@@ -114,28 +125,39 @@ def _weight_and_bias(head: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch
 
 
 def run_model(model: nn.Module, inner: Any, batch: Pack) -> Any:
-    """Return the model's output. `model` may be wrapped for several ranks, `inner` is it without."""
+    """Return the model's output.
+
+    `model` may be wrapped for several ranks; `inner` is the model without the wrapper.
+    """
     if is_packed(inner):
         layer = _layer_to_cut(inner, batch)
         with packed(inner, batch, cut_layer=layer), _cut(layer, batch) if layer else nullcontext():
             return _called(model, batch.token_ids_N[None], position_ids=batch.positions_N[None])
     rows_BS, _ = batch.sequences()
-    # What is padded stands behind everything that is read: causal attention, which flash kernels know, hides it without a mask.
+    # Padding follows every token that is read, so causal attention hides it without a mask.
+    # Flash kernels support this too.
     return _called(model, batch.token_ids_N[rows_BS])
 
 
 def _called(model: nn.Module, token_ids_BS: torch.Tensor, **positions: torch.Tensor) -> Any:
-    # Without a mask transformers guesses sequences from the positions, and warns of padding.
+    # Without a mask, transformers guesses sequences from the positions and warns about padding.
     return model(input_ids=token_ids_BS, attention_mask=torch.ones_like(token_ids_BS), use_cache=False, **positions)
 
 
 def predicting_rows(inner: Any, batch: Pack) -> torch.Tensor:
-    """Which of the rows that the pass computes predict the M tokens; rows of one sequence after the other."""
+    """Return which of the rows that the pass computes predict the M tokens.
+
+    Padded sequences are flattened, one after the other.
+    """
     return batch.predicting_M if is_packed(inner) else batch.sequences()[1]
 
 
 def _layer_to_cut(model: Any, pack: Pack) -> nn.Module | None:
-    """The last one, if that is worth it. A layer that the backward pass computes again, then without us, stays whole."""
+    """Return the last layer if cutting it pays off, else None.
+
+    Only K and V are read of rows that do not predict, which are most of a pack with long prompts. A layer
+    that gradient checkpointing recomputes stays whole, because the recomputation would not be cut.
+    """
     layers = layers_of(model)
     is_last_known = len(layers) == model.config.get_text_config().num_hidden_layers
     if not is_last_known or model.is_gradient_checkpointing or len(pack.read_R) > WORTH * pack.num_tokens:
@@ -145,10 +167,13 @@ def _layer_to_cut(model: Any, pack: Pack) -> nn.Module | None:
 
 @contextmanager
 def _cut(layer: nn.Module, pack: Pack) -> Iterator[None]:
-    """Let the next pass over `pack` spare what nobody reads of this layer, but for its attention; see attention.py."""
+    """Let the next pass over `pack` skip the rows of this layer that nothing reads.
+
+    attention.py does the same for the attention itself.
+    """
     with ExitStack() as undoing:
         for module in _of_rows(layer):
-            # What stands around hooks and compiled code: torch leaves out a hook that comes after it compiled a module.
+            # Replace the call around hooks and compiled code: torch ignores hooks added after compilation.
             undoing.callback(setattr, module, "_compiled_call_impl", module._compiled_call_impl)
             module._compiled_call_impl = _on_rows(module._compiled_call_impl or module._call_impl, pack)
         yield
@@ -167,7 +192,7 @@ def _on_rows(whole: Callable[..., Any], pack: Pack) -> Callable[..., Any]:
         if more or named or x_1NE.shape[:-1] != (1, pack.num_tokens):
             return whole(x_1NE, *more, **named)
         found = whole(x_1NE.index_select(1, pack.read_R))
-        if isinstance(found, tuple):  # of experts, and what their router said
+        if isinstance(found, tuple):  # experts return their router's output too
             return _spread(found[0], pack), *found[1:]
         return _spread(found, pack)
 
@@ -180,13 +205,19 @@ def _spread(found_1RE: torch.Tensor, pack: Pack) -> torch.Tensor:
 
 @torch.no_grad()
 def logit_map_of(model: Any) -> LogitMap:
-    """Raises ConfigError for a map that is neither a scaling nor a soft cap. All ranks call it if the model is sharded."""
+    """Find what a model does to the output of its head, by substituting known logits.
+
+    No config key is read. All ranks call this together if the model is sharded.
+
+    Raises:
+        ConfigError: The map is neither a scaling nor a soft cap.
+    """
     known_V = torch.linspace(-100.0, 100.0, model.get_input_embeddings().num_embeddings, dtype=torch.float64)
     known_V[:2] = torch.tensor([LARGE, SMALL])
     known_V = known_V.to(model.device)
 
     def replace(_head: nn.Module, _inputs: object, logits: torch.Tensor) -> torch.Tensor:
-        return known_V.expand(*logits.shape[:-1], len(known_V))  # float64 in any case: the scale comes out exactly
+        return known_V.expand(*logits.shape[:-1], len(known_V))  # float64, so that the scale is exact
 
     hook = model.get_output_embeddings().register_forward_hook(replace)
     try:

@@ -1,13 +1,14 @@
-"""The tokens of several groups in one row: each prompt once, its completions after it, no padding; what prompts have in common once too.
+"""Lay out the tokens of several groups in one row, without padding and with common prefixes stored once.
 
-    prompts ─▶ Run: what they all begin with ─▶ those that end there, and those that go on in different ways: runs again
-    runs, completions ─▶ Pack ─▶ tree_attention.py: who sees whom    logprobs.py: the pass, and back to one row a completion
+    prompts ─▶ Run: their common prefix ─▶ prompts that end there, and child runs where the others diverge
+    runs, completions ─▶ Pack ─▶ tree_attention.py: who sees what    logprobs.py: pass, one row a completion
 
-Invariant: the tokens on the way to where a prompt ends are that prompt's. Token n of the row has the position that it has in its
-sequence, and sees what it sees there. The last token of a completion predicts nothing, so it is not in the row.
+Invariant: the runs on the path to a prompt's end contain exactly that prompt. Each token keeps the position
+and the visible tokens of its own sequence. The row omits the last token of a completion, which predicts
+nothing.
 
-Suffixes: N packed tokens, M predicted tokens, B completions, T tokens of the longest completion, S tokens of the longest
-sequence, R rows that predict.
+Suffixes: N packed tokens, M predicted tokens, B completions, T tokens of the longest completion, S tokens of
+the longest sequence, R rows that predict.
 """
 
 from collections.abc import Sequence
@@ -18,31 +19,32 @@ import numpy as np
 import torch
 
 MIN_SHARED = 32
-"""Fewer tokens are computed again by whoever has them: another block of keys costs more."""
+"""Minimum length of a shared run. Recomputing fewer tokens costs less than another block of keys."""
 
 
 class Run(msgspec.Struct, frozen=True, eq=False):
-    """A node of the tree of prompts: tokens from `start` to `end` of each prompt below it."""
+    """A node of the tree of prompts: tokens `start` to `end` of each prompt below it."""
 
     start: int
     end: int
     of: int
-    """One of these prompts."""
+    """Index of one of these prompts."""
     ends: list[int]
-    """The prompts that end with it."""
+    """Indices of the prompts that end with this run."""
     goes_on: list["Run"]
 
 
 class Segment(NamedTuple):
-    """A run of tokens that the same sequences have: a prompt, or what a completion has alone.
+    """A run of tokens shared by the same sequences: part of a prompt, or a completion.
 
-    Segments lie depth first: what continues one follows it without a gap, up to `continued_until`.
+    Segments are in depth-first order. Everything that continues a segment follows it without a gap, up to
+    `continued_until`.
     """
 
     start: int
     length: int
     position: int
-    """Of its first token in the sequence."""
+    """Position of the first token in the sequence."""
     continued_until: int
 
     @property
@@ -55,20 +57,20 @@ class Segment(NamedTuple):
 
 
 class Pack(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """What one forward pass reads, on the device that computes it."""
+    """Inputs of one forward pass, on the device that computes it."""
 
     token_ids_N: torch.Tensor
     positions_N: torch.Tensor
     predicting_M: torch.Tensor
-    """Which of the N tokens predicts; completion after completion."""
+    """Indices into the N tokens that predict, completion after completion."""
     targets_M: torch.Tensor
     is_token_BT: torch.Tensor
-    """Where the M predicted tokens stand in a row for each completion."""
+    """Mask of the M predicted tokens, with one row for each completion."""
     segments: tuple[Segment, ...]
     paths_B: tuple[tuple[Segment, ...], ...]
-    """The segments of each completion's sequence, the prompt first."""
+    """Segments of each completion's sequence, the prompt first."""
     plans: dict[object, object] = msgspec.field(default_factory=dict)
-    """Room for what tree_attention.py works out once for all layers and passes."""
+    """Cache of values that are computed once for all layers and passes."""
 
     @property
     def num_tokens(self) -> int:
@@ -76,18 +78,20 @@ class Pack(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def read_R(self) -> torch.Tensor:
-        """The rows that predict anything, each once and in order."""
+        """Rows that predict anything, each once and in order."""
         if "read" not in self.plans:
             self.plans["read"] = self.predicting_M.unique()
         return cast(torch.Tensor, self.plans["read"])
 
     def unpacked(self, values_M: torch.Tensor) -> torch.Tensor:
-        """values_BT: a row for each completion, 0 behind its end."""
+        """Return values_BT, one row for each completion, with 0 after its end."""
         return values_M.new_zeros(self.is_token_BT.shape).masked_scatter(self.is_token_BT, values_M)
 
     def sequences(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rows_BS, predicting_M): which of the N tokens stand in each sequence, the first again behind its end, and which of the
-        B · S predict.
+        """Return (rows_BS, predicting_M), the pack as padded sequences.
+
+        rows_BS holds the indices of each sequence's tokens in the pack, padded with index 0. predicting_M
+        holds the indices into the flattened B · S tokens that predict.
         """
         rows_B = [np.concatenate([segment.rows for segment in path]) for path in self.paths_B]
         rows_BS = np.zeros((len(rows_B), max(map(len, rows_B))), np.int64)
@@ -100,16 +104,16 @@ class Pack(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 Group = tuple[np.ndarray, Sequence[np.ndarray]]
-"""A prompt of at least one token, and its completions: token ids."""
+"""Token ids of a prompt, at least one, and of its completions."""
 
 
 def pack(groups: Sequence[Group], device: torch.device) -> Pack:
-    """Lay out groups, each with a prompt of its own."""
+    """Lay out groups without sharing tokens between their prompts."""
     return pack_trees([[group] for group in groups], device)
 
 
 def pack_trees(trees: Sequence[Sequence[Group]], device: torch.device) -> Pack:
-    """Lay out groups; what the prompts of a tree begin with together stands there once."""
+    """Lay out trees of groups. The prompts of a tree share their common prefixes."""
     laying = _Laying()
     for groups in trees:
         laying.add([(prompt, completion) for prompt, completions in groups for completion in completions])
@@ -135,12 +139,12 @@ def pack_trees(trees: Sequence[Sequence[Group]], device: torch.device) -> Pack:
 
 
 def runs_of(prompts: Sequence[np.ndarray]) -> list[Run]:
-    """The roots. Prompts are named by their place."""
+    """Return the root runs of prompts, which are identified by index."""
     return _runs(prompts, range(len(prompts)), 0, 0)
 
 
 def common_length(one: np.ndarray, other: np.ndarray) -> int:
-    """Tokens that both begin with."""
+    """Return the length of the common prefix."""
     if one is other:
         return len(one)
     length = min(len(one), len(other))
@@ -149,7 +153,7 @@ def common_length(one: np.ndarray, other: np.ndarray) -> int:
 
 
 def _runs(prompts: Sequence[np.ndarray], members: Sequence[int], start: int, alike_until: int) -> list[Run]:
-    """Of prompts that are alike up to there, from `start` on."""
+    """Return the runs, from `start` on, of prompts that agree up to `alike_until`."""
     by_next: dict[int, list[int]] = {}
     for member in members:
         by_next.setdefault(int(prompts[member][alike_until]), []).append(member)
@@ -168,16 +172,16 @@ def _begun_alike(prompts: Sequence[np.ndarray], members: list[int], start: int) 
 
 
 class _Laying:
-    """The segments so far, depth first."""
+    """Segments laid out so far, depth first."""
 
     def __init__(self) -> None:
         self.segments: list[Segment] = []
         self.inputs: list[np.ndarray] = []
-        """Their tokens."""
+        """Token ids of each segment."""
         self.paths_B: list[tuple[Segment, ...]] = []
 
     def add(self, sequences: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-        """A tree of (prompt, completion)."""
+        """Add a tree of (prompt, completion) pairs."""
         self._prompts, self._inputs = [prompt for prompt, _ in sequences], [ids[:-1] for _, ids in sequences]
         paths: dict[int, tuple[Segment, ...]] = {}
         start = self.segments[-1].end if self.segments else 0
@@ -186,7 +190,7 @@ class _Laying:
         self.paths_B += [paths[place] for place in range(len(sequences))]
 
     def _lay(self, run: Run, start: int, before: tuple[Segment, ...], paths: dict[int, tuple[Segment, ...]]) -> int:
-        """Return where the next one begins."""
+        """Lay out a run and everything that continues it; return the next free row."""
         segment = Segment(start, run.end - run.start, run.start, start + self._num_rows(run))
         path = (*before, segment)
         self._append(segment, self._prompts[run.of][run.start : run.end])
@@ -206,6 +210,6 @@ class _Laying:
         self.inputs.append(ids)
 
     def _num_rows(self, run: Run) -> int:
-        """Of the run and all that continues it."""
+        """Return the number of rows of a run and everything that continues it."""
         of_ends = sum(len(self._inputs[place]) for place in run.ends)
         return run.end - run.start + of_ends + sum(map(self._num_rows, run.goes_on))

@@ -1,12 +1,14 @@
-"""Which way a policy goes over a pack, decided once, when it is loaded: packed; where its family cannot, padded, with the fastest
-attention that is right; where none is right, not at all.
+"""Choose how a newly loaded policy runs: packed, or padded with the fastest correct attention.
 
-    candidates: packed, the family's default (sdpa), eager     or the one that the config names
-        each, in float32 where it was loaded, then in the run's dtype on the device that will train
-            ─▶ its own sequence alone counts, exactly     ─▶ the numbers of eager attention, one row at a time     ─▶ the first without a problem
+    candidates: packed, the family's default (sdpa), eager     or only the one that the config names
+        each in float32 on the model's device, then in the run's dtype on the training device
+            ─▶ only its own sequence influences a token, exactly
+            ─▶ its logprobs match those of eager attention, one row at a time
+            ─▶ the first candidate without a problem, or ConfigError
 
-Invariant: no pass is trusted for its name. Whatever will train was compared with transformers' eager pass of the same weights, with
-rows longer than windows and scores past every cap; else a line says what is wrong with it.
+Invariant: no attention is trusted by its name. Each candidate is compared with transformers' eager pass of
+the same weights, on rows longer than windows and with scores beyond every cap. A log line or an error names
+the problem.
 """
 
 import logging
@@ -35,43 +37,52 @@ from protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
 PACKED = "packed"
-"""What the key learner.attn_implementation calls it."""
+"""Value of learner.attn_implementation for packing."""
 EAGER = "eager"
 ON_ANY_DEVICE = {NAME, EAGER, "sdpa"}
-"""In any dtype, so they are tried in float32 where the model lies, too; others, such as flash_attention_2, only as they will train."""
+"""Attentions for any device and dtype, which are also tried in float32 on the model's device.
+
+Others, such as flash_attention_2, are only tried as they will train.
+"""
 TOLERANCE = 1e-3
-"""Of the mean difference between two ways in float32: rounding is far below, a token that sees too much or too little far above."""
+"""Maximum mean difference of two attentions in float32.
+
+Rounding is far below this bound; a token that sees too much or too little is far above it.
+"""
 FEW_ULP = 1e-6
-"""Of a mean difference between passes of the same shapes."""
+"""Maximum mean difference between passes of the same shapes."""
 TIMES_ROUNDING = 8.0
-"""Where rounding itself moves logprobs by more, since routers then choose other experts, so much more than that is allowed,"""
+"""Allowed multiple of rounding. Rounding can exceed TOLERANCE when routers choose other experts."""
 LARGEST_BOUND = 1e-2
-"""up to here. Beyond, nothing but eager attention is trusted: a missing soft cap moves logprobs by little more."""
+"""Largest bound. A missing soft cap moves logprobs by little more, so beyond it only eager is trusted."""
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
-"""Says nothing about an attention; another rank may have had enough."""
+"""Errors that prove nothing about an attention. Another rank may have had enough memory."""
 STATES = ("conv", "linear", "mamba", "recurrent", "ssm")
-"""In the names of layer types that hand something from token to token by other means than attention."""
+"""Parts of the names of layer types that pass state between tokens by other means than attention."""
 
 
 class Expected(msgspec.Struct, frozen=True, eq=False, kw_only=True):
-    """What eager attention gives one row at a time, in float32: quiet with the model's own scores, loud with larger ones."""
+    """Float32 logprobs of eager attention, one row at a time.
+
+    The quiet ones have the model's own scores, the loud ones have larger scores.
+    """
 
     quiet_M: torch.Tensor
     loud_M: torch.Tensor
     largest: Largest
     as_it_trains: float
-    """Mean difference of the quiet ones in the mode in which the model was loaded."""
+    """Mean difference of the quiet logprobs in the mode in which the model was loaded."""
     rounding_M: torch.Tensor
-    """How far rounding alone moves the quiet ones."""
+    """Change of the quiet logprobs by rounding alone."""
 
     @property
     def rounding(self) -> float:
-        """Of a mean difference, what may still be rounding."""
+        """Mean difference that rounding may still explain."""
         return TIMES_ROUNDING * _mean(self.rounding_M)
 
     @property
     def bound(self) -> float:
-        """Of the mean difference of a pass from either."""
+        """Maximum mean difference of a pass from the quiet or the loud logprobs."""
         return max(TOLERANCE, self.rounding)
 
     @property
@@ -80,9 +91,12 @@ class Expected(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
 
 def settle_attention(model: Any, device: torch.device, dtype: torch.dtype, wanted: str = PACKED) -> None:
-    """Set a model that was just loaded to the attention that it will train with on `device` in `dtype`.
+    """Set a newly loaded model to the attention with which it will train.
 
-    Raises ConfigError if its passes are random or not causal, or if the attention that is `wanted` instead of packing is wrong for it.
+    `device` and `dtype` are those of training.
+
+    Raises:
+        ConfigError: The passes fail, are random or not causal, or `wanted` is wrong for the model.
     """
     loaded_with = model.config._attn_implementation
     candidates = [NAME, loaded_with, EAGER] if wanted == PACKED else [loaded_with]
@@ -104,13 +118,13 @@ def settle_attention(model: Any, device: torch.device, dtype: torch.dtype, wante
 
 
 def _try(model: Any, candidates: list[str], device: torch.device, dtype: torch.dtype) -> list[tuple[str, str | None]]:
-    """Return those that were tried, each with its problem, up to the first that has none."""
+    """Try candidates until one has no problem; return each with its problem."""
     tried: list[tuple[str, str | None]] = []
     generators = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices=generators), few_layers(model), short_windows(model):
         with computing_in(model, torch.float32, model.device):
             expected = _expect_or_refuse(model, probe_of(model))
-        if expected is None:  # nothing can be told of weights that are no numbers; training/optimizer.py refuses them
+        if expected is None:  # weights are NaN or inf; training/optimizer.py refuses them
             return [(candidates[-1], None)]
         for name in candidates:
             tried.append((name, _problem(model, expected, name, device, dtype)))
@@ -124,7 +138,7 @@ def _expect_or_refuse(model: Any, batch: Pack) -> Expected | None:
         expected = _expect(model, batch)
     except OUT_OF_MEMORY as error:
         raise _no_memory(error) from error
-    except Exception as error:  # of a family whose plain pass wants more than tokens, or other tokens
+    except Exception as error:  # a family may need other inputs than these tokens
         raise _refusal(model, f"its plain pass fails ({type(error).__name__}: {error})") from error
     if expected.as_it_trains <= TOLERANCE:
         return expected
@@ -156,7 +170,7 @@ def _expect(model: Any, batch: Pack) -> Expected:
 
 
 def _problem(model: Any, expected: Expected, name: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why a model must not train with this attention; None: it may."""
+    """Return why a model must not train with this attention, or None."""
     try:
         if name == NAME and (problem := _state_problem(model)):
             return problem
@@ -175,13 +189,13 @@ def _problem(model: Any, expected: Expected, name: str, device: torch.device, dt
             return _narrow_problem(model, probe_of(model), expected, name, is_other_kernel=is_other_kernel)
     except OUT_OF_MEMORY as error:
         raise _no_memory(error) from error
-    except Exception as error:  # a family may break in any way over what stands in the place of its mask
+    except Exception as error:  # a family may fail in any way without a real mask
         reads_mask = "its layers read their mask themselves: " if Ticket.__name__ in str(error) else ""
         return f"{reads_mask}{type(error).__name__}: {error}"
 
 
 def _wide_problem(model: Any, batch: Pack, expected: Expected) -> str | None:
-    """In float32, where rounding is small."""
+    """Return a problem in float32, where rounding is small."""
     if leak := find_leak(model, batch) or find_influence(model, batch, max(FEW_ULP, expected.rounding)):
         return leak
     for where, right_M, largest in expected.scores:
@@ -195,7 +209,11 @@ def _wide_problem(model: Any, batch: Pack, expected: Expected) -> str | None:
 
 
 def _narrow_problem(model: Any, batch: Pack, expected: Expected, name: str, *, is_other_kernel: bool) -> str | None:
-    """As it will train, where a pass may be off by what eager attention is off there; loud too if the kernel is another there."""
+    """Return a problem in the dtype and on the device of training.
+
+    The error of eager attention there is allowed. Loud scores are tried too if the kernel is another one
+    there.
+    """
     if leak := find_leak(model, batch):
         return leak
     for where, right_M, largest in expected.scores if is_other_kernel else expected.scores[:1]:
@@ -212,7 +230,10 @@ def _narrow_problem(model: Any, batch: Pack, expected: Expected, name: str, *, i
 
 
 def _state_problem(model: Any) -> str | None:
-    """Layers whose state goes on from one sequence of a pack to the next, whatever attention there is beside them."""
+    """Return which layers carry state from one sequence of a pack to the next.
+
+    No attention implementation prevents this.
+    """
     kinds = {
         kind
         for config in configs_of(model.config)

@@ -1,13 +1,14 @@
-"""Rows that show what a pass gets wrong, and what transformers itself makes of them.
+"""Provide rows that reveal errors of a pass, and compare the pass with transformers' own.
 
-    probe ─▶ eager_logprobs: each row alone, transformers' eager attention, whole logits          what is right
-          ─▶ find_leak: what a token's logprob has of tokens that it must not see                 exactly nothing, in any dtype
-          ─▶ find_influence: the same of what has no gradient, such as a choice                  nothing but rounding, in float32
-          ─▶ find_excess: a group that is further off than rounding takes it                      none
+    probe ─▶ eager_logprobs: each row alone, eager attention, whole logits     the correct result
+          ─▶ find_leak: gradients w.r.t. tokens that must not be seen          exactly 0, in any dtype
+          ─▶ find_influence: effects without gradients, such as choices        only rounding, in float32
+          ─▶ find_excess: a group whose error exceeds rounding                 none
 
-Between packing_check.py and compile.py, which try out a pass, and the model. Nothing here knows packs from padded rows.
+packing_check.py and compile.py use these checks for packed and padded passes alike.
 
-Suffixes: N packed tokens, M predicted tokens, B completions, S tokens of the longest sequence, E hidden size, V vocabulary.
+Suffixes: N packed tokens, M predicted tokens, B completions, S tokens of the longest sequence, E hidden size,
+V vocabulary.
 """
 
 import itertools
@@ -24,26 +25,33 @@ from learner.forward.logprobs import token_logprobs
 from learner.forward.pack import Pack, Segment, pack
 
 SHAPES = [(150, (80,)), (2, (1, 30, 25)), (9, (2, 2)), (60, (40,))]
-"""Prompts and completions: a short group among long ones, and rows that outgrow convolutions, states, windows and what else has a length."""
+"""Prompt length and completion lengths of each group.
+
+A short group stands among long ones. Rows are longer than convolutions, states and windows.
+"""
 LONGEST = max(prompt + max(lengths) for prompt, lengths in SHAPES)
 WATCHED = 3
-"""The completion whose first half must not depend on anything else: other groups stand on both sides of it, other completions before it,
-its own second half behind it; and its prompt is so short that a convolution reaches over it."""
+"""Index of the completion whose first half must depend on nothing else.
+
+Groups on both sides, completions before it and its own second half could leak into it. Its prompt is so short
+that a convolution reaches across it.
+"""
 TIMES_ROUNDING = 3.0
-"""So much further than rounding may the median of a group be off,"""
+"""Allowed multiple of rounding for the median error of a group."""
 FLOOR = 1e-3
-"""and by so many nats more."""
+"""Additional allowance for this error, in nats."""
 SHIFTS = (1, 2, 3, 7)
-"""Of the tokens that are exchanged: a choice may come out the same with one of them."""
+"""Rotations of the tokens to exchange. A choice may be the same after one of them."""
 OTHERS = "its logprobs depend on other sequences of the pass"
 LATER = "its logprobs depend on later tokens: its attention is not causal"
 LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions", "n_ctx")
 
 
 def probe_of(model: Any, device: torch.device | None = None, *, longer: int = 0) -> Pack:
-    """Return the probe in tokens of a model, but for the one that pads, whose embedding may be zeros; by default where it lies.
+    """Return the probe in tokens of a model's vocabulary, by default on its device.
 
-    Rows are shorter if it has no positions for them.
+    The padding token is left out, because its embedding may be 0. Rows are shorter if the model has too few
+    positions.
     """
     embedding, config = model.get_input_embeddings(), model.config.get_text_config()
     limits = [limit for key in LIMITS if isinstance(limit := vars(config).get(key), int)]
@@ -59,7 +67,10 @@ def probe_of(model: Any, device: torch.device | None = None, *, longer: int = 0)
 def probe(
     vocab_size: int, device: torch.device, *, longer: int = 0, padding_id: int | None = None, share: float = 1.0
 ) -> Pack:
-    """Return groups of several shapes, all tokens different as far as the vocabulary goes. `longer`: by so much longer prompts."""
+    """Return groups of several shapes, with as many distinct tokens as possible.
+
+    `longer` is added to the length of each prompt. `share` scales all lengths.
+    """
     order = [
         token_id for token_id in np.random.default_rng(0).permutation(vocab_size).tolist() if token_id != padding_id
     ]
@@ -83,7 +94,10 @@ def _take(ids: Iterator[int], count: int) -> np.ndarray:
 
 @torch.no_grad()
 def eager_logprobs(model: Any, batch: Pack) -> torch.Tensor:
-    """Return logprobs_M of a model that is set to eager attention, one row at a time: nothing is packed, padded, cut or fused."""
+    """Return logprobs_M of a model set to eager attention, one row at a time.
+
+    Nothing is packed, padded, cut or fused.
+    """
     num_predicted_B = batch.is_token_BT.sum(dim=1).tolist()
     found = []
     for path, targets in zip(batch.paths_B, batch.targets_M.split(num_predicted_B), strict=True):
@@ -95,15 +109,16 @@ def eager_logprobs(model: Any, batch: Pack) -> torch.Tensor:
 
 
 def find_leak(model: Any, batch: Pack) -> str | None:
-    """Return what logprobs depend on beside what stands before their tokens, None if on nothing.
+    """Return what watched logprobs depend on besides earlier tokens, or None.
 
-    Their gradient by the embedding of any other token must be exactly zero: rounding cannot hide a leak, nor look like one.
+    Their gradient w.r.t. the embedding of any other token must be exactly 0. Rounding can neither hide nor
+    imitate a leak.
     """
     taken: list[torch.Tensor] = []
 
     def take(_module: object, _inputs: object, embedded: torch.Tensor) -> torch.Tensor:
         taken.append(embedded.detach().requires_grad_())
-        return taken[-1].clone()  # some models add to it in place
+        return taken[-1].clone()  # some models change embeddings in place
 
     hook = model.get_input_embeddings().register_forward_hook(take)
     try:
@@ -124,9 +139,10 @@ def find_leak(model: Any, batch: Pack) -> str | None:
 
 @torch.no_grad()
 def find_influence(model: Any, batch: Pack, tolerance: float) -> str | None:
-    """Return what the watched logprobs move with by more than `tolerance`, on average, when its tokens are exchanged.
+    """Return which exchanged tokens change the watched logprobs, or None.
 
-    Gradients show neither what is chosen (experts, keys) nor what is detached. All shapes stay as they are, and so does rounding.
+    A mean change above `tolerance` counts. Gradients show neither choices (experts, keys) nor detached
+    values. All shapes stay the same, and rounding with them.
     """
     own_S = np.concatenate([segment.rows for segment in batch.paths_B[WATCHED]])
     others, later = np.setdiff1d(np.arange(batch.num_tokens), own_S), own_S[_num_before(batch) :]
@@ -147,9 +163,10 @@ def _watched(model: Any, batch: Pack) -> torch.Tensor:
 def find_excess(
     found_M: torch.Tensor, rounded_M: torch.Tensor, right_M: torch.Tensor, batch: Pack
 ) -> tuple[float, float] | None:
-    """Return how far the group that is furthest beyond rounding is from `right_M`, and how far rounding takes it; None if none is.
+    """Return error and rounding of the group with the largest excess, or None.
 
-    Medians, since routers may choose other experts for single tokens; of each group, so that none is wrong behind the others.
+    The error is the median difference from `right_M`, since routers may choose other experts for single
+    tokens. Each group counts separately, so none hides behind the others.
     """
     found_G = _medians(found_M - right_M, batch)
     rounding_G = _medians(rounded_M - right_M, batch).clamp_min((rounded_M - right_M).abs().median())
@@ -159,7 +176,10 @@ def find_excess(
 
 
 def _medians(difference_M: torch.Tensor, batch: Pack) -> torch.Tensor:
-    """Of each group. A completion of one token would have none."""
+    """Return the median of each group.
+
+    Groups are used because a completion of one token has no useful median.
+    """
     num_tokens: Counter[Segment] = Counter()
     for path, count in zip(batch.paths_B, batch.is_token_BT.sum(dim=1).tolist(), strict=True):
         num_tokens[path[0]] += count
@@ -167,8 +187,10 @@ def _medians(difference_M: torch.Tensor, batch: Pack) -> torch.Tensor:
 
 
 def _forbidden(batch: Pack, model: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Which embedded tokens belong to other sequences than the watched one, which of its own are not before what is watched, and how
-    many there are of all.
+    """Return the embedded tokens that must not influence the watched logprobs.
+
+    They are the tokens of other sequences, and the tokens of the watched sequence from the last watched one
+    on. The third value is the number of all embedded tokens.
     """
     path = batch.paths_B[WATCHED]
     if is_packed(model):
@@ -184,10 +206,10 @@ def _forbidden(batch: Pack, model: Any) -> tuple[torch.Tensor, torch.Tensor, int
 
 
 def _num_before(batch: Pack) -> int:
-    """Tokens of its sequence that the watched ones may depend on."""
+    """Return how many tokens of their sequence the watched ones may depend on."""
     return sum(segment.length for segment in batch.paths_B[WATCHED][:-1]) + _num_watched(batch) - 1
 
 
 def _num_watched(batch: Pack) -> int:
-    """Tokens of the watched completion."""
+    """Return how many tokens of the watched completion are watched."""
     return int(batch.is_token_BT[WATCHED].sum()) // 2

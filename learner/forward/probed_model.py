@@ -1,11 +1,12 @@
-"""A model made fit for probing, and afterwards what it was: cheap, exact, and with windows and scores that its probe rows reach.
+"""Make a model cheap and exact to probe, and restore it afterwards.
 
-    few_layers          two, and one of each kind, the last of the kind of the model's last: what a kind gets wrong, its first layer does
-    computing_in        another dtype: in float32 rounding is small enough to be told from anything else; or on another device
-    short_windows       windows and chunks that are shorter than the rows
-    loud                scores as large as trained models have them, and larger: soft caps bend, sinks and scales count
+    few_layers       at least two layers, one of each kind, the last of the same kind as the model's last
+    computing_in     another dtype or device; in float32, rounding is far smaller than errors
+    short_windows    windows and chunks that are shorter than the rows
+    loud             scores as large as in trained models or larger: soft caps, sinks and scales matter
 
-Invariant: no second copy of the model; of what is cast, only the layers that are probed.
+A mistake with a kind of layer shows in the first layer of that kind.
+Invariant: no second copy of the model exists; casts copy only the layers that are probed.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,18 +22,21 @@ from learner.forward.attention import layers_of
 
 PROBE_WINDOW = 32
 WINDOW_WORDS = ("window", "attention_chunk", "index_topk")
-"""In the names of what limits how many keys a query sees."""
+"""Parts of the names of settings that limit how many keys a query sees."""
 PLACES = ("idx", "index", "number", "_id")
-"""At the end of the names of what counts layers."""
+"""Ends of the names of attributes that number the layers."""
 ROUNDING = 2.0**-21
-"""A few roundings of float32, relative."""
+"""Relative size of a few float32 roundings."""
 LOUDEST = 100.0
-"""What the largest score of a layer is raised to: the caps in use are 30 and 50."""
+"""Target for the largest score of a layer; the soft caps in use are 30 and 50."""
 
 
 @contextmanager
 def few_layers(model: Any) -> Iterator[None]:
-    """Let the model have its first layers only: as many as show one of each kind and end as the whole does, whose last layer is cut."""
+    """Let the model have only its first layers, enough to show one of each kind.
+
+    The last of them is of the same kind as the model's last layer, which a pass may cut.
+    """
     decoder, config, layers = model.get_decoder(), model.config.get_text_config(), layers_of(model)
     if not layers or vars(config).get("num_hidden_layers") != len(layers):
         yield
@@ -49,8 +53,10 @@ def few_layers(model: Any) -> Iterator[None]:
 
 
 def _kind(layer: nn.Module) -> tuple[object, ...]:
-    """Whatever makes a layer another: its modules, their shapes, what they switch on, by 0 and 1 too (SmolLM3). Other numbers vary
-    with depth, kinds do not.
+    """Return the properties that distinguish a kind of layer.
+
+    These are its modules, their shapes and their switches, which may also be 0 and 1 (SmolLM3). All other
+    numbers vary with depth.
     """
     switches = [
         (name, key, value if isinstance(value, bool | str) or _is_switch(key, value) else type(value))
@@ -69,13 +75,13 @@ def _is_switch(key: str, value: object) -> bool:
 
 @contextmanager
 def computing_in(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """Let its parameters have another dtype, and lie elsewhere; afterwards they are the same tensors as before."""
+    """Cast the parameters to another dtype and device; restore the tensors afterwards."""
     parameters = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
     kept = [(tensor, tensor.data) for tensor in (*parameters, *model.buffers())]
     try:
         for parameter in parameters:
             parameter.data = parameter.data.to(device, dtype)
-        for buffer in model.buffers():  # a wider one stays, as in passes of the policy (model.py)
+        for buffer in model.buffers():  # wider buffers stay, as in model.py
             is_narrower = buffer.is_floating_point() and buffer.itemsize < dtype.itemsize
             buffer.data = buffer.data.to(device, dtype if is_narrower else buffer.dtype)
         yield
@@ -86,7 +92,10 @@ def computing_in(model: nn.Module, dtype: torch.dtype, device: torch.device) -> 
 
 @contextmanager
 def short_windows(model: Any) -> Iterator[None]:
-    """Shorten windows, chunks and selections of keys to PROBE_WINDOW, in the config, which masks are made from, and in its layers alike."""
+    """Shorten windows, chunks and selections of keys to PROBE_WINDOW.
+
+    This changes both the config, from which masks are made, and the layers.
+    """
     holders = [vars(config) for config in configs_of(model.config)] + [vars(module) for module in model.modules()]
     kept = [
         (holder, key, value)
@@ -104,18 +113,18 @@ def short_windows(model: Any) -> Iterator[None]:
 
 
 def configs_of(config: PreTrainedConfig) -> list[PreTrainedConfig]:
-    """Return a config and all that it holds, such as that of its text tower or of its experts."""
+    """Return a config and all configs in it, such as of its text tower or experts."""
     inner = [value for value in vars(config).values() if isinstance(value, PreTrainedConfig)]
     return [config, *(found for one in inner for found in configs_of(one))]
 
 
 Largest = dict[nn.Module, float]
-"""The largest score that a layer's queries and keys can have with each other."""
+"""Upper bound of the scores between the queries and keys of each layer."""
 
 
 @contextmanager
 def listening() -> Iterator[Largest]:
-    """Find out how large scores are in the passes that follow."""
+    """Record how large each layer's scores can be in the passes that follow."""
     largest: Largest = {}
 
     def note(module: nn.Module, query: torch.Tensor, key: torch.Tensor, scale: float | None) -> torch.Tensor:
@@ -130,7 +139,7 @@ def listening() -> Iterator[Largest]:
 
 @contextmanager
 def loud(largest: Largest) -> Iterator[None]:
-    """Scale the queries of each layer so that its scores reach LOUDEST, whatever attention it has."""
+    """Scale the queries of each layer so that its scores reach LOUDEST."""
 
     def scale_up(module: nn.Module, query: torch.Tensor, _key: torch.Tensor, _scale: float | None) -> torch.Tensor:
         return query * max(1.0, LOUDEST / largest[module]) if largest.get(module) else query
@@ -141,7 +150,7 @@ def loud(largest: Largest) -> Iterator[None]:
 
 @contextmanager
 def sampling(model: nn.Module) -> Iterator[None]:
-    """Let it be in evaluation mode, as the server's is."""
+    """Put the model into evaluation mode, as on the server."""
     trained = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -153,7 +162,10 @@ def sampling(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def rounded(model: Any, amount: float = ROUNDING) -> Iterator[None]:
-    """Change the embeddings by about what a pass loses, by default in float32, and so whatever comes of them."""
+    """Perturb the embeddings by about the rounding error of a pass.
+
+    `amount` is relative; the default is for float32.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def change(_module: object, _inputs: object, embedded: torch.Tensor) -> torch.Tensor:
@@ -171,7 +183,7 @@ def rounded(model: Any, amount: float = ROUNDING) -> Iterator[None]:
 def _queries_by(
     change: Callable[[nn.Module, torch.Tensor, torch.Tensor, float | None], torch.Tensor],
 ) -> Iterator[None]:
-    """Let every attention that transformers looks up by name take changed queries."""
+    """Change the queries of every attention that transformers looks up by name."""
     look_up = ALL_ATTENTION_FUNCTIONS.get_interface
 
     def changed(name: str, default: Callable[..., Any]) -> Callable[..., Any]:

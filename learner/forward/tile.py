@@ -1,10 +1,10 @@
-"""What is done to a tile of logits between the products of lm_head.py: rows × columns of the vocabulary, as the head's product gave it.
+"""Compute what lm_head.py needs of one tile of logits, rows × columns of the vocabulary.
 
-    product_mv ─▶ tile_sums: of its rows        product_mv, what the whole rows came to ─▶ tile_gradient: of the loss by the product
+    product_mv ─▶ tile_sums: sums of its rows
+    product_mv, results of the whole rows ─▶ tile_gradient: gradient of the loss w.r.t. the product
 
-Invariant: as they are, the two work in place and by pieces, so that no second tile exists; compiled, each is a pass or two over the
-tile, whose intermediate numbers never reach the memory (on an H100 both together took 16 ms for what took 90). Both spoil what they
-are given.
+Invariant: uncompiled, both functions work in place and in pieces, so no second tile exists. Compiled, each
+makes one or two passes over the tile and writes no intermediate values to memory. Both overwrite their input.
 
 Suffixes: m, v rows and columns of a tile, c columns of a piece of it.
 """
@@ -17,20 +17,20 @@ import torch
 
 PIECE_COLUMNS = 1024
 OPTIONS: dict[str, Any] = {"online_softmax": False}
-"""With it Inductor warns at every start that it has thought better of it: the greatest number and the sums are two passes."""
+"""Inductor options. With online softmax, Inductor warns at every start that it needs two passes."""
 KERNEL_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.02}
-"""Of the greatest number: a rounding of the result."""
+"""Maximum error relative to the largest value, about one rounding of the result."""
 
 
 class LogitMap(msgspec.Struct, frozen=True):
-    """What a model does to its head's output z: scale · z, or cap · tanh(scale · z / cap)."""
+    """A model's map of its head's output z: scale · z, or cap · tanh(scale · z / cap)."""
 
     scale: float = 1.0
     cap: float | None = None
 
 
 class Numbers(NamedTuple):
-    """What a logit is read with; plain, for compiled code."""
+    """Parameters for reading a logit, as plain numbers for compiled code."""
 
     scale: float
     cap: float | None
@@ -38,7 +38,10 @@ class Numbers(NamedTuple):
 
 
 class RowSums(NamedTuple):
-    """Of z, the logits as they are read, over the columns seen: the greatest, Σ exp(z - top), Σ exp(z - top)(z - top), the target's."""
+    """Sums over the columns seen so far, where z is a logit as read.
+
+    The fields are top, which is the maximum, Σ exp(z - top), Σ exp(z - top)(z - top), and z of the target.
+    """
 
     top_m1: torch.Tensor
     total_m1: torch.Tensor
@@ -47,7 +50,10 @@ class RowSums(NamedTuple):
 
 
 class RowGradients(NamedTuple):
-    """What the backward pass has of a tile's rows: of the loss by log p and by the entropy, which two may be None together."""
+    """Inputs of the backward pass for the rows of a tile.
+
+    They include the gradients of the loss w.r.t. log p and the entropy. Both entropy fields may be None.
+    """
 
     lse_m1: torch.Tensor
     grad_m1: torch.Tensor
@@ -56,14 +62,17 @@ class RowGradients(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Both functions, as they are or compiled."""
+    """Both functions, plain or compiled."""
 
     sums: Callable[..., RowSums]
     gradient: Callable[..., torch.Tensor]
 
 
 def read(product_mv: torch.Tensor, numbers: Numbers) -> torch.Tensor:
-    """z, in float32 or better: mapped, and divided by the temperature. In place, unless it changes the dtype."""
+    """Return the logits z: the product mapped and divided by the temperature.
+
+    z is float32 or wider. The function works in place unless it changes the dtype.
+    """
     scale, cap, temperature = numbers
     z_mv = product_mv.to(torch.promote_types(product_mv.dtype, torch.float32))
     if scale != 1:
@@ -74,7 +83,7 @@ def read(product_mv: torch.Tensor, numbers: Numbers) -> torch.Tensor:
 
 
 def no_sums(num_rows: int, device: torch.device, dtype: torch.dtype) -> RowSums:
-    """Before any column."""
+    """Return the sums before any column."""
     top_m1 = torch.full((num_rows, 1), torch.finfo(dtype).min, device=device, dtype=dtype)
     return RowSums(top_m1, *(torch.zeros_like(top_m1) for _ in range(3)))
 
@@ -87,7 +96,11 @@ def tile_sums(
     *,
     with_entropy: bool,
 ) -> RowSums:
-    """Over the columns before and these. `targets_m1`: of this tile's columns, or none of them. Without entropy the weighed sum is 0."""
+    """Return the sums over the previous columns and those of this tile.
+
+    `targets_m1` are columns relative to this tile; targets outside of it are ignored. Without entropy,
+    `weighed_m1` is meaningless.
+    """
     is_here_m1, at_m1 = _targets_in(targets_m1, product_mv)
     target_z_m1 = read(product_mv.gather(1, at_m1), numbers)
     z_mv = read(product_mv, numbers)
@@ -97,7 +110,7 @@ def tile_sums(
     weighed_m1 = (before.weighed_m1 + before.total_m1 * shift_m1) * shift_m1.exp()
     z_mv = z_mv.sub_(top_m1)
     if with_entropy:
-        for z_mc in z_mv.split(_piece(z_mv), dim=1):  # so that exp z and z · exp z take no second tile
+        for z_mc in z_mv.split(_piece(z_mv), dim=1):  # so that exp z and z · exp z need no second tile
             exp_mc = z_mc.exp()
             total_m1 = total_m1 + exp_mc.sum(dim=1, keepdim=True)
             weighed_m1 = weighed_m1 + exp_mc.mul_(z_mc).sum(dim=1, keepdim=True)
@@ -112,7 +125,10 @@ def tile_gradient(
     rows: RowGradients,
     numbers: Numbers,
 ) -> torch.Tensor:
-    """Of the loss by the product, in its place. d entropy / dz = -p (log p + entropy)."""
+    """Overwrite the product with the gradient of the loss w.r.t. the product.
+
+    d entropy / dz = -p (log p + entropy).
+    """
     _, grad_m1, entropy_m1, entropy_grad_m1 = rows
     z_mv = read(product_mv, numbers)
     slope = _slope(z_mv, numbers)
@@ -124,7 +140,7 @@ def tile_gradient(
             share_mc = (logp_mc + entropy_m1).mul_(entropy_grad_m1).add_(grad_m1)
             logp_mc.exp_().mul_(share_mc).neg_()
         dz_mv = logp_mv
-    if torch.compiler.is_compiling():  # scattered, the tile would be written and read again
+    if torch.compiler.is_compiling():  # a scatter would write and read the tile again
         is_target_mv = torch.arange(dz_mv.shape[1], device=dz_mv.device) == targets_m1
         dz_mv = dz_mv + torch.where(is_target_mv, grad_m1, 0.0)
     else:
@@ -137,17 +153,17 @@ PLAIN = Tiles(tile_sums, tile_gradient)
 
 
 def fused_tiles() -> Tiles:
-    """Compiled when they are called first."""
+    """Return both functions compiled. Compilation happens at their first call."""
     sums, gradient = (torch.compile(function, dynamic=True, options=OPTIONS) for function in PLAIN)
     return Tiles(cast(Any, sums), cast(Any, gradient))
 
 
 def tiles_problem(tiles: Tiles, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Whether they give other numbers than PLAIN; the entropy's gradient too."""
+    """Return how these functions differ from PLAIN, also in the entropy's gradient."""
     generator = torch.Generator().manual_seed(0)
     product_mv = torch.randn(24, 1000, generator=generator).to(device, dtype)
     use_m1 = product_mv[:, :1].float()
-    targets_m1 = torch.arange(24, device=device)[:, None] * 44  # the last is in no column
+    targets_m1 = torch.arange(24, device=device)[:, None] * 44  # the last target is outside of the tile
 
     def answers(tiles: Tiles) -> list[torch.Tensor]:
         as_they_are = Numbers(1.0, None, 1.0)
@@ -167,13 +183,13 @@ def tiles_problem(tiles: Tiles, device: torch.device, dtype: torch.dtype) -> str
 
 
 def _targets_in(targets_m1: torch.Tensor, product_mv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(which targets lie in these columns, where: a column that exists in any case)."""
+    """Return which targets lie in these columns, and all targets clamped to them."""
     last = product_mv.shape[1] - 1
     return (targets_m1 >= 0) & (targets_m1 <= last), targets_m1.clamp(0, last)
 
 
 def _slope(z_mv: torch.Tensor, numbers: Numbers) -> torch.Tensor | float:
-    """Of z by the product."""
+    """Return the derivative of z w.r.t. the product."""
     scale, cap, temperature = numbers
     slope = scale / temperature
     return slope if cap is None else (z_mv * (temperature / cap)).square_().neg_().add_(1).mul_(slope)

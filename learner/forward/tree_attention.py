@@ -1,17 +1,15 @@
-"""Exact attention over a pack on CPUs, as blocks of queries and keys that ordinary kernels take without a mask.
+"""Compute exact attention over a pack on CPUs, in blocks that ordinary kernels process without a mask.
 
-    segments ─▶ each with itself: causal squares     each as keys of all that continues it: full rectangles     ─▶ a Plan of Parts
-    a Plan ─▶ each part by a flash kernel ─▶ merged by log-sum-exp:
+    segments ─▶ squares (each with itself), rectangles (each with all that continues it) ─▶ Plan of Parts
+    Plan ─▶ each part by a flash kernel ─▶ merged by log-sum-exp:
         softmax over a union of parts = Σ part · exp(lse(part) - lse(all)),   lse(all) = log Σ exp(lse(part))
 
-Blocks of nearly one shape are stacked, since a call costs more than a few idle rows. Only where a sliding window is shorter than
-a sequence a part has a mask: of a block of queries and the few keys they still see. The backward pass of a part needs nothing of the
-others but the merged output and the merged lse, so ordinary kernels serve there too (FlashAttention-2, arXiv 2307.08691, §3.1).
-
+Blocks of similar shape are stacked. Only sliding windows shorter than a sequence need masks. A part's
+backward pass needs only the merged output and lse, so ordinary kernels compute it (FlashAttention-2, arXiv
+2307.08691, §3.1).
 Invariant: every visible (query, key) pair is in exactly one part.
-
-Suffixes: n stacked blocks, Q queries and K keys of a block; R rows of several stacks, or of a chunk; M queries of all parts, P of them
-repeated; N packed tokens, H heads, D of a head. In the attention K is key-value heads.
+Suffixes: n stacked blocks, Q queries and K keys of a block, R rows of stacks or of a chunk, M queries of all
+parts, P repeated queries, N packed tokens, H heads, D head size. In attention tensors, K is key-value heads.
 """
 
 import itertools
@@ -27,26 +25,29 @@ from torch.autograd.function import once_differentiable
 from learner.forward.pack import Pack, Segment
 
 STACK_ROWS = 512
-"""Queries of a stack."""
+"""Target number of queries in a stack."""
 CHUNK_ROWS = 16_384
-"""Queries and keys that are gathered at once, so that those of many windows do not take memory all together."""
+"""Maximum number of queries and keys gathered at once, to limit the memory for many windows."""
 WHOLE, HALVED, HALF_STEP = 128, 1024, 32
-"""Squares of these sizes are halved; the kernel leaves out what they hide in steps of 512 keys only. Halves are multiples, to stack."""
+"""Squares above WHOLE and up to HALVED rows are halved. The kernel skips hidden keys only in steps of 512.
+
+Halves are multiples of HALF_STEP, so that they stack.
+"""
 SHORT = 32
-"""A prompt of so few tokens stands in the square of each of its completions: a block of its own would cost more."""
+"""Maximum length of a prompt that is repeated in each completion's square. Its own block would cost more."""
 BAND_ROWS = 256
-"""Queries of a masked block: its mask has at most BAND_ROWS × (window + BAND_ROWS) entries."""
+"""Maximum queries of a masked block. Its mask has at most BAND_ROWS × (window + BAND_ROWS) entries."""
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class Block(NamedTuple):
-    """Rows and what they see: all of the keys, or, without any, each other as far as they stand before."""
+    """Rows and the keys that they see; without keys, they see each other causally."""
 
     queries: np.ndarray
     keys: np.ndarray | None
     num_repeated: int = 0
-    """Leading queries that are another block's."""
+    """Number of leading queries that belong to another block."""
 
     @property
     def num_keys(self) -> int:
@@ -54,7 +55,7 @@ class Block(NamedTuple):
 
 
 class Band(NamedTuple):
-    """Where a sliding window cuts a block: consecutive positions of its queries and its keys."""
+    """Position of a sliding window in a block of consecutive queries and keys."""
 
     first_query: int
     first_key: int
@@ -62,7 +63,11 @@ class Band(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A stack of blocks of one shape. A block that is shorter than the others repeats its last row as a query, to no effect."""
+    """A stack of blocks of one shape.
+
+    A shorter block repeats its last row as a query, without effect. Stacking wins because a call costs more
+    than a few idle rows.
+    """
 
     queries_nQ: np.ndarray
     keys_nK: np.ndarray
@@ -71,7 +76,10 @@ class Part(NamedTuple):
     band: Band | None = None
 
     def bias(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """(1, 1, Q, K), -inf on what the window hides; None: nothing is hidden."""
+        """Return a mask (1, 1, Q, K) with -inf where the window hides a key.
+
+        Returns None if nothing is hidden.
+        """
         if self.band is None:
             return None
         queries_Q1 = self.band.first_query + torch.arange(self.queries_nQ.shape[1]).unsqueeze(1)
@@ -81,7 +89,7 @@ class Part(NamedTuple):
 
 
 class Rows:
-    """What several stacks of blocks have of a tensor with a row for each token."""
+    """Rows that several stacks of blocks take from a tensor with one row per token."""
 
     def __init__(self, stacks: Sequence[np.ndarray]) -> None:
         self.shapes = [stack.shape for stack in stacks]
@@ -91,18 +99,21 @@ class Rows:
         self._first = int(rows_R[0]) if (np.diff(rows_R) == 1).all() else None
 
     def of(self, x_NHD: torch.Tensor) -> list[torch.Tensor]:
-        """(n, H, R, D) of each stack; views where the rows stand one after the other."""
+        """Return (n, H, R, D) for each stack, as views if the rows are consecutive."""
         x_RHD = x_NHD.index_select(0, self.at_R) if self._first is None else x_NHD[self._first :][: len(self.at_R)]
         return self.stacked(x_RHD)
 
     def stacked(self, x_RHD: torch.Tensor) -> list[torch.Tensor]:
-        """The same of what has been taken already."""
+        """Return (n, H, R, D) for each stack from rows that are already gathered."""
         parts = zip(x_RHD.split(self.sizes), self.shapes, strict=True)
         return [x.unflatten(0, shape).transpose(1, 2) for x, shape in parts]
 
 
 class Chunk:
-    """Parts whose rows are gathered at once: a call for each would cost as much as the little that it gathers."""
+    """Parts whose rows are gathered at once.
+
+    A call for each part would cost as much as the few rows that it gathers.
+    """
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = parts
@@ -110,14 +121,14 @@ class Chunk:
 
 
 class Plan:
-    """All parts of a pack; M queries of them, one after the other."""
+    """All parts of a pack, whose M queries are concatenated."""
 
     def __init__(self, parts: Iterable[Part]) -> None:
         self.chunks = [Chunk(few) for few in _few(parts)]
         self.rows_M = torch.cat([chunk.queries.at_R for chunk in self.chunks])
         is_repeated_M = np.concatenate([part.is_repeated_nQ.flatten() for part in self.parts])
         self.repeated_P = torch.from_numpy(np.flatnonzero(is_repeated_M))
-        """Places among the M."""
+        """Indices of the repeated queries among the M."""
 
     @property
     def parts(self) -> list[Part]:
@@ -125,7 +136,10 @@ class Plan:
 
 
 def plan_of(pack: Pack, window: int | None, *, predicting_only: bool = False) -> Plan:
-    """Worked out once for a pack and a window. `predicting_only`: other rows may be left out as queries."""
+    """Return the plan of a pack and a window, which is computed once.
+
+    With `predicting_only`, queries that do not predict may be left out.
+    """
     key = (window, predicting_only)
     if key not in pack.plans:
         longest = max(sum(segment.length for segment in path) for path in pack.paths_B)
@@ -151,11 +165,14 @@ def _few(parts: Iterable[Part]) -> Iterator[list[Part]]:
 
 
 def _predicting(pack: Pack) -> Iterator[Block]:
-    """The blocks without what only queries that predict nothing see; of a prompt's square its last row may be left."""
+    """Yield the blocks without queries that predict nothing, where that is possible.
+
+    Only the last row of a prompt's square may remain.
+    """
     blocks = list(_blocks(pack.segments))
     is_read_N = np.zeros(pack.num_tokens, bool)
     is_read_N[pack.read_R.numpy()] = True
-    for block in blocks:  # of a row that is only repeated there would be no lse
+    for block in blocks:  # a row that is only repeated would have no lse
         is_read_N[block.queries[: block.num_repeated]] = True
     for block in blocks:
         read = block.queries[is_read_N[block.queries]]
@@ -168,7 +185,7 @@ def _predicting(pack: Pack) -> Iterator[Block]:
 
 
 def _blocks(segments: Sequence[Segment]) -> Iterator[Block]:
-    """Every row with itself and all that stands before it."""
+    """Yield blocks that pair every row with itself and all rows before it."""
     for root, rest in _trees(segments):
         if rest and root.length <= SHORT and all(segment.continued_until == segment.end for segment in rest):
             for i, leaf in enumerate(rest):
@@ -181,14 +198,17 @@ def _blocks(segments: Sequence[Segment]) -> Iterator[Block]:
 
 
 def _trees(segments: Sequence[Segment]) -> Iterator[tuple[Segment, Sequence[Segment]]]:
-    """Each root, and what continues it."""
+    """Yield each root and everything that continues it."""
     roots = [i for i, segment in enumerate(segments) if not segment.position]
     for i, end in itertools.pairwise([*roots, len(segments)]):
         yield segments[i], segments[i + 1 : end]
 
 
 def _square(rows: np.ndarray, num_repeated: int = 0) -> Iterator[Block]:
-    """Rows with themselves: halved while the kernel would compute all that it hides."""
+    """Yield blocks that pair rows causally with each other.
+
+    A square is halved while the kernel would compute the hidden part of it too.
+    """
     if WHOLE < len(rows) <= HALVED:
         middle = -(-len(rows) // (2 * HALF_STEP)) * HALF_STEP
         yield from _square(rows[:middle], num_repeated)
@@ -211,13 +231,15 @@ def _bands(pack: Pack, window: int) -> Iterator[Part]:
 
 
 def _band(queries: np.ndarray, position: int, path: Sequence[Segment], window: int) -> Iterator[Part]:
-    """What a block of queries at `position` sees of its own segment, the last of `path`, and of those before."""
+    """Yield the parts of a block of queries at `position`.
+
+    Its keys lie in its own segment, the last of `path`, and in the segments before.
+    """
     for keys in reversed(path):
         oldest = max(keys.position, position - window + 1)
         end = min(keys.position + keys.length, position + len(queries))
-        seeing = queries[
-            : max(0, end + window - 1 - position)
-        ]  # of a query that sees nothing the kernel makes nonsense
+        # The kernel returns garbage for queries that see nothing.
+        seeing = queries[: max(0, end + window - 1 - position)]
         if oldest < end and len(seeing):
             rows = keys.start - keys.position + np.arange(oldest, end)
             band = Band(first_query=position, first_key=oldest, window=window)
@@ -225,7 +247,10 @@ def _band(queries: np.ndarray, position: int, path: Sequence[Segment], window: i
 
 
 def _stacked(blocks: Iterable[Block]) -> Iterator[Part]:
-    """Blocks with others whose queries are more by an eighth at most."""
+    """Stack blocks with equally many keys and similarly many queries.
+
+    Numbers of queries in a stack differ by at most an eighth.
+    """
     alike: dict[tuple[int, int], list[Block]] = defaultdict(list)
     for block in blocks:
         alike[block.num_keys, _bucket(len(block.queries))].append(block)
@@ -252,14 +277,17 @@ def _bucket(length: int) -> int:
 
 
 class Tree(NamedTuple):
-    """Who sees whom, and the scale of the scores."""
+    """Plan of which keys each query sees, and the scale of the scores."""
 
     plan: Plan
     scale: float
 
 
 class TreeAttention(torch.autograd.Function):
-    """(q_NHD, k_NKD, v_NKD, sinks_H or None, tree) → out_NHD. Sinks are logits that take part without a value."""
+    """Autograd function: (q_NHD, k_NKD, v_NKD, sinks_H or None, tree) → out_NHD.
+
+    Sinks are logits that take part in the softmax without a value.
+    """
 
     @staticmethod
     def forward(
@@ -297,7 +325,7 @@ class TreeAttention(torch.autograd.Function):
         plan, scale = ctx.tree
         grad_NHD = grad_NHD.contiguous()
         totals = tuple(lse_NH.new_zeros(x.shape) for x in (q_NHD, k_NKD, v_NKD))
-        # Of its own lse a repeated row would have counted twice; beside an infinite one it is nothing.
+        # An infinite lse removes the repeated rows, which would count twice otherwise.
         lse_MH = lse_NH.index_select(0, plan.rows_M).index_fill_(0, plan.repeated_P, math.inf)
         lses = lse_MH.split([len(chunk.queries.at_R) for chunk in plan.chunks])
         for chunk, lse_RH in zip(plan.chunks, lses, strict=True):
@@ -320,7 +348,7 @@ class TreeAttention(torch.autograd.Function):
 
 
 def _total(lse_MH: torch.Tensor, rows_M: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """lse_NH: what all parts know of each of the N rows; -inf where none knows anything."""
+    """Return lse_NH, merged over all parts; -inf for rows that no part has."""
     none_NH = lse_MH.new_full((num_rows, lse_MH.shape[1]), -math.inf)
     top_NH = none_NH.scatter_reduce(0, rows_M.unsqueeze(1).expand_as(lse_MH), lse_MH, "amax")
     sum_NH = torch.zeros_like(top_NH).index_add_(0, rows_M, (lse_MH - top_NH.index_select(0, rows_M)).exp_())
@@ -328,5 +356,5 @@ def _total(lse_MH: torch.Tensor, rows_M: torch.Tensor, num_rows: int) -> torch.T
 
 
 def _rows(x_nHQD: torch.Tensor) -> torch.Tensor:
-    """(n · Q, H, D), or without a D."""
+    """Return x as (n · Q, H, D), or without D."""
     return x_nHQD.transpose(1, 2).flatten(0, 1)

@@ -1,1 +1,1 @@
-"""An OpenAI endpoint of the learner, for agents that own their loop: what they are answered, recorded token for token."""
+"""OpenAI endpoint for agents that own their loop, recorded token for token."""

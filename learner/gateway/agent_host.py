@@ -1,8 +1,9 @@
-"""The process of an agent, in an interpreter that may know nothing of Slipstream: the standard library is all it imports of itself.
+"""The process of an agent, whose interpreter may know nothing of Slipstream.
 
-    agent_host.py FD agent|command SPEC        an order, a line of JSON on the socket FD ─▶ one episode ─▶ its reward, or what was wrong
+    agent_host.py FD agent|command SPEC    an order, a JSON line on socket FD ─▶ an episode ─▶ reward or error
 
-agent_process.py is the other end. Invariant: it ends with the learner, in the midst of an episode too, and takes along what it has started.
+It imports only the standard library. `agent_process.py` is the other end.
+Invariant: the process ends with the learner, even during an episode, and with it everything it has started.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ _BESIDE.loader.exec_module(descendants)
 
 
 def main(fd: str, kind: str, spec: str) -> None:
-    """Serve one episode after the other; `agent_process.py` has made this process the leader of its group."""
+    """Serve one episode after another. `agent_process.py` made this a group leader."""
     channel = socket.socket(fileno=int(fd))
-    os.set_inheritable(channel.fileno(), False)  # else what the agent starts would hold it open
+    os.set_inheritable(channel.fileno(), False)  # otherwise the agent's own processes would hold it open
     sys.path[0] = os.getcwd()  # not the folder of this file
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # it may be killed at any moment
+        sys.stdout.reconfigure(line_buffering=True)  # the process may be killed at any moment
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: None)  # such as systemd sends to all: they are the learner's to act on
+        signal.signal(number, lambda *_: None)  # only the learner acts on signals sent to all, as by systemd
     descendants.adopt_orphans()
     orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=read_orders, args=(channel, orders), daemon=True).start()
@@ -61,7 +62,7 @@ def read_orders(channel: socket.socket, orders: queue.SimpleQueue[Any]) -> None:
     try:
         for line in channel.makefile("rb"):
             orders.put(json.loads(line))
-    finally:  # the learner is gone; killed, it leaves half a line, or resets a connection of which it has not read all
+    finally:  # the learner is gone. If killed, it leaves half a line or resets the connection
         descendants.end_with_descendants()
 
 
@@ -70,11 +71,11 @@ def say(channel: socket.socket, **answer: Any) -> None:
 
 
 def load(spec: str) -> Callable[..., Any]:
-    """What `learner.environment.agent` names."""
+    """Return the function that `learner.environment.agent` names."""
     module_name, _, name = spec.rpartition(":")
     if module_name.endswith(".py"):
         path = os.path.abspath(os.path.expanduser(module_name))
-        sys.path.append(os.path.dirname(path))  # what stands beside it, as for a script
+        sys.path.append(os.path.dirname(path))  # for modules next to the file, as for a script
         module_spec = importlib.util.spec_from_file_location("agent_of_the_run", path)
         assert module_spec is not None and module_spec.loader is not None
         module = importlib.util.module_from_spec(module_spec)
@@ -107,7 +108,7 @@ async def play(run: Callable[..., Any], order: dict[str, Any]) -> Any:
 
 
 def play_without_loop(run: Callable[..., Any], order: dict[str, Any]) -> Any:
-    """Of a synchronous function, which may start a loop of its own."""
+    """Call a synchronous agent, which may start its own event loop."""
     with http_client(is_asynchronous=False) as client:
         reward = run(order["row"], base_url=order["base_url"], api_key=order["api_key"], http_client=client)
     return asyncio.run(awaited(reward)) if inspect.isawaitable(reward) else reward
@@ -118,7 +119,10 @@ async def awaited(reward: Awaitable[Any]) -> Any:
 
 
 def http_client(*, is_asynchronous: bool = True) -> Any:
-    """httpx's, else that of aiohttp, else None: whichever this interpreter has. The learner's deadline is the only one."""
+    """Return a client of httpx, else of aiohttp, else None, as a context manager.
+
+    It has no timeout: the learner's deadline is the only one.
+    """
     with contextlib.suppress(ImportError):
         import httpx
 
@@ -133,7 +137,7 @@ def http_client(*, is_asynchronous: bool = True) -> Any:
 
 
 def checked(reward: Any) -> float | dict[str, float] | None:
-    """The reward as JSON knows it: a number, by completion, or None."""
+    """Return a reward for JSON: a number, numbers by completion id, or None."""
     if reward is None:
         return None
     if isinstance(reward, dict):
@@ -150,11 +154,11 @@ def number(value: Any) -> float:
 
 
 def command_of(command: str) -> Callable[..., Any]:
-    """A command line as an agent."""
+    """Return an agent that runs a command line."""
 
     def run(row: Any, *, base_url: str, api_key: str, http_client: Any) -> Any:
         of_episode = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "SLIPSTREAM_ROW": json.dumps(row)}
-        with tempfile.TemporaryFile() as printed:  # no pipe, which what it leaves running would hold open
+        with tempfile.TemporaryFile() as printed:  # not a pipe, which leftover processes would hold open
             code = subprocess.call(
                 command, shell=True, stdin=subprocess.DEVNULL, stdout=printed, env={**os.environ, **of_episode}
             )
@@ -168,7 +172,7 @@ def command_of(command: str) -> Callable[..., Any]:
 
 
 def last_line(printed: str) -> Any:
-    """A reward, if it is one; other words are for people."""
+    """Return the reward on the last line, or None if the line is not a reward."""
     lines = printed.split("\n") if (printed := printed.strip()) else [""]
     try:
         value = json.loads(lines[-1])
@@ -178,7 +182,7 @@ def last_line(printed: str) -> Any:
 
 
 def describe(error: BaseException) -> str:
-    """In one line, with the place it was raised at."""
+    """Describe an error in one line, with the place where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {str(error)[:300]!r}{where}"

@@ -1,9 +1,10 @@
-"""Plays the episodes of agents: each in a process, with a session of its own at the gateway.
+"""Play the episodes of agents, each in a process with its own gateway session.
 
-    prompt ─▶ (session opened ─▶ the agent runs, and asks the gateway as it likes ─▶ its reward, or why there is none)* ─▶ PlayedGroup
+    prompt ─▶ (a session opens ─▶ the agent runs and asks the gateway ─▶ its reward or error)* ─▶ PlayedGroup
 
-What environments/player.py is for environments; between the rollouts and the gateway. Invariant: every episode ends, in one of the states of
-environments/episode.py, at learner.environment.episode_deadline_s at the latest, and with it its session.
+This sits between the rollouts and the gateway, as environments/player.py does for environments.
+Invariant: every episode ends in a state of environments/episode.py and closes its session, at the latest
+after learner.environment.episode_deadline_s.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ CLOSE_TIMEOUT_S = 10.0
 
 
 class AgentPlayer:
-    """Of one run, in its event loop."""
+    """Player of one run's agents, used in its event loop."""
 
     def __init__(self, config: LearnerConfig, template: ChatTemplate, model: str) -> None:
         self._config = config
@@ -36,14 +37,18 @@ class AgentPlayer:
         self._gateway = Gateway(config, template, model)
 
     def start(self, loop: LoopThread, cleanup: ExitStack) -> None:
-        """Open the gateway, and see whether an agent can be started. Raises ConfigError."""
+        """Start the gateway and check that an agent can start.
+
+        Raises:
+            ConfigError: if either fails.
+        """
         cleanup.callback(lambda: loop.call(self._close(), CLOSE_TIMEOUT_S))
         loop.call(self._gateway.start(), CLOSE_TIMEOUT_S)
         loop.call(self._agents.check(), STARTUP_TIMEOUT_S + CLOSE_TIMEOUT_S)
         log.info("agents find their endpoint at %s", self._gateway.base_url)
 
     async def play(self, group_id: str, prompt: Prompt, ask: Ask, *, num_episodes: int, max_tokens: int) -> PlayedGroup:
-        """Play the group of a prompt; episodes in which the policy said nothing are left out."""
+        """Play the group of a prompt. Episodes without a turn of the policy are left out."""
         numbers = range(num_episodes)
         played = await asyncio.gather(*(self._episode(prompt, number, ask, max_tokens) for number in numbers))
         entered = [session.entered_version for session in played if session.entered_version is not None]
@@ -64,7 +69,7 @@ class AgentPlayer:
                 order = Order({"prompt": prompt.prompt, **prompt.columns}, self._gateway.base_url, key)
                 outcome = await agent.play(order, self._config.environment.episode_deadline_s)
                 if self._agents.is_closed:
-                    raise asyncio.CancelledError  # the run ends, and the episode with it
+                    raise asyncio.CancelledError  # the run is ending, and the episode with it
                 worth = _worth(outcome, session)
                 if isinstance(worth, Trouble):
                     log.warning("the agent of prompt %d %s", prompt.prompt_id, worth.problem)
@@ -77,7 +82,10 @@ class AgentPlayer:
 
 
 def _worth(outcome: Rewarded | Trouble, session: Session) -> float | Trouble | None:
-    """One reward of the episode: rewards by completion are averaged, for its branches share an advantage."""
+    """Return one reward for the episode, or a Trouble for an unknown completion id.
+
+    Rewards by completion are averaged, because the branches of an episode share an advantage.
+    """
     if isinstance(outcome, Trouble):
         return outcome
     if not isinstance(outcome.reward, dict):

@@ -1,7 +1,8 @@
-"""The learner's end of one agent's process: started, given episodes, killed. agent_host.py is what runs in it.
+"""The learner's end of an agent's process: start, play episodes, kill.
 
-Invariant: whatever the agent does and whoever kills its process, a call comes back at its deadline, and what did not come back is killed.
-It shares nothing with the learner but a socket, so it may run in any interpreter.
+`agent_host.py` runs in the process, which shares only a socket with the learner. It can use any interpreter.
+Invariant: a call returns at its deadline, even if the process misbehaves or is killed. A process that has not
+answered by then is killed.
 """
 
 import asyncio
@@ -25,20 +26,20 @@ MAX_ANSWER_BYTES = 16 << 20
 
 
 class Rewarded(msgspec.Struct, frozen=True):
-    """What the agent makes of its episode; by completion id if it likes, or None."""
+    """Reward that an agent returned, possibly by completion id, or None."""
 
     reward: float | dict[str, float] | None
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """As agent_host.py writes it."""
+    """Answer in the format of agent_host.py."""
 
     reward: float | dict[str, float] | None = None
     problem: str | None = None
 
 
 class Order(msgspec.Struct, frozen=True):
-    """An episode."""
+    """Order to play an episode."""
 
     row: dict[str, Any]
     base_url: str
@@ -46,12 +47,12 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class AgentProcess:
-    """In the learner's event loop."""
+    """A process for one agent, used in the learner's event loop."""
 
     def __init__(self, config: EnvironmentConfig) -> None:
-        """Start it. Raises OSError where there is no such interpreter."""
+        """Start the process. Raises OSError if the interpreter does not exist."""
         kind = "command" if config.command is not None else "agent"
-        self._is_kept = kind == "agent"  # what a command leaves behind ends with its process
+        self._is_kept = kind == "agent"  # what a command leaves running ends with its process
         self._is_killed = self._is_too_large = False
         self._config = config
         self._socket, theirs = socket.socketpair()
@@ -60,7 +61,7 @@ class AgentProcess:
                 self._process = subprocess.Popen(
                     [config.python or sys.executable, str(HOST), str(theirs.fileno()), kind, config.command or config.agent or ""],
                     pass_fds=[theirs.fileno()], start_new_session=True, env=without_proxy(config.gateway_host), stdin=subprocess.DEVNULL,
-                    stdout=2,  # the learner's own is the answer of a command (`--json`)
+                    stdout=2,  # the learner's stdout may carry a command's output (`--json`)
                 )  # fmt: skip
             except OSError:
                 self._socket.close()
@@ -69,7 +70,7 @@ class AgentProcess:
 
     @property
     def is_usable(self) -> bool:
-        """For another episode."""
+        """True if the process can play another episode."""
         return not self._is_killed and self._process.poll() is None
 
     @property
@@ -77,7 +78,7 @@ class AgentProcess:
         return self._process.pid
 
     async def load(self) -> Trouble | None:
-        """Wait until the agent is there."""
+        """Wait until the agent is loaded, and return the Trouble if that fails."""
         if self._streams is not None:
             return None
         self._streams = await asyncio.open_connection(sock=self._socket, limit=MAX_ANSWER_BYTES)
@@ -90,7 +91,7 @@ class AgentProcess:
         return None
 
     async def play(self, order: Order, deadline_s: float) -> Rewarded | Trouble:
-        """One episode, from its beginning to what the agent returns."""
+        """Play one episode and return the agent's reward."""
         trouble = await self.load()
         if trouble is not None:
             return trouble
@@ -102,8 +103,8 @@ class AgentProcess:
         return answer
 
     def kill(self) -> None:
-        """End it now, and what it has started."""
-        if self._is_killed:  # its number may be another's by now
+        """Kill the process and everything that it has started."""
+        if self._is_killed:  # its pid may belong to another process by now
             return
         self._is_killed = True
         self._kill_all()
@@ -111,7 +112,10 @@ class AgentProcess:
             self._process.wait(EXIT_WAIT_S)
 
     def end_as_too_large(self) -> None:
-        """From any thread; the loop hears of its end."""
+        """Kill the process because it uses too much memory. Any thread may call this.
+
+        The event loop notices the end of the process.
+        """
         self._is_too_large = True
         self._kill_all()
 
@@ -119,7 +123,7 @@ class AgentProcess:
         kill_with_descendants(self.pid)
 
     def close(self) -> None:
-        """Kill it and let go of its socket; in the loop."""
+        """Kill the process and close its socket. Call this in the event loop."""
         self.kill()
         if self._streams is None:
             self._socket.close()
@@ -132,7 +136,7 @@ class AgentProcess:
             async with asyncio.timeout(timeout_s):
                 line = await self._streams[0].readline()
         except asyncio.CancelledError:
-            self.kill()  # else the next episode would read what this one comes to
+            self.kill()  # otherwise the next episode would read this one's answer
             raise
         except TimeoutError:
             self.kill()
@@ -162,12 +166,12 @@ class AgentProcess:
 
 
 def without_proxy(host: str) -> dict[str, str]:
-    """The learner's environment; nobody goes through a proxy to the gateway."""
+    """Return the environment variables for an agent: no proxy applies to the gateway."""
     known = os.environ.get("NO_PROXY") or os.environ.get("no_proxy") or ""
     exempt = f"{known},{host}" if known else host
     return {**os.environ, "NO_PROXY": exempt, "no_proxy": exempt}
 
 
 def _plain(value: Any) -> Any:
-    """A column's value that JSON does not know."""
+    """Convert a column's value that JSON cannot represent."""
     return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -1,6 +1,7 @@
-"""The processes of the agents that play at once. Between agent_player.py and agent_process.py, as environments/pool.py is for environments.
+"""Pool of agent processes, one for each episode that is played.
 
-Invariant: a process plays one episode at a time, and one that has ended costs its own episode alone.
+This sits between `agent_player.py` and `agent_process.py`, as environments/pool.py does for environments.
+Invariant: a process plays one episode at a time, and one that has ended costs only its own episode.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ from protocol.errors import ConfigError
 
 
 class Agents:
-    """Of one run, in its event loop."""
+    """Agents of one run, used in its event loop."""
 
     def __init__(self, config: EnvironmentConfig) -> None:
         self._config = config
@@ -26,7 +27,7 @@ class Agents:
         self._watch = MemoryWatch(config.max_memory_mib, lambda: self._all)
 
     async def check(self) -> None:
-        """Start one, to see whether it can be done. Raises ConfigError."""
+        """Start one process to check that it works. Raises ConfigError if it does not."""
         try:
             process = self._start()
         except OSError as error:
@@ -40,7 +41,7 @@ class Agents:
 
     @asynccontextmanager
     async def seat(self) -> AsyncIterator[AgentProcess]:
-        """A process for the time of one episode; whoever waited longest is next."""
+        """Lease a process for one episode, in order of arrival."""
         async with self._room:
             process = self._take() or self._start()
             try:
@@ -49,14 +50,14 @@ class Agents:
                 self._give_back(process)
 
     def close(self) -> None:
-        """Kill all, whatever they do; episodes that wait for them are no more."""
+        """Kill all processes at once. Episodes that wait for one are cancelled."""
         self.is_closed = True
         self._watch.close()
         for process in self._all:
             process.close()
 
     def _take(self) -> AgentProcess | None:
-        """One that is free; what was killed while it waited is forgotten."""
+        """Return a free process, if there is one. Drop those that were killed while free."""
         while self._free:
             process = self._free.pop()
             if process.is_usable:
@@ -66,7 +67,7 @@ class Agents:
 
     def _start(self) -> AgentProcess:
         if self.is_closed:
-            raise asyncio.CancelledError  # the run ends, and the episode with it
+            raise asyncio.CancelledError  # the run is ending, and the episode with it
         process = AgentProcess(self._config)
         self._all.add(process)
         return process

@@ -1,9 +1,10 @@
-"""The endpoint itself: /v1/chat/completions, /v1/completions and /v1/models over HTTP; the API key says whose episode it is.
+"""HTTP endpoint for agents: /v1/chat/completions, /v1/completions and /v1/models.
 
-    agent ─▶ key ─▶ Session ─▶ tokens (places.py) ─▶ turn ─▶ text, calls ─▶ recorded ─▶ reply, whole or streamed ─▶ agent
+    agent ─▶ key ─▶ Session ─▶ tokens (places.py) ─▶ turn ─▶ text, calls ─▶ recorded ─▶ reply ─▶ agent
 
-In the learner's event loop. Invariant: what an agent was given is recorded before it is sent, and what it no longer waits for is not; no
-key is good for longer than its episode.
+It runs in the learner's event loop. The API key identifies the episode.
+Invariant: a turn is recorded before its reply is sent, and only if the agent still waits. A key is valid only
+during its episode.
 """
 
 import json
@@ -28,12 +29,12 @@ from protocol.errors import ConfigError, DataError
 
 MAX_BODY_BYTES = 64 << 20
 MAX_ENDED = 65536
-"""Keys of ended episodes that are told so."""
+"""Maximum number of ended episodes whose keys are remembered, to report that they are over."""
 SHUTDOWN_TIMEOUT_S = 1.0
 
 
 class Gateway:
-    """Of one run; made anywhere, used in the event loop."""
+    """Gateway of one run. Any thread may create it, but only the event loop uses it."""
 
     def __init__(self, config: LearnerConfig, template: ChatTemplate, model: str) -> None:
         self._config, self._template, self._model = config, template, model
@@ -49,7 +50,7 @@ class Gateway:
         )
 
     async def start(self) -> None:
-        """Raises ConfigError."""
+        """Start to listen. Raises ConfigError if the address or port is unavailable."""
         host, port = self._config.environment.gateway_host, self._config.environment.gateway_port
         await self._runner.setup()
         try:
@@ -66,7 +67,7 @@ class Gateway:
 
     @contextmanager
     def opened(self, session: Session) -> Iterator[str]:
-        """The key of an episode, for as long as it goes on."""
+        """Yield the API key of an episode, valid until the context ends."""
         key = secrets.token_urlsafe(32)
         self._sessions[key] = session
         try:
@@ -105,7 +106,7 @@ class Gateway:
         return await answered(request, text_reply(turn, cut_at(said, stops), body, self._model), body)
 
     def _body(self, kind: type[AnyBody], content: bytes) -> AnyBody:
-        """Raises Refused."""
+        """Parse and check a request's body. Raises Refused if it is not accepted."""
         return read_body(kind, content, self._config.sampling, overrides=self._config.environment.override_sampling)
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -114,7 +115,7 @@ class Gateway:
         return web.json_response({"object": "list", "data": [model]})
 
     def _session_of(self, request: web.Request) -> Session:
-        """Raises Refused."""
+        """Return the session of a request's key. Raises Refused if there is none."""
         key = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if key in self._ended:
             raise episode_over(self._ended[key])
@@ -123,13 +124,17 @@ class Gateway:
         return self._sessions[key]
 
     def _template_of(self, body: ChatBody) -> ChatTemplate:
-        """The run's, with the agent's own tools."""
+        """Return the run's template with the agent's own tools and arguments."""
         tools = body.tools if body.tools and body.tool_choice != "none" else []
         arguments = self._template.arguments | (body.chat_template_kwargs or {})
         return msgspec.structs.replace(self._template, tools=tools, arguments=arguments)
 
     def _text_prompt(self, session: Session, body: TextBody) -> tuple[list[int], str | None]:
-        """The tokens, and the text if it was one. Raises Refused."""
+        """Return the tokens of a prompt, and its text if it is one.
+
+        Raises:
+            Refused: if the prompt is neither one text nor one list of tokens.
+        """
         prompt = body.prompt
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             (prompt,) = prompt
@@ -141,7 +146,10 @@ class Gateway:
         return prompt, None
 
     def _read(self, template: ChatTemplate, turn: Turn, stops: tuple[str, ...]) -> Message:
-        """A turn as a message: what cannot be read, was cut off or calls what is not there is the text that it is."""
+        """Return a turn as a message.
+
+        A turn that is cut off, unreadable or calls tools although there are none becomes plain text.
+        """
         if not turn.is_cut_off:
             try:
                 message = read_answer(template, turn.prompt, turn.token_ids)
@@ -170,7 +178,10 @@ async def refusals(request: web.Request, handler: Handler) -> web.StreamResponse
 
 
 def check_is_heard(request: web.Request) -> None:
-    """Raises Refused where the agent has gone: it would act on another answer than the one recorded."""
+    """Raise Refused if the agent has disconnected.
+
+    The agent would otherwise act on another answer than the recorded one.
+    """
     if request.transport is None or request.transport.is_closing():
         raise Refused("nobody waits for the answer", code="gone", status=499)
 

@@ -1,8 +1,10 @@
-"""An agent's messages as the chat template wants them, and whether they go on from what was said before.
+"""Convert an agent's messages for the chat template and match recorded turns.
 
-    messages of a request ─▶ read ─▶ (starts_with: what a turn of ours ended) ─▶ the template         Between request.py and session.py.
+    messages of a request ─▶ read ─▶ (starts_with: up to a recorded turn) ─▶ the template
 
-Invariant: what an agent changed is another conversation. Only the reasoning may be missing, for OpenAI's clients do not send it back.
+This sits between `request.py` and `session.py`.
+Invariant: messages that the agent has changed are another conversation. Only the reasoning may be missing,
+because OpenAI's clients do not send it back.
 """
 
 import json
@@ -18,7 +20,7 @@ REASONING = "reasoning_content"
 
 
 def read_messages(messages: Sequence[dict[str, Any]]) -> list[Message]:
-    """Raises Refused."""
+    """Convert the messages of a request. Raises Refused if one is invalid."""
     if not messages:
         raise Refused("messages is empty; expected at least one", parameter="messages")
     read = [_read(message, f"messages[{number}]") for number, message in enumerate(messages)]
@@ -30,7 +32,7 @@ def read_messages(messages: Sequence[dict[str, Any]]) -> list[Message]:
 
 
 def spoken(content: str, reasoning: str | None, calls: Sequence[Call], turn_id: str) -> Message:
-    """A turn of the policy, in the same form."""
+    """Return a turn of the policy in the same form."""
     said: Message = {"role": "assistant", "content": content}
     if reasoning:
         said[REASONING] = reasoning
@@ -51,7 +53,11 @@ def starts_with(messages: Sequence[Message], said: Sequence[Message]) -> bool:
 
 
 def _is_same(message: Message, said: Message) -> bool:
-    """Clients give the policy a name, and strip what it has said: that changes nothing, for its tokens are those that were recorded."""
+    """Return whether a message equals a recorded one.
+
+    Clients add a name and strip the policy's text. This changes nothing, because the recorded tokens are
+    used.
+    """
     return _essence(message) == _essence(
         {key: value for key, value in said.items() if key != REASONING or key in message}
     )
@@ -68,7 +74,7 @@ def _read(message: dict[str, Any], where: str) -> Message:
         raise Refused(f"{where} has no role; expected one such as 'user'", parameter="messages")
     role = (
         "system" if message["role"] == "developer" else message["role"]
-    )  # OpenAI's newer word, which few templates know
+    )  # OpenAI's newer role, which few templates know
     read: Message = {"role": role, "content": _text(message.get("content"), where)}
     for key in ("name", "tool_call_id", REASONING):
         if message.get(key):
@@ -79,7 +85,7 @@ def _read(message: dict[str, Any], where: str) -> Message:
 
 
 def _text(content: Any, where: str) -> str:
-    """Parts that are texts are one text; the policy sees nothing else."""
+    """Join text parts. Raises Refused for other parts, which the policy cannot see."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = content if isinstance(content, list) else [content]
@@ -94,7 +100,8 @@ def _call(call: Any, where: str) -> dict[str, Any]:
         raise Refused(f"{where} has a tool call without a function's name", parameter="messages")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        with suppress(ValueError, OverflowError, RecursionError):  # a policy's own mistake, told to it as it is
+        # The policy sees its own malformed JSON unchanged.
+        with suppress(ValueError, OverflowError, RecursionError):
             arguments = storable(json.loads(arguments))
     read = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     try:

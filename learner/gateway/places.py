@@ -1,9 +1,10 @@
-"""Where the agent of one episode may go on from: what was said up to each turn, and the exact tokens of it.
+"""Places from which an episode's agent can continue: the ends of recorded turns.
 
-    messages or text of a request ─▶ the longest place that it extends ─▶ its tokens, and the new ones ─▶ session.py
+    messages or text of a request ─▶ the longest place it extends ─▶ its tokens plus new ones ─▶ session.py
 
-Invariant: what was sampled is never rendered again. A request that extends no place, or whose template shows what was said in another way,
-is rendered as it stands, and so begins a branch.
+A place holds the messages or text up to the end of a turn, and their exact tokens.
+Invariant: sampled tokens are never rendered again. A request that extends no place is rendered as a whole and
+starts a branch. The same applies if its template renders the earlier turns differently.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from learner.gateway.messages import starts_with
 from learner.prompts.chat_template import ChatTemplate, Message
 
 Form = tuple[Any, Any]
-"""What a conversation is rendered with beside its messages: tools, and arguments of the template."""
+"""Rendering options of a conversation besides its messages: tools and template arguments."""
 
 
 class SaidChat(msgspec.Struct, frozen=True, eq=False):
@@ -26,19 +27,22 @@ class SaidChat(msgspec.Struct, frozen=True, eq=False):
     form: Form
     token_ids: list[int]
     stops: tuple[str, ...]
-    """Texts at which the turn may have ended; it holds none of them."""
+    """Texts at which the turn may have ended. The turn contains none of them."""
 
 
 class SaidText(msgspec.Struct, frozen=True, eq=False):
-    """Likewise a text."""
+    """A text that ends with a turn."""
 
     text: str
-    """Includes the stop that ended the turn, which the agent was not told. A request without that stop begins a branch."""
+    """Text including the stop text that ended the turn, which the agent did not receive.
+
+    A request without that stop text starts a branch.
+    """
     token_ids: list[int]
 
 
 class Places:
-    """Of one episode."""
+    """Places of one episode."""
 
     def __init__(self) -> None:
         self._chats: list[SaidChat] = []
@@ -46,11 +50,15 @@ class Places:
 
     @property
     def last_messages(self) -> list[Message]:
-        """Of the conversation that had a turn last; empty: there was none."""
+        """Messages of the conversation that had the last turn, or none."""
         return self._chats[-1].messages if self._chats else []
 
     def of_chat(self, template: ChatTemplate, messages: Sequence[Message]) -> tuple[list[Message], list[int]]:
-        """The conversation as it was recorded, with what is new, and its tokens. Raises DataError."""
+        """Return the conversation as recorded, with its new messages, and its tokens.
+
+        Raises:
+            DataError: if the template cannot render the messages.
+        """
         form = form_of(template)
         extended = [one for one in self._chats if one.form == form and starts_with(messages, one.messages)]
         if not extended:
@@ -62,7 +70,7 @@ class Places:
         return [*place.messages, *new], token_ids
 
     def of_text(self, template: ChatTemplate, text: str) -> list[int]:
-        """The tokens of a text; those of its end alone where the beginning is known."""
+        """Return the tokens of a text. Only the part after a known beginning is encoded."""
         extended = [one for one in self._texts if text.startswith(one.text)]
         if not extended:
             return list(template.tokenizer.encode(text, add_special_tokens=True))
@@ -73,7 +81,7 @@ class Places:
     def add_chat(
         self, template: ChatTemplate, messages: list[Message], token_ids: list[int], stops: tuple[str, ...]
     ) -> None:
-        """`messages` with the turn at their end, and all tokens up to there."""
+        """Add a conversation that ends with a turn, and all of its tokens."""
         self._chats.append(SaidChat(messages, form_of(template), token_ids, stops))
 
     def add_text(self, text: str, token_ids: list[int]) -> None:

@@ -1,16 +1,18 @@
-"""What the gateway does not answer, in OpenAI's form, so that an agent's client raises the error that it knows.
+"""Errors of the gateway in OpenAI's form.
 
-Invariant: nobody is invited to ask again: what is refused would be refused again, and the run itself has already waited for its servers.
+An agent's client therefore raises its usual error.
+Invariant: no error invites a retry. The request would be refused again, and the run itself has already waited
+for its servers.
 """
 
 from typing import Any
 
 NO_RETRY = {"x-should-retry": "false"}
-"""OpenAI's clients heed it."""
+"""Header that OpenAI's clients respect."""
 
 
 class Refused(Exception):
-    """An answer that is an error."""
+    """Error response to a request."""
 
     def __init__(
         self, message: str, *, code: str = "invalid_request", parameter: str | None = None, status: int = 400

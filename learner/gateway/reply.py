@@ -1,6 +1,8 @@
-"""A turn in OpenAI's form: whole, or as the events of a stream that say the same.
+"""Format a turn as OpenAI's reply: as a whole, or as equivalent stream events.
 
-Turn, text, calls ─▶ chat_reply, text_reply ─▶ (events)        Between the session and the gateway. Pure.
+    turn, text, calls ─▶ chat_reply, text_reply ─▶ (events)
+
+These pure functions sit between the session and the gateway.
 """
 
 import json
@@ -43,7 +45,7 @@ def text_reply(turn: Turn, text: str, body: Body, model: str) -> Reply:
 
 
 def events(reply: Reply, *, tells_usage: bool) -> Iterator[bytes]:
-    """The turn has come whole, so each part of it is one event."""
+    """Yield the events of a stream. The turn is complete, so each part is one event."""
     (choice,) = reply["choices"]
     common = {key: value for key, value in reply.items() if key not in ("choices", "usage")}
     if reply["object"] == "chat.completion":

@@ -1,7 +1,9 @@
-"""What an agent asks, checked: OpenAI's bodies of /v1/chat/completions and /v1/completions.
+"""Parse and check an agent's requests.
 
-Invariant: an agent never changes how the run samples, for the learner trains with the logprobs of that distribution: what differs is
-refused, or left out with learner.environment.override_sampling; what is the same or absent is not. Keys that change no token are ignored.
+The requests have OpenAI's format for /v1/chat/completions and /v1/completions.
+Invariant: an agent never changes how the run samples, because the learner trains with the logprobs of that
+distribution. Values that differ are refused, or dropped with learner.environment.override_sampling. Equal or
+missing values are accepted. Keys that change no token are ignored.
 """
 
 import math
@@ -16,7 +18,7 @@ from protocol.messages import MAX_STOP_LENGTH, MAX_STOPS
 
 
 class Body(msgspec.Struct, kw_only=True):
-    """Of either."""
+    """Fields of both kinds of requests."""
 
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
@@ -24,14 +26,14 @@ class Body(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     logprobs: bool | int | None = None
-    """Of chat completions; the other form has more than the engine tells."""
+    """Request for logprobs, in chat completions only. The other form needs more than the engine returns."""
     top_logprobs: int | None = None
     return_token_ids: bool | None = None
-    """vLLM's: tell the tokens."""
+    """vLLM's key to return the tokens."""
 
     @property
     def tells_usage(self) -> bool:
-        """In its stream."""
+        """True if the stream is to report the usage."""
         return bool((self.stream_options or {}).get("include_usage"))
 
 
@@ -49,17 +51,17 @@ class TextBody(Body, kw_only=True):
 
 AnyBody = TypeVar("AnyBody", ChatBody, TextBody)
 OF_RUN = ("temperature", "top_p", "top_k")
-"""Keys of learner.sampling."""
+"""Keys that learner.sampling sets."""
 FIXED: dict[str, Any] = {
     "n": 1, "best_of": 1, "min_p": 0, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "logit_bias": {},
     "echo": False, "suffix": "", "top_logprobs": 0, "min_tokens": 0, "ignore_eos": False, "use_beam_search": False, "length_penalty": 1,
     "stop_token_ids": [], "bad_words": [], "allowed_token_ids": [], "logits_processors": [], "repetition_detection": None,
     "structured_outputs": None, "guided_json": None, "guided_regex": None, "guided_choice": None, "guided_grammar": None,
 }  # fmt: skip
-"""What the run never has otherwise."""
+"""Keys with the only value that the run accepts."""
 LEAVE_OUT = "leave it out, or have it left out with learner.environment.override_sampling = true"
 OVERRIDDEN = {*OF_RUN, *FIXED, "seed", "response_format"}
-"""What learner.environment.override_sampling leaves out."""
+"""Keys that learner.environment.override_sampling drops."""
 OTHERWISE: dict[str, tuple[Any, str]] = {
     "functions": ([], "pass tools, which took their place"),
     "function_call": ("auto", "pass tools, which took their place"),
@@ -70,17 +72,23 @@ OTHERWISE: dict[str, tuple[Any, str]] = {
     "add_generation_prompt": (True, "it stays: the policy answers"),
     "truncate_prompt_tokens": (None, "send fewer messages"),
 }
-"""Keys of OpenAI's and vLLM's that change the prompt: what changes nothing, and what to do instead."""
+"""Keys of OpenAI and vLLM that change the prompt: the value without effect, and the remedy."""
 
 
 def read_body(kind: type[AnyBody], content: bytes, sampling: SamplingConfig, *, overrides: bool = False) -> AnyBody:
-    """`overrides`: the run's sampling takes the place of what an agent asks for. Raises Refused."""
+    """Parse and check a request's body.
+
+    `overrides`: the run's sampling replaces the agent's.
+
+    Raises:
+        Refused: if the body is malformed or asks for what the run does not support.
+    """
     try:
         raw = msgspec.json.decode(content, type=dict[str, Any])
         _refuse_other_prompts(raw)
         if overrides:
             raw = {key: value for key, value in raw.items() if key not in OVERRIDDEN}
-            if raw.get("tool_choice") != "none":  # which leaves the tools out of the prompt
+            if raw.get("tool_choice") != "none":  # "none" leaves the tools out of the prompt
                 raw.pop("tool_choice", None)
         _refuse_other_sampling(raw, sampling)
         body = msgspec.convert(raw, kind)
@@ -96,7 +104,7 @@ def read_body(kind: type[AnyBody], content: bytes, sampling: SamplingConfig, *, 
 
 
 def max_tokens_of(body: Body, sampling: SamplingConfig) -> int:
-    """Of one turn. Raises Refused."""
+    """Return the token limit of one turn. Raises Refused if the agent's is below 1."""
     wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if wanted is not None and wanted < 1:
         raise Refused(f"max_tokens = {wanted} must be at least 1", parameter="max_tokens")
@@ -104,7 +112,11 @@ def max_tokens_of(body: Body, sampling: SamplingConfig) -> int:
 
 
 def stops_of(body: Body, sampling: SamplingConfig) -> tuple[str, ...]:
-    """Texts that end the turn beside the run's. Raises Refused."""
+    """Return the stop texts of the turn that the run does not have.
+
+    Raises:
+        Refused: if there are too many, or if one is empty or too long.
+    """
     wanted = [body.stop] if isinstance(body.stop, str) else body.stop or []
     more = tuple(dict.fromkeys(text for text in wanted if text not in sampling.stop))
     if len(more) + len(sampling.stop) > MAX_STOPS or not all(0 < len(text) <= MAX_STOP_LENGTH for text in more):
@@ -117,7 +129,7 @@ def stops_of(body: Body, sampling: SamplingConfig) -> tuple[str, ...]:
 
 
 def cut_at(text: str, stops: Sequence[str]) -> str:
-    """Without the text that ended the turn, as OpenAI has it."""
+    """Cut a text before the stop text that ended the turn, as OpenAI does."""
     return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
 
 
@@ -149,7 +161,10 @@ def _refuse_other_prompts(raw: dict[str, Any]) -> None:
 
 
 def _refuse_forced_forms(body: ChatBody) -> None:
-    """A grammar would leave tokens out that the learner counts with."""
+    """Refuse forced tool calls and response formats.
+
+    A grammar would exclude tokens that the learner counts as possible.
+    """
     if body.tool_choice not in (None, "auto", "none"):
         raise Refused(
             f"tool_choice = {body.tool_choice!r} came, expected 'auto' or 'none': the policy is not forced into calls, it learns them; {LEAVE_OUT}",

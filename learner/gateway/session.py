@@ -1,9 +1,10 @@
-"""An episode that an agent plays: what it asks goes to the servers, what comes is recorded as it came.
+"""An agent's episode: send its requests to the servers and record the turns.
 
-    a request's tokens ─▶ turn ─▶ (servers) ─▶ record: it extends a branch, token for token, or begins one          agent_player.py ends it
+    a request's tokens ─▶ turn ─▶ (servers) ─▶ record: extend a branch or start one    agent_player.py ends it
 
-Between the gateway and the rollouts. Invariant: every token of the policy that the agent was given stands in exactly one branch, with the
-engine's logprob and version, however many requests are made at once and in whatever order they are answered.
+This sits between the gateway and the rollouts.
+Invariant: every policy token that the agent received is in exactly one branch, with the engine's logprob and
+version. This holds for concurrent requests in any order of their answers.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ from protocol.messages import Completion
 
 
 class Turn(msgspec.Struct, frozen=True, eq=False):
-    """What the policy said when it was asked."""
+    """A sampled turn."""
 
     turn_id: str
     prompt: list[int]
@@ -43,7 +44,10 @@ class Turn(msgspec.Struct, frozen=True, eq=False):
 
 
 class Session:
-    """Of one episode, in the learner's event loop; `max_tokens` are counted with the prompt, in each branch."""
+    """Session of one episode, used in the learner's event loop.
+
+    `max_tokens` applies to each branch and includes the prompt.
+    """
 
     def __init__(self, config: LearnerConfig, prompt: Prompt, number: int, ask: Ask, max_tokens: int) -> None:
         self._config, self._prompt, self._number, self._ask = config, prompt, number, ask
@@ -52,13 +56,13 @@ class Session:
         self.turn_ids: set[str] = set()
         self.num_calls = 0
         self.state: EndState | None = None
-        """None: it goes on."""
+        """End state. None: the episode goes on."""
         self.reward: float | None = None
         self.entered_version: int | None = None
         self._branches: list[RecordedBranch] = []
-        """The one that had a turn last stands last."""
+        """Branches, with the one that had the last turn at the end."""
         self._limit: EndState | None = None
-        """What its last request was refused for."""
+        """End state that the last refused request implies."""
         self._is_cut_off = False
         self._num_asked = 0
         self._under_way: set[asyncio.Future[Sampled | None]] = set()
@@ -67,7 +71,7 @@ class Session:
         self._clock = Clock()
 
     async def turn(self, token_ids: list[int], max_tokens: int, stop: tuple[str, ...]) -> Turn:
-        """Ask the policy. Raises Refused."""
+        """Sample a turn of the policy. Raises Refused if there is none."""
         room = min(max_tokens, self._room_behind(token_ids))
         asked = Asked(
             episode=self._number, number=self._num_asked, token_ids=np.array(token_ids, np.int32), max_tokens=room,
@@ -90,21 +94,27 @@ class Session:
         return Turn(uuid.uuid4().hex, token_ids, completion, group.num_cached_tokens)
 
     async def _answer_to(self, asked: Asked) -> Sampled | None:
-        """Raises Refused where the episode ends before it comes; cancelled, the servers are told that nobody waits."""
+        """Return the servers' answer.
+
+        Cancelling this call cancels the request at the servers.
+
+        Raises:
+            Refused: if the episode ends first.
+        """
         asking = asyncio.ensure_future(self._ask(asked))
         self._under_way.add(asking)
         try:
             with self._clock:
                 return await asking
         except asyncio.CancelledError:
-            if self.state is None:  # the agent no longer waits for it
+            if self.state is None:  # the agent no longer waits
                 raise
             raise episode_over(self.state) from None
         finally:
             self._under_way.discard(asking)
 
     def record(self, turn: Turn) -> None:
-        """What the agent is given: the turn follows the longest branch that its prompt extends."""
+        """Record a turn that the agent receives, in the longest branch it extends."""
         if self.turn_ids:
             self._num_prompt_tokens += len(turn.prompt)
             self._num_cached_tokens += turn.num_cached_tokens
@@ -122,20 +132,20 @@ class Session:
         branch.add(completion.token_ids, completion.behaviour_logprobs, completion.versions)
         self._branches.append(branch)
         self._is_cut_off = turn.is_cut_off
-        if self._limit == "length":  # of another branch
+        if self._limit == "length":  # the limit was that of another branch
             self._limit = None
 
     def leave(self) -> EndState:
-        """Nobody may ask any more, and what is asked is given up; return the state that it has ended in."""
+        """Close the session, cancel pending requests, and return the end state."""
         self.state = self.state or "aborted"
         for asking in self._under_way:
             asking.cancel()
         return self.state
 
     def end(self, outcome: float | Trouble | None) -> None:
-        """The agent has said what it is worth, or nothing, or never will."""
+        """Set the end state and the reward from the agent's outcome."""
         if isinstance(outcome, Trouble):
-            has_raised = outcome.outcome == "failed"  # as one does that is refused a turn
+            has_raised = outcome.outcome == "failed"  # an agent may raise because it was refused a turn
             of_agent: EndState = "deadline" if outcome.outcome == "timed_out" else "env_error"
             self.state = (has_raised and self._limit) or of_agent
             return
@@ -163,7 +173,11 @@ class Session:
         )
 
     def _room_behind(self, token_ids: list[int]) -> int:
-        """Tokens that a turn may have. Raises Refused."""
+        """Return the number of tokens that a turn may have.
+
+        Raises:
+            Refused: if the episode cannot have another turn.
+        """
         if self.state is not None:
             raise episode_over(self.state)
         max_turns = self._config.environment.max_turns
@@ -197,7 +211,7 @@ class Session:
         return longest
 
     def _messages(self) -> list[Message]:
-        """What was said after the row's prompt, where that converses."""
+        """Return the messages after the row's prompt, or none for a text prompt."""
         said, prompt = self.places.last_messages, self._prompt.prompt
         if isinstance(prompt, str) or not said:
             return []
@@ -207,7 +221,7 @@ class Session:
 
 
 class Clock:
-    """How long an episode has gone on without a request that is being answered."""
+    """Time that an episode has spent without a pending request."""
 
     def __init__(self) -> None:
         self._num_waiting, self._since, self._idle_s = 0, time.monotonic(), 0.0

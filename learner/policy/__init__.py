@@ -1,1 +1,1 @@
-"""The weights: the model, its adapter, their snapshots, the reference that they make, and how they are given to others."""
+"""Weights: the model, its adapter, their snapshots, the reference, and publishing and saving them."""

@@ -1,11 +1,13 @@
-"""The policy's tensors under the names and shapes of its checkpoint, which are those that vLLM and other programs know.
+"""Convert the policy's tensors to the names and shapes of its checkpoint, which vLLM expects.
 
     held: (name in memory, tensor) ─▶ CheckpointNames.convert ─▶ (name in the checkpoint, tensor)
 
-In memory transformers joins and renames: a layer's experts are one tensor, a multimodal checkpoint's text tower is a model of its
-own. What `save_pretrained` does to a whole model is done here to as little as can be converted by itself: one tensor where that is
-enough (dense models: the very same one; joined experts), else the tensors of one layer. Invariant: `convert` yields what
-`save_pretrained` would write, in the model's order.
+In memory, transformers joins and renames tensors: a layer's experts are one tensor, and a multimodal
+checkpoint's text tower is a model of its own. `save_pretrained` converts a whole model. This module converts
+the smallest possible part: one tensor (dense models: unchanged; joined experts), or else the tensors of one
+layer.
+
+Invariant: `convert` yields what `save_pretrained` would write, in the model's order.
 """
 
 import re
@@ -22,9 +24,10 @@ Specs = dict[str, tuple[torch.Size, torch.dtype]]
 
 
 def held(policy: PreTrainedModel) -> Tensors:
-    """What a checkpoint is made from: parameters and persistent buffers, layer by layer, a tied one once, nothing gathered.
+    """Return the tensors that a checkpoint is made from, without gathering any.
 
-    Of an adapted layer the weight that the adapter is merged into, under the name that it has without one.
+    They are parameters and persistent buffers, layer by layer, tied tensors once. An adapted layer has its
+    base weight, under the name without an adapter.
     """
     left_out = policy._keys_to_ignore_on_save or ()
     tensors = {
@@ -35,31 +38,35 @@ def held(policy: PreTrainedModel) -> Tensors:
     name_of: dict[int, str] = {}
     for name, tensor in tensors.items():
         if name_of.setdefault(id(tensor), name) in policy.all_tied_weights_keys:
-            name_of[id(tensor)] = name  # the one that the others are tied to
+            name_of[id(tensor)] = name  # the name that the others are tied to
     return {name: tensor for name, tensor in tensors.items() if name_of[id(tensor)] == name}
 
 
 class CheckpointNames:
-    """How one policy's tensors become those of its checkpoint."""
+    """Conversion of one policy's tensors to those of its checkpoint."""
 
     def __init__(self, policy: PreTrainedModel, tensors: Tensors) -> None:
-        """Of `tensors` only names, shapes and dtypes are looked at. Raises ConfigError if no part can be converted by itself."""
+        """Plan the conversion from the names, shapes and dtypes of `tensors`.
+
+        Raises:
+            ConfigError: The tensors cannot be converted in parts.
+        """
         self._policy = policy
         self._renamed: dict[str, str] = {}
-        """Those whose values stay as they are."""
+        """New names of the tensors whose values stay the same."""
         self._group_of: dict[str, tuple[str, ...]] = {}
-        """The others, each with all that are converted together with it."""
+        """Group in which each other tensor is converted."""
         self._cut({name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in tensors.items()})
 
     def convert(self, named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each group as soon as all of it has come; no more than one is kept."""
+        """Yield each group as soon as it is complete, keeping only one in memory."""
         waiting: Tensors = {}
         for name, tensor in named:
             if name in self._renamed:
                 yield self._renamed[name], tensor
                 continue
             waiting[name] = tensor.detach()
-            del tensor  # or it would outlive its conversion, until the next has been gathered
+            del tensor  # otherwise it would stay until the next is gathered
             group = self._group_of[name]
             if waiting.keys() >= set(group):
                 yield from self._revert({name: waiting.pop(name) for name in group}).items()
@@ -68,7 +75,10 @@ class CheckpointNames:
         return revert_weight_conversion(self._policy, tensors)
 
     def _cut(self, meta: Tensors) -> None:
-        """Find the smallest groups that are converted as in the whole: a tensor alone, a layer, all that is left."""
+        """Find the smallest groups that convert as they do in the whole model.
+
+        A group is a single tensor, a layer, or everything left.
+        """
         whole = _specs(self._revert(dict(meta)))
         made: set[str] = set()
         keys: list[Callable[[str], str]] = [lambda name: name, _layer_of, lambda name: ""]
@@ -94,7 +104,7 @@ class CheckpointNames:
     def _attempt(self, tensors: Tensors) -> Tensors | None:
         try:
             return self._revert(tensors)
-        except Exception:  # whatever an operation raises that lacks a part of what it works on
+        except Exception:  # an operation on incomplete inputs may raise anything
             return None
 
     def _remember(self, group: tuple[str, ...], part: Tensors, meta: Tensors) -> None:

@@ -1,10 +1,11 @@
-"""LoRA as the policy (Hu et al. 2021, arXiv 2106.09685): what is trained, pushed and saved is one low-rank adapter.
+"""Train, sync and save one low-rank adapter: LoRA (Hu et al. 2021, arXiv 2106.09685).
 
     y = W x + alpha / rank · B (A x)        W frozen, A and B trained, B zero at the start
 
-Between the loaded model and whatever trains it. Invariant: the parameters that require a gradient are exactly the adapter's,
-in float32. The adapter is pushed merged into the weights, because vLLM 0.32 takes an adapter into a running engine only by
-way of files, and its prefix cache does not know one version of it from the next.
+Weight sync sends the adapter merged into the weights. vLLM 0.32 loads an adapter into a running engine only
+from files, and its prefix cache does not distinguish two versions of it.
+
+Invariant: the parameters that require a gradient are exactly the adapter's, in float32.
 """
 
 from typing import cast
@@ -27,9 +28,12 @@ ADAPTER_NAME = "default"
 
 
 def add_adapter(policy: PreTrainedModel, config: LoraConfig, seed: int) -> None:
-    """Freeze the policy and put an adapter into it, in place. Raises ConfigError if a target is not a linear layer.
+    """Freeze the policy and add an adapter to it, in place.
 
     The same seed gives every rank the same adapter, whatever else has drawn random numbers before.
+
+    Raises:
+        ConfigError: A target is not a linear layer.
     """
     targets = target_layers(policy, config)
     is_conv1d = any(isinstance(policy.get_submodule(name), Conv1D) for name in targets)
@@ -50,7 +54,11 @@ def add_adapter(policy: PreTrainedModel, config: LoraConfig, seed: int) -> None:
 
 
 def target_layers(policy: PreTrainedModel, config: LoraConfig) -> list[str]:
-    """The names of the layers that the config's target_modules mean. Raises ConfigError."""
+    """Return the names of the layers that target_modules selects.
+
+    Raises:
+        ConfigError: A target is not a linear layer, or is a head tied to the embedding.
+    """
     linear = {name: module for name, module in policy.named_modules() if isinstance(module, nn.Linear | Conv1D)}
     head = policy.get_output_embeddings()
     if config.target_modules == "all-linear":
@@ -77,7 +85,7 @@ def has_adapter(policy: nn.Module) -> bool:
 
 
 class Weight(msgspec.Struct, frozen=True, eq=False):
-    """A tensor of the model as it is without an adapter."""
+    """A tensor of the model without its adapter, and the adapter's part of it."""
 
     tensor: torch.Tensor
     low_rank: tuple[torch.Tensor, ...] = ()
@@ -85,12 +93,15 @@ class Weight(msgspec.Struct, frozen=True, eq=False):
     layer: AdaptedLinear | None = None
 
     def made_from(self, tensor: torch.Tensor, *low_rank: torch.Tensor) -> torch.Tensor:
-        """Itself, or W + alpha / rank · B A in float32; of a sharded policy from what was gathered."""
+        """Return the tensor, or W + alpha / rank · B A in float32.
+
+        For a sharded policy, the arguments are the gathered tensors.
+        """
         return tensor if self.layer is None else tensor.float() + delta(self.layer, *low_rank)
 
 
 def weights(policy: PreTrainedModel) -> dict[str, Weight]:
-    """Under the names of the model without an adapter."""
+    """Return the weights under the names of the model without an adapter."""
     found = {name: Weight(tensor) for name, tensor in held(policy).items()}
     for name, layer in policy.named_modules():
         if isinstance(layer, AdaptedLinear):
@@ -100,5 +111,8 @@ def weights(policy: PreTrainedModel) -> dict[str, Weight]:
 
 
 def delta(layer: AdaptedLinear, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """What the adapter adds to a weight: peft's `get_delta_weight`, which knows only its own A and B, of which a rank may have a shard."""
+    """Return what the adapter adds to a weight.
+
+    peft's `get_delta_weight` only knows its own A and B, of which a rank may have a shard.
+    """
     return ((b @ a).T if layer.fan_in_fan_out else b @ a) * layer.scaling[ADAPTER_NAME]

@@ -1,7 +1,8 @@
-"""How much memory a model needs on both sides, by arithmetic: from its shape and the config, before anything is loaded.
+"""Estimate the memory that a model needs on both sides, from its shape and the config, before loading it.
 
-Pure. Every part is a formula of a line, so that each can be checked against tensors; README.md has them in words and a table.
-Not counted: CUDA's own gigabyte or so, and what the allocator loses between blocks.
+Pure. Each part is a short formula that can be checked against tensors. README.md has the formulas in words
+and a table. Two things are not counted: CUDA's own memory of about 1 GB, and the allocator's loss between
+blocks.
 """
 
 from typing import Any
@@ -18,38 +19,44 @@ from learner.forward.lm_head import TILE_LOGITS
 GIB = 1 << 30
 BYTES_PER_HIDDEN = {"float32": 40, "bfloat16": 24}
 BYTES_PER_INTERMEDIATE = {"float32": 16, "bfloat16": 8}
-"""What a layer keeps of each token for its backward pass; measured on Qwen2 and Llama, whose MLP is gated."""
+"""Bytes that a layer keeps of each token for its backward pass, per hidden and per intermediate unit.
+
+Measured on Qwen2 and Llama, whose MLP is gated.
+"""
 BYTES_OF_MOMENTS = {"adamw": 8.0, "adamw_8bit": 2 * (1 + 4 / 256)}
-"""Two for each parameter; those of 8 bits have a float32 scale in each block of 256."""
+"""Bytes of both moments of a parameter. 8-bit moments have a float32 scale for each block of 256."""
 LEARNER_BUCKETS, SERVER_BUCKETS = 2, 3
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
-    """What memory depends on."""
+    """Properties of a model that determine its memory."""
 
     num_parameters: int
-    """Tied weights once."""
+    """Number of parameters, tied weights once."""
     num_active: int
-    """Of those, the ones that a token goes through: not the experts that its router leaves out."""
+    """Number of parameters that a token uses, without the experts that its router leaves out."""
     num_embedding: int
-    """Of those, the ones that are only looked up: of tied weights none."""
+    """Number of parameters that are only looked up; tied weights: 0."""
     num_layers: int
     hidden_size: int
     intermediate_size: int
     vocab_size: int
     kv_size: int
-    """Numbers in the keys of one token in one layer; the mean where layers differ."""
+    """Numbers in the keys of one token in one layer, as the mean over layers."""
     linear_layers: dict[str, int]
-    """Inputs + outputs of each linear layer but the head: an adapter of rank r has r times as many numbers."""
+    """Inputs + outputs of each linear layer except the head.
+
+    An adapter of rank r has r times as many parameters.
+    """
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes by what they are for."""
+    """Bytes by purpose."""
 
     device: dict[str, int]
-    """On each GPU of the side."""
+    """Bytes on each GPU of the side."""
     host: dict[str, int]
-    """On the learner's first node, or in each server."""
+    """Bytes on the learner's first node, or in each server."""
 
     @property
     def device_gib(self) -> float:
@@ -61,7 +68,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def shape_of(config: PretrainedConfig) -> ModelShape:
-    """Build the model without memory and look at it."""
+    """Return the shape of a model, which is built on the meta device."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     text, head = config.get_text_config(), model.get_output_embeddings()
@@ -82,7 +89,10 @@ def shape_of(config: PretrainedConfig) -> ModelShape:
 
 
 def _num_idle(model: nn.Module) -> int:
-    """Parameters of experts that a token does not go through, by the names that transformers gives them and their routers."""
+    """Return the number of parameters of experts that a token does not use.
+
+    Experts and routers are found by their names in transformers.
+    """
     num_idle = 0.0
     for block in model.modules():
         experts = block._modules.get("experts")
@@ -97,7 +107,7 @@ def _num_idle(model: nn.Module) -> int:
 
 
 def num_trained(shape: ModelShape, config: LearnerConfig) -> int:
-    """Parameters that have a gradient."""
+    """Return the number of parameters that have a gradient."""
     if not config.lora.rank:
         return shape.num_parameters
     ends = config.lora.target_modules
@@ -108,7 +118,10 @@ def num_trained(shape: ModelShape, config: LearnerConfig) -> int:
 def learner_memory(
     shape: ModelShape, run: LearnerRun, *, num_ranks: int = 1, is_sharded: bool = False, device_type: str = "cuda"
 ) -> Memory:
-    """The learner's: of each rank's GPU (or what would be there, on a CPU), and of a node that has all ranks."""
+    """Return the learner's memory: of each rank's GPU, and of a node with all ranks.
+
+    On a CPU, the first part is what would be on the GPU.
+    """
     config, wire = run.learner, _bytes_of(run.dtype)
     trained, total = num_trained(shape, config), shape.num_parameters
     frozen = total if config.lora.rank else 0
@@ -137,8 +150,10 @@ def learner_memory(
 
 
 def activation_bytes(shape: ModelShape, run: LearnerRun, device_type: str = "cuda") -> int:
-    """What the layers keep of a micro-batch for its backward pass; with checkpointing the input of each, and one layer
-    whole."""
+    """Return the bytes that the layers keep of a micro-batch for its backward pass.
+
+    With gradient checkpointing, these are the input of each layer, and one whole layer.
+    """
     num_tokens = run.learner.tokens_per_pass(device_type)
     of_a_layer = (
         BYTES_PER_HIDDEN[run.dtype] * shape.hidden_size + BYTES_PER_INTERMEDIATE[run.dtype] * shape.intermediate_size
@@ -149,8 +164,11 @@ def activation_bytes(shape: ModelShape, run: LearnerRun, device_type: str = "cud
 
 
 def head_bytes(shape: ModelShape, run: LearnerRun, *, tile_logits: int) -> int:
-    """A tile of logits in float32 and a quarter more, and the gradient of the head's weights before it joins the others: in
-    float32, where tiles add to it, and once more in the run's dtype."""
+    """Return the bytes of the head's tile and of its weights' gradient.
+
+    A tile of logits takes float32 and a quarter more. The gradient is float32, where tiles add to it. With
+    bfloat16, it exists once more in that dtype before it joins the others.
+    """
     tile = 5 * tile_logits
     if run.learner.lora.rank:
         return tile
@@ -158,21 +176,27 @@ def head_bytes(shape: ModelShape, run: LearnerRun, *, tile_logits: int) -> int:
 
 
 def server_memory(shape: ModelShape, run: LearnerRun, *, num_workers: int = 1) -> Memory:
-    """The server's, of each worker's GPU but for the keys and values, which take what is left (see `kv_bytes_per_token`)."""
+    """Return the server's memory, of each worker's GPU, without the KV cache.
+
+    The KV cache takes what is left (see `kv_bytes_per_token`).
+    """
     wire, push = _bytes_of(run.dtype), run.learner.push
     weights = wire * shape.num_parameters
     device = {"weights": weights // num_workers, "push": SERVER_BUCKETS * (push.bucket_mib << 20)}
-    host = {"push": weights if push.wire == "delta" else 0}  # one for all workers
+    host = {"push": weights if push.wire == "delta" else 0}  # shared by all workers
     return Memory(device=device, host=host)
 
 
 def kv_bytes_per_token(shape: ModelShape, run: LearnerRun, *, num_workers: int = 1) -> int:
-    """Keys and values of one token on each worker."""
+    """Return the bytes of one token in the KV cache of each worker."""
     return 2 * shape.num_layers * shape.kv_size * _bytes_of(run.dtype) // num_workers
 
 
 def told(memory: Memory) -> str:
-    """`12.3 GiB per GPU (weights 1.8, …) and 4.1 GiB of its host`, without the parts that do not count."""
+    """Format as `12.3 GiB per GPU (weights 1.8, …) and 4.1 GiB of its host`.
+
+    Parts below 0.05 GiB are left out.
+    """
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in memory.device.items() if size >= 0.05 * GIB)
     return (
         f"{memory.device_gib:.1f} GiB per GPU{f' ({parts})' if parts else ''} and {memory.host_gib:.1f} GiB of its host"
@@ -188,7 +212,11 @@ def _num_snapshots(config: LearnerConfig) -> int:
 
 
 def _cast_bytes(shape: ModelShape, run: LearnerRun, *, is_sharded: bool) -> int:
-    """A pass keeps its casts for the backward pass, of checkpointed layers one's; FSDP2 gathers two layers at a time."""
+    """Return the bytes of parameters that are cast for a pass.
+
+    A pass keeps its casts for the backward pass, with gradient checkpointing those of one layer. FSDP2
+    gathers two layers at a time.
+    """
     if is_sharded:
         return 2 * _bytes_of(run.dtype) * shape.num_parameters // shape.num_layers
     if run.dtype == "float32":

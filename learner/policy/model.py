@@ -1,10 +1,13 @@
-"""The policy: loading it from the disk, or refusing it there, and the dtype in which it computes.
+"""Load the policy, or refuse it, and set the dtype in which it computes.
 
-    float32 parameters ─▶ a layer begins: cast ─▶ it computes as if it had been loaded in that dtype ─▶ it ends: put back
+    float32 parameters ─▶ a layer starts: cast ─▶ it computes as if loaded in that dtype ─▶ it ends: restored
 
-Parameters are float32; passes are in the run's dtype, as the server's are. Invariant: whole on each rank, sharded by FSDP2 or loaded in
-bfloat16, the same weights give the same logprobs; the cast is part of the graph, so gradients arrive in float32. Autocast would not do:
-under it the sum that the layers add to stays float32, which it is neither in the server nor under FSDP2.
+Parameters are float32; passes run in the run's dtype, as on the server. The cast is part of the graph, so
+gradients arrive in float32. Autocast is no alternative: it keeps the residual stream in float32, unlike the
+server and FSDP2.
+
+Invariant: whole on each rank, sharded by FSDP2 or loaded in bfloat16, the same weights give the same
+logprobs.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -40,12 +43,17 @@ def load_policy(
     attn_implementation: str | None = None,
     max_model_len: int | None = None,
 ) -> PreTrainedModel:
-    """Load the model in evaluation mode, as it samples: without the dropout, jitter and other routing of training, and with the
-    RoPE of the server. Any of those would make both sides disagree about every token.
+    """Load the model in evaluation mode, with the RoPE of the server.
 
-    What is trained must be float32: optimizer steps at RL learning rates vanish in bfloat16. Of a multimodal checkpoint it is the
-    text tower. `attn_implementation`: of those of transformers; None: its choice. `max_model_len`: the server's; None: what vLLM
-    derives. Raises ConfigError if the model cannot be trained, or not so.
+    Dropout, jitter, routing for training or another RoPE would make learner and server disagree about every
+    token. Trained weights must be float32: optimizer steps at RL learning rates vanish in bfloat16. A
+    multimodal checkpoint yields its text tower.
+
+    `attn_implementation` is one of transformers'; None: its choice. `max_model_len` is the server's; None:
+    what vLLM derives.
+
+    Raises:
+        ConfigError: The model cannot be trained, or not with these arguments.
     """
     transformers.utils.logging.disable_progress_bar()
     config = load_config(path)
@@ -66,13 +74,17 @@ def load_policy(
     pin_rope(model, max_model_len)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable()
-        for module in model.modules():  # in evaluation mode nothing is checkpointed
+        for module in model.modules():  # only layers in training mode are checkpointed
             module.training = isinstance(module, GradientCheckpointingLayer)
     return model
 
 
 def load_config(path: Path) -> PreTrainedConfig:
-    """Raises ConfigError for a config.json in which something is missing, such as a factor of its RoPE."""
+    """Load the config of a model.
+
+    Raises:
+        ConfigError: config.json is incomplete, for example without a factor of its RoPE.
+    """
     try:
         return AutoConfig.from_pretrained(path)
     except KeyError as error:
@@ -80,12 +92,15 @@ def load_config(path: Path) -> PreTrainedConfig:
 
 
 def _switch_off_dropout(config: PreTrainedConfig) -> None:
-    """Under all its names, in the config and in those that it holds: layers that are checkpointed are in training mode themselves."""
+    """Set dropout to 0, under all its names, in a config and all configs in it.
+
+    Layers with gradient checkpointing are in training mode, so evaluation mode does not switch it off.
+    """
     for key, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
             _switch_off_dropout(value)
         elif "drop" in key and isinstance(value, float | int) and not isinstance(value, bool):
-            setattr(config, key, type(value)(0))  # some configs check it
+            setattr(config, key, type(value)(0))  # some configs check the type
 
 
 def _check_trainable(config: PreTrainedConfig, path: Path) -> None:
@@ -103,7 +118,10 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 
 
 def compute_in(dtype: torch.dtype, policy: nn.Module, accelerator: Accelerator) -> None:
-    """Let every later pass of `policy`, which accelerate has not prepared yet, compute in `dtype`. Buffers stay as they are."""
+    """Let every later pass of `policy` compute in `dtype`.
+
+    Call this before accelerate prepares the policy. Buffers stay as they are.
+    """
     setattr(policy, MARK, dtype)
     if accelerator.is_fsdp2:
         if dtype != torch.float32:
@@ -114,20 +132,22 @@ def compute_in(dtype: torch.dtype, policy: nn.Module, accelerator: Accelerator) 
         part = _Part(owners, dtype)
         if part.needs_cast:
             module.register_forward_pre_hook(part.enter)
-            # Always: a layer that is computed again for its gradient is left by an exception as soon as there is enough of it.
+            # always_call: checkpointing leaves a recomputed layer by an exception once it has enough.
             module.register_forward_hook(part.leave, always_call=True)
 
 
 def compute_dtype(policy: nn.Module) -> torch.dtype:
-    """The dtype in which `policy`, prepared or not, computes."""
-    marks = (
-        getattr(module, MARK) for module in policy.modules() if hasattr(module, MARK)
-    )  # DDP stands around the policy
+    """Return the dtype in which `policy`, prepared or not, computes."""
+    # DDP wraps the policy, so the mark may be on an inner module.
+    marks = (getattr(module, MARK) for module in policy.modules() if hasattr(module, MARK))
     return next(marks, next(policy.parameters()).dtype)
 
 
 def _parts(policy: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
-    """A layer with all that is in it, for layers read weights of modules that they do not call; any other module alone."""
+    """Yield modules, each with the modules whose parameters are cast with it.
+
+    A layer is cast as a whole, because layers read weights of modules that they do not call.
+    """
     of_layers: set[nn.Module] = set()
     for module in policy.modules():
         if module in of_layers:
@@ -149,7 +169,7 @@ class _Part:
             if parameter is not None and parameter.is_floating_point()
         ]
         self._parameters: list[nn.Parameter | None] = []
-        """While the part runs, what is to be put back."""
+        """Original parameters, to restore when the part has run."""
 
     @property
     def needs_cast(self) -> bool:
@@ -157,10 +177,10 @@ class _Part:
 
     def enter(self, module: nn.Module, args: Any) -> Any:
         self._parameters = [owner._parameters[name] for owner, name in self._places]
-        # No Parameters but tensors that were computed from them: so they are a part of the graph, as FSDP2's are.
+        # Tensors computed from the parameters keep the cast in the graph, as under FSDP2.
         for (owner, name), low in zip(self._places, _all_in(self._dtype, self._parameters), strict=True):
             owner._parameters[name] = cast(nn.Parameter, low)
-        # Mamba casts what comes to its head to the dtype that its weight has outside of it.
+        # Mamba casts its head's input to the dtype that the weight has before this cast.
         return (args[0].to(self._dtype), *args[1:]) if isinstance(module, nn.Linear) and args else None
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -170,7 +190,7 @@ class _Part:
 
 
 def _all_in(dtype: torch.dtype, parameters: Sequence[Any]) -> list[torch.Tensor]:
-    """All in `dtype`; those that are trained and are not yet, at once."""
+    """Return all parameters in `dtype`, and cast those to be trained with one call."""
     is_other = [parameter.requires_grad and parameter.dtype != dtype for parameter in parameters]
     lows = iter(
         _Cast.apply(dtype, *(parameter for parameter, other in zip(parameters, is_other, strict=True) if other))
@@ -179,7 +199,11 @@ def _all_in(dtype: torch.dtype, parameters: Sequence[Any]) -> list[torch.Tensor]
 
 
 class _Cast(torch.autograd.Function):
-    """Of several tensors by one node and, on a GPU, a few kernels: a layer has a dozen, and more launches than work would be theirs."""
+    """Autograd function that casts several tensors with one node.
+
+    On a GPU, a few kernels cast all of them. A layer has a dozen, and a launch for each would cost more than
+    the work.
+    """
 
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -1,5 +1,7 @@
-"""A digest of the model a run starts from, cheap enough for every start: which weights a LoRA checkpoint belongs to, and whether all
-ranks have loaded the same.
+"""Compute a digest of a run's initial model that is cheap enough for every start.
+
+The digest shows which weights a LoRA checkpoint belongs to, and whether all ranks have loaded the same
+weights.
 """
 
 import hashlib
@@ -11,16 +13,20 @@ from protocol.errors import ConfigError
 
 NUM_WINDOWS = 3
 WINDOW_BYTES = 256
-"""Read of each tensor, evenly spread."""
+"""Bytes in each of the NUM_WINDOWS windows of a tensor, which are spread evenly."""
 VOLATILE = ("_name_or_path", "dtype", "torch_dtype", "transformers_version")
-"""Keys of config.json that change nothing: the run has a dtype of its own."""
+"""Keys of config.json that change nothing. The run has its own dtype."""
 
 
 def digest_model(path: Path) -> str:
-    """Return a digest of config.json and, tensor by tensor, of name, dtype, shape and a sample of the values.
+    """Return a digest of config.json and of every tensor.
 
-    Another training of the same architecture differs in all its matrices, so it has another digest. Few changed values between the
-    windows, such as a row of an embedding, go unnoticed. How the tensors are distributed over files does not count. Raises ConfigError.
+    It covers the name, dtype, shape and a sample of the values, but not the distribution over files. Training
+    changes all matrices and therefore the digest. Few changed values between the windows, such as a row of an
+    embedding, go unnoticed.
+
+    Raises:
+        ConfigError: A file is not a safetensors file.
     """
     config = json.loads((path / "config.json").read_bytes())
     digest = hashlib.sha256(json.dumps({key: config[key] for key in sorted(config.keys() - set(VOLATILE))}).encode())
@@ -34,9 +40,12 @@ def digest_model(path: Path) -> str:
 
 
 def _samples(file: BinaryIO, path: Path) -> dict[str, bytes]:
-    """Return what is looked at of each tensor in a safetensors file: 8 bytes of length, a JSON header, the data.
+    """Return a sample of each tensor in a safetensors file.
 
-    Raises ConfigError if the header is longer than the file.
+    The file consists of 8 bytes of length, a JSON header, and the data.
+
+    Raises:
+        ConfigError: The header is longer than the file.
     """
     start = 8 + int.from_bytes(file.read(8), "little")
     if start > path.stat().st_size:

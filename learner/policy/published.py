@@ -1,19 +1,15 @@
-"""The policy as others see it: which weights leave the house, under which names, and the logprobs it gives.
+"""Provide the policy's weights for weight sync and export, and its logprobs for the parity check.
 
-A push and an export read `tensors`, parity asks for `logprobs`; both are rank 0's alone. An adapter is merged into the weights
-it belongs to. The other ranks follow: if the policy is sharded, they have a part in both, and in any case they hear every few
-seconds that rank 0, which may wait for hours, is there.
+    rank 0         led: waits, syncs, measures ── order ─▶ one tensor gathered, or one pass ─▶ … ── release ─▶
+    other ranks    led: ◀─ order ── the same collective, result dropped ─▶ … ─▶ released
 
-    rank 0       led: waits, pushes, measures ── order ─▶ one tensor gathered, or one pass ─▶ … ── release ─▶
-    the others   led: ◀─ order ── the same collective, its result dropped ─▶ … ─▶ released
+Only rank 0 uses the results. If the policy is sharded, the other ranks help to compute them. In any case,
+rank 0, which may wait for hours, sends them an order every few seconds to show that it is alive. Each rank
+holds one gathered tensor, or now and then those of a layer (hf_weights.py), besides what rank 0 is sending to
+the server.
 
-Between the trained policy and the server. Invariant: an order and the collective it is for are one on every rank's main thread.
-So a push may fail between two tensors and begin again at the first, and no collective of the training comes between.
-Memory: on every rank one gathered tensor at a time (hf_weights.py: now and then those of a layer), beside what rank 0 has under way to the server.
-
-`Export` is the policy in Hugging Face's format, copied while training waits and written while it goes on: model/ with the weights that a
-push of the same version brings, and with LoRA adapter/ as peft writes it. Every other file of model/ is that of the model the run
-began with, so the tokenizer's hash, and with it the fingerprint, stay the same.
+Invariant: on every rank's main thread, an order and its collective run without a collective of the training
+in between. A weight sync may therefore fail between two tensors and start again at the first.
 """
 
 import inspect
@@ -49,23 +45,26 @@ from protocol.model_files import text_files, weight_files
 from protocol.weights.buckets import NamedTensors, dtype_on_wire
 
 PASS, RELEASE, STOP, WAIT = -1, -2, -3, -4
-"""Orders; any other is the index of the tensor to gather."""
+"""Special orders. Any other order is the index of the tensor to gather."""
 STILL_WAITING_S = 5.0
-"""Between two orders to wait on."""
+"""Seconds between two orders to wait."""
 
 
 class PublishedPolicy:
-    """Every rank has one; of a policy that is whole on every rank the others only wait."""
+    """Weights and logprobs of the policy, on every rank.
+
+    If every rank holds the whole policy, the other ranks only wait.
+    """
 
     def __init__(self, accelerator: Accelerator, policy: nn.Module, wire_dtype: torch.dtype) -> None:
-        """`policy` as prepared by accelerate."""
+        """Wrap a policy that accelerate has prepared."""
         self.model = accelerator.unwrap_model(policy)
         self.wire_dtype, self.device, self.num_ranks = wire_dtype, accelerator.device, accelerator.num_processes
-        # The device of a rank may be too small for all the weights that several share.
+        # One rank's device may be too small for all the weights of a sharded policy.
         self.copy_device = torch.device("cpu") if accelerator.is_fsdp2 else None
         self._accelerator, self._is_sharded = accelerator, accelerator.is_fsdp2
         self._leading_thread: int | None = None
-        """Of rank 0, while others follow it."""
+        """Thread of rank 0 while other ranks follow it."""
         self._heard_at = time.monotonic()
         reshard(self.model)
         of_model = weights(self.model)
@@ -76,7 +75,13 @@ class PublishedPolicy:
 
     @contextmanager
     def led(self) -> Iterator[None]:
-        """Around what rank 0 does alone: it enters at once, the others when it has left. Raises RankFailed if that was an error."""
+        """Let rank 0 run a block while the other ranks follow its orders.
+
+        The other ranks enter the block when rank 0 has left it.
+
+        Raises:
+            RankFailed: Rank 0 left with an error, or a rank no longer responds.
+        """
         if self._accelerator.num_processes == 1:
             yield
         elif not self._accelerator.is_main_process:
@@ -87,7 +92,7 @@ class PublishedPolicy:
             try:
                 yield
             except SlipstreamError:
-                with suppress(RankFailed):  # what stops this rank is told, not who else has stopped
+                with suppress(RankFailed):  # raise the error of this rank, not that of another
                     self._broadcast(STOP)
                 raise
             finally:
@@ -95,16 +100,25 @@ class PublishedPolicy:
             self._broadcast(RELEASE)
 
     def still_waiting(self) -> None:
-        """Called again and again by whoever waits long: lets the ranks that follow know, now and then, that it is for good reason."""
+        """Show the ranks that follow that rank 0 is alive, at most every few seconds.
+
+        A caller that waits long calls this repeatedly.
+        """
         if self._leading_thread == threading.get_ident() and time.monotonic() - self._heard_at > STILL_WAITING_S:
             self._broadcast(WAIT)
 
     def tensors(self) -> NamedTensors:
-        """Yield the weights by their checkpoint names, each made when it is asked for: gathered, and merged with its adapter."""
+        """Yield the weights by their checkpoint names.
+
+        Each is gathered and merged with its adapter on demand.
+        """
         return self._names.convert(self._made(range(self._num_pushed)))
 
     def adapter(self) -> NamedTensors:
-        """Yield what is trained of an adapted policy, by its names in memory, gathered one by one."""
+        """Yield the trained tensors of an adapted policy by their names in memory.
+
+        They are gathered one by one.
+        """
         return self._made(range(self._num_pushed, len(self._weights)))
 
     @torch.no_grad()
@@ -116,7 +130,10 @@ class PublishedPolicy:
             yield name, weight.made_from(*self._gathered(index))
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Return the policy's logprobs of each sequence's tokens after its first, one sequence after the other, on the CPU."""
+        """Return the policy's logprobs of each sequence's tokens after its first.
+
+        The sequences are concatenated on the CPU.
+        """
         if self._is_sharded:
             self._broadcast(PASS)
         return sequences_logprobs(self.model, sequences, self.device)
@@ -133,10 +150,10 @@ class PublishedPolicy:
                 self._gathered(order)
 
     def _broadcast(self, order: int) -> int:
-        """Return rank 0's order. Raises RankFailed if it, or a rank that it is for, is not heard of any more."""
+        """Return rank 0's order. Raises RankFailed if a rank no longer responds."""
         try:
             order = int(broadcast(torch.tensor([order], device=self.device)))
-        except RuntimeError as error:  # of torch's collectives: a connection that broke, or the deadline
+        except RuntimeError as error:  # a collective lost its connection or timed out
             reason = str(error).splitlines()[0]
             who = "another rank" if self._accelerator.is_main_process else "rank 0"
             raise RankFailed(
@@ -148,34 +165,47 @@ class PublishedPolicy:
 
     @torch.no_grad()
     def _gathered(self, index: int) -> list[torch.Tensor]:
-        """The parts of a weight. One that is pushed as it is, is cast before: half the bytes in bfloat16, and the same bits."""
+        """Return the gathered parts of a weight.
+
+        A weight that is sent unchanged is cast first. In bfloat16, this halves the bytes and gives the same
+        bits.
+        """
         _, weight = self._weights[index]
         if self._is_sharded and weight.layer is None and index < self._num_pushed:
             return [whole(weight.tensor.to(dtype_on_wire(weight.tensor, self.wire_dtype)))]
         return [whole(part) for part in (weight.tensor, *weight.low_rank)]
 
 
-# One line per file it saves, by a logger that is named after its file.
+# save_torch_state_dict logs one line per file. Its logger is named after the path of its module.
 logging.getLogger(inspect.getfile(save_torch_state_dict)).setLevel(logging.WARNING)
 
 
 class Export(msgspec.Struct, frozen=True, kw_only=True):
-    """A copy of the policy in the host's memory, which training does not touch."""
+    """Copy of the policy in host memory, to be written in Hugging Face's format.
+
+    Training waits for the copy, but not for the writing. model/ holds the weights that a weight sync of this
+    version sends, and adapter/ the LoRA adapter as peft writes it. All other files of model/ are those of the
+    initial model. The hash of the tokenizer, and with it the fingerprint, therefore stays the same.
+    """
 
     model_path: Path
-    """Of the model that the run began with."""
+    """Path of the initial model."""
     dtype: str
     model: Tensors
     keeps_towers: bool
-    """The checkpoint has more than the text tower that is trained: the rest stays as it was."""
+    """Whether the checkpoint has more than the trained text tower. The rest stays unchanged."""
     adapter: Tensors | None
     adapter_config: PeftConfig | None
 
     def write(self, directory: Path) -> None:
-        """Raises OSError, SafetensorError or RuntimeError if it cannot be written."""
+        """Write the export.
+
+        Raises:
+            OSError, SafetensorError, RuntimeError: The export cannot be written.
+        """
         tensors = self.model | self._of_towers()
         (directory / "model").mkdir()
-        save_torch_state_dict(tensors, directory / "model", max_shard_size="50GB")  # as `save_pretrained` does
+        save_torch_state_dict(tensors, directory / "model", max_shard_size="50GB")  # as in save_pretrained
         _restore_files(self.model_path, self.dtype, directory / "model")
         if self.adapter is not None and self.adapter_config is not None:
             (directory / "adapter").mkdir()
@@ -192,7 +222,7 @@ class Export(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def copy_for_export(published: PublishedPolicy, run: LearnerRun, model_path: Path) -> Export:
-    """Gather, merge and cast one tensor at a time. Rank 0's alone, as a push is."""
+    """Gather, merge and cast one tensor at a time. Only rank 0 calls this."""
     dtype, policy = getattr(torch, run.dtype), published.model
     began_with = json.loads((model_path / "config.json").read_text())["model_type"]
     return Export(
@@ -218,10 +248,10 @@ def _adapter_config(policy: PreTrainedModel, base: str) -> PeftConfig:
 
 
 def _restore_files(model_path: Path, dtype: str, directory: Path) -> None:
-    # Over the config of the policy, which is in float32 and without dropout.
+    # The policy's own config would not do: it has float32 and no dropout.
     for file in text_files(model_path):
         shutil.copyfile(file, directory / file.name)
     config_file = directory / "config.json"
     config = json.loads(config_file.read_text())
-    config.pop("torch_dtype", None)  # the name of the key before transformers 5
+    config.pop("torch_dtype", None)  # the key's name before transformers 5
     config_file.write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n")

@@ -1,9 +1,11 @@
-"""The reference: the earlier policy, or policies, the KL is measured against.
+"""The reference model: the earlier policy, or policies, against which the KL is measured.
 
-It stands between the micro-batches and the loss: `logprobs` is called once per step, before its first update, so one step
-never mixes two references; `after_step` comes after its last. Weights (snapshot.py), versions and the state of `decide` are in the
-checkpoint, so a resume goes on with the same reference and refreshes it at the same steps. `decide` is pure: config, state and the
-metrics of a step, which every rank has alike, give the decision.
+`logprobs` runs once per step, before its first update, so one step never mixes two references. `after_step`
+runs after its last update. A checkpoint holds the weights (snapshot.py), the versions and the state of
+`decide`. A resume therefore continues with the same reference and refreshes it at the same steps.
+
+Invariant: `decide` is pure. Its inputs are the config, its state and the step's metrics, which all ranks
+share.
 """
 
 import logging
@@ -27,25 +29,25 @@ from learner.policy.snapshot import as_shard, local, own_copy, seated, trainable
 from protocol.errors import ConfigError
 
 REWARD_AVERAGE_STEP = 0.1
-"""How far the moving average of the reward goes towards each step's: it looks back over about ten steps."""
+"""Step of the moving average towards each new reward; the average covers about ten steps."""
 log = logging.getLogger(__name__)
 
 
 class RefreshState(msgspec.Struct, frozen=True, kw_only=True):
-    """What the next decision depends on besides the step's metrics."""
+    """Inputs of the next decision besides the step's metrics."""
 
     interval_steps: float | None
-    """Steps that at least lie between the last refresh and the next, rounded down; None: never again."""
+    """Minimum steps between the last refresh and the next, rounded down; None: no more refresh."""
     steps_above: int = 0
-    """adaptive: for how many steps in a row the KL has been above the threshold."""
+    """adaptive: number of steps in a row with the KL above the threshold."""
     reward_average: float | None = None
-    """adaptive: the moving average of the mean reward."""
+    """adaptive: moving average of the mean reward."""
     reward_at_refresh: float | None = None
-    """adaptive: what that average was at the last refresh, or at the first step."""
+    """adaptive: this average at the last refresh, or at the first step."""
 
 
 def first_state(config: ReferenceConfig) -> RefreshState:
-    """The state before the first step."""
+    """Return the state before the first step."""
     match config.kind:
         case "fixed":
             return RefreshState(interval_steps=None)
@@ -58,7 +60,7 @@ def first_state(config: ReferenceConfig) -> RefreshState:
 def decide(
     config: ReferenceConfig, state: RefreshState, steps_since_refresh: int, metrics: dict[str, float]
 ) -> tuple[bool, RefreshState]:
-    """Return whether the step that has these metrics ends with a refresh, and the state after it."""
+    """Return whether a step with these metrics ends in a refresh, and the new state."""
     if config.kind == "adaptive":
         state = _observe(config, state, metrics)
     is_due = state.interval_steps is not None and steps_since_refresh >= int(state.interval_steps)
@@ -68,8 +70,10 @@ def decide(
 
 
 def _observe(config: ReferenceConfig, state: RefreshState, metrics: dict[str, float]) -> RefreshState:
-    """A step without tokens to train on measured no KL, so it neither adds to the patience nor ends it; one without scorable
-    completions leaves the reward's average alone.
+    """Update the state with the metrics of a step.
+
+    A step without tokens to train on measures no KL and leaves `steps_above` as it is. A step without
+    scorable completions leaves the reward average as it is.
     """
     assert config.kl_threshold is not None
     kl, steps_above = metrics.get("reference/kl"), state.steps_above
@@ -87,7 +91,7 @@ def _observe(config: ReferenceConfig, state: RefreshState, metrics: dict[str, fl
 
 
 def _has_drifted(config: ReferenceConfig, state: RefreshState) -> bool:
-    """Whether the policy went far enough from the reference, and not towards less reward."""
+    """Return whether the policy has drifted far enough, and not to a lower reward."""
     average, before = state.reward_average, state.reward_at_refresh
     has_fallen = average is not None and before is not None and average < before
     return state.steps_above >= config.patience and not (config.reward_guard and has_fallen)
@@ -104,24 +108,30 @@ def _after_refresh(config: ReferenceConfig, state: RefreshState) -> RefreshState
 
 
 class ReferenceState(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint keeps of the reference besides its weights."""
+    """State of the reference in a checkpoint, besides its weights."""
 
     kind: ReferenceKind
     versions: tuple[int, ...]
-    """Of the policy at the time of each snapshot, oldest first; ema: at its last move."""
+    """Policy version of each snapshot, oldest first; ema: at the last move."""
     refresh: RefreshState
 
 
 class Reference:
-    """One or several snapshots of the policy, the first of them taken here and now."""
+    """One or several snapshots of the policy. The constructor takes the first."""
 
     def __init__(
         self, config: ReferenceConfig, policy: nn.Module, accelerator: Accelerator, temperature: float
     ) -> None:
-        """Call it with the policy as prepared by accelerate, on every rank, before the first step. Raises ConfigError."""
+        """Take the first snapshot. `policy` is prepared by accelerate.
+
+        Every rank calls this before the first step.
+
+        Raises:
+            ConfigError: The configured device does not exist, or `only` matches no parameter.
+        """
         self._config, self._accelerator, self._temperature = config, accelerator, temperature
         self._device = _existing_device(config.device)
-        # A moving average in bfloat16 would not move: a small alpha's steps would be rounded away. Copies are cast in each pass anyway.
+        # In bfloat16, the steps of a small alpha would be rounded away. Copies are cast in each pass anyway.
         self._dtype = torch.float32 if config.kind == "ema" else compute_dtype(policy)
         parameters = trainable(accelerator.unwrap_model(policy))
         self._refreshed_names = _refreshed_names(config.only, list(parameters))
@@ -131,7 +141,7 @@ class Reference:
 
     @property
     def version(self) -> int:
-        """The policy version of the newest snapshot."""
+        """Policy version of the newest snapshot."""
         return self._versions[-1]
 
     @property
@@ -144,9 +154,10 @@ class Reference:
 
     @torch.no_grad()
     def logprobs(self, policy: nn.Module, batches: Sequence[Pack]) -> list[torch.Tensor]:
-        """Return the logprobs_BT of every micro-batch at the sampling temperature: the log of the snapshots' mean probability.
+        """Return the logprobs_BT of every micro-batch at the sampling temperature.
 
-        The policy computes them with each snapshot's weights in turn, and has its own back afterwards.
+        They are the log of the snapshots' mean probability. The policy computes them with each snapshot's
+        weights in turn, and has its own weights back afterwards.
         """
         policy = self._accelerator.unwrap_model(policy)
         means: list[torch.Tensor] = []
@@ -157,7 +168,10 @@ class Reference:
         return [mean_BT - math.log(len(self._snapshots)) for mean_BT in means]
 
     def after_step(self, policy: nn.Module, version: int, metrics: dict[str, float]) -> bool:
-        """Refresh the reference if it is time, and return whether it was. `metrics` are those of the step that led to `version`."""
+        """Refresh the reference if it is due, and return whether it was.
+
+        `metrics` are those of the step that led to `version`.
+        """
         is_due, self._refresh = decide(self._config, self._refresh, version - self.version, metrics)
         if is_due:
             self._refresh_weights(self._accelerator.unwrap_model(policy))
@@ -170,7 +184,7 @@ class Reference:
     def _refresh_weights(self, policy: nn.Module) -> None:
         parameters = trainable(policy)
         if self._config.num_snapshots is not None:
-            # The oldest goes before the newest comes, so that there are never more of them in memory.
+            # Drop the oldest before copying the newest, so that memory never holds one more.
             self._snapshots = self._snapshots[-(self._config.num_snapshots - 1) :]
             newest = {name: self._copy(parameters[name]) for name in self._refreshed_names}
             self._snapshots.append(self._snapshots[-1] | newest)
@@ -187,7 +201,7 @@ class Reference:
         return own_copy(parameter, self._device, self._dtype)
 
     def tensors(self, policy: nn.Module) -> Tensors:
-        """Return what a checkpoint keeps of the reference besides its `state`, as it lies in memory."""
+        """Return the tensors to save besides `state`, without copying them."""
         parameters = trainable(self._accelerator.unwrap_model(policy))
         return {
             f"{i}/{name}": as_shard(tensor, parameters[name])
@@ -196,11 +210,14 @@ class Reference:
         }
 
     def load(self, directory: Path, policy: nn.Module, state: ReferenceState) -> None:
-        """Become the reference of the same kind that was saved. Raises ConfigError if it is of another policy, OSError or
-        RuntimeError if the directory is damaged.
+        """Restore a saved reference of the same kind.
+
+        Raises:
+            ConfigError: The saved reference belongs to another policy.
+            OSError, RuntimeError: The directory is damaged.
         """
         parameters = trainable(self._accelerator.unwrap_model(policy))
-        self._snapshots.clear()  # makes room for those that are read
+        self._snapshots.clear()  # frees memory for the snapshots to load
         for _ in state.versions:
             self._snapshots.append({name: self._copy(parameter) for name, parameter in parameters.items()})
         tensors = self.tensors(policy)
@@ -212,7 +229,7 @@ class Reference:
 def make_reference(
     config: ReferenceConfig, policy: nn.Module, accelerator: Accelerator, temperature: float
 ) -> Reference | None:
-    """Return the reference, or None without one."""
+    """Return the reference, or None if the config has none."""
     return None if config.kind == "none" else Reference(config, policy, accelerator, temperature)
 
 
@@ -229,7 +246,7 @@ def _refreshed_names(only: str | None, names: list[str]) -> list[str]:
 
 
 def _existing_device(device: str) -> torch.device | None:
-    """None where the policy is."""
+    """Return the configured device; None: the policy's own."""
     if device == "same":
         return None
     if device.startswith("cuda") and int(device.removeprefix("cuda:")) >= torch.cuda.device_count():

@@ -1,9 +1,12 @@
-"""RoPE whose factors depend on length, pinned to what the server picks once; transformers picks anew in every pass, by its longest position.
+"""Pin RoPE factors that depend on length to the server's choice, which is made once.
 
-    config, max_model_len ─▶ check_rope: vLLM computes the same, or an error ─▶ pin_rope: fixed in the rotary modules of the policy
+transformers chooses again in every pass, by the longest position in it.
 
-Invariant: the logprobs of a sequence do not depend on what is computed beside it, and its rotary embedding is the one that vLLM has for
-every token of every request. The config of the model, and so an export, keeps what it says.
+    config, max_model_len ─▶ check_rope: same as vLLM, or an error ─▶ pin_rope: fixed in the rotary modules
+
+Invariant: the logprobs of a sequence do not depend on other sequences of the pass. The rotary embedding is
+the one that vLLM uses for every token of every request. The model's config, and therefore an export, stays
+unchanged.
 """
 
 import copy
@@ -19,16 +22,19 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from protocol.errors import ConfigError
 
 WITH_ROPE_OF_ITS_OWN = ("minicpm3",)
-"""Families with multi-head latent attention whose RoPE vLLM does not take for DeepSeek's."""
+"""Families with multi-head latent attention for which vLLM does not use DeepSeek's RoPE."""
 DEPENDS_ON_LENGTH = ("longrope", "dynamic")
 Rope = dict[str, Any]
-"""Entries of `rope_parameters`: of the whole model, or of one type of its layers."""
+"""Entries of `rope_parameters`, for the whole model or for one type of its layers."""
 
 
 def pin_rope(model: Any, max_model_len: int | None) -> None:
-    """Give the rotary modules of a loaded model the factors of a server with `max_model_len`; None: what vLLM derives from the config.
+    """Give the rotary modules of a loaded model the factors of the server.
 
-    Raises ConfigError for a RoPE that vLLM computes otherwise, or that this cannot pin.
+    `max_model_len` is the server's; None: what vLLM derives from the config.
+
+    Raises:
+        ConfigError: vLLM computes this RoPE differently, or it cannot be pinned.
     """
     config = model.config.get_text_config()
     check_rope(config, max_model_len)
@@ -63,7 +69,10 @@ def check_rope(config: PreTrainedConfig, max_model_len: int | None) -> None:
 
 
 def check_server_rope(config: PreTrainedConfig, max_model_len: int | None, actual: int, *, endpoint: str) -> None:
-    """Raise ConfigError if a server with the `actual` max_model_len has picked other factors than the learner for its own."""
+    """Raise ConfigError if the server has chosen other factors than the learner.
+
+    `actual` is the max_model_len of the server at `endpoint`, `max_model_len` that of the learner's config.
+    """
     check_rope(config, actual)
     text = config.get_text_config()
     for _, rope in _ropes(text):
@@ -77,7 +86,7 @@ def check_server_rope(config: PreTrainedConfig, max_model_len: int | None, actua
 
 
 def default_max_model_len(config: PreTrainedConfig) -> int:
-    """Return what vLLM derives from a config with a RoPE that depends on it."""
+    """Return the max_model_len that vLLM derives from a config with such a RoPE."""
     longest = config.max_position_embeddings
     for _, rope in _ropes(config):
         if rope["rope_type"] == "longrope":
@@ -88,7 +97,7 @@ def default_max_model_len(config: PreTrainedConfig) -> int:
 
 
 def _ropes(config: PreTrainedConfig) -> Iterator[tuple[str | None, Rope]]:
-    """Of each type of layers, or, under None, of all."""
+    """Yield the RoPE of each type of layers; None as the type stands for all layers."""
     ropes = getattr(config, "rope_parameters", None) or {}
     of_types = {key: value for key, value in ropes.items() if isinstance(value, dict)}
     for layer_type, rope in of_types.items() if of_types else [(None, ropes)]:
@@ -104,7 +113,10 @@ def _is_long(config: PreTrainedConfig, rope: Rope, max_model_len: int | None) ->
 def _disagreement(
     config: PreTrainedConfig, layer_type: str | None, rope: Rope, max_model_len: int | None
 ) -> str | None:
-    """What vLLM's rotary embeddings do otherwise; that the others are the same shows tests/learner/policy/test_rope_vllm.py."""
+    """Return what vLLM's rotary embeddings do differently, or None.
+
+    tests/learner/policy/test_rope_vllm.py shows that the others are equal.
+    """
     if getattr(config, "kv_lora_rank", None) and config.model_type not in WITH_ROPE_OF_ITS_OWN:
         return _disagreement_of_deepseek(rope)
     match rope["rope_type"]:
@@ -129,7 +141,10 @@ def _disagreement(
 
 
 def _disagreement_of_deepseek(rope: Rope) -> str | None:
-    """What vLLM makes of RoPE in multi-head latent attention: the yarn of DeepSeek, whatever the type."""
+    """Return what vLLM does differently in multi-head latent attention, or None.
+
+    It uses DeepSeek's yarn, whatever the type.
+    """
     if rope["rope_type"] not in ("default", "yarn"):
         return "with multi-head latent attention vLLM computes yarn instead. Take a model with RoPE of type default or yarn"
     if rope.get("attention_factor") is not None:
@@ -141,7 +156,7 @@ def _disagreement_of_deepseek(rope: Rope) -> str | None:
 
 
 def _dynamic_inv_freq(config: PreTrainedConfig, rope: Rope, dim: int) -> torch.Tensor:
-    """As vLLM has it: transformers knows neither of the optional keys."""
+    """Return vLLM's frequencies. transformers knows neither of the optional keys."""
     factor, longest = rope.get("factor", 1.0), config.max_position_embeddings
     stretch = rope.get("alpha") or factor * longest / rope.get("max_trained_positions", longest) - (factor - 1)
     base = rope["rope_theta"] * stretch ** (dim / (dim - 2))
@@ -173,9 +188,9 @@ def _pin(module: Any, config: PreTrainedConfig, layer_type: str | None, rope: Ro
     module.register_buffer(f"{prefix}inv_freq", inv_freq, persistent=False)
     module.register_buffer(f"{prefix}original_inv_freq", inv_freq.clone(), persistent=False)
     setattr(module, f"{prefix}attention_scaling", scaling)
-    # The update in transformers looks at the type in each pass; of the default one it changes nothing.
+    # In each pass, transformers updates factors by their type, but not those of the default type.
     module.rope_type = "default" if layer_type is None else module.rope_type | {layer_type: "default"}
-    # PhiMoE's computes its factors anew in each pass, and asks its config for the scaling.
+    # PhiMoE recomputes its factors in each pass and takes the scaling from its config.
     if hasattr(module, "rope_init_fn"):
         module.rope_init_fn = lambda *_, **__: (inv_freq, scaling)
         module.config = copy.copy(module.config)

@@ -1,10 +1,10 @@
-"""Named tensors in a directory, by torch.distributed.checkpoint (DCP): every rank writes what it has of them, in the background,
-and any number of ranks reads them again, sharded or not.
+"""Save and load named tensors of a checkpoint with torch.distributed.checkpoint (DCP).
 
     __<rank>_0.distcp    what one rank wrote, tensor after tensor
-    index.json           which part of which tensor lies where; the last to be written
+    index.json           which part of which tensor is where; written last
 
-The index takes the place of DCP's own, a pickle, which would turn data into code. Between a checkpoint and what is trained.
+Every rank writes its part in the background, and any number of ranks reads them, sharded or not. index.json
+replaces DCP's own index, a pickle, which would turn data into code.
 """
 
 import warnings
@@ -32,11 +32,11 @@ from protocol.errors import ConfigError
 
 INDEX_FILE = "index.json"
 POLICY, OPTIMIZER = "policy/", "optimizer/"
-"""Begin the names of a parameter, and of what the optimizer keeps of it: `optimizer/<parameter>/<what>`."""
+"""Prefixes of the names of a parameter and of its optimizer state: `optimizer/<parameter>/<what>`."""
 
 Tensors = dict[str, torch.Tensor]
 
-warnings.filterwarnings("ignore", "torch.distributed is disabled")  # said to everyone who is one process
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # issued in every single-process run
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +50,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def transform_descriptors(self) -> tuple[str, ...]:
-        """Asked for by DCP's reader: nothing is compressed."""
+        """Empty, since nothing is compressed. DCP's reader reads this attribute."""
         return ()
 
 
@@ -62,7 +62,10 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
     parts: tuple[Part, ...]
 
     def empty(self, like: torch.Tensor | None) -> torch.Tensor:
-        """Room for it: lying, and shared out, as the tensor it belongs to if it has its shape."""
+        """Return an uninitialized tensor to load into.
+
+        If `like` has the same shape, the tensor has its device and sharding.
+        """
         dtype = getattr(torch, self.dtype)
         if like is not None and like.shape == self.size:
             return torch.empty_like(like, dtype=dtype)
@@ -73,7 +76,7 @@ Index = dict[str, Kept]
 
 
 class ShardWriter(dcp.FileSystemWriter):
-    """DCP's, with an index that anyone may read."""
+    """DCP's writer, with an index in JSON."""
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         places = {written.index: written.storage_data for of_rank in results for written in of_rank}
@@ -99,7 +102,7 @@ class ShardWriter(dcp.FileSystemWriter):
 
 
 class ShardReader(dcp.FileSystemReader):
-    """DCP's, for that index."""
+    """DCP's reader, for an index in JSON."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         index = read_index(Path(self.path))
@@ -122,7 +125,7 @@ class ShardReader(dcp.FileSystemReader):
 
 
 def read_index(directory: Path) -> Index:
-    """Raises OSError, or RuntimeError if it is damaged."""
+    """Read the index. Raises OSError, or RuntimeError if it is damaged."""
     path = directory / INDEX_FILE
     try:
         return msgspec.json.decode(path.read_bytes(), type=Index)
@@ -133,10 +136,10 @@ def read_index(directory: Path) -> Index:
 def begin_writing(
     tensors: Tensors, directory: Path, group: dist.ProcessGroup | None, *, is_sharded: bool
 ) -> Future[Any]:
-    """Copy the tensors to the host's memory, then write them in the background; see `written`.
+    """Copy the tensors to host memory, then write them in the background.
 
-    Called by every rank that shares them, each with its shards, on a `group` that nothing else uses meanwhile; if they are not
-    sharded, by one rank alone.
+    `written` waits for the end. Every rank that shares sharded tensors calls this, on a `group` that nothing
+    else uses meanwhile. If they are not sharded, one rank calls this alone.
     """
     saving = dcp.async_save(
         dict(tensors), storage_writer=ShardWriter(directory), process_group=group, no_dist=not is_sharded
@@ -146,16 +149,20 @@ def begin_writing(
 
 
 def written(saving: Future[Any]) -> None:
-    """Wait until all ranks have written theirs; raises what stopped the first that failed."""
+    """Wait until all ranks have written. Raises the error of the first that failed."""
     try:
         saving.result()
-    except CheckpointException as failed:  # no Exception
+    except CheckpointException as failed:  # a BaseException, not an Exception
         error, _ = next(iter(failed.failures.values()))
         raise error from None
 
 
 def read_into(tensors: Tensors, directory: Path) -> None:
-    """Fill the tensors in place, each rank its shards. Raises OSError or RuntimeError if the directory is damaged."""
+    """Fill the tensors in place, each rank its shards.
+
+    Raises:
+        OSError, RuntimeError: The directory is damaged.
+    """
     try:
         dcp.load(dict(tensors), storage_reader=ShardReader(directory), no_dist=True)
     except CheckpointException as failed:
@@ -164,7 +171,10 @@ def read_into(tensors: Tensors, directory: Path) -> None:
 
 
 def trained(policy: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-    """Return the parameters and what the optimizer keeps of each, as they lie in memory; a number as a tensor."""
+    """Return the parameters and their optimizer state, without copying them.
+
+    Numbers in the state become tensors.
+    """
     tensors = {}
     for name, parameter in trainable(policy).items():
         tensors[f"{POLICY}{name}"] = parameter.detach()
@@ -174,9 +184,13 @@ def trained(policy: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
 
 
 def read_trained(policy: nn.Module, optimizer: torch.optim.Optimizer, directory: Path) -> None:
-    """Restore both in place. Raises ConfigError if they are of another model, OSError or RuntimeError if they are damaged.
+    """Restore the parameters and their optimizer state in place.
 
-    The optimizer's settings are those of the config.
+    The settings of the optimizer remain those of the config.
+
+    Raises:
+        ConfigError: The checkpoint belongs to another model.
+        OSError, RuntimeError: The checkpoint is damaged.
     """
     parameters, index = trainable(policy), read_index(directory)
     tensors = {f"{POLICY}{name}": parameter.detach() for name, parameter in parameters.items()}
@@ -199,7 +213,7 @@ def read_trained(policy: nn.Module, optimizer: torch.optim.Optimizer, directory:
 
 
 def require_same(tensors: Tensors, index: Index, directory: Path) -> None:
-    """Raise ConfigError unless the directory holds these, in these shapes."""
+    """Raise ConfigError unless the directory holds these tensors in these shapes."""
     differing = sorted(tensors.keys() ^ index.keys()) or [
         name for name, tensor in tensors.items() if tensor.shape != index[name].size
     ]

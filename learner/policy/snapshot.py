@@ -1,8 +1,10 @@
-"""A snapshot of the policy's trainable parameters: taking it, seating it in the policy for a pass.
+"""Take snapshots of the policy's trainable parameters, and swap them into the policy for a pass.
 
-Name → tensor, nothing else: weights that are not trained are the policy's own, so a full fine-tune, LoRA and a
-sharded policy (FSDP2, whose parameters are DTensors) go one way. Of a sharded parameter a snapshot holds this rank's shard.
-The policy leaves `seated` with the parameters it came with, and with their gradients.
+A snapshot maps names to tensors, or to this rank's shards if the policy is sharded. All other weights are the
+policy's own. A full fine-tune, LoRA and a sharded policy (FSDP2, whose parameters are DTensors) therefore
+work alike.
+
+Invariant: the policy leaves `seated` with its original parameters and their gradients.
 """
 
 from collections import defaultdict
@@ -20,14 +22,17 @@ Snapshot = dict[str, torch.Tensor]
 
 
 def reshard(policy: nn.Module) -> None:
-    """After a pass FSDP2 may leave a module's gathered parameters in place of its shards, and would use them again."""
+    """Replace gathered parameters by their shards.
+
+    After a pass, FSDP2 may leave gathered parameters in their place, and would use them again.
+    """
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def trainable(policy: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that are trained, by name; sharded ones as shards."""
+    """Return the trained parameters by name; sharded ones as shards."""
     reshard(policy)
     return {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
 
@@ -39,8 +44,10 @@ def local(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def own_copy(parameter: torch.Tensor, device: torch.device | None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Copy what this rank has of a parameter, to `device` or (None) where it is; into pinned memory if that is the host's and
-    there is CUDA."""
+    """Copy this rank's part of a parameter.
+
+    `device`: None keeps the device. In host memory, the copy is pinned if CUDA is available.
+    """
     mine = local(parameter)
     device = mine.device if device is None else device
     is_pinned = device.type == "cpu" and torch.cuda.is_available()
@@ -49,11 +56,14 @@ def own_copy(parameter: torch.Tensor, device: torch.device | None, dtype: torch.
 
 @contextmanager
 def seated(policy: nn.Module, snapshot: Snapshot) -> Iterator[None]:
-    """Let `policy` compute with the weights of `snapshot`. Not between a forward pass and its backward pass."""
+    """Let `policy` compute with the weights of `snapshot`.
+
+    Do not use this between a forward pass and its backward pass.
+    """
     homes = _homes(policy)
     with ExitStack() as unseat:
         for name, parameter in trainable(policy).items():
-            if isinstance(parameter, DTensor):  # its shard lies in memory that FSDP2 holds, so it is overwritten
+            if isinstance(parameter, DTensor):  # FSDP2 holds the shard's memory: overwrite it
                 mine = local(parameter)
                 unseat.callback(mine.copy_, mine.clone())
                 mine.copy_(snapshot[name])
@@ -68,7 +78,7 @@ def seated(policy: nn.Module, snapshot: Snapshot) -> Iterator[None]:
 
 
 def _homes(policy: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """Where each parameter stands, by its id: a tied one in several modules."""
+    """Return the modules of each parameter, by its id; a tied one has several."""
     homes: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
     for module in policy.modules():
         for key, parameter in module._parameters.items():
@@ -77,12 +87,16 @@ def _homes(policy: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Gather a sharded tensor, on every rank; any other is itself."""
+    """Gather a sharded tensor on every rank; return any other unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def as_shard(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of what belongs to a parameter, wherever it lies, as a part of the whole; no memory is copied."""
+    """Return a tensor as this rank's shard of the whole, sharded like `parameter`.
+
+    The tensor may be on any device; no memory is copied.
+    """
     if not isinstance(parameter, DTensor):
         return tensor
-    return DTensor(tensor, parameter._spec, requires_grad=False)  # `from_local` would move it to the parameter's device
+    # `from_local` would move the tensor to the parameter's device.
+    return DTensor(tensor, parameter._spec, requires_grad=False)

@@ -1,1 +1,1 @@
-"""What is asked: from data to `Prompt`, and which prompt comes next."""
+"""Prompts: from data to `Prompt`, and the choice of the next prompt."""

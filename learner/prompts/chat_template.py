@@ -1,6 +1,6 @@
-"""A conversation as the model sees it: messages through the tokenizer's chat template, as tokens. Under encoding.py and the episodes.
+"""Render conversations as tokens with the tokenizer's chat template, for encoding.py and for episodes.
 
-Invariant: whoever renders the same messages gets the same tokens, whether they are a prompt or what an episode has come to.
+Invariant: the same messages always give the same tokens, as a prompt or as the history of an episode.
 """
 
 import json
@@ -21,24 +21,24 @@ T = TypeVar("T")
 
 
 class Turns(msgspec.Struct, frozen=True):
-    """How turns end and are read; of the model and the config, beside the template."""
+    """Rules of the model and the config for the end and the continuation of turns."""
 
     renderer: str | None = None
-    """learner.environment.renderer."""
+    """Value of learner.environment.renderer."""
     more_ends: frozenset[int] = frozenset()
-    """Tokens that end a turn, beside the tokenizer's own (`end_token_ids` of the model)."""
+    """Tokens that end a turn besides the tokenizer's own (`end_token_ids` of the model)."""
     goes_on: bool = True
-    """Whether an answer that a prompt begins is gone on with; agents, as clients of vLLM, open a new turn."""
+    """Whether the policy continues a partial answer. Agents, as clients of vLLM, open a new turn."""
 
 
 class ChatTemplate(msgspec.Struct, frozen=True, eq=False):
-    """Goes into other processes as it is."""
+    """Chat template with its arguments and tools, safe to send to other processes."""
 
     tokenizer: "PreTrainedTokenizerBase"
     arguments: dict[str, Any]
-    """learner.data.chat_template_kwargs."""
+    """Value of learner.data.chat_template_kwargs."""
     tools: list[dict[str, Any]]
-    """JSON schemas of what the policy can call."""
+    """JSON schemas of the tools that the policy can call."""
     turns: Turns = Turns()
 
     @property
@@ -51,7 +51,10 @@ class ChatTemplate(msgspec.Struct, frozen=True, eq=False):
         return self.turns.more_ends | {self.tokenizer.eos_token_id}
 
     def is_end(self, token_id: int) -> bool:
-        """Whether a turn that has this token last was ended by it, not by a text or by its length."""
+        """Return whether this token, as the last of a turn, ended the turn.
+
+        Otherwise, a stop string or the length limit ended it.
+        """
         return token_id in self.ends or token_id in self.tokenizer.all_special_ids
 
     def without_end(self, token_ids: list[int]) -> list[int]:
@@ -64,7 +67,10 @@ class ChatTemplate(msgspec.Struct, frozen=True, eq=False):
         return text
 
     def harmless(self, text: str) -> str:
-        """Return a text of somebody else's in which no token that the template means something by is left: a space without width parts it."""
+        """Break up special tokens in untrusted text with a zero-width space.
+
+        The result contains no token that has a meaning in the template.
+        """
         marks = {str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special}
         marks |= set(self.tokenizer.convert_ids_to_tokens(sorted(self.turns.more_ends)))
         for mark in marks:
@@ -72,7 +78,10 @@ class ChatTemplate(msgspec.Struct, frozen=True, eq=False):
         return text
 
     def turn_end(self) -> int | None:
-        """Return the token that the template lets a turn of the assistant end with; of some it is the mark of who speaks next."""
+        """Return the token with which this template ends an assistant turn.
+
+        In some templates, it is the token that marks the next speaker.
+        """
         said, other, asked = (
             [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}, {"role": "user", "content": "?"}]
             for text in ("A", "B", "A")
@@ -85,44 +94,53 @@ class ChatTemplate(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def has_texts(self) -> bool:
-        """False: a text may mean less than its messages, so only their tokens will do."""
+        """True if text renders messages without loss; otherwise, only their tokens do."""
         return hasattr(self.tokenizer, "backend_tokenizer")
 
     def text(self, messages: Sequence[Message], *, opens_turn: bool = True) -> str:
-        """With what opens the policy's next turn, or without. Raises DataError."""
+        """Render messages as text. Raises DataError if the template fails."""
         text: str = self._apply(messages, opens_turn, tokenize=False)
         return text
 
     def token_ids(self, messages: Sequence[Message], *, opens_turn: bool = True) -> list[int]:
-        """Likewise. Templates bring their own special tokens; the tokenizer adds none."""
+        """Render messages as token ids. Raises DataError if the template fails.
+
+        The template provides its own special tokens; the tokenizer adds none.
+        """
         if not self.has_texts:
             return list(self._apply(messages, opens_turn, tokenize=True))
         return list(self.tokenizer.encode(self.text(messages, opens_turn=opens_turn), add_special_tokens=False))
 
     def prompt_text(self, messages: Sequence[Message]) -> str:
-        """With what opens the policy's turn, unless they end with an answer that is begun: that goes on. Raises DataError."""
+        """Render a prompt as text. Raises DataError if the template fails.
+
+        The text opens the policy's turn, or ends with a partial answer for the policy to continue.
+        """
         begun = self.begun(messages)
         if begun is None:
             return self.text(messages)
         text: str = self._apply(messages, False, tokenize=False, goes_on=True)
-        return text if text.endswith(begun) else text + begun[len(begun.rstrip()) :]  # some templates trim what is said
+        return text if text.endswith(begun) else text + begun[len(begun.rstrip()) :]  # some templates trim
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        """Likewise."""
+        """Render a prompt as token ids. Raises DataError if the template fails."""
         if not self.has_texts:
             goes_on = self.begun(messages) is not None
             return list(self._apply(messages, not goes_on, tokenize=True, goes_on=goes_on))
         return list(self.tokenizer.encode(self.prompt_text(messages), add_special_tokens=False))
 
     def shows(self, messages: Sequence[Message], place: int) -> bool:
-        """Whether what this message says has a part in the text. Raises DataError."""
+        """Return whether the template renders this message's content. Raises DataError."""
         render: Callable[[list[Message]], Any] = self.text if self.has_texts else self.token_ids
         before, after = messages[:place], messages[place + 1 :]
         one, other = (render([*before, messages[place] | {"content": said}, *after]) for said in "AB")
         return bool(one != other)
 
     def begun(self, messages: Sequence[Message]) -> str | None:
-        """Return the text of a last message by the assistant, with which a prompt puts the beginning of an answer into the policy's mouth."""
+        """Return the partial answer (prefill) that a prompt ends with, or None.
+
+        The policy continues this text of the last message, which is the assistant's.
+        """
         last = messages[-1]
         if not self.turns.goes_on or last.get("role") != "assistant" or last.get("tool_calls"):
             return None
@@ -142,28 +160,34 @@ class ChatTemplate(msgspec.Struct, frozen=True, eq=False):
                 [_without_nulls(message) for message in messages], tokenize=tokenize, return_dict=False, add_generation_prompt=opens_turn,
                 continue_final_message=goes_on, **more,
             )  # fmt: skip
-        except Exception as error:  # of the template's code, or of what it makes of a message that the policy wrote
+        except Exception as error:  # template code can raise anything, also over the policy's messages
             raise DataError(f"the conversation does not go through the chat template: {error}") from error
 
 
 def num_shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many tokens both begin with."""
+    """Return the length of the common prefix of two token sequences."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((place for place, (here, there) in pairs if here != there), min(len(one), len(other)))
 
 
 def storable(value: T) -> T:
-    """Return it if the ledger and other processes can take it: JSON may be deeper, its numbers longer, and its texts half characters.
+    """Return a value unchanged if the ledger and other processes can store it.
 
-    Raises ValueError, OverflowError or RecursionError.
+    JSON may be nested too deeply, or contain integers that are too large or lone surrogates.
+
+    Raises:
+        ValueError, OverflowError, RecursionError: The value cannot be stored.
     """
     msgspec.msgpack.encode(value)
     return value
 
 
 def _without_nulls(message: Message) -> Message:
-    """As a person would have written it. Files of columns, such as parquet, give every message each key that one of them has, and many data
-    sets hold the arguments of calls as JSON's text, which a template would encode once more."""
+    """Remove null keys from a message and parse the arguments of its tool calls.
+
+    Columnar files such as parquet give every message each key that any message has. Many datasets store tool
+    call arguments as JSON text, which a template would encode once more.
+    """
     plain = {key: value for key, value in message.items() if value is not None}
     plain["content"] = _as_text(message.get("content") or "")
     if calls := plain.pop("tool_calls", None):
@@ -172,7 +196,10 @@ def _without_nulls(message: Message) -> Message:
 
 
 def _as_text(content: Any) -> Any:
-    """Parts that are all texts as one text: templates of models that read nothing else print a list as Python does."""
+    """Join content that consists of text parts into one text.
+
+    Templates of text-only models print a list in Python syntax.
+    """
     if isinstance(content, list) and all(
         isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
     ):

@@ -1,13 +1,13 @@
-"""The curriculum: which prompt the next slot asks. Between the endless sequence of prompts and admission.
+"""Curriculum: choose the prompt that each slot uses.
 
-Without one, slot n asks the prompt at position n. With one, a slot takes the next position whose prompt survives thinning:
-a prompt that is mostly solved or mostly failed is kept with a small probability only. The sequence itself stays as it is,
-so every position is asked once or skipped once.
+Without a curriculum, slot n uses the prompt at position n. With a curriculum, a slot takes the next position
+that survives thinning: mostly solved and mostly failed prompts are kept with a small probability only. The
+sequence itself never changes, so every position is used once or skipped once.
 
-Invariant: a prompt's pass rate is made of the slots below the next one to be consumed, in their order, whatever the order
-in which they were scored; and the draw depends on seed and position alone. So the pass rates of a checkpoint and the ledger's
-rows behind it are all that a resume needs, and at max_staleness = 0 the same run asks the same prompts (above it, how far
-admission is ahead depends on time).
+Invariant: pass rates count the slots below the next one to consume, in slot order, whatever the scoring
+order. Each draw depends only on seed and position. A resume therefore needs only the pass rates of a
+checkpoint and the ledger rows after it. At max_staleness = 0, the same run uses the same prompts. Above 0,
+how far admission runs ahead depends on timing.
 """
 
 import math
@@ -22,48 +22,54 @@ from protocol.errors import DataError, RewardError
 
 
 class PassRates(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint keeps of a curriculum."""
+    """State of a curriculum in a checkpoint."""
 
     reward: str
-    """The function whose they are."""
+    """Reward function that the pass rates are based on."""
     next_slot: int
-    """They are made of the slots below it."""
+    """First slot that the pass rates do not count."""
     by_prompt: dict[int, float]
 
 
 class Curriculum:
-    """The next position of the sequence of prompts, and the pass rates. queue.py holds its lock around every call."""
+    """Next position in the sequence of prompts, and the pass rates of the prompts.
+
+    queue.py holds its lock around every call.
+    """
 
     def __init__(self, config: CurriculumConfig, reward: str, prompts: Prompts, seed: int, next_position: int) -> None:
-        """`reward`: the function whose mean over a group is its pass rate."""
+        """Create a curriculum. A group's pass rate is the mean of `reward` over the group."""
         self._config, self._reward, self._prompts, self._seed = config, reward, prompts, seed
         self.next_position = next_position
         self._noted: dict[int, tuple[int, float]] = {}
-        """By slot: prompt and pass rate of groups that are scored and not counted yet."""
+        """Prompt and pass rate of each slot whose group is scored but not yet counted."""
         self._pass_rates: dict[int, float] = {}
-        """By prompt."""
+        """Pass rate of each prompt."""
 
     @property
     def is_on(self) -> bool:
         return self._config.kind != "none"
 
     def pass_rates(self, next_slot: int) -> PassRates | None:
-        """Return a copy of what to keep after `count(next_slot)`; None without a curriculum."""
+        """Return a copy of the state after `count(next_slot)`; None without a curriculum."""
         if not self.is_on:
             return None
         return PassRates(reward=self._reward, next_slot=next_slot, by_prompt=dict(self._pass_rates))
 
     def restore(self, kept: PassRates | None) -> int:
-        """Take up what was kept; return the first slot whose group has still to be noted. 0: of another function, or nothing."""
+        """Restore a saved state and return the first slot that it does not count.
+
+        Returns 0 without a saved state, or if it belongs to another reward function.
+        """
         if kept is None or kept.reward != self._reward:
             return 0
         self._pass_rates = dict(kept.by_prompt)
         return kept.next_slot
 
     def ask(self) -> int:
-        """Return the position that the next slot asks. Raises DataError if no prompt is left to ask."""
+        """Return the position for the next slot. Raises DataError if no prompt is left."""
         num_dropped_in_a_row = 0
-        # Epochs are shuffled anew, so twice their length is what surely holds a whole one.
+        # Every epoch is shuffled anew, so only twice its length is certain to contain a whole epoch.
         while num_dropped_in_a_row < 2 * len(self._prompts):
             position = self.next_position
             self.next_position += 1
@@ -79,7 +85,10 @@ class Curriculum:
         )
 
     def note(self, slot: int, prompt_id: int, rewards_by_function: Mapping[str, Sequence[float | None]]) -> None:
-        """Keep the pass rate of a slot's group until the slot is counted. Raises RewardError for one outside 0 to 1."""
+        """Record the pass rate of a slot's group until the slot is counted.
+
+        Raises RewardError if the pass rate is outside 0 to 1.
+        """
         rewards = [reward for reward in rewards_by_function[self._reward] if reward is not None] if self.is_on else []
         if not rewards:
             return
@@ -92,14 +101,17 @@ class Curriculum:
         self._noted[slot] = (prompt_id, pass_rate)
 
     def count(self, next_slot_to_take: int) -> None:
-        """Let the groups of all slots below this one change their prompts' pass rates."""
+        """Add the groups of all slots below `next_slot_to_take` to the pass rates."""
         for slot in sorted(slot for slot in self._noted if slot < next_slot_to_take):
             prompt_id, pass_rate = self._noted.pop(slot)
             before = self._pass_rates.get(prompt_id, pass_rate)
             self._pass_rates[prompt_id] = self._config.decay * before + (1 - self._config.decay) * pass_rate
 
     def metrics(self, num_slots: int) -> dict[str, float]:
-        """Return how many positions `num_slots` slots have skipped, and how many prompts are easy and hard now."""
+        """Return the numbers of skipped positions, easy prompts and hard prompts.
+
+        `num_slots` is the number of slots so far.
+        """
         if not self.is_on:
             return {}
         return {

@@ -1,9 +1,11 @@
-"""Encoding: what a row becomes before it can be asked: the token ids of its prompt, and a digest of all that it is.
+"""Encode rows of data: the token ids of each prompt, and a digest of its row.
 
     sources.py ──▶ rows ──▶ chat template ──▶ tokenizer ──▶ token ids, lengths, digests ──▶ prompts.py
 
-Done once for the same rows, tokenizer and keys: `datasets.map` keeps the result in its cache, from where later starts map it.
-Invariant: what is kept was checked, and its name in the cache stands for everything that it depends on.
+The same rows, tokenizer and config keys are encoded once: `datasets.map` caches the result, and later starts
+memory-map it.
+
+Invariant: cached results were checked, and their name in the cache covers everything that they depend on.
 """
 
 import datetime
@@ -23,21 +25,21 @@ from learner.prompts.sources import Row, Source, cache_directory
 from protocol.errors import DataError
 
 ENCODING = 3
-"""Raise it with every change of what is kept, and of what is checked."""
+"""Version of the cached results. Raise it with every change of the results or of the checks."""
 ROWS_AT_ONCE = 1024
 TOOLS = "tools"
-"""The column of JSON schemas that a conversation's template is told of, beside the prompt."""
+"""Column with the JSON schemas of the tools that the template of a conversation receives."""
 
 
 class Encoded(msgspec.Struct, frozen=True, eq=False):
-    """By row."""
+    """Encoded prompts, by row."""
 
     token_ids: Any
-    """A list of lists, or a dataset with the one column."""
+    """List of lists, or a dataset with this single column."""
     num_tokens: np.ndarray
-    """Before anything was cut off."""
+    """Number of tokens before truncation."""
     digests: np.ndarray
-    """int64, of the token ids and the row."""
+    """Digests as int64, over the token ids and the row."""
 
     def prompt_ids(self, number: int) -> list[int]:
         ids = self.token_ids[number]
@@ -45,14 +47,14 @@ class Encoded(msgspec.Struct, frozen=True, eq=False):
 
 
 class Encoder(msgspec.Struct, frozen=True, eq=False):
-    """Encodes rows; goes into other processes as it is."""
+    """Encoder of rows, safe to send to other processes."""
 
     source_name: str
     config: DataConfig
     template: ChatTemplate
 
     def encode(self, rows: Sequence[Row], numbers: Sequence[int]) -> dict[str, list[Any]]:
-        """Return token_ids, num_tokens and digest of each row. Raises DataError that names a row."""
+        """Return token_ids, num_tokens and digests. Raises DataError naming a bad row."""
         prompts = [self._prompt(row, number) for row, number in zip(rows, numbers, strict=True)]
         templates = [self._template(row, number) for row, number in zip(rows, numbers, strict=True)]
         token_ids = self._token_ids(prompts, templates, numbers)
@@ -78,9 +80,9 @@ class Encoder(msgspec.Struct, frozen=True, eq=False):
         return with_system_prompt(prompt, self.config)
 
     def _template(self, row: Row, number: int) -> ChatTemplate:
-        """With the tools of the row, as TRL, where the run has none of its own."""
+        """Return the template with the tools of the row, as TRL does, if the run has none."""
         tools = row.get(TOOLS)
-        has_own = self.template.tools or not self.template.turns.goes_on  # an agent tells the policy of its own
+        has_own = self.template.tools or not self.template.turns.goes_on  # an agent passes its own tools
         if tools is None or has_own or isinstance(row[self.config.prompt_column], str):
             return self.template
         try:
@@ -95,7 +97,10 @@ class Encoder(msgspec.Struct, frozen=True, eq=False):
         return msgspec.structs.replace(self.template, tools=without_nulls(found))
 
     def _token_ids(self, prompts: list[Any], templates: list[ChatTemplate], numbers: Sequence[int]) -> list[list[int]]:
-        """Texts get the special tokens that the tokenizer adds, conversations those of their template alone."""
+        """Return the token ids of each prompt.
+
+        Texts get the special tokens that the tokenizer adds, conversations only those of their template.
+        """
         token_ids: list[list[int]] = [[]] * len(prompts)
         for is_plain in (True, False):
             places = [place for place, prompt in enumerate(prompts) if isinstance(prompt, str) == is_plain]
@@ -118,10 +123,13 @@ class Encoder(msgspec.Struct, frozen=True, eq=False):
         return token_ids
 
     def _check_roles(self, prompts: list[Any], templates: list[ChatTemplate], numbers: Sequence[int]) -> None:
-        """Many templates leave out, without a word, what a role says that they do not know. Raises DataError."""
-        checked = {"user"}  # once a batch
+        """Raise DataError if the template leaves out the messages of a role.
+
+        Many templates silently ignore roles that they do not know.
+        """
+        checked = {"user"}  # each role once per batch
         for prompt, template, number in zip(prompts, templates, numbers, strict=True):
-            if isinstance(prompt, str) or not template.turns.goes_on:  # an agent renders its own
+            if isinstance(prompt, str) or not template.turns.goes_on:  # agents render their own prompts
                 continue
             for place, message in enumerate(prompt):
                 if message["role"] in checked or not message["content"] or message.get("tool_calls"):
@@ -134,7 +142,10 @@ class Encoder(msgspec.Struct, frozen=True, eq=False):
                     )
 
     def _with_one_begin(self, token_ids: list[int]) -> list[int]:
-        """A text that was rendered before begins with what the tokenizer puts before texts."""
+        """Remove a duplicate BOS token.
+
+        A text that was rendered earlier already starts with the BOS token that the tokenizer adds.
+        """
         begin = self.template.tokenizer.bos_token_id
         return token_ids[1:] if begin is not None and token_ids[:2] == [begin, begin] else token_ids
 
@@ -146,7 +157,10 @@ class Encoder(msgspec.Struct, frozen=True, eq=False):
 
 
 def with_system_prompt(prompt: Any, config: DataConfig) -> Any:
-    """Return the prompt that the model sees; a conversation with a system message of its own keeps that one."""
+    """Return the prompt with the configured system prompt.
+
+    A conversation with its own system message keeps that message.
+    """
     if config.system_prompt is None:
         return prompt
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
@@ -156,21 +170,24 @@ def with_system_prompt(prompt: Any, config: DataConfig) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """As a person would have written it: files of columns give every object each key that one of them has."""
+    """Remove null keys from nested objects.
+
+    Columnar files give every object each key that any object has.
+    """
     if isinstance(value, dict):
         return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def digest(row: Row, token_ids: Sequence[int]) -> int:
-    """Of what is asked and what the reward functions see; the same in every process."""
+    """Return a digest of the token ids and the row, the same in every process."""
     text = json.dumps(row, sort_keys=True, default=_plain)
     hashed = xxhash.xxh3_64_digest(np.array(token_ids, np.int32).tobytes() + text.encode())
     return int.from_bytes(hashed, "little", signed=True)
 
 
 def _plain(value: Any) -> Any:
-    """A value that JSON does not know: a text of it without addresses."""
+    """Return a stand-in without memory addresses for a value that JSON cannot encode."""
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, (np.ndarray, np.generic)):
@@ -180,9 +197,9 @@ def _plain(value: Any) -> Any:
     return type(value).__name__
 
 
-# --- of a whole source -------------------------------------------------------------------------------------------
+# --- a whole source ---
 def encode_source(source: Source, config: DataConfig, template: ChatTemplate) -> Encoded:
-    """Encode all rows, or find them encoded. Raises DataError for the first row that cannot be."""
+    """Encode all rows or load them from the cache. Raises DataError for a bad row."""
     encoder = Encoder(source.name, config, template)
     if source.fingerprint is None:
         columns: dict[str, list[Any]] = {"token_ids": [], "num_tokens": [], "digest": []}
@@ -228,7 +245,10 @@ def _encode_batch(
 
 
 def _cache_name(source: Source, encoder: Encoder) -> str | None:
-    """Another one for whatever would be encoded otherwise; None: the tokenizer cannot be told from another."""
+    """Return a name that changes with everything that the encoding depends on.
+
+    Returns None if the tokenizer cannot be fingerprinted.
+    """
     import transformers
 
     config, tokenizer = encoder.config, encoder.template.tokenizer

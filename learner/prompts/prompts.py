@@ -1,10 +1,11 @@
-"""Prompts: the rows of the data as an endless sequence, ready to be sent to the server.
+"""Prompts of a run: the rows of the data as an endless sequence, ready to be sent to the server.
 
     sources.py ──▶ encoding.py ──▶ Prompts ──▶ prompt_at(position)
 
-All prompts are encoded and checked at the start, so that a bad one stops the run before it costs anything. Invariant: every
-data epoch holds each prompt exactly once, and what stands at a position depends only on the data and the seed; a resume needs
-only a number, and the digests that tell whether the data is still the same.
+All prompts are encoded and checked at the start, so a bad prompt stops the run before it costs anything.
+
+Invariant: every data epoch holds each prompt exactly once, and the prompt at a position depends only on data
+and seed. A resume therefore needs only a position, and digests that show whether the data has changed.
 """
 
 import functools
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 END_TOKENS = 8
-"""Enough for `<think>` and the line break behind it, also where these are several tokens."""
+"""Number of last tokens that hold `<think>` and its line break, even if split into several tokens."""
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,16 +39,16 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     prompt_id: int
-    """The row of the data."""
+    """Row of the data."""
     prompt: str | list[dict[str, Any]]
-    """A text, or the messages that went through the chat template."""
+    """Text, or the messages that the chat template rendered."""
     token_ids: list[int]
     columns: dict[str, Any]
-    """Every other column of the row, for the reward functions."""
+    """All other columns of the row, for the reward functions."""
     begun: str | None = None
-    """Of an answer that it begins, the text that the policy goes on with."""
+    """Partial answer that the prompt ends with and the policy continues, if any."""
     opens_reasoning: bool = False
-    """Whether it ends with a `<think>` of the template's, so that what follows begins within the reasoning."""
+    """Whether the template ends the prompt with `<think>`, so that the completion starts as reasoning."""
 
 
 class Prompts:
@@ -61,10 +62,17 @@ class Prompts:
         tools: Callable[[], list[dict[str, Any]]] = list,
         turns: Turns = Turns(),  # noqa: B008  (frozen)
     ) -> None:
-        """`tools` gives the JSON schemas that the chat template is told; called where prompts are conversations."""
+        """Load, encode and check all prompts.
+
+        `tools` returns the JSON schemas for the chat template, and is called only if the prompts are
+        conversations.
+
+        Raises:
+            DataError: The data cannot be read, or a prompt is invalid or too long.
+        """
         self._config, self._seed = config, seed
         self._source = open_source(config, seed)
-        first = self._source.row(0).get(config.prompt_column)  # what is missing, encoding tells
+        first = self._source.row(0).get(config.prompt_column)  # encoding reports a missing column
         self.are_conversations = config.system_prompt is not None or not isinstance(first, str)
         self.template = ChatTemplate(
             tokenizer, config.chat_template_kwargs, tools() if self.are_conversations else [], turns
@@ -72,7 +80,7 @@ class Prompts:
         self._encoded = encode_source(self._source, config, self.template)
         too_long = self._find_too_long()
         self.num_too_long = len(too_long)
-        """What was dropped or truncated."""
+        """Number of prompts that were dropped or truncated."""
         self._rows = np.arange(len(self._source))
         if config.too_long == "drop":
             self._rows = np.delete(self._rows, too_long)
@@ -88,17 +96,17 @@ class Prompts:
 
     @property
     def name(self) -> str:
-        """Of the data, for messages."""
+        """Name of the data, for messages."""
         return self._source.name
 
     @property
     def digests(self) -> np.ndarray:
-        """One int64 per prompt: another one for other token ids or other columns."""
+        """Digest of each prompt as int64, over its token ids and all columns of its row."""
         return self._encoded.digests[self._rows]
 
     @property
     def metrics(self) -> dict[str, float]:
-        """How many prompts the limit has dropped or truncated, if any."""
+        """Number of prompts that the token limit dropped or truncated, if any."""
         done = {"drop": "dropped", "truncate": "truncated"}.get(self._config.too_long)
         return {f"data/{done}_prompts": float(self.num_too_long)} if self.num_too_long else {}
 
@@ -109,20 +117,20 @@ class Prompts:
         return row, len(self._encoded.prompt_ids(row))
 
     def epoch_of(self, position: int) -> int:
-        """Return the data epoch in which a position lies."""
+        """Return the data epoch of a position."""
         return position // len(self)
 
     def row_at(self, position: int) -> int:
-        """Return the row of the data at a position of the endless sequence of data epochs."""
+        """Return the row of the data at a position of the endless sequence."""
         epoch, place = divmod(position, len(self))
         return self.row(int(_order(len(self), self._seed, epoch)[place]) if self._config.shuffle else place)
 
     def row(self, place: int) -> int:
-        """Return the row of the data that is the prompt at this place, when they are not shuffled."""
+        """Return the row of the data at this place of the unshuffled prompts."""
         return int(self._rows[place])
 
     def prompt_at(self, position: int) -> Prompt:
-        """Return the prompt at a position of the endless sequence of data epochs."""
+        """Return the prompt at a position of the endless sequence."""
         row = self.row_at(position)
         columns = self._source.row(row)
         prompt = with_system_prompt(columns.pop(self._config.prompt_column), self._config)
@@ -135,7 +143,7 @@ class Prompts:
         )  # fmt: skip
 
     def _find_too_long(self) -> np.ndarray:
-        """Return the rows above the limit. Raises DataError where they are refused."""
+        """Return the rows above the token limit. Raises DataError if they are refused."""
         config, num_tokens = self._config, self._encoded.num_tokens
         if config.max_prompt_tokens is None:
             return np.array([], np.int64)

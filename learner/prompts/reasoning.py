@@ -1,7 +1,8 @@
-"""What a policy's turn says as text, and how that shows where reasoning begins and ends.
+"""Decode a policy's turns as text, with uniform marks around reasoning.
 
-Imports nothing that must be installed: rewards are read where Slipstream's packages are not. Invariant: what a family marks as reasoning
-in its own way stands within <think> and </think> here.
+Imports only the standard library: rewards are also read where Slipstream's packages are not installed.
+
+Invariant: reasoning that a model family marks in its own way is put between <think> and </think>.
 """
 
 import re
@@ -12,7 +13,10 @@ if TYPE_CHECKING:
 
 OPENS_REASONING, CLOSES_REASONING = "<think>", "</think>"
 CHANNEL, ANSWER = "<|channel|>", "final"
-"""gpt-oss says everything in channels: <|channel|>analysis<|message|>Two<|end|><|start|>assistant<|channel|>final<|message|>4<|return|>"""
+"""Marks of gpt-oss, which writes all text into channels.
+
+    <|channel|>analysis<|message|>Two<|end|><|start|>assistant<|channel|>final<|message|>4<|return|>
+"""
 _SAID = re.compile(
     r"<\|channel\|>(\w*)(?:(?!<\|channel\|>).)*?<\|message\|>(.*?)(<\|(?:end|return|call|start)\|>|$)", re.DOTALL
 )
@@ -21,7 +25,10 @@ _SAID = re.compile(
 def texts_of(
     tokenizer: "PreTrainedTokenizerBase", token_ids: list[list[int]], skip_special_tokens: bool = True
 ) -> list[str]:
-    """Return turns as people and reward functions read them; `skip_special_tokens = False`: as they are."""
+    """Return turns as people and reward functions read them.
+
+    `skip_special_tokens = False` returns the turns unchanged.
+    """
     texts: list[str] = tokenizer.batch_decode(token_ids, skip_special_tokens=skip_special_tokens)
     if not skip_special_tokens or CHANNEL not in getattr(tokenizer, "added_tokens_encoder", {}):
         return texts

@@ -1,7 +1,9 @@
-"""Where rows come from: a built-in task, a JSONL file, a `datasets` dataset. Before encoding.py.
+"""Sources of rows: a built-in task, a JSONL file, or a `datasets` dataset.
 
-A task's few rows are in memory. A file is copied, once for each of its contents, into the cache of `datasets`, so that its rows
-are mapped from there and no edit of the file moves them under a run. Invariant: a row has the same number at every start.
+The few rows of a task are kept in memory. A file is copied into the cache of `datasets`, once for each of its
+contents. The run memory-maps this copy, so edits of the file do not affect it.
+
+Invariant: a row has the same number at every start.
 """
 
 import json
@@ -24,13 +26,13 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     """Rows of data, by number."""
 
     name: str
-    """For messages."""
+    """Name of the source, for messages."""
     rows: Any
-    """A list of rows, or a dataset of them."""
+    """List of rows, or a dataset of rows."""
     fingerprint: str | None = None
-    """Another one for other rows; None: they are in memory."""
+    """Value that changes with the rows; None: the rows are in memory."""
     is_file: bool = False
-    """Each row of the dataset is a line of a JSONL file and its number there."""
+    """Whether each row of the dataset holds a line of a JSONL file and its line number."""
     prompt_column: str
 
     def __len__(self) -> int:
@@ -41,7 +43,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
         return json.loads(row["line"]) if self.is_file else dict(row)
 
     def rows_of(self, batch: dict[str, list[Any]]) -> list[Row]:
-        """The rows of a batch of the dataset. Raises DataError for a line that is none."""
+        """Return the rows of a batch. Raises DataError for an invalid line."""
         if self.is_file:
             lines = zip(batch["line"], batch["number"], strict=True)
             return [_parsed(line, f"{self.name}:{number}", self.prompt_column) for line, number in lines]
@@ -78,7 +80,7 @@ def _task(config: DataConfig, task: str, seed: int) -> Source:
     return Source(name=f"task {task!r}", rows=rows, prompt_column=config.prompt_column)
 
 
-# --- a JSONL file ------------------------------------------------------------------------------------------------
+# --- a JSONL file ---
 def _file(config: DataConfig, path: Path) -> Source:
     import datasets
 
@@ -110,7 +112,7 @@ def _content(path: Path) -> str:
 
 
 def cache_directory() -> Path:
-    """Where `datasets` keeps what it maps. Raises DataError if it cannot be written."""
+    """Return the cache directory of `datasets`. Raises DataError if it is read-only."""
     import datasets
 
     path = Path(datasets.config.HF_DATASETS_CACHE)
@@ -128,7 +130,7 @@ def _unreadable(path: Path, error: BaseException) -> DataError:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8", newline="\n") as file:  # no other line ends: U+2028 may stand inside a text
+    with path.open(encoding="utf-8", newline="\n") as file:  # no other line end: a text may contain U+2028
         for number, line in enumerate(file, start=1):
             if line.strip():
                 yield {"line": line, "number": number}
@@ -155,7 +157,7 @@ def _check_column(columns: Iterable[str], prompt_column: str, where: str) -> Non
         )
 
 
-# --- a dataset ---------------------------------------------------------------------------------------------------
+# --- a dataset ---
 def _dataset(config: DataConfig) -> Source:
     import datasets
 

@@ -1,7 +1,9 @@
-"""Built-in tasks: rows of prompts made from a seed, for a first run that needs no file and no network.
+"""Built-in tasks: rows of prompts made from a seed, for a first run without files or network.
 
-A task stands where a data file would stand: its rows go into `learner.data`. Invariant: the same name, number, seed and
-options give the same rows, and but for `guess` no prompt comes twice. No row of `sums` or `products` is one of those held out, whatever the seed.
+A task takes the place of a data file: its rows go into `learner.data`.
+
+Invariant: the same name, number of prompts, seed and options give the same rows. No prompt occurs twice,
+except in `guess`. `sums` and `products` never contain a held-out row, whatever the seed.
 """
 
 import random
@@ -12,13 +14,16 @@ from protocol.errors import DataError
 
 DEFAULT_NUM_PROMPTS = 4096
 MAX_DIGITS = 18
-"""What random.sample can draw from."""
+"""Maximum number of digits that `random.sample` can draw from."""
 
 
 def make_rows(task: str, num_prompts: int | None, seed: int, **options: Any) -> list[dict[str, Any]]:
-    """Return the rows of a built-in task. `num_prompts`: None makes 4,096, or all that the task has.
+    """Return the rows of a built-in task.
 
-    Raises DataError if there is no such task or it has fewer distinct prompts.
+    `num_prompts` = None selects the default of the task, which is at most 4096.
+
+    Raises:
+        DataError: The task does not exist, or has fewer distinct prompts.
     """
     if task not in TASKS:
         raise DataError(
@@ -41,9 +46,9 @@ def sort(num_prompts: int, seed: int, *, num_digits: int = 4) -> list[dict[str, 
 
 
 def arithmetic(num_prompts: int, seed: int, *, num_digits: int = 2) -> list[dict[str, Any]]:
-    """Add two numbers; the sum is written from its ones on: {"prompt": "37+85=", "answer": "221"} says 122.
+    """Add two numbers, ones digit first: {"prompt": "37+85=", "answer": "221"}.
 
-    In this order each digit needs only what stands before it, and a tiny model can learn it.
+    In this order, each digit depends only on what precedes it, so a tiny model can learn the task.
     """
     texts = _digit_strings("arithmetic", num_prompts, seed, num_digits, numbers_per_prompt=2)
     pairs = [(text[:num_digits], text[num_digits:]) for text in texts]
@@ -54,7 +59,10 @@ def arithmetic(num_prompts: int, seed: int, *, num_digits: int = 2) -> list[dict
 
 
 def guess(num_prompts: int, seed: int, *, num_digits: int = 1) -> list[dict[str, Any]]:
-    """Guess a digit, for the environment of that name: {"prompt": "=", "secret": 7}. All prompts are alike, of course."""
+    """Guess a digit in the environment `guess`: {"prompt": "=", "secret": 7}.
+
+    All prompts are the same.
+    """
     if num_digits != 1:
         raise DataError(
             f"task guess with num_digits = {num_digits}: a secret has one digit; set learner.data.num_digits to 1"
@@ -64,9 +72,9 @@ def guess(num_prompts: int, seed: int, *, num_digits: int = 1) -> list[dict[str,
 
 
 def calculator(num_prompts: int, seed: int, *, num_digits: int = 2) -> list[dict[str, Any]]:
-    """Add two numbers, with the environment of that name: {"prompt": "37,45>", "call": "37+45=", "answer": "82"}.
+    """Add two numbers with the environment `calculator`.
 
-    The numbers are so small that the sum has no more digits than they have.
+    Example: {"prompt": "37,45>", "call": "37+45=", "answer": "82"}. The sum has no extra digit.
     """
     low, high = 10 ** max(num_digits - 1, 0), 5 * 10 ** max(num_digits - 1, 0)
     num_pairs = (high - low) ** 2
@@ -83,7 +91,7 @@ def calculator(num_prompts: int, seed: int, *, num_digits: int = 2) -> list[dict
 
 
 SUMMANDS, FACTORS = range(1, 21), range(10, 100)
-"""Both numbers of a sum, and of a product. A fifth of the pairs is held out."""
+"""Ranges of both numbers of a sum, and of a product. A fifth of the pairs is held out."""
 NUM_PROMPTS = {"sums": 320, "sums_held_out": 80, "products": DEFAULT_NUM_PROMPTS, "products_held_out": 80}
 WITH_CALCULATOR = [
     {"role": "user", "content": "What is 12 times 34? Let the calculator say it."},
@@ -91,26 +99,32 @@ WITH_CALCULATOR = [
     {"role": "user", "content": "408"},
     {"role": "assistant", "content": "408"},
 ]
-"""An example that stands before each question: without it the model does not call."""
+"""Example that precedes each question. Without it, the model does not call the calculator."""
 
 
 def sums(num_prompts: int, seed: int, *, num_digits: int | None = None) -> list[dict[str, Any]]:
-    """Add two small numbers in words of a conversation, for a pretrained model: {"answer": 19, "prompt": [{"role": "user", …}]}."""
+    """Add two small numbers in a conversation, for a pretrained model.
+
+    Example: {"answer": 19, "prompt": [{"role": "user", …}]}.
+    """
     return _sum_rows("sums", num_prompts, seed, num_digits, is_held_out=False)
 
 
 def sums_held_out(num_prompts: int, seed: int, *, num_digits: int | None = None) -> list[dict[str, Any]]:
-    """The sums that `sums` never asks, to evaluate with."""
+    """Return the sums that `sums` never contains, for evaluation."""
     return _sum_rows("sums_held_out", num_prompts, seed, num_digits, is_held_out=True)
 
 
 def products(num_prompts: int, seed: int, *, num_digits: int | None = None) -> list[dict[str, Any]]:
-    """Multiply two numbers by a calculator that is asked in words, for the agent deploy/agents/calculator_in_words.py."""
+    """Multiply two numbers by asking a calculator in words.
+
+    The agent is deploy/agents/calculator_in_words.py.
+    """
     return _product_rows("products", num_prompts, seed, num_digits, is_held_out=False)
 
 
 def products_held_out(num_prompts: int, seed: int, *, num_digits: int | None = None) -> list[dict[str, Any]]:
-    """The products that `products` never asks, to evaluate with."""
+    """Return the products that `products` never contains, for evaluation."""
     return _product_rows("products_held_out", num_prompts, seed, num_digits, is_held_out=True)
 
 
@@ -140,7 +154,7 @@ def _pairs(
 ) -> list[tuple[int, int]]:
     if num_digits is not None:
         raise DataError(f"task {task} has no num_digits; remove learner.data.num_digits")
-    # Whatever the seed; a and b go with b and a, and every number occurs on both sides.
+    # The split ignores the seed and keeps (a, b) with (b, a). Every number occurs on both sides of it.
     pairs = [(a, b) for a in numbers for b in numbers if ((a - b) % 5 == 0) == is_held_out]
     if num_prompts > len(pairs):
         raise DataError(
@@ -159,7 +173,7 @@ TASKS: dict[str, Callable[..., list[dict[str, Any]]]] = {
 def _digit_strings(
     task: str, num_prompts: int, seed: int, num_digits: int, *, numbers_per_prompt: int = 1
 ) -> list[str]:
-    """Draw distinct strings of digits, leading zeros included, each as long as the numbers of one prompt."""
+    """Draw distinct digit strings, each as long as the numbers of one prompt together."""
     length = numbers_per_prompt * num_digits
     _check_size(task, num_prompts, num_digits, MAX_DIGITS // numbers_per_prompt, 10 ** max(length, 0))
     return [f"{number:0{length}d}" for number in random.Random(seed).sample(range(10**length), num_prompts)]

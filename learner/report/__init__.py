@@ -1,1 +1,1 @@
-"""What a run tells people: log, live dashboard, summary, report."""
+"""Output of a run for people: log, live dashboard, summary, report."""

@@ -1,7 +1,8 @@
-"""Which charts the run report shows, what each says and what it is called.
+"""The charts of the run report, with their titles and captions.
 
-Between `summary.read_metrics` and the template of `page.py`; `drawing` draws. The invariant: a chart without
-data is not drawn but named, with the reason.
+    summary.read_metrics ─▶ draw_charts, with drawing.py ─▶ the template of page.py
+
+Invariant: a chart without data is not drawn but named, with the reason.
 """
 
 import logging
@@ -44,42 +45,42 @@ from learner.report.drawing import (
 log = logging.getLogger(__name__)
 
 Metrics = Sequence[dict[str, float]]
-MAX_MARKS = 60  # more refreshes than this are told as a number only
+MAX_MARKS = 60  # with more refreshes than this, only their number is shown
 
 
 class Chart(msgspec.Struct, frozen=True, kw_only=True):
     title: str
     told: str
-    """One sentence: how to read it."""
+    """Caption: one sentence on how to read the chart."""
     svg: str
     legend: list[tuple[str, str]] = []
-    """(CSS colour, label), where labels at the curves would not fit."""
+    """(CSS color, label) pairs, where labels at the curves would not fit."""
 
 
 class Absent(msgspec.Struct, frozen=True):
-    """A chart that could not be drawn, and why."""
+    """A chart that has no data, and the reason."""
 
     title: str
     reason: str
 
 
 class Axes(NamedTuple):
-    """How a chart of curves is to be read."""
+    """Format and axes of a chart of curves."""
 
     fmt: Format = plain
-    """Of the values."""
+    """Format of the values."""
     over_time: bool = False
-    """Against seconds instead of steps."""
+    """Whether x is seconds instead of steps."""
     log: bool = False
 
 
 PLAIN = Axes()
 REST = "time/rest"
-"""What no named part of a step covers."""
+"""Time that no named part of a step covers."""
 
 
 def draw_charts(metrics: Metrics, staleness_histogram: dict[int, int]) -> list[Chart | Absent]:
-    """Every chart of the report in the order of reading."""
+    """Draw every chart of the report, in reading order."""
     reward = [Curve("reward/mean", "mean", BLUE), Curve("reward/exact_match", "exact", AMBER)]
     server_cost = [Curve("push/seconds", "push", GREY), Curve("push/stall_seconds", "stall", BLUE)]
     idle = [Curve("perf/learner_idle_frac", "learner", BLUE), Curve("perf/server_idle_frac", "server", AMBER)]
@@ -154,7 +155,7 @@ def draw_charts(metrics: Metrics, staleness_histogram: dict[int, int]) -> list[C
     return charts
 
 
-# ---- the kinds of chart
+# ---- kinds of charts
 def curves(
     title: str,
     told: str,
@@ -170,7 +171,7 @@ def curves(
 def drawn(
     title: str, told: str, found: Sequence[tuple[Curve, np.ndarray, np.ndarray]], axes_are: Axes = PLAIN
 ) -> Chart | Absent:
-    """Curves, each with its values against steps or seconds."""
+    """Draw curves, each with its values against steps or seconds."""
     fmt, over_time, log = axes_are
     names = sorted({curve.metric for curve, _, _ in found})
     found = [(curve, x, y) for curve, x, y in found if len(y) and not (log and y.max() <= 0)]
@@ -191,7 +192,7 @@ def drawn(
 
 
 def reward_functions(metrics: Metrics) -> list[Chart | Absent]:
-    """Only when there are several; one alone is the mean reward already."""
+    """Draw each reward function if there are several; a single one is the mean reward."""
     names = sorted({name for line in metrics for name in line if name.startswith("reward/")})
     names = [name for name in names if name not in ("reward/mean", "reward/std", "reward/exact_match")]
     if len(names) < 2:
@@ -239,7 +240,8 @@ def kl(metrics: Metrics) -> Chart | Absent:
     version_steps, versions = series(metrics, "reference/version", "step")
     refreshes = version_steps[1:][np.diff(versions) != 0]
     marked = refreshes if len(refreshes) <= MAX_MARKS else refreshes[:0]
-    parts = np.split(np.arange(len(steps)), np.searchsorted(steps, marked))  # a mean over a refresh would blur its fall
+    # A mean across a refresh would blur the drop.
+    parts = np.split(np.arange(len(steps)), np.searchsorted(steps, marked))
     parts = [part for part in parts if len(part)]
     last = float(moving_mean(values[parts[-1]], False)[-1])
     figure, axes = canvas(right_in=room_for([plain(last)]))
@@ -259,7 +261,7 @@ def _rest(line: Mapping[str, float], known: Sequence[str]) -> float:
 
 
 def time_split(metrics: Metrics) -> Chart | Absent:
-    """Stacked, so that the height is the whole step."""
+    """Draw the parts of a step, stacked to the height of the whole step."""
     title = "Where a step's time goes"
     parts = [
         ("time/wait_for_batch", "waiting for groups", AMBER),

@@ -1,8 +1,9 @@
-"""Several runs side by side: what each came to, how, and in which keys of their configs they differ. One HTML file, or JSON.
+"""A comparison of several runs: their results, their charts, and the config keys in which they differ.
 
-    run directories ─▶ summary.py, config.toml ─▶ Comparison ─▶ comparison.html beside the first run, a table on the console
+    run directories ─▶ summary.py, config.toml ─▶ Comparison ─▶ comparison.html next to the first run
+                                                             └▶ console table, or JSON
 
-Like the report it changes nothing in a run, and needs neither network nor script.
+Like the report, the page needs neither network nor script, and nothing in a run changes.
 """
 
 import tomllib
@@ -53,28 +54,31 @@ ROWS: tuple[tuple[str, Callable[[Summary], str]], ...] = (
     ("groups lost", lambda s: f"{s.groups_lost:,}"),
 )
 IN_ANY_CASE = {"run_dir"}
-"""Keys in which two runs differ whatever they are about."""
+"""Keys that differ between any two runs."""
 
 
 class Compared(msgspec.Struct, frozen=True):
-    """One of the runs."""
+    """A run in the comparison."""
 
     name: str
     path: str
     summary: Summary
     config: dict[str, Any]
-    """By the keys' whole names; those that were not set are not there."""
+    """Values by full key, without the keys that are not set."""
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """Example of `differences`: {"learner.max_staleness": [0, None]}; None: the default."""
+    """The compared runs, and the config keys in which they differ.
+
+    Example of `differences`: {"learner.max_staleness": [0, None]}, where None is the default.
+    """
 
     runs: list[Compared]
     differences: dict[str, list[Any]]
 
 
 def compare(run_dirs: Sequence[Path]) -> tuple[Comparison, list[list[dict[str, float]]]]:
-    """Return it with the metrics of each run. Raises RunDirectoryError."""
+    """Return the comparison and the metrics of each run. Raises RunDirectoryError."""
     if len(run_dirs) > len(COLOURS):
         raise RunDirectoryError(
             f"{len(run_dirs)} runs came; at most {len(COLOURS)} can be told apart beside each other"
@@ -93,7 +97,7 @@ def compare(run_dirs: Sequence[Path]) -> tuple[Comparison, list[list[dict[str, f
 
 
 def write_comparison(comparison: Comparison, metrics: Sequence[Sequence[dict[str, float]]]) -> Path:
-    """Write comparison.html beside the first run's directory."""
+    """Write comparison.html next to the first run's directory and return its path."""
     charts = [_chart(comparison, metrics, *chart) for chart in _charts(metrics)]
     page = template("comparison.html.jinja").render(
         names=[run.name for run in comparison.runs],
@@ -108,7 +112,7 @@ def write_comparison(comparison: Comparison, metrics: Sequence[Sequence[dict[str
 
 
 def as_text(comparison: Comparison) -> str:
-    """A table of what they came to, and one of the keys in which they differ."""
+    """Format a table of the results and the keys that differ."""
     rows = [("", *(run.name for run in comparison.runs))]
     rows += [(label, *(told(run.summary) for run in comparison.runs)) for label, told in ROWS]
     if comparison.differences:
@@ -121,7 +125,7 @@ def as_text(comparison: Comparison) -> str:
 
 
 def _charts(metrics: Sequence[Sequence[dict[str, float]]]) -> list[tuple[str, str, str, Axes]]:
-    """Where a run evaluates several sets, one for each of these too."""
+    """Return the charts, with one more for each evaluation set if there are several."""
     of_sets = rewards_of_sets(line for lines in metrics for line in lines)
     charts = []
     for chart in CHARTS:
@@ -148,7 +152,7 @@ def _chart(
 
 
 def _names(run_dirs: Sequence[Path]) -> list[str]:
-    """The last part of each path, or the whole where that says nothing."""
+    """Return the last part of each path, or whole paths if these are not unique."""
     names = [path.resolve().name for path in run_dirs]
     return names if len(set(names)) == len(names) else [str(path) for path in run_dirs]
 

@@ -1,8 +1,9 @@
-"""The live dashboard of a run: a page, its stream of server-sent events, the newest sample, Prometheus text and /health.
+"""The live dashboard of a run: a page, server-sent events, the newest sample, Prometheus text, /health.
 
-Hangs off the end of the data's way and only listens: the run log publishes each step's metrics, the learner's event
-loop thread serves them. The invariant: nobody who looks, or stops looking, can slow a run or make it grow. History (history.py) is
-read beside the run, a client that falls behind is dropped, a port in use is replaced by another.
+    run log ─▶ publish: each step's metrics ─▶ Dashboard, in the learner's event-loop thread ─▶ clients
+
+A thread reads the history (history.py). A slow client is dropped. A free port replaces a port in use.
+Invariant: no client can slow the run or make its memory grow.
 """
 
 import asyncio
@@ -34,12 +35,12 @@ from protocol.errors import DeadlineExceeded
 log = logging.getLogger(__name__)
 
 MAX_CLIENTS = 16
-CLIENT_BACKLOG = 64  # steps that a client may be behind, beside what its socket holds
-HEARTBEAT_S = 15.0  # a comment as often as this finds the clients that went away between two slow steps
+CLIENT_BACKLOG = 64  # maximum number of steps a client may lag, in addition to its socket buffer
+HEARTBEAT_S = 15.0  # a periodic comment detects clients that disconnected between slow steps
 SHUTDOWN_TIMEOUT_S = 1.0
 START_TIMEOUT_S = 10.0
 HISTORY_TIMEOUT_S = 30.0
-"""After which a page does without the steps before the resume."""
+"""Time limit for loading the steps before a resume. The page then does without them."""
 HEARTBEAT = b": still here\n\n"
 POLICY = (
     "default-src 'none'; style-src 'nonce-{nonce}'; script-src 'nonce-{nonce}'; connect-src 'self'; "
@@ -48,21 +49,24 @@ POLICY = (
 
 
 class Client(msgspec.Struct, frozen=True, eq=False):
-    """One open event stream. None in the queue ends it."""
+    """An open event stream. None in the queue ends it."""
 
     queue: asyncio.Queue[bytes | None]
     transport: asyncio.Transport | None
 
 
 class Dashboard:
-    """Made by `start`, ended by `close`, both in the event loop; `publish` may be called from any thread."""
+    """The dashboard server.
+
+    `start` creates it and `close` ends it, both in the event loop. `publish` is thread-safe.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self.address = ""
         self._loop = asyncio.get_running_loop()
         self._history = History()
         self._meanwhile: list[tuple[int, Metrics]] = []
-        """Steps that came while the earlier ones were read."""
+        """Steps published while the earlier ones are loading."""
         self._is_loaded = asyncio.Event()
         self._loading: asyncio.Task[None] | None = None
         self._clients: set[Client] = set()
@@ -85,7 +89,10 @@ class Dashboard:
 
     @classmethod
     async def start(cls, run_dir: Path, port: int, host: str = "127.0.0.1") -> "Dashboard":
-        """Serve a run that may have steps already. Another port is taken, with a warning, where `port` is in use."""
+        """Serve a run, which may already have steps.
+
+        If `port` is in use, the dashboard logs a warning and takes a free one.
+        """
         dashboard = cls(run_dir)
         await dashboard._runner.setup()
         try:
@@ -102,7 +109,10 @@ class Dashboard:
         return dashboard
 
     async def _load(self, path: Path) -> None:
-        """Put the steps of before in front of those that come meanwhile, beside the run and for so long only."""
+        """Load the earlier steps in a thread and append the steps published meanwhile.
+
+        On a timeout or error, the history starts without the earlier steps.
+        """
         deadline = time.monotonic() + HISTORY_TIMEOUT_S
         try:
             history = await asyncio.to_thread(read_history, path, lambda: self._closed or time.monotonic() > deadline)
@@ -127,7 +137,7 @@ class Dashboard:
         await self._runner.cleanup()
 
     def publish(self, step: int, metrics: Metrics) -> None:
-        """Tell everybody who looks about one step. Thread-safe; returns at once."""
+        """Send one step to all clients. Thread-safe; returns at once."""
         if not self._closed:
             self._loop.call_soon_threadsafe(self._publish, step, dict(metrics))
 
@@ -143,12 +153,15 @@ class Dashboard:
                 self._drop(client)
 
     def _drop(self, client: Client) -> None:
-        """Abort, not close: closing would keep what the client does not read. Its page connects again by itself."""
+        """Abort the connection, because a close would keep the unread data.
+
+        The page reconnects automatically.
+        """
         self._clients.discard(client)
         if client.transport is not None:
             client.transport.abort()
 
-    # ---- what is served
+    # ---- request handlers
 
     async def _serve_page(self, request: web.Request) -> web.Response:
         nonce = secrets.token_urlsafe(16)
@@ -157,7 +170,7 @@ class Dashboard:
         return web.Response(text=page, content_type="text/html", headers=headers)
 
     async def _serve_events(self, request: web.Request) -> web.StreamResponse:
-        """The history, once it is read, then every step as it comes."""
+        """Send the history once it is loaded, then every new step."""
         await self._is_loaded.wait()
         if self._closed:
             raise web.HTTPServiceUnavailable(text="the learner is ending\n")
@@ -166,7 +179,7 @@ class Dashboard:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
         client = Client(asyncio.Queue(CLIENT_BACKLOG), request.transport)
         self._clients.add(client)
-        event: bytes | None = self._history.event()  # no await since `add`: no step is missed and none comes twice
+        event: bytes | None = self._history.event()  # no await since `add`, so no step is missed or repeated
         try:
             await response.prepare(request)
             while event is not None:
@@ -179,7 +192,7 @@ class Dashboard:
         return response
 
     async def _serve_sample(self, request: web.Request) -> web.Response:
-        """What was written last, as the report shows it; 204 as long as nothing was."""
+        """Return the newest sample as the report shows it, or status 204 without any."""
         try:
             sample = await asyncio.to_thread(newest_sample, self._samples)
         except (OSError, ValueError) as error:
@@ -205,7 +218,10 @@ async def next_event(queue: asyncio.Queue[bytes | None]) -> bytes | None:
 
 
 class NewestStep(Collector):
-    """The newest step as Prometheus gauges: `reward/mean` is `slipstream_reward_mean`, its own name is the help."""
+    """Collector of the newest step as Prometheus gauges.
+
+    `reward/mean` becomes `slipstream_reward_mean`, with the name of the metric as its help.
+    """
 
     def __init__(self, history: Callable[[], History]) -> None:
         self._history = history
@@ -215,7 +231,7 @@ class NewestStep(Collector):
         history = self._history()
         for metric, value in (dict(history.newest) | {"step": history.newest_step}).items():
             name = "slipstream_" + re.sub(r"[^a-zA-Z0-9_]", "_", metric)
-            while name in taken:  # reward/a.b and reward/a-b: names of reward functions are the user's
+            while name in taken:  # reward/a.b and reward/a-b collide: users name the reward functions
                 name += "_"
             taken.add(name)
             yield GaugeMetricFamily(name, metric, value=float(value))
@@ -228,7 +244,10 @@ def planned_steps(run_dir: Path) -> int | None:
 
 
 def start_dashboard(loop: LoopThread, run_dir: Path, config: ReportConfig, cleanup: ExitStack) -> Dashboard | None:
-    """None where there is to be none, or it cannot start, which costs nobody but those who wanted to look."""
+    """Start the dashboard; return None if it is disabled or fails to start.
+
+    A failure is only logged and never affects the run.
+    """
     if config.dashboard_port == 0:
         return None
     host = config.dashboard_host.strip("[]")

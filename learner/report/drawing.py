@@ -1,7 +1,8 @@
-"""Drawing for the run report: matplotlib axes in the page's style, as SVG text that stands inside the page.
+"""Drawing for the run report: matplotlib axes in the page's style, as inline SVG.
 
-Colours are placeholders which become CSS variables, so one SVG serves light and dark pages; text stays text and takes
-the page's font. The invariant: no global state of matplotlib is left changed, and no id is shared by two charts.
+Colors are placeholders that become CSS variables, so one SVG serves light and dark pages.
+Text stays text and takes the page's font.
+Invariant: matplotlib's global state is unchanged, and no two charts share an id.
 """
 
 import io
@@ -27,7 +28,7 @@ INK, MUTED, GRID = "#0a0b01", "#0a0b02", "#0a0b03"
 BLUE, AMBER, TEAL, VIOLET, ROSE, GREY = "#0a0b04", "#0a0b05", "#0a0b06", "#0a0b07", "#0a0b08", "#0a0b09"
 GREEN, RED, CYAN, OLIVE, BROWN, INDIGO = "#0a0b0a", "#0a0b0b", "#0a0b0c", "#0a0b0d", "#0a0b0e", "#0a0b0f"
 COLOURS = (BLUE, AMBER, TEAL, VIOLET, ROSE, GREY, GREEN, RED, CYAN, OLIVE, BROWN, INDIGO)
-"""Of curves that stand for things of one kind, in order."""
+"""Colors of curves of the same kind, in order."""
 VARIABLE_OF = {
     INK: "var(--ink)",
     MUTED: "var(--muted)",
@@ -46,27 +47,27 @@ VARIABLE_OF = {
     INDIGO: "var(--indigo)",
 }
 NICE = [1, 2, 2.5, 5, 10]  # ticks at round numbers
-MAX_POINTS = 800  # per curve; more are thinned to the lowest and highest of each bin, so spikes stay
+MAX_POINTS = 800  # per curve; each bin keeps its lowest and highest point, so that spikes stay
 HEIGHT_IN, WIDTH_IN = 2.35, 5.6
 
 
 class Curve(msgspec.Struct, frozen=True):
     metric: str
     label: str
-    """Written at the end of the curve, followed by its last value."""
+    """Text at the end of the curve, before its last value."""
     colour: str
     dots: bool = False
-    """For a metric that only some steps have: points as they are, no mean."""
+    """Whether to draw points without a mean, for a metric that only some steps have."""
 
     def end(self, values: np.ndarray, log: bool) -> float:
-        """The value that its label tells."""
+        """Return the value for the label."""
         return float(values[-1] if self.dots else moving_mean(values, log)[-1])
 
 
 def series(metrics: Sequence[dict[str, float]], name: str, against: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the finite values of a metric, with the step or second of each.
 
-    Later lines repeat the reward of an evaluation. It is returned once, at the step of the evaluation.
+    Later lines repeat the reward of an evaluation. The result has it once, at the step of the evaluation.
     """
     began = re.sub(r"reward(/low|/high)?$", "step", name)
     if name.startswith("evaluation/") and began != name:
@@ -83,7 +84,10 @@ def series(metrics: Sequence[dict[str, float]], name: str, against: str) -> tupl
 
 
 def moving_mean(values: np.ndarray, log: bool) -> np.ndarray:
-    """Centred over about a twentieth of the run, over what there is at the ends; geometric on a log axis."""
+    """Return the centered mean over about a twentieth of the run.
+
+    The window is cut off at the ends. The mean is geometric on a log axis.
+    """
     window = min(len(values), max(1, len(values) // 20)) | 1
     half = window // 2
     heights = np.log(values) if log else values
@@ -134,7 +138,7 @@ def step_ticks() -> MaxNLocator:
 
 
 def set_limits(axes: Axes, values: list[np.ndarray], fmt: Format, log: bool) -> None:
-    """From zero where the quantity is a positive one, so that heights can be compared."""
+    """Set limits and ticks. Linear axes of values ≥ 0 start at 0, to compare heights."""
     low, high = min(float(y.min()) for y in values), max(float(y.max()) for y in values)
     if log:
         axes.set_yscale("log")
@@ -150,12 +154,15 @@ def set_limits(axes: Axes, values: list[np.ndarray], fmt: Format, log: bool) -> 
 
 
 def room_for(labels: Iterable[str]) -> float:
-    """Inches that labels at the right end need."""
+    """Return the inches that the labels at the right end need."""
     return 0.2 + 0.082 * max(len(label) for label in labels)
 
 
 def label_ends(axes: Axes, ends: list[tuple[float, str, str]]) -> None:
-    """Labels (height in data, text, colour) at the right end of the curves, pushed apart where they would touch."""
+    """Label the right ends of curves, without overlap.
+
+    `ends` has (height in data coordinates, text, color) for each label.
+    """
     to_axes = axes.transScale + axes.transLimits
     ordered = sorted(ends)
     heights = [float(to_axes.transform((0.0, y))[1]) for y, _, _ in ordered]
@@ -171,7 +178,7 @@ def label_ends(axes: Axes, ends: list[tuple[float, str, str]]) -> None:
 
 
 def svg_of(figure: Figure, title: str) -> str:
-    """The <svg> element alone, with CSS variables for colours and no ids that another chart could have too."""
+    """Return the <svg> element, with CSS variables as colors and without shared ids."""
     FigureCanvasSVG(figure)
     out = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
@@ -195,7 +202,7 @@ def svg_of(figure: Figure, title: str) -> str:
     return re.sub(r"\n\s*", "\n", svg)
 
 
-# ---- words for values
+# ---- number formats
 def plain(value: float) -> str:
     if value == 0 or 0.01 <= abs(value) < 1000:
         return f"{value:.2f}".rstrip("0").rstrip(".") if abs(value) < 10 else f"{value:.0f}"

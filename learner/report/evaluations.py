@@ -1,8 +1,8 @@
-"""The evaluations of a run as a chart: the reward on the same prompts after so many steps, with its interval.
+"""The evaluations of a run as a chart: the reward on fixed prompts over the steps, with its interval.
 
     evaluations.jsonl ─▶ summary.py ─▶ evaluation_chart ─▶ page.py
 
-Invariant: one curve for each set of questions, for only those can be compared.
+Invariant: one curve for each set of questions, because only equal questions can be compared.
 """
 
 import re
@@ -18,13 +18,13 @@ REWARD_OF_A_SET = re.compile(r"evaluation/(?!function/|pass_at_)([^/]+)/reward")
 
 
 def rewards_of_sets(metrics: Iterable[Mapping[str, float]]) -> dict[str, str]:
-    """Of several sets, the metric of each one's reward, by its name."""
+    """Map the name of each evaluation set to the metric of its reward."""
     names = {name for line in metrics for name in line if name.startswith("evaluation/")}
     return {found[1]: found[0] for name in sorted(names) if (found := REWARD_OF_A_SET.fullmatch(name))}
 
 
 def evaluation_chart(evaluations: Sequence[Evaluation]) -> Chart | None:
-    """None without any."""
+    """Draw the evaluations, or return None without any."""
     if not evaluations:
         return None
     by_questions: dict[str, list[Evaluation]] = {}
@@ -58,7 +58,7 @@ def _prompts_of(one: Evaluation) -> str:
 
 
 def _table(made: Sequence[Evaluation]) -> np.ndarray:
-    """Of each the mean, and the ends of the interval; where there is none, the mean."""
+    """Return rows of (mean, low, high). Without an interval, all three are the mean."""
     rows = []
     for one in made:
         reward = one.reward

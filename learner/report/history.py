@@ -1,9 +1,8 @@
-"""The course of a run as the live dashboard keeps it: thinned to a bound, encoded, taken up from metrics.jsonl at a resume.
+"""The metrics of a run as the live dashboard keeps them: encoded, and thinned to a maximum size.
 
-    metrics.jsonl ─▶ read_history, beside the run ─▶ History ◀─ add: each step as it comes
+    metrics.jsonl ─▶ read_history, in a thread ─▶ History ◀─ add: each new step
 
-Between the file and the page. Invariant: its size does not grow with the run, and of a long file only the steps that are kept
-are decoded.
+Invariant: the size does not grow with the run, and only the kept steps of a long file are decoded.
 """
 
 import json
@@ -18,16 +17,16 @@ from learner.report.summary import RunDirectoryError
 
 MAX_POINTS = 500
 LOOK_UP_EVERY = 1000
-"""Lines between two questions whether anybody still wants them."""
+"""Number of lines between two checks whether to give up."""
 STEP = re.compile(rb'\{"step": (\d+)[,}]')
 
 Metrics = Mapping[str, float]
 
 
 class History:
-    """The course of a run in at most MAX_POINTS steps at equal distances, encoded once when they came, and the newest.
+    """The newest step and up to MAX_POINTS evenly spaced steps of a run, encoded once.
 
-    A step that is not newer than the newest takes back all from it on: the run was resumed before it.
+    A step that is not newer than the newest one replaces all steps from it on: the run was resumed before it.
     """
 
     def __init__(self, stride: int = 1) -> None:
@@ -38,7 +37,7 @@ class History:
         self._point_of: dict[int, bytes] = {}
 
     def add(self, step: int, metrics: Metrics) -> bytes:
-        """Returns the step as the page gets it."""
+        """Add a step and return its encoding for the page."""
         if step <= self.newest_step:
             self._point_of = {kept: point for kept, point in self._point_of.items() if kept < step}
         self.newest_step, self.newest, self._newest_point = step, metrics, encoded(step, metrics)
@@ -57,17 +56,23 @@ class History:
 
 
 def encoded(step: int, metrics: Metrics) -> bytes:
-    """One line of JSON in six digits, enough for a page; what is not finite becomes null."""
+    """Encode a step as JSON with six digits, and null for NaN or inf."""
     digits = {
         name: float(f"{value:.6g}")
         for name, value in metrics.items()
-        if isinstance(value, int | float) and name != "time"  # seconds since 1970 need more digits than the page
+        if isinstance(value, int | float) and name != "time"  # a Unix timestamp needs more digits
     }
     return msgspec.json.encode({**digits, "step": step})
 
 
 def read_history(path: Path, give_up: Callable[[], bool]) -> History:
-    """The steps recorded so far. Raises RunDirectoryError for a line that is none, OSError, and TimeoutError if `give_up`."""
+    """Read the steps recorded so far.
+
+    Raises:
+        RunDirectoryError: If a line is not a step.
+        OSError: If the file cannot be read.
+        TimeoutError: If `give_up` returns true.
+    """
     if not path.is_file():
         return History()
     with path.open("rb") as file:
@@ -84,7 +89,10 @@ def read_history(path: Path, give_up: Callable[[], bool]) -> History:
 
 
 def _places(file: BinaryIO, path: Path, give_up: Callable[[], bool]) -> dict[int, int]:
-    """Step → where its line begins, in order; without what a resume took back and without a torn last line."""
+    """Map each step to the position of its line, in order.
+
+    Steps that a resume undid and a torn last line are left out.
+    """
     place_of: dict[int, int] = {}
     newest, place = -1, 0
     for number, line in enumerate(file, start=1):

@@ -1,7 +1,7 @@
 """The report of a run: one HTML file that needs no network, no script and no other file.
 
-It stands at the end of the data's way and reads only the run directory (through `summary`). Prompts and completions
-are text that a model wrote, so everything is escaped by the template and the page's policy forbids scripts and loads.
+The report reads only the run directory, through `summary`. Prompts and completions are untrusted text, so the
+template escapes everything, and the page's policy forbids scripts and loads.
 """
 
 import datetime
@@ -42,7 +42,7 @@ class Tile(msgspec.Struct, frozen=True):
 
 
 def write_report(run_dir: Path) -> Path:
-    """Writes `report.html` into the run directory, whole or not at all."""
+    """Write `report.html` into the run directory atomically and return its path."""
     run_dir = Path(run_dir)
     path = run_dir / "report.html"
     replace_file(path, render(run_dir).encode("utf-8", "replace"))
@@ -81,7 +81,7 @@ def render(run_dir: Path) -> str:
 
 
 def template(name: str) -> jinja2.Template:
-    """Escapes whatever it is given."""
+    """Load a template that escapes all values."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,

@@ -1,10 +1,12 @@
-"""What a run writes besides its metrics: samples of completions, and events.
+"""The records of a run apart from its metrics: samples of completions, and events.
 
     the groups of a step ─▶ Samples ─▶ samples.jsonl ─▶ the report, the dashboard
     controller.py, the fleet's changes of state ─▶ Timeline ─▶ timeline.jsonl ─▶ "What happened" in the report
 
-A sample is a few completions of one group every so many steps; of episodes each branch, with who said what. Invariants: samples.jsonl
-has at most MAX_BYTES: its head stays, and of the rest the newest; an event that the disk does not take costs a warning, never the run.
+A sample is a few completions of one group, once every few steps. Episodes have every branch, with the
+version that sampled each text.
+Invariants: samples.jsonl has at most MAX_BYTES, and a cut keeps its head and its newest lines.
+An event that cannot be written costs a warning, never the run.
 """
 
 import json
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-if TYPE_CHECKING:  # the report needs none
+if TYPE_CHECKING:  # the report needs no tokenizer
     from transformers import PreTrainedTokenizerBase
 
 from learner.environments.branch import Branch
@@ -27,16 +29,16 @@ from learner.rollouts.scored_group import ScoredGroup
 from learner.storage.files import DiskError, Lines, ends_of, replace_file
 
 ANSWER = "answer"
-"""The column that the built-in reward functions compare with."""
+"""Column that the built-in reward functions compare with."""
 MAX_COMPLETIONS = 4
 MAX_BYTES = 32 << 20
 log = logging.getLogger(__name__)
 SHOWN_BYTES = 16 << 10
-"""At each end of a story that is longer."""
+"""Bytes to read at each end of a longer timeline."""
 
 
 class Samples:
-    """The file of one run, open for appending."""
+    """Writer of the samples.jsonl of one run."""
 
     def __init__(self, path: Path, every_steps: int) -> None:
         self._path, self._every_steps = path, every_steps
@@ -45,7 +47,10 @@ class Samples:
     def keep(
         self, step: int, group: ScoredGroup, tokenizer: "PreTrainedTokenizerBase", row: Callable[[], Mapping[str, Any]]
     ) -> dict[str, Any] | None:
-        """Write a group down as text, and return that, if it is the step's turn; `row` gives the columns of its prompt. Raises DiskError."""
+        """Write a sample of a group and return it, or None if it is not the step's turn.
+
+        `row` returns the columns of the group's prompt. Raises DiskError.
+        """
         if self._every_steps == 0 or (step - 1) % self._every_steps:
             return None
         kept = [branches[-1] for branches in group.branches_G[:MAX_COMPLETIONS]]
@@ -77,8 +82,10 @@ class Samples:
 
 
 def episode_of(course: Course, branches: list[Branch], tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
-    """`runs`: texts with the version that sampled each, None where the policy did not; special tokens are in them, for they part the
-    turns.
+    """Return an episode as text, in JSON types.
+
+    `runs` pairs each text with the version that sampled it, or None for text that the policy did not sample.
+    The texts include special tokens, which separate the turns.
     """
     return {
         "state": course.state,
@@ -105,14 +112,14 @@ def _runs(branch: Branch, tokenizer: "PreTrainedTokenizerBase") -> list[tuple[in
 
 
 class Event(msgspec.Struct, frozen=True):
-    """One line of the file; `time` in seconds since 1970."""
+    """A line of timeline.jsonl. `time` is in seconds since 1970."""
 
     time: float
     what: str
 
 
 class Timeline:
-    """Appends events, from one thread at a time."""
+    """Writer of events, for one thread at a time."""
 
     def __init__(self, path: Path) -> None:
         self._lines = Lines(path)
@@ -128,7 +135,10 @@ class Timeline:
 
 
 def read_events(path: Path) -> list[Event]:
-    """In the order of the file, of a long one the ends; lines that are none are left out."""
+    """Return the events in file order, only from both ends of a long file.
+
+    Invalid lines are skipped.
+    """
     if not path.is_file():
         return []
     events = []

@@ -1,4 +1,4 @@
-"""What a run tells: metrics.jsonl, a console line per step, samples.jsonl, the dashboard, trackers. Rank 0 has one."""
+"""The output of a run on rank 0: metrics.jsonl, console lines, samples.jsonl, dashboard, trackers."""
 
 import json
 import time
@@ -20,7 +20,7 @@ from protocol.console import say
 
 
 class RunLog:
-    """Appends to the files of a run. A resumed run goes on counting seconds where it stopped."""
+    """Writer of a run's output. A resumed run continues to count its seconds."""
 
     def __init__(
         self, run_dir: RunDir, config: ReportConfig, num_steps: int, dashboard: Dashboard | None = None
@@ -34,7 +34,7 @@ class RunLog:
         self._trackers = Trackers(config.trackers, config.project, run_dir)
 
     def start_clock(self) -> None:
-        """Count the seconds of the run from now: training, not the wait for a server that starts."""
+        """Start the run's clock: count training, not the wait for a server that starts."""
         self._started = time.monotonic()
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
@@ -50,7 +50,7 @@ class RunLog:
         say(console_line(step, self._num_steps, metrics), line)
 
     def amend(self, metrics: dict[str, float]) -> None:
-        """Record more of the newest step, which replaces it. Raises DiskError."""
+        """Replace the newest step by a line with more metrics. Raises DiskError."""
         if metrics and self._newest:
             self._tell(int(self._newest["step"]), self._newest | metrics, metrics)
 
@@ -63,7 +63,10 @@ class RunLog:
     def sample(
         self, step: int, group: ScoredGroup, tokenizer: PreTrainedTokenizerBase, row: Callable[[], Mapping[str, Any]]
     ) -> None:
-        """Keep a few completions of one group, as text, for the report, if it is this step's turn; `row`: the columns of its prompt."""
+        """Keep a few completions of a group for the report if it is the step's turn.
+
+        `row` returns the columns of the group's prompt.
+        """
         if (sample := self._samples.keep(step, group, tokenizer, row)) is not None:
             self._trackers.tell_completions(step, sample)
 
@@ -74,9 +77,9 @@ class RunLog:
 
 
 def console_line(step: int, num_steps: int, metrics: dict[str, float]) -> str:
-    """One line a person can read while it scrolls by.
+    """Format the line of one step for the console.
 
-    Example: Step  12/300 | 0.31s | reward 0.437 | loss -0.0121 | clipped 1.3% | staleness 1.2 | grad 0.41 | 5,120 tok/s
+    Example: Step  12/300 | 0.31s | reward 0.437 | loss -0.0121 | staleness 1.2 | grad 0.41 | 5,120 tok/s
     """
     parts = [
         f"Step {step:>{len(str(num_steps))}}/{num_steps}",

@@ -1,8 +1,9 @@
-"""The runs below a directory, a line each: `learner runs [DIR]`.
+"""The list of runs below a directory, one line each: `learner runs [DIR]`.
 
     config.toml, the last line of metrics.jsonl, the kernel's list of locks ─▶ Run ─▶ a table, or JSON
 
-It changes nothing and takes no lock, so a learner that starts meanwhile is not in its way; of a long run it reads one step.
+`learner runs` changes nothing and takes no lock, so it never blocks a learner that starts.
+From metrics.jsonl, it reads only the last step.
 """
 
 import json
@@ -19,33 +20,33 @@ from learner.report.summary import RunDirectoryError, duration, number
 from learner.storage.files import last_line
 
 MAX_DEPTH = 3
-"""Directories between the one that is asked for and a run's."""
+"""Maximum number of directories between the given directory and a run."""
 LOCKS = Path("/proc/locks")
 
 State = Literal["running", "finished", "stopped", "unreadable"]
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """What can be told of a run without reading it."""
+    """Facts about a run that need no full read of its files."""
 
     path: str
     state: State
-    """Running: a learner of this machine has it open; stopped: none has, and steps are left."""
+    """State of the run. running: a learner on this machine has it open; stopped: no learner, steps left."""
     step: int = 0
     steps: int = 0
-    """That its config wants."""
+    """Number of steps in the config."""
     reward: float | None = None
-    """Mean of the newest step."""
+    """Mean reward of the newest step."""
     elapsed_s: float = 0.0
     newest_at: float | None = None
-    """When the newest step ended, in seconds since 1970."""
+    """End of the newest step, in seconds since 1970."""
     model: str = ""
     problem: str = ""
-    """Why it is unreadable."""
+    """Reason for the state "unreadable"."""
 
 
 def list_runs(directory: Path) -> list[Run]:
-    """The newest first. Raises RunDirectoryError if there is none."""
+    """Return the runs, newest first. Raises RunDirectoryError if there are none."""
     if not directory.is_dir():
         raise RunDirectoryError(
             f"{directory} is not a directory; name the one that holds your runs: `learner runs DIR`"
@@ -61,7 +62,7 @@ def list_runs(directory: Path) -> list[Run]:
 
 
 def look_at(path: Path, locked: set[tuple[int, int]]) -> Run:
-    """`locked`: device and inode of files on which some process has a lock."""
+    """Read one run. `locked` has the device and inode of each locked file."""
     try:
         config = tomllib.loads((path / "config.toml").read_text())
         steps, model = int(config["learner"]["steps"]), str(config["model"])
@@ -85,7 +86,10 @@ def look_at(path: Path, locked: set[tuple[int, int]]) -> Run:
 
 
 def locked_files() -> set[tuple[int, int]]:
-    """Device and inode of each file that a process of this machine has locked as a learner locks its run's `.lock` (flock)."""
+    """Return the device and inode of each file on this machine with a flock.
+
+    A learner holds such a lock on its run's `.lock`.
+    """
     locked = set()
     for line in LOCKS.read_text().splitlines() if LOCKS.exists() else []:
         _, kind, *_, place, _, _ = line.split()
@@ -96,7 +100,7 @@ def locked_files() -> set[tuple[int, int]]:
 
 
 def _run_dirs(directory: Path, depth: int) -> Iterator[Path]:
-    """Not into runs: their checkpoints are many files."""
+    """Yield run directories without descending into them: checkpoints are many files."""
     if (directory / "config.toml").is_file() and (directory / ".lock").exists():
         yield directory
     elif depth >= 0:

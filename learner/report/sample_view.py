@@ -1,4 +1,4 @@
-"""Samples as the report shows them: text that a model wrote, made readable; of an episode who said what, and under which version.
+"""Samples as the report shows them: readable text, with the speaker and policy version of each piece.
 
 a line of samples.jsonl ─▶ Sample ─▶ report.html.jinja, or as JSON dashboard.html.jinja
 """
@@ -14,25 +14,25 @@ from learner.storage.files import last_line
 
 MAX_COMPLETIONS = 6
 MAX_CHARACTERS = 1200
-# What a browser would not show of a C0 control character, as its picture (U+2400…); tab and newline stay.
+# Pictures (U+2400…) for the control characters that a browser would not show; tab and newline stay.
 VISIBLE = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} | {127: 0x2421}
 NUM_COLOURS = 3
-"""Of versions; episodes are rarely of more, and the legend names each."""
+"""Number of colors for versions. Episodes rarely have more versions, and the legend names each."""
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """A text of one speaker."""
+    """Text of one speaker."""
 
     text: str
     speaker: str
-    """The class of its colour: said, or v0 to v2 by the version that sampled it."""
+    """CSS class of the color: v0 to v2 by version, or another for text not sampled."""
 
 
 class Passage(msgspec.Struct, frozen=True):
-    """A branch of an episode."""
+    """Branch of an episode."""
 
     prompt: str | None
-    """Its own, where it does not go on behind what was said before."""
+    """Prompt of the branch, or None if it is the group's prompt."""
     pieces: list[Piece]
 
 
@@ -40,11 +40,11 @@ class Completion(msgspec.Struct, frozen=True):
     passages: list[Passage]
     reward: str
     percent: int | None
-    """The reward's place in `reward_range`; None where there was no reward."""
+    """Position of the reward in `reward_range` in percent, or None without a reward."""
     course: str | None = None
-    """How the episode went, in words."""
+    """Description of the episode."""
     functions: str | None = None
-    """What each reward function gave it, where there are several."""
+    """Reward of each reward function, if there are several."""
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -54,11 +54,11 @@ class Sample(msgspec.Struct, frozen=True):
     completions: list[Completion]
     more: int
     versions: list[tuple[str, int]]
-    """The class of its colour, and the version; of episodes."""
+    """(CSS class of the color, version) of each version in the episodes."""
 
 
 def newest_sample(path: Path) -> Sample | None:
-    """The last of samples.jsonl; None: there is none. Raises OSError and ValueError."""
+    """Return the last sample, or None without any. Raises OSError and ValueError."""
     line = last_line(path) if path.is_file() else b""
     if not line:
         return None
@@ -115,7 +115,10 @@ def _counted(count: int, what: str) -> str:
 
 
 def readable(value: Any) -> str:
-    """Text as it is, a chat as its turns, anything else as Python shows it; shortened, control characters visible."""
+    """Format text as it is, a chat as its turns, and anything else with repr.
+
+    Long text is shortened, and control characters are visible.
+    """
     if isinstance(value, list) and all(isinstance(turn, dict) and "content" in turn for turn in value):
         value = "\n".join(f"{turn.get('role', '?')}: {turn['content']}" for turn in value)
     text = value if isinstance(value, str) else repr(value)
@@ -125,6 +128,6 @@ def readable(value: Any) -> str:
 
 
 def reward_range(samples: list[dict[str, Any]]) -> tuple[float, float]:
-    """Return what no mark and a full one stand for: 0 and 1, or what lies beyond."""
+    """Return the rewards at 0 % and 100 %: 0 and 1, or the extremes beyond them."""
     rewards = [reward for line in samples for reward in line.get("rewards", []) if reward is not None]
     return min([0.0, *rewards]), max([1.0, *rewards])

@@ -1,8 +1,8 @@
 """The numbers of a run, read from its directory: `metrics.jsonl`, `samples.jsonl` and the ledger.
 
-The last reader in the data's way, shared by `learner report`, the demo's last words and the HTML report. It changes
-nothing in the run directory, so it may look at a run that is still going. The invariant: steps that a resume took
-back are not counted, neither here nor in the ledger.
+`learner report`, the demo and the HTML report share these numbers. Reading changes nothing in the run
+directory, so the run may still be active.
+Invariant: steps undone by a resume are not counted, neither here nor in the ledger.
 """
 
 import json
@@ -21,11 +21,11 @@ from protocol.errors import SlipstreamError
 
 
 class RunDirectoryError(SlipstreamError):
-    """A directory is not the directory of a run, holds no step yet, or one of its files cannot be read."""
+    """A directory is not a run directory, has no step yet, or has an unreadable file."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """What `learner report --json` prints. None: the run has no such number."""
+    """Output of `learner report --json`. None: the run has no such value."""
 
     steps: int
     seconds: float
@@ -41,31 +41,34 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     groups_outstanding: int
     groups_lost: int
     prompts_dropped: int
-    """For their length."""
+    """Number of prompts dropped for their length."""
     prompts_truncated: int
     push_stall_median_s: float | None
     mismatch_mean_abs_logprob: float | None
-    """The larger of two means over the steps: of the fresh tokens met in training, and of the parity probes."""
+    """Larger of two means over the steps: fresh tokens in training, and parity probes."""
     evaluation: Estimate | None
-    """The reward of the newest evaluation that the run made itself."""
+    """Reward of the newest evaluation that the run itself made."""
     evaluation_step: int | None
     evaluated_sets: dict[str, Estimate]
-    """Where it asked several sets, the reward of each."""
+    """Reward of each evaluation set, if there are several."""
     training_slowdown: float | None
-    """How many times as long a step took beside an evaluation: the median of all evaluations."""
+    """Median ratio of step times with and without a concurrent evaluation."""
     completion_tokens_per_s: float | None
     wait_shares: dict[str, float]
-    """Of the time of all steps, the share that each part of the run held them up (waits.py), the largest first."""
+    """Share of the total step time for which each part was the bottleneck.
+
+    The largest share is first. The parts are those of waits.py.
+    """
 
     @property
     def waited_for(self) -> tuple[str, float] | None:
-        """The part that held the run up most, with its share, if any did."""
+        """Main bottleneck and its share, or None."""
         part, share = next(iter(self.wait_shares.items()), ("", 0.0))
         return (part, share) if share > 0 else None
 
 
 class LedgerFacts(msgspec.Struct, frozen=True):
-    """What the report wants of the ledger, read in one opening."""
+    """Data from the ledger for the report, read in one opening."""
 
     counts: LedgerCounts
     staleness_histogram: dict[int, int]
@@ -120,7 +123,7 @@ def summary_of(metrics: list[dict[str, float]], ledger: LedgerFacts, evaluations
 
 
 def lines(summary: Summary) -> list[str]:
-    """The summary as aligned lines for a console."""
+    """Format the summary as aligned lines for a console."""
     s = summary
     stall = (
         "–" if s.push_stall_median_s is None else f"{1000 * s.push_stall_median_s:.0f} ms without generation (median)"
@@ -153,7 +156,7 @@ def lines(summary: Summary) -> list[str]:
 
 
 def evaluation_by_label(s: Summary) -> dict[str, Estimate]:
-    """That of each set, under what a reader is told it is."""
+    """Return the reward of each evaluation set under the label shown to readers."""
     if s.evaluated_sets:
         return {f"evaluation of {name}": reward for name, reward in s.evaluated_sets.items()}
     return {"evaluation": s.evaluation} if s.evaluation else {}
@@ -176,7 +179,11 @@ def duration(seconds: float) -> str:
 
 # ---- the files of a run
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:
-    """One dict per optimizer step, in order. At least one."""
+    """Return one dict per optimizer step, in order.
+
+    Raises:
+        RunDirectoryError: If the file is missing, broken or has no step.
+    """
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
         raise RunDirectoryError(
@@ -206,19 +213,29 @@ def read_ledger(run_dir: Path) -> LedgerFacts:
 
 
 def read_evaluations(run_dir: Path) -> list[Evaluation]:
-    """Those that the run made itself, in the order of its steps. Raises ConfigError for a file that holds something else."""
+    """Return the evaluations that the run itself made, in order of steps.
+
+    Raises:
+        ConfigError: If the file has other content.
+    """
     made = [one for one in earlier(run_dir / FILE) if one.step is not None and one.reward is not None]
     return sorted(made, key=lambda one: one.step or 0)
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
-    """The lines of a JSONL file with a "step" in each."""
+    """Return the lines of a JSONL file that has a "step" in each."""
     return steps_in(path.read_bytes().split(b"\n"), path)
 
 
 def steps_in(raw_lines: list[bytes], path: Path) -> list[dict[str, Any]]:
-    """The steps that lines of a file stand for. A step written again by a resume takes back all that came
-    after it too; the torn last line of a killed writer is not there; any other broken line is an error."""
+    """Parse lines into steps.
+
+    A step that a resume wrote again replaces the old one and all steps after it.
+    The torn last line of a killed writer is skipped.
+
+    Raises:
+        RunDirectoryError: If any other line is broken.
+    """
     of_step: dict[int, dict[str, Any]] = {}
     newest = -1
     for i, raw in enumerate(raw_lines):
@@ -244,13 +261,13 @@ def steps_in(raw_lines: list[bytes], path: Path) -> list[dict[str, Any]]:
 
 
 def _present(metrics: Sequence[dict[str, float]], name: str) -> list[float]:
-    """The finite values of a metric, from the steps that have it."""
+    """Return the finite values of a metric from the steps that have it."""
     found = (line.get(name) for line in metrics)
     return [float(value) for value in found if value is not None and math.isfinite(value)]
 
 
 def _newest(metrics: Sequence[dict[str, float]], name: str) -> int:
-    """The last value of a count; 0 where there is none."""
+    """Return the last value of a count, or 0 without any."""
     return int(metrics[-1].get(name, 0))
 
 

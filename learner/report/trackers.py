@@ -1,9 +1,11 @@
-"""Metrics to the trackers of `learner.report.trackers`, by accelerate: TensorBoard, Weights & Biases, trackio, MLflow.
+"""The trackers of a run, through accelerate: TensorBoard, Weights & Biases, trackio, MLflow.
 
-    run_log.py ─▶ tell: every number of a step, as a float ─▶ RUN_DIR/tensorboard, or what the tracker's own variables name
+    run_log.py ─▶ all metrics of a step, as floats ─▶ RUN_DIR/tensorboard, or the tracker's own destination
 
-At the end of the data's way. Invariant: each gets the config and every metric of metrics.jsonl, those that have tables the completions
-of samples.jsonl too, and one that fails costs itself and a line in the log, never the run; a full disk ends it here as elsewhere.
+The trackers' own environment variables set their destinations.
+Invariants: each tracker gets the config and every metric of metrics.jsonl.
+Trackers with tables also get the completions of samples.jsonl.
+A tracker that fails is dropped with a warning and never stops the run. A full disk does, as elsewhere.
 """
 
 import logging
@@ -26,14 +28,14 @@ log = logging.getLogger(__name__)
 TENSORBOARD = "tensorboard"
 COMPLETIONS = "completions"
 EXTRAS = {TENSORBOARD: "learner", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"}
-"""By the name of a tracker, which is that of its package: the extra that installs it."""
+"""Map from a tracker, named like its package, to the extra that installs it."""
 
 
 class Trackers:
-    """Those of one run."""
+    """The open trackers of one run."""
 
     def __init__(self, names: Sequence[str], project: str, run_dir: RunDir) -> None:
-        """Raises ConfigError for one whose package is absent."""
+        """Open the trackers. Raises ConfigError if the package of one is not installed."""
         refuse_absent(names)
         self._run_dir = run_dir
         self._open: dict[str, Any] = {}
@@ -42,21 +44,21 @@ class Trackers:
                 tracker = MAKERS[name](project, run_dir)
                 tracker.start()
                 self._open[name] = tracker
-                if name == TENSORBOARD:  # its table of settings takes a file of its own for each start
+                if name == TENSORBOARD:  # store_init_configuration would write one more file at each start
                     tracker.writer.add_text("config", f"```toml\n{to_toml(run_dir.run)}\n```")
                 else:
                     tracker.store_init_configuration(_settings(run_dir.run))
 
     def tell(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Raises DiskError."""
-        # Some leave out what is neither int nor float, without a word: NumPy's float32 is neither.
+        """Log the metrics of a step to every tracker. Raises DiskError."""
+        # Some trackers silently skip values that are neither int nor float, such as NumPy's float32.
         values = {name: float(value) for name, value in metrics.items()}
         for name in [*self._open]:
             with self._at_the_cost_of(name):
                 self._open[name].log(values, step=step)
 
     def tell_completions(self, step: int, sample: Mapping[str, Any]) -> None:
-        """A line of samples.jsonl as a table, to those that have tables."""
+        """Log a line of samples.jsonl as a table, to the trackers that have tables."""
         functions = sample.get("functions", {})
         columns = ["step", "prompt", "answer", "completion", "reward", *functions]
         answer = sample.get("answer")
@@ -68,7 +70,7 @@ class Trackers:
                     log_table(self._open[name], columns, data, step)
 
     def close(self) -> None:
-        """Raises DiskError."""
+        """Finish every tracker. Raises DiskError."""
         for name in [*self._open]:
             with self._at_the_cost_of(name):
                 self._open[name].finish()
@@ -98,13 +100,16 @@ def refuse_absent(names: Sequence[str]) -> None:
 
 
 def is_installed(name: str) -> bool:
-    """W&B writes into a directory `wandb` where it is started, which looks like a package without code."""
+    """Return whether the package is installed.
+
+    W&B creates a directory `wandb` where it is started, which looks like a package without code.
+    """
     found = find_spec(name)
     return found is not None and found.origin is not None
 
 
 def _settings(run: LearnerRun) -> dict[str, bool | int | float | str | None]:
-    """Every key of the config in its place, such as learner.loss.clip_low."""
+    """Flatten the config to full keys such as learner.loss.clip_low."""
 
     def flat(value: Any, name: str) -> dict[str, Any]:
         if isinstance(value, dict):
@@ -115,7 +120,7 @@ def _settings(run: LearnerRun) -> dict[str, bool | int | float | str | None]:
 
 
 def _tensorboard(project: str, run_dir: RunDir) -> Any:
-    from accelerate.tracking import TensorBoardTracker  # slow to import, as all of these
+    from accelerate.tracking import TensorBoardTracker  # slow to import, like all of these
 
     return TensorBoardTracker(run_dir.tensorboard.name, logging_dir=run_dir.tensorboard.parent)
 
@@ -153,7 +158,7 @@ def _trackio_table(tracker: Any, columns: list[str], data: list[list[Any]], step
 
 
 def _mlflow_table(tracker: Any, columns: list[str], data: list[list[Any]], step: int) -> None:
-    """One table that grows: the names of all tables of a run share a tag of limited length."""
+    """Append to one table: all table names of a run share a tag of limited length."""
     import mlflow
 
     by_column = {name: list(values) for name, values in zip(columns, zip(*data, strict=True), strict=True)}

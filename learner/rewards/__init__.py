@@ -1,1 +1,1 @@
-"""What an answer is worth: reward functions in processes that may be killed; completions in, `GroupRewards` out."""
+"""Reward scoring: functions in killable processes rate completions."""

@@ -1,6 +1,7 @@
-"""One call of a reward function: what it is given, as in TRL, and how its answer is checked. In the processes of process.py.
+"""Call one reward function with TRL's arguments and check its result.
 
-Invariant: a call gives one finite number or None per completion, or a text that says what was wrong.
+This runs in the processes of `process.py`.
+Invariant: a call yields one finite number or None per completion, or a text that describes the error.
 """
 
 import inspect
@@ -20,20 +21,20 @@ Extra = str | float | int | bool | None
 
 
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
-    """What a function finds in `trainer_state`: of transformers' class what says how far the run is."""
+    """Progress of the run, passed as `trainer_state`: a part of transformers' class."""
 
     global_step: int = 0
-    """Optimizer steps whose weights are published."""
+    """Number of optimizer steps whose weights are published."""
     max_steps: int = 0
     epoch: float | None = None
 
 
 Said = str | list[dict[str, Any]]
-"""What follows a prompt: a text, or the messages of a policy and its tools."""
+"""Everything after a prompt: a text, or the messages of a policy and its tools."""
 
 
 class Call(msgspec.Struct, frozen=True):
-    """One function, on one group."""
+    """One call of a function on one group."""
 
     function: str
     prompt: Any
@@ -42,25 +43,28 @@ class Call(msgspec.Struct, frozen=True):
     completion_ids: list[list[int]]
     state: TrainerState = TrainerState()
     environment_rewards: list[float | None] | None = None
-    """Per completion, what the environment said of its episode; None: there is no environment."""
+    """Per completion, the environment's reward of its episode. None: there is no environment."""
     opens_reasoning: bool = False
-    """Whether the completions begin within reasoning that the prompt has opened."""
+    """Whether the completions start inside reasoning that the prompt has opened."""
     begun: str | None = None
-    """Of an answer that the prompt begins, the text that the completions go on with."""
+    """Beginning of an answer in the prompt, which the completions continue. None: there is none."""
     environments: list[dict[str, Any]] | None = None
-    """Per completion, what the environment's instance held at the end, for a function that asks for it."""
+    """Per completion, the final attributes of the environment, if the function asks for them."""
     timeout_s: float = 10.0
-    """The deadline of the call, which built-in functions may share out among the completions."""
+    """Deadline of the call, which built-in functions may divide among the completions."""
     config: RewardConfig | None = None
-    """What built-in functions want to know."""
+    """Settings for built-in functions."""
 
     @property
     def is_by_completion(self) -> bool:
-        """Whether the function rates each completion by itself, as all built-in ones do. One of a user's may compare them."""
+        """True if the completions can be rated in separate calls.
+
+        All built-in functions rate each completion independently. A user's function may compare completions.
+        """
         return self.function in BUILT_IN and len(self.completions) > 1
 
     def only(self, place: int, timeout_s: float) -> "Call":
-        """Return the same of one completion, with another deadline."""
+        """Return the same call for one completion, with another deadline."""
         here = slice(place, place + 1)
         return msgspec.structs.replace(
             self,
@@ -73,7 +77,7 @@ class Call(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
-    """What a function returned, and what it logged meanwhile."""
+    """Rewards that a function returned, and the values that it logged."""
 
     rewards: list[float | None]
     metrics: dict[str, list[float]] = {}
@@ -81,7 +85,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
 
 
 class Log:
-    """What a function logs: `log_metric` and `log_extra`, as in TRL."""
+    """Values that a function logs with `log_metric` and `log_extra`, as in TRL."""
 
     def __init__(self, num_completions: int, reserved: frozenset[str]) -> None:
         self._num_completions, self._reserved = num_completions, reserved
@@ -89,13 +93,13 @@ class Log:
         self.extra: dict[str, list[Extra]] = {}
 
     def metric(self, name: str, value: Any) -> None:
-        """Log a number; its mean over the step is the metric reward/<name>."""
+        """Log a number. Its mean over the step is the metric reward/<name>."""
         if name in self._reserved:
             raise ValueError(f"log_metric({name!r}, …): reward/{name} is the run's own metric; choose another name")
         self.metrics.setdefault(str(name), []).append(_number(value))
 
     def columns(self, column: str, values: Any) -> None:
-        """Log a value per completion; they stand beside the sampled completions."""
+        """Log one value per completion, stored alongside the sampled completions."""
         items = [item if isinstance(item, Extra) else str(item) for item in values]
         if len(items) != self._num_completions:
             raise ValueError(
@@ -107,7 +111,10 @@ class Log:
 def call_function(
     call: Call, reserved: frozenset[str], wait: Callable[[Awaitable[Any]], Any]
 ) -> Answer | Unreached | str:
-    """Return the rewards, or what was wrong with them; `wait` gets the result of a coroutine, should one be returned."""
+    """Return the rewards, or a description of the error.
+
+    `wait` returns the result of a coroutine, if the function returns one.
+    """
     log = Log(len(call.completions), reserved)
     try:
         returned = load_function(call.function)(**_arguments(call, log))
@@ -119,7 +126,7 @@ def call_function(
 
 
 async def await_function(call: Call, reserved: frozenset[str]) -> Answer | Unreached | str:
-    """The same for an asynchronous function, among others in one event loop."""
+    """Await an asynchronous function, alongside others in one event loop."""
     log = Log(len(call.completions), reserved)
     try:
         returned = await load_function(call.function)(**_arguments(call, log))
@@ -151,7 +158,10 @@ def _arguments(call: Call, log: Log) -> dict[str, Any]:
 
 
 def _as_messages(said: Said, begun: str) -> list[dict[str, Any]]:
-    """Who is asked to go on with an answer is rated for the whole of it, as in TRL."""
+    """Return a completion as messages.
+
+    If the prompt began the answer, the function rates the whole answer, as in TRL.
+    """
     return [{"role": "assistant", "content": begun + said}] if isinstance(said, str) else said
 
 

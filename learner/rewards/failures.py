@@ -1,7 +1,8 @@
-"""Which share of a reward function's last calls timed out or failed, and the end of the run when it is too large.
+"""Stop the run when too large a share of a reward function's last calls fails.
 
-Beside scoring.py, which notes every group. One slow or broken completion costs its group that function's reward; a function
-that is broken for many would train on what is left, so it is an error that shows what it was called with.
+`scoring.py` records every group here. One slow or broken completion costs its group that function's reward. A
+function that often fails would leave the run to train on the remaining groups. It therefore raises an error
+that shows example calls.
 """
 
 import logging
@@ -15,7 +16,7 @@ log = logging.getLogger(__name__)
 
 WINDOW_CALLS = 100
 MIN_CALLS = 10
-"""The first calls are judged as if they were so many, or a single one would be a share of 1."""
+"""Minimum denominator of the failed share. Otherwise a single early failure would be a share of 1."""
 NUM_EXAMPLES = 3
 
 
@@ -26,11 +27,15 @@ class RewardFailures:
         self._max_share = config.max_failed_share
         self._config = config
         self._returned_none: set[str] = set()
-        """Functions of which it was logged."""
+        """Functions for which the warning was logged."""
         self._calls: defaultdict[str, deque[FunctionRewards]] = defaultdict(lambda: deque(maxlen=WINDOW_CALLS))
 
     def note(self, rewards: GroupRewards) -> None:
-        """Raises RewardError, with examples, for a function that now fails too often."""
+        """Record the calls of a group.
+
+        Raises:
+            RewardError: if a function now fails too often. The error shows examples.
+        """
         self._warn_of_none(rewards)
         for function in rewards.functions:
             calls = self._calls[function.name]
@@ -43,7 +48,7 @@ class RewardFailures:
                 raise self._too_many(broken, len(calls))
 
     def _warn_of_none(self, rewards: GroupRewards) -> None:
-        """Once for each function whose None takes the reward from completions that another function has scored."""
+        """Warn once per function whose None voids the scores of another function."""
         if self._config.on_none == "skip":
             return
         weighed = [

@@ -1,7 +1,8 @@
-"""A reward function of the user's: how a name in the config becomes one.
+"""Load the reward functions that the config names.
 
-It has TRL's signature, `f(prompts, completions, completion_ids, **columns) -> list[float | None]`, and runs unchanged. All
-of this happens in the processes of process.py; they import this file, call.py, user_code.py and the functions' modules, nothing heavier.
+They have TRL's signature, `f(prompts, completions, completion_ids, **columns) -> list[float | None]`, and run
+unchanged. The processes of `process.py` import this file, `call.py`, `user_code.py` and the functions'
+modules, nothing heavier.
 """
 
 import functools
@@ -48,7 +49,11 @@ BUILT_IN: dict[str, RewardFunction] = {
 
 @functools.cache
 def load_function(spec: str) -> RewardFunction:
-    """Return the function that a spec names. Raises RewardError with the remedy if it cannot be loaded or called."""
+    """Return the function that a spec names.
+
+    Raises:
+        RewardError: if the function cannot be loaded or called. The error names the remedy.
+    """
     if ":" not in spec:
         if spec not in BUILT_IN:
             raise RewardError(
@@ -67,7 +72,7 @@ def load_function(spec: str) -> RewardFunction:
 def _check_signature(function: RewardFunction, spec: str) -> None:
     try:
         parameters = inspect.signature(function).parameters
-    except ValueError:  # written in C: the first call will show
+    except ValueError:  # written in C, so only the first call shows it
         return
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
@@ -80,22 +85,22 @@ def _check_signature(function: RewardFunction, spec: str) -> None:
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """What came of loading functions: what is wrong with the first that cannot be, or which ones are asynchronous."""
+    """Result of loading functions: the first error, or the functions' properties."""
 
     problem: str | None = None
     asynchronous: frozenset[str] = frozenset()
     with_environments: frozenset[str] = frozenset()
-    """Those that ask for what the environments hold."""
+    """Functions that ask for the environments' attributes."""
 
 
 def load_all(config: RewardConfig) -> Loaded:
-    """Load all functions."""
+    """Load all functions, including what they import slowly."""
     functions = config.functions
     try:
-        if math_equivalence.__name__ in functions:  # imports sympy, for longer than an answer may take
+        if math_equivalence.__name__ in functions:  # importing sympy takes longer than an answer may
             math_equivalence(completions=[r"\boxed{1}"], answer=["1"])
         if judge.__name__ in functions:
-            importlib.import_module("aiohttp")  # for as long as a verdict may take
+            importlib.import_module("aiohttp")  # importing it takes as long as a verdict may
         if passes_tests.__name__ in functions and not config.unconfined_programs and (reason := why_not_confined()):
             raise RewardError(
                 f"passes_tests cannot confine the programs that the policy writes on this machine ({reason}). Allow an ordinary user namespaces "
@@ -111,7 +116,10 @@ def load_all(config: RewardConfig) -> Loaded:
 
 
 def is_asynchronous(function: RewardFunction) -> bool:
-    """Whether calling it returns a coroutine, in the forms that TRL knows: partial functions and callable objects too."""
+    """Return whether calling a function returns a coroutine.
+
+    Partial functions and callable objects count too, as in TRL.
+    """
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
@@ -119,13 +127,16 @@ def is_asynchronous(function: RewardFunction) -> bool:
 
 @functools.cache
 def accepts(spec: str, name: str) -> bool:
-    """Whether a function has a parameter of this name, or takes any."""
+    """Return whether a function takes a parameter of this name or any keyword."""
     parameters = _parameters(spec)
     return name in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
 def names(spec: str, name: str) -> bool:
-    """Whether a function has a parameter of this name; one that takes any does not ask for what is dear."""
+    """Return whether a function has a parameter of this name.
+
+    `**kwargs` does not count, because it does not request expensive arguments.
+    """
     return name in _parameters(spec)
 
 

@@ -1,10 +1,11 @@
-"""The two ways in which calls reach processes: one at a time in each, or many at a time in one.
+"""Run calls in processes: one at a time in each, or many at once in one.
 
-    Serial       jobs ──▶ queue ──▶ threads with a process each        synchronous functions
-    Concurrent   jobs ──▶ queue ──▶ one thread, one process            asynchronous ones: up to max_concurrent_calls in flight
+    Serial       jobs ──▶ queue ──▶ threads with a process each    synchronous functions
+    Concurrent   jobs ──▶ queue ──▶ one thread, one process        asynchronous, max_concurrent_calls at once
 
-Invariant: a job that is put ends with an answer or a Trouble within its function's deadline, once it is its turn. A process
-that was killed from outside is nobody's fault: the call is made again, up to MAX_KILLED_CALLS times.
+Invariant: a job ends with an answer or a Trouble within its function's deadline, once it has started. A
+process killed from outside is not the function's fault. Its call is repeated, until it has lost
+MAX_KILLED_CALLS processes.
 """
 
 import logging
@@ -25,31 +26,40 @@ from protocol.errors import RewardError
 log = logging.getLogger(__name__)
 
 MAX_KILLED_CALLS = 3
-"""A call whose process was killed so often has failed."""
+"""Number of killed processes after which a call has failed."""
 MOST_SHARES = 8
-"""Of timeout_s, where the completions of a call are rated one by one: an eighth is plenty for one that can be rated."""
+"""Maximum number of parts into which timeout_s is divided to rate completions one by one.
+
+An eighth is enough for a completion that can be rated.
+"""
 CANCEL_WAIT_S = 1.0
-"""From the deadline of an asynchronous call to the word that it is cancelled; who needs longer blocks the event loop."""
+"""Seconds from an asynchronous call's deadline to the report of its cancellation.
+
+A function that needs longer blocks the event loop.
+"""
 STOP_TIMEOUT_S = 5.0
 
 
 class Job(msgspec.Struct, eq=False):
-    """A call, and who waits for it."""
+    """A call and the future that gets its result."""
 
     name: str
     call: Call
     future: "Future[Answer | Trouble]"
     num_killed: int = 0
     begun_at: float | None = None
-    """When its process was given it; None while it waits for its turn."""
+    """Time when the call was sent to its process. None while it waits."""
     deadline: float = 0.0
     num_unreached: int = 0
-    """Calls before this one that did not reach the function's service,"""
+    """Number of earlier attempts that did not reach the function's service."""
     unreached_since: float | None = None
-    """and when the first of them ended."""
+    """Time when the first of these attempts ended."""
 
     def is_to_repeat(self, trouble: Trouble) -> bool:
-        """Whether a job whose process was killed is done again; else it ends with the Trouble."""
+        """Count a killed process and return whether to repeat the call.
+
+        Otherwise the job ends with the Trouble.
+        """
         self.num_killed += 1
         if self.num_killed >= MAX_KILLED_CALLS:
             return False
@@ -58,7 +68,7 @@ class Job(msgspec.Struct, eq=False):
 
 
 class Serial:
-    """Threads with a process each."""
+    """Threads with one process each."""
 
     def __init__(self, config: RewardConfig, processes: list[RewardProcess]) -> None:
         self._config, self._processes = config, processes
@@ -75,7 +85,7 @@ class Serial:
         self._jobs.put(job)
 
     def close(self) -> None:
-        """Kill the processes, whatever they do; jobs that wait stay as they are."""
+        """Kill the processes at once. Queued jobs get no result."""
         with self._lock:
             self._closed = True
             for process in self._processes:
@@ -89,7 +99,7 @@ class Serial:
         while (job := self._jobs.get()) is not None and not self._closed:
             try:
                 job.future.set_result(self._answer(worker, job))
-            except Exception as error:  # raised where the group is waited for
+            except Exception as error:  # raised where the group is awaited
                 job.future.set_exception(error)
 
     def _answer(self, worker: int, job: Job) -> Answer | Trouble:
@@ -104,7 +114,10 @@ class Serial:
                 return answer
 
     def _one_by_one(self, worker: int, job: Job) -> Answer | Trouble:
-        """Each completion alone, with a share of the time: one that the function is still too slow for has a reward of 0."""
+        """Rate each completion in a separate call, with a share of the time.
+
+        A completion for which the function is still too slow has a reward of 0.
+        """
         call, num_late = job.call, 0
         timeout_s = self._config.timeout_s / min(len(call.completions), MOST_SHARES)
         rewards: list[float | None] = []
@@ -125,7 +138,11 @@ class Serial:
         return Answer(rewards)
 
     def _process(self, worker: int) -> RewardProcess:
-        """The worker's process, or a new one where that has ended or is worn out. Raises RewardError when closed."""
+        """Return the worker's process, or a new one if it is no longer usable.
+
+        Raises:
+            RewardError: if the workers are closed.
+        """
         process = self._processes[worker]
         if process.is_usable:
             return process
@@ -138,10 +155,10 @@ class Serial:
 
 
 class Concurrent:
-    """One process, whose event loop has many calls in flight.
+    """One process whose event loop runs many calls concurrently.
 
-    A call that is too late is cancelled there. Where that does not help, the event loop is blocked: the process is killed,
-    every call that is past its deadline has timed out, and the others are made again.
+    The process cancels a call at its deadline. If that does not help, the event loop is blocked and the
+    process is killed. The calls past their deadline have then timed out, and the others are repeated.
     """
 
     def __init__(self, config: RewardConfig, process: RewardProcess) -> None:
@@ -160,7 +177,7 @@ class Concurrent:
         self._wake.send_bytes(b"\0")
 
     def close(self) -> None:
-        """Kill the process; jobs that wait stay as they are."""
+        """Kill the process. Queued jobs get no result."""
         with self._lock:
             self._closed = True
             self._process.kill()
@@ -171,7 +188,7 @@ class Concurrent:
         while not self._closed:
             try:
                 self._step()
-            except Exception as error:  # raised where the groups are waited for
+            except Exception as error:  # raised where the groups are awaited
                 for job in self._take_all():
                     job.future.set_exception(error)
 
@@ -195,7 +212,10 @@ class Concurrent:
             self._lost(self._process.killed_late())
 
     def _send_waiting(self) -> Trouble | None:
-        """Begin what there is room for, in a new process where this one has ended, or is worn out and empty."""
+        """Start waiting jobs up to the limit, and return the Trouble of a failed process.
+
+        An unusable process without calls in flight is replaced first.
+        """
         while self._waiting and len(self._in_flight) < self._config.max_concurrent_calls:
             if not self._process.is_usable:
                 if self._in_flight:
@@ -222,14 +242,17 @@ class Concurrent:
                 self._process = RewardProcess(self._config)
 
     def _remaining_s(self) -> float | None:
-        """Until the first call in flight must have been answered; None: there is none."""
+        """Return the seconds until the first call in flight is overdue.
+
+        None: no call is in flight.
+        """
         if not self._in_flight:
             return None
         first = min(job.deadline for job in self._in_flight.values())
         return max(0.0, first + CANCEL_WAIT_S - time.monotonic())
 
     def _lost(self, trouble: Trouble) -> None:
-        """The process has ended with all calls in flight."""
+        """Handle the end of the process: end or repeat all calls in flight."""
         jobs, self._in_flight = self._in_flight, {}
         for job in reversed(jobs.values()):
             if trouble.outcome == "timed_out" and time.monotonic() > job.deadline:

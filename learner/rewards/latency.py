@@ -1,4 +1,4 @@
-"""How long calls of reward functions take: noted by the threads of the workers, taken once per step."""
+"""Latencies of reward functions: recorded by worker threads, read once per step."""
 
 import statistics
 import threading
@@ -6,7 +6,7 @@ from collections import defaultdict
 
 
 class Latencies:
-    """Of each function, since the last `take`. Thread-safe."""
+    """Call durations of each function since the last `take`. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -17,7 +17,7 @@ class Latencies:
             self._seconds[function].append(seconds)
 
     def take(self) -> dict[str, float]:
-        """Metrics: the mean and the longest call of each function that was called."""
+        """Return the mean and the longest call of each function as metrics, and reset."""
         with self._lock:
             seconds, self._seconds = self._seconds, defaultdict(list)
         means = {f"reward_seconds/{name}": statistics.fmean(calls) for name, calls in seconds.items()}

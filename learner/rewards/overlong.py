@@ -1,6 +1,8 @@
-"""The soft overlong penalty: one more reward, for length alone. Pure; scoring.py adds it to what the functions gave.
+"""Soft overlong penalty: an additional reward for length alone.
 
-Suffix: _G over the completions of one group, each a branch. Invariant: a completion that no function could score stays unscorable.
+The functions are pure. `scoring.py` adds the penalty to the functions' rewards. Suffix: _G over the
+completions of one group, each a branch.
+Invariant: a completion that no function could score stays unscorable.
 """
 
 from collections.abc import Sequence
@@ -13,9 +15,10 @@ from learner.rewards.workers import FunctionRewards, GroupRewards
 
 
 def overlong_rewards(branches: Sequence[Branch], max_tokens: int, buffer_tokens: int, penalty: float) -> list[float]:
-    """Return rewards_G: 0 up to max_tokens - buffer_tokens, from there falling linearly to -penalty at max_tokens.
+    """Return rewards_G, which fall linearly to -penalty at max_tokens.
 
-    DAPO's length reward (arXiv 2503.14476 eq. 13); a truncated completion gets the whole penalty, however short it is.
+    They are 0 up to max_tokens - buffer_tokens. This is DAPO's length reward (arXiv 2503.14476 eq. 13). A
+    truncated completion gets the whole penalty, however short it is.
     """
     free_tokens = max_tokens - buffer_tokens
     return [
@@ -27,7 +30,7 @@ def overlong_rewards(branches: Sequence[Branch], max_tokens: int, buffer_tokens:
 
 
 def with_overlong(rewards: GroupRewards, overlong_G: list[float]) -> GroupRewards:
-    """Add the penalty to the rewards of every scorable completion, and name it beside the functions."""
+    """Add the penalty to every scorable reward, and list it alongside the functions."""
     scorable_G = [
         None if reward is None else penalty for reward, penalty in zip(rewards.rewards, overlong_G, strict=True)
     ]

@@ -1,11 +1,11 @@
-"""One process in which reward functions run: started, called, killed. Between the lanes and the functions.
+"""One process that runs reward functions: start, call, kill.
 
     call ──▶ pipe ──▶ serve (in the process) ──▶ call_function ──▶ pipe ──▶ an answer, or a Trouble
                           └▶ one event loop, in a thread ──▶ await_function
 
-Invariant: whatever the function does and whoever kills or stops the process at whatever moment, who waits for it comes back
-soon after the deadline. So each process has a pipe of its own: in a pool that shares one, a process that is killed while it
-holds the lock of the pipe stops the others for good (pebble 5.2: after 2 and 4 kills). What comes back is msgpack and no
+Invariant: a caller returns soon after the deadline, whatever the function does and whenever its process is
+killed or stopped. Each process therefore has its own pipe. With one shared pipe, a process killed while it
+holds the pipe's lock stops the others for good (pebble 5.2: after 2 and 4 kills). Results are msgpack, not
 pickle, because a reward function may run code that a model wrote.
 """
 
@@ -33,14 +33,14 @@ from protocol.errors import RewardError
 
 T = TypeVar("T")
 
-# How long a process may take to start and import the functions' modules, torch among them if a user wants it.
+# Time for a process to start and import the functions' modules, which may include torch.
 STARTUP_TIMEOUT_S = 120.0
 EXIT_WAIT_S = 1.0
-"""From the end of the pipe to the exit code."""
+"""Seconds from the end of the pipe to the exit code."""
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """What came of a call: an answer, what was wrong, or None where an asynchronous function was cancelled at its deadline."""
+    """Result of a call: an answer, an error, or None if cancelled at its deadline."""
 
     number: int
     answer: Answer | Unreached | str | None
@@ -48,12 +48,15 @@ class Reply(msgspec.Struct, frozen=True):
 
 REPLY = msgspec.msgpack.Decoder(Reply)
 LOADED = msgspec.msgpack.Decoder(Loaded)
-# Spawned, not forked: the learner's threads, sockets and tensors must not come along.
+# Spawned, not forked, so that no process inherits the learner's threads, sockets and tensors.
 CONTEXT = multiprocessing.get_context("spawn")
 
 
 class Trouble(msgspec.Struct, frozen=True, kw_only=True):
-    """Why there are no rewards. killed: by a signal, which says nothing about the function."""
+    """Reason why there are no rewards.
+
+    The outcome "killed" means a signal, which is no evidence against the function.
+    """
 
     outcome: Literal["timed_out", "failed", "killed", "unreachable"]
     problem: str
@@ -61,7 +64,10 @@ class Trouble(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RewardProcess:
-    """From its start, which does not wait for the imports, to its end; not thread-safe but for `kill`."""
+    """A process that runs reward functions. Only `kill` is thread-safe.
+
+    It starts without waiting for the imports.
+    """
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
@@ -75,28 +81,32 @@ class RewardProcess:
 
     @property
     def is_usable(self) -> bool:
-        """Whether it lives and is not worn out."""
+        """True if the process is alive and below calls_per_worker."""
         limit = self._config.calls_per_worker
         return self._process.is_alive() and (limit is None or self.num_calls < limit)
 
     @property
     def asynchronous(self) -> frozenset[str]:
-        """Which functions are, once they are loaded."""
+        """Asynchronous functions, once the functions are loaded."""
         return self._loaded.asynchronous if self._loaded else frozenset()
 
     @property
     def with_environments(self) -> frozenset[str]:
-        """Which functions ask for what the environments hold, once they are loaded."""
+        """Functions that ask for the environments' attributes, once they are loaded."""
         return self._loaded.with_environments if self._loaded else frozenset()
 
     def kill(self) -> None:
-        """End it now, and what it has started."""
+        """Kill the process and everything that it has started."""
         kill_with_descendants(self._process.pid or 0)
         self._process.kill()
         self._process.join()
 
     def load(self) -> Trouble | None:
-        """Wait until the functions are imported. Raises RewardError if one cannot be; a Trouble says that it was killed."""
+        """Wait for the imports. Return a Trouble if the process was killed.
+
+        Raises:
+            RewardError: if a function cannot be imported.
+        """
         if self._loaded is not None:
             return None
         loaded = self._wait_for(LOADED, time.monotonic() + STARTUP_TIMEOUT_S)
@@ -119,8 +129,9 @@ class RewardProcess:
         return None
 
     def call(self, call: Call) -> Answer | Trouble:
-        """Return the answer to a call that is alone in the process. After a Trouble that is not the function's own answer the process is
-        over.
+        """Run a call that has the process to itself, and return its answer.
+
+        The process has ended after a Trouble, unless the function itself reported the error.
         """
         trouble = self.load() or self.send(0, call)
         if trouble is not None:
@@ -131,18 +142,21 @@ class RewardProcess:
         return answer_of(reply, self._config) if reply is not None else self.killed_late()
 
     def send(self, number: int, call: Call) -> Trouble | None:
-        """Begin a call."""
+        """Send a call without waiting for its result."""
         self.num_calls += 1
         try:
             self.pipe.send((number, call))
-        except BlockingIOError:  # the process is stopped, and the pipe full
+        except BlockingIOError:  # the process is stopped, and the pipe is full
             return self.killed_late()
         except OSError:
             return self._ended()
         return None
 
     def receive(self, timeout_s: float | None, *wakers: connection.Connection) -> Reply | Trouble | None:
-        """Return the next reply, or None if a waker can be read or nothing comes in time. After a Trouble it is over."""
+        """Return the next reply, or None on a timeout or when a waker is readable.
+
+        The process has ended after a Trouble.
+        """
         return self._receive(REPLY, timeout_s, *wakers)
 
     def _wait_for(self, decoder: "msgspec.msgpack.Decoder[T]", deadline: float) -> T | Trouble | None:
@@ -160,7 +174,7 @@ class RewardProcess:
         try:
             if self.pipe.poll():
                 return decoder.decode(self.pipe.recv_bytes())
-        except BlockingIOError:  # it was stopped in the midst of its answer
+        except BlockingIOError:  # the process was stopped while it wrote its answer
             return self.killed_late()
         except (EOFError, OSError):
             return self._ended()
@@ -178,13 +192,16 @@ class RewardProcess:
         return None
 
     def _uses_too_much(self) -> bool:
-        """What is resident counts, and the process is watched from outside. A limit of the system's (RLIMIT_AS) hangs
-        torch's import, and both it and RLIMIT_DATA give a MemoryError that a function's own `except` turns into a 0."""
+        """Return whether the resident memory, watched from outside, exceeds the limit.
+
+        RLIMIT_AS hangs torch's import. Both RLIMIT_AS and RLIMIT_DATA cause a MemoryError, which a function's
+        own `except` turns into a 0.
+        """
         limit = self._config.max_memory_mib
         return limit is not None and resident_bytes(self._process.pid or 0, all_processes()) > limit << 20
 
     def killed_late(self) -> Trouble:
-        """End it for a call that is too late."""
+        """Kill the process because a call is overdue."""
         self.kill()
         return too_late(self._config, "was killed")
 
@@ -211,7 +228,7 @@ class RewardProcess:
 
 
 def answer_of(reply: Reply, config: RewardConfig) -> Answer | Trouble:
-    """The rewards of a reply, or what the function did wrong."""
+    """Return the rewards of a reply, or the function's error as a Trouble."""
     if isinstance(reply.answer, Answer):
         return reply.answer
     if reply.answer is None:
@@ -230,9 +247,12 @@ def too_late(config: RewardConfig, end: str) -> Trouble:
     )
 
 
-# --- in the process --------------------------------------------------------------------------------------------------
+# --- in the process -----------------------------------------------------------------------------------------
 def serve(pipe: connection.Connection, config: RewardConfig) -> None:
-    """Import the functions, then answer calls until the learner is gone; ends with it even in the midst of a call."""
+    """Import the functions, then answer calls until the learner is gone.
+
+    The process ends with the learner, even during a call.
+    """
     end_with_the_learner()
     loaded = load_all(config)
     pipe.send_bytes(msgspec.msgpack.encode(loaded))
@@ -260,7 +280,10 @@ def serve(pipe: connection.Connection, config: RewardConfig) -> None:
 
 
 class LoopThread:
-    """One event loop for all of a process's life, so that a client made in one call works in the next; as in TRL a thread's."""
+    """One event loop in a thread for the life of the process, as in TRL.
+
+    A client made in one call therefore works in the next.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()

@@ -1,9 +1,9 @@
-"""Services that reward functions ask and cannot reach: what counts as that, and how long such a function is called again.
+"""Detect that a reward function cannot reach a service, and schedule its retries.
 
-    an exception of a function (call.py) ─▶ is_unreachable ─▶ Unreached ─▶ workers.py: Patience ─▶ the call once more, later
+    an exception of a function (call.py) ─▶ is_unreachable ─▶ Unreached ─▶ workers.py: Patience ─▶ a retry
 
-Invariant: a service that is down for a while costs time and no group; one that stays away is a failure, after
-learner.reward.unreachable_s and with a line in the log before.
+Invariant: a service that is down for a while costs time but no group. One that stays down is a failure after
+learner.reward.unreachable_s, and a warning precedes it.
 """
 
 import logging
@@ -19,28 +19,28 @@ NAMES = {
     "APIConnectionError", "ClientConnectionError", "ConnectError", "ConnectTimeout", "ConnectionError", "NewConnectionError", "ReadError",
     "RemoteProtocolError",
 }  # fmt: skip
-"""Of exceptions of openai, aiohttp, httpx, requests and urllib3, none of which is imported here."""
+"""Exceptions of openai, aiohttp, httpx, requests and urllib3. None of them is imported here."""
 STATUSES = {429, 502, 503, 504}
-"""Of HTTP: too many requests, and a service that is not behind its proxy."""
+"""HTTP statuses: too many requests, and a service that is missing behind its proxy."""
 FIRST_S, LONGEST_S = 1.0, 30.0
-"""Until a call is made again: twice as long each time."""
+"""Seconds before a retry: the first delay, which doubles each time, and the longest."""
 MAX_CAUSES = 8
 
 
 class Unreached(msgspec.Struct, frozen=True, tag=True):
-    """What a function ended with whose service could not be reached."""
+    """Error of a function whose service could not be reached."""
 
     problem: str
 
 
 def is_unreachable(error: BaseException) -> bool:
-    """Whether an exception, or what caused it, means that somebody else was not there."""
+    """Return whether an exception or one of its causes means an unreachable service."""
     for _ in range(MAX_CAUSES):
         if isinstance(error, ConnectionError | socket.gaierror) or _status(error) in STATUSES:
             return True
         if NAMES & {kind.__name__ for kind in type(error).__mro__}:
             return True
-        cause = error.__cause__ or getattr(error, "reason", None)  # urllib keeps it there
+        cause = error.__cause__ or getattr(error, "reason", None)  # urllib keeps the cause there
         if not isinstance(cause, BaseException):
             return False
         error = cause
@@ -48,14 +48,17 @@ def is_unreachable(error: BaseException) -> bool:
 
 
 def _status(error: BaseException) -> object:
-    """openai's and requests' status_code, aiohttp's status, urllib's code."""
+    """Return the HTTP status of an exception.
+
+    openai and requests call it status_code, aiohttp status, urllib code.
+    """
     where = (error, getattr(error, "response", None))
     found = (getattr(one, key, None) for one in where for key in ("status_code", "status", "code"))
     return next((status for status in found if isinstance(status, int)), None)
 
 
 class Patience:
-    """With all functions of a run; thread-safe."""
+    """Retry schedule of all functions of a run. Thread-safe."""
 
     def __init__(self, unreachable_s: float) -> None:
         self._unreachable_s = unreachable_s
@@ -63,7 +66,10 @@ class Patience:
         self._waited_for: set[str] = set()
 
     def again_in_s(self, name: str, unreached_since: float, num_calls: int, problem: str) -> float | None:
-        """Return when to call a function again that has not reached its service in so many calls; None: it has failed."""
+        """Return the seconds until a function is called again, or None if it has failed.
+
+        `num_calls`: calls so far that did not reach its service.
+        """
         left_s = unreached_since + self._unreachable_s - time.monotonic()
         if left_s <= 0:
             return None

@@ -1,5 +1,6 @@
-"""Scoring: the episodes of a group become text, the reward functions say what it is worth, and the overlong penalty is
-added. Between the rollouts and the reward workers.
+"""Score groups: decode episodes, call reward functions, add the overlong penalty.
+
+This sits between the rollouts and the reward workers.
 """
 
 import asyncio
@@ -18,15 +19,17 @@ from learner.rewards.workers import GroupRewards, RewardWorkers, spread
 
 
 class Scorer:
-    """Scores groups; how many at a time, the reward workers say."""
+    """Scorer of groups. The reward workers limit how many are scored at once."""
 
     def __init__(self, config: LearnerConfig, tokenizer: PreTrainedTokenizerBase, workers: RewardWorkers) -> None:
         self._config, self._tokenizer, self._workers = config, tokenizer, workers
         self._failures = RewardFailures(config.reward)
 
     async def score(self, prompt: Prompt, episodes_G: Sequence[Episode], step: int) -> GroupRewards:
-        """Call the reward functions, which are told of the step, and add the overlong penalty. Raises RewardError if one fails too
-        often.
+        """Call the reward functions, which see the step, and add the overlong penalty.
+
+        Raises:
+            RewardError: if a function fails too often.
         """
         rewards = await self.rate(prompt, episodes_G, TrainerState(global_step=step, max_steps=self._config.steps))
         self._failures.note(rewards)
@@ -42,8 +45,10 @@ class Scorer:
         return with_overlong(rewards, overlong_G)
 
     async def rate(self, prompt: Prompt, episodes_G: Sequence[Episode], state: TrainerState) -> GroupRewards:
-        """Call the reward functions. Of an episode they see all that was said after the prompt: as messages where it converses;
-        nothing of those that say nothing about the policy.
+        """Call the reward functions.
+
+        They see everything after the prompt of an episode, as messages if it is a conversation. Episodes
+        whose end state is not in REWARDED are not shown, because they are no evidence about the policy.
         """
         is_shown_G = [episode.course.state in REWARDED for episode in episodes_G]
         shown = [episode for episode, is_shown in zip(episodes_G, is_shown_G, strict=True) if is_shown]

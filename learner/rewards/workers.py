@@ -1,11 +1,11 @@
-"""Rewards: the completions of a group are scored by reward functions in processes that can be killed.
+"""Score the completions of a group with reward functions in killable processes.
 
-    group ──▶ submit ──▶ a job per function ──▶ lanes.py ──▶ processes ──▶ answers ──▶ GroupRewards ──▶ advantages
+    group ──▶ submit ──▶ a job per function ──▶ lanes.py ──▶ processes ──▶ GroupRewards ──▶ advantages
 
-Invariant: every submitted group gets an answer within the functions' deadlines (a function whose service cannot be reached is called
-again, reach.py), and wrong (a reward of 0), timed out and
-failed stay three different things: a function that timed out or failed gives None for every completion. A process that was
-killed from outside is none of them: the call is made again.
+Invariant: every submitted group gets a result within the functions' deadlines, except while a function whose
+service is unreachable is called again (`reach.py`). Wrong (a reward of 0), timed out and failed stay
+distinct. A function that timed out or failed gives None for every completion. The call of a process that was
+killed from outside is repeated.
 """
 
 import threading
@@ -33,32 +33,32 @@ T = TypeVar("T")
 
 
 class FunctionRewards(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one function said about a group."""
+    """Result of one function for a group."""
 
     name: str
     rewards: list[float | None]
     outcome: Literal["ok", "timed_out", "failed", "unreachable"] = "ok"
     message: str | None = None
-    """Unless the outcome is ok: what went wrong, with the function and the prompt."""
+    """Error with the function and the prompt, unless the outcome is ok."""
     metrics: dict[str, list[float]] = {}
-    """What it logged with `log_metric`."""
+    """Values that the function logged with `log_metric`."""
     extra: dict[str, list[Extra]] = {}
-    """What it logged with `log_extra`, per completion; not in the ledger."""
+    """Values that the function logged with `log_extra`, per completion. Not in the ledger."""
 
 
 class GroupRewards(msgspec.Struct, frozen=True, kw_only=True):
     """The rewards of a group.
 
-    Example: GroupRewards(rewards=[1.0, None], functions=[FunctionRewards(name="exact_match", rewards=[1.0, None])]).
+    Example: rewards=[1.0, None], functions=[FunctionRewards(name="exact_match", rewards=[1.0, None])].
     """
 
     rewards: list[float | None]
-    """Weighted sum over the functions; None: the completion cannot be scored (learner.reward.on_none)."""
+    """Weighted sum over the functions. None: the completion cannot be scored (learner.reward.on_none)."""
     functions: list[FunctionRewards]
 
     @property
     def mean(self) -> float | None:
-        """Over the scorable completions; None: there is none."""
+        """Mean over the scorable completions, or None if there are none."""
         scorable = [reward for reward in self.rewards if reward is not None]
         return sum(scorable) / len(scorable) if scorable else None
 
@@ -68,7 +68,7 @@ class GroupRewards(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def logged_metrics(self) -> dict[str, list[float]]:
-        """What all functions logged, by name."""
+        """Metrics that the functions logged, by name."""
         logged: dict[str, list[float]] = {}
         for function in self.functions:
             for name, values in function.metrics.items():
@@ -77,22 +77,22 @@ class GroupRewards(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def logged_extra(self) -> dict[str, list[Extra]]:
-        """A value per completion, by column."""
+        """One value per completion, by column."""
         return {column: values for function in self.functions for column, values in function.extra.items()}
 
     def to_json(self) -> str:
-        """What the ledger keeps: not the extra columns, which may be long texts."""
+        """Return JSON for the ledger, without the extra columns, which may be long texts."""
         functions = [msgspec.structs.replace(function, extra={}) for function in self.functions]
         return msgspec.json.encode(msgspec.structs.replace(self, functions=functions)).decode()
 
     @property
     def is_unscorable(self) -> bool:
-        """Whether no completion has a reward because a function timed out or failed, not because the functions said so."""
+        """True if no completion has a reward and a function timed out or failed."""
         return self.mean is None and any(function.outcome != "ok" for function in self.functions)
 
 
 def spread(rewards: GroupRewards, is_shown_G: Sequence[bool]) -> GroupRewards:
-    """The same of a whole group, of which the functions were shown some episodes: None for the others."""
+    """Expand rewards to the whole group, with None for the episodes not shown."""
     if all(is_shown_G):
         return rewards
 
@@ -112,7 +112,7 @@ def spread(rewards: GroupRewards, is_shown_G: Sequence[bool]) -> GroupRewards:
 
 
 class RewardWorkers:
-    """Processes in which reward functions run; use as a context manager, or close."""
+    """Processes that run reward functions. Use as a context manager, or call `close`."""
 
     def __init__(self, config: RewardConfig) -> None:
         """Start the processes. Raises RewardError if a function cannot be loaded in them."""
@@ -122,7 +122,7 @@ class RewardWorkers:
         self._lock, self._closed = threading.Lock(), False
         processes = [RewardProcess(config) for _ in range(config.num_workers)]
         try:
-            troubles = [process.load() for process in processes]  # one that was killed is replaced at its first call
+            troubles = [process.load() for process in processes]  # a killed one is replaced at its first call
             if None not in troubles and (killed := troubles[0]):
                 raise RewardError(f"every process for learner.reward.functions {killed.problem}; {killed.remedy}")
             self._asynchronous = frozenset[str]().union(*(process.asynchronous for process in processes))
@@ -156,7 +156,10 @@ class RewardWorkers:
         environment_rewards: list[float | None] | None = None,
         environments: list[dict[str, Any]] | None = None,
     ) -> "Future[GroupRewards]":
-        """Score the completions of one prompt, or what was said in the episodes that it began. The future cannot be cancelled; close() ends it with a RewardError."""
+        """Score the completions of one prompt, or the messages of its episodes.
+
+        The future cannot be cancelled. `close` ends it with a RewardError.
+        """
         group: Future[GroupRewards] = Future()
         group.set_running_or_notify_cancel()
         ids = [list(one) for one in completion_ids]
@@ -192,7 +195,7 @@ class RewardWorkers:
         return group
 
     def close(self) -> None:
-        """Kill the processes, whatever they do; groups that wait for a score end with a RewardError."""
+        """Kill the processes at once. Pending groups end with a RewardError."""
         with self._lock:
             self._closed = True
             pending, self._pending = self._pending, set()
@@ -216,7 +219,10 @@ class RewardWorkers:
             self.latencies.note(job.name, time.monotonic() - job.begun_at)
 
     def _done(self, group: "Future[GroupRewards]", jobs: list[Job], job: Job, _: "Future[Any]") -> None:
-        """A job of the group has ended, in its lane's thread; the last one ends the group, unless it has to be done again."""
+        """Finish the group if this was its last job and no retry is scheduled.
+
+        This runs in the thread of the job's worker.
+        """
         if self._call_again(group, jobs, job):
             return
         with self._lock:
@@ -230,7 +236,7 @@ class RewardWorkers:
             group.set_result(self._rewards_of(jobs))
 
     def _call_again(self, group: "Future[GroupRewards]", jobs: list[Job], job: Job) -> bool:
-        """Whether its function could not reach what it asks, and is called once more after a while."""
+        """Schedule a retry if the service was unreachable. Return whether there is one."""
         answer = None if job.future.exception() else job.future.result()
         if not isinstance(answer, Trouble) or answer.outcome != "unreachable":
             if isinstance(answer, Answer):
@@ -283,9 +289,9 @@ def _function_rewards(job: Job) -> FunctionRewards:
 
 
 def _total(config: RewardConfig, functions: Sequence[FunctionRewards], rewards: Sequence[float | None]) -> float | None:
-    """Return the weighted sum for one completion; None where it cannot be scored.
+    """Return the weighted sum for one completion, or None if it cannot be scored.
 
-    A call that failed or timed out says nothing, and the sum of the others would be another reward: of format alone, say.
+    A call that failed or timed out has no score, and the sum of the others would be another reward.
     """
     weighed = [one for one in zip(config.function_weights, functions, rewards, strict=True) if one[0] != 0]
     terms = [weight * reward for weight, _, reward in weighed if reward is not None]

@@ -1,1 +1,1 @@
-"""Prompts out, scored groups in: admission by staleness, the ledger, `Group` to `ScoredGroup`."""
+"""Rollouts: prompts in, scored groups out, with bounded staleness and a durable ledger."""

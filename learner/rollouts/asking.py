@@ -1,10 +1,11 @@
-"""Who is asked for what: every request goes to one ready server, and to another when that one may never answer.
+"""Dispatches requests for groups and turns to ready servers, and resends requests that were lost.
 
-    requests ─▶ Fleet.choose ─▶ link        lost server ─▶ what it owes ─▶ another, or whoever is ready next
-                                            lost request ─▶ the same server, after learner.group_deadline_s
+    requests ─▶ Fleet.choose ─▶ link        server lost  ─▶ its pending requests ─▶ the next ready server
+                                            request lost ─▶ the same server, after learner.group_deadline_s
 
-Between what is outstanding and the links; used by rollouts.py in the loop. Invariant: a request keeps its id wherever it goes, so that an
-answer that comes after all, or twice, is recognised; it stays here until `settle`, or until nobody waits for it.
+Used by rollouts.py in the event loop, between the pending groups and the links.
+Invariant: a request keeps its id when it moves to another server, so late and duplicate answers are
+recognized. It stays here until it is settled or withdrawn.
 """
 
 import asyncio
@@ -23,17 +24,17 @@ log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
 UNDER_WAY_S = 5.0
-"""A request that was sent less than this before the server counted its groups may have missed the count."""
+"""Age below which a sent request may be missing from a server's group count, in seconds."""
 
 
 class Asking:
-    """Of one run: what servers owe, or are to."""
+    """Dispatcher of all pending requests of one run."""
 
     def __init__(self, run: LearnerRun, fleet: Fleet) -> None:
         self.run, self.fleet = run, fleet
         self._owed: dict[str, Owed] = {}
         self.num_owed: Counter[str] = Counter()
-        """By endpoint."""
+        """Number of pending requests by endpoint."""
         self._num_resent = 0
 
     @property
@@ -48,7 +49,7 @@ class Asking:
         return self._owed.get(group_id)
 
     def settle(self, group_id: str) -> Owed | None:
-        """Take the request that an answer is for; None: nothing was asked, or it has been answered."""
+        """Remove and return the request with this id, or None if it is not pending."""
         owed = self._owed.get(group_id)
         if owed is not None:
             self._note_asked(owed, None)
@@ -56,12 +57,12 @@ class Asking:
         return owed
 
     def forget_all(self) -> None:
-        """The run ends: whatever comes is an answer to nothing."""
+        """Forget all pending requests, so that later answers are ignored."""
         for group_id in self.group_ids:
             self.settle(group_id)
 
     async def withdraw(self, owed: Owed) -> None:
-        """Nobody waits for it any longer; whoever owes it is told."""
+        """Forget a request and cancel it at its server."""
         endpoint = owed.owed_by
         if self.settle(owed.group_id) is None:
             return
@@ -70,26 +71,26 @@ class Asking:
                 await member.link.cancel([owed.group_id])
 
     async def begin(self, requests: Iterable[Owed]) -> None:
-        """Ask for what no server owes yet; what cannot be sent now waits for `ask_rest`."""
+        """Register and send requests; those that cannot be sent now wait for `ask_rest`."""
         requests = list(requests)
         self._owed |= {request.group_id: request for request in requests}
         await self._ask(requests)
 
     async def ask_rest(self) -> None:
-        """Ask for all that no server owes."""
+        """Send all requests that no server has."""
         await self._ask([owed for owed in self._owed.values() if owed.owed_by is None])
 
     async def ask_again(self, member: Member) -> None:
-        """Ask a server again for all that it owes; an id that it still knows costs it nothing."""
+        """Resend a server all its pending requests; ids it still has cost nothing."""
         for owed in self._owed_by(member):
             if not await self._send(member, owed):
                 return
 
     async def resend_lost(self) -> None:
-        """Send overdue requests again to a server that counts fewer groups than are pending there. Run until cancelled.
+        """Resend overdue requests to servers that hold fewer groups than are pending.
 
-        The count tells a lost request from a paused server and from a long completion. An id that the server still has
-        costs it nothing.
+        The server's count distinguishes a lost request from a paused server and from a long completion.
+        Resending an id that the server still has costs nothing. Runs until canceled.
         """
         deadline_s = self.run.learner.group_deadline_s
         while True:
@@ -116,19 +117,22 @@ class Asking:
                     return
 
     async def acknowledge(self, arrived: Iterable[tuple[Member, AnyGroup]]) -> None:
-        """Let each server forget the groups that came from it."""
+        """Let each server forget the groups that arrived from it."""
         came: dict[Member, list[str]] = {}
         for member, group in arrived:
             came.setdefault(member, []).append(group.group_id)
         await asyncio.gather(*(member.link.acknowledge(group_ids) for member, group_ids in came.items()))
 
     def lost(self, member: Member) -> None:
-        """What the server owes may never come from it."""
+        """Unassign the pending requests of a lost server."""
         for owed in self._owed_by(member):
             self._note_asked(owed, None)
 
     async def handed_back(self, member: Member, group_id: str) -> None:
-        """Ask another for what this server has not begun and will not: that has cost no attempt."""
+        """Reassign a request that a draining server has not started.
+
+        The request does not count as a failed attempt.
+        """
         owed = self._owed.get(group_id)
         if owed is not None and owed.owed_by == member.endpoint:
             self._note_asked(owed, None)
@@ -137,7 +141,7 @@ class Asking:
     async def _ask(self, requests: Iterable[Owed]) -> None:
         unreachable: list[Member] = []
         for owed in requests:
-            # Meanwhile it may have been sent, or its answer may have come from whom it was asked of before.
+            # During `_send` another task may send this request, or its previous server may answer.
             while owed.owed_by is None and self._owed.get(owed.group_id) is owed:
                 member = self.fleet.choose(unreachable, owed.stays_at)
                 if member is None:
@@ -155,7 +159,7 @@ class Asking:
         return [owed for owed in self._owed.values() if owed.owed_by == member.endpoint]
 
     def _note_asked(self, owed: Owed, endpoint: str | None) -> None:
-        """It is asked of this server; None: of none any more."""
+        """Record which server has the request; None for no server."""
         if self._owed.get(owed.group_id) is not owed:
             return
         if owed.owed_by is not None:

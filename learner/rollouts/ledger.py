@@ -1,14 +1,15 @@
-"""The learner's book of groups: one SQLite row per group, from its admission to the step that consumed it.
+"""Durable record of all groups: one SQLite row per group, from admission to the step that consumed it.
 
-It stands between the channel and the optimizer: a group is acknowledged to the server only after `receive` has
-committed it, and consumed in the same transaction that names its step. The invariant: every slot is consumed
-exactly once or passed over for good, in slot order, whatever crashes. `counts()` audits that from the rows
-alone. What a group holds is in a file (payloads.py), so no other commit waits for its bytes. People may read the
-ledger at any time: `sqlite3 ledger.db 'select state, count(*) from groups group by state'`.
+A group is acknowledged to its server only after `receive` has committed it. It is consumed in the transaction
+that records its step. Payloads are in files (payloads.py), so no other commit waits for their bytes. Query it
+at any time: `sqlite3 ledger.db 'select state, count(*) from groups group by state'`.
 
-    admit ─▶ admitted ─▶ received ─▶ scored ─▶ consumed        rewind (a resume): consumed ─▶ scored
-                 └───────────┴──────────┴────▶ dropped         retried under the next attempt, unless the reason is final:
-                                                               `failed`, or replaced for having `no_signal`
+    admit ─▶ admitted ─▶ received ─▶ scored ─▶ consumed        rewind (on resume): consumed ─▶ scored
+                 └───────────┴──────────┴────▶ dropped         retried as the next attempt, unless final:
+                                                               `failed`, or resampled for `no_signal`
+
+Invariant: every slot is consumed exactly once or skipped for good, in slot order, whatever crashes. `counts`
+audits this from the rows alone.
 """
 
 import logging
@@ -50,34 +51,40 @@ FILES_NEEDED = (
 
 
 class LedgerError(SlipstreamError):
-    """The ledger cannot be read or written, or a group was asked to make a move that its state does not allow."""
+    """Unreadable or unwritable ledger, or an illegal state transition of a group."""
 
 
 class LedgerCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """The audit. `admitted` = consumed + dropped + outstanding counts rows; `lost` and `duplicated` count slots."""
+    """Audit of the ledger.
+
+    `admitted` (consumed + dropped + outstanding) counts rows. `lost` and `duplicated` count slots.
+    """
 
     admitted: int
     consumed: int
     dropped: int
     outstanding: int
     lost: int
-    """Slots that no group accounts for (a gap, or a retry that never came) or that consumption has overtaken."""
+    """Slots that no group accounts for (a gap or a missing retry), and slots that consumption overtook."""
     duplicated: int
     """Slots consumed more than once."""
 
 
 class Ledger:
-    """Thread-safe; every method that changes something returns only after its commit is on the disk."""
+    """Thread-safe ledger of groups.
+
+    Every method that changes the ledger returns after its commit is on disk, except inside `batch`.
+    """
 
     def __init__(self, path: Path, *, read_only: bool = False, timeout_s: float = 10.0) -> None:
         self.path = Path(path)
         self._lock = threading.RLock()
         self._receiving = threading.Lock()
-        """Held from the first byte of a payload to the commit of its row: until then its file looks superfluous."""
+        """Held from a payload's first byte until its row is committed. Until then its file looks unused."""
         self._payloads = PayloadFiles(self.path.with_name(f"{self.path.name}-payloads"))
         if read_only and not self.path.is_file():
             raise LedgerError(f"{self.path}: no ledger there; expected the ledger.db of a run directory")
-        # Without a -wal file nobody is writing: read it as it is, also from a directory that cannot be written to.
+        # Without a -wal file nobody writes. Immutable mode then also reads from a read-only directory.
         is_closed = read_only and not self.path.with_name(f"{self.path.name}-wal").exists()
         mode = "mode=rwc" if not read_only else "mode=ro&immutable=1" if is_closed else "mode=ro"
         with self._explained():
@@ -86,7 +93,7 @@ class Ledger:
                 uri=True,
                 timeout=timeout_s,
                 check_same_thread=False,
-                isolation_level=None,  # transactions are written out below
+                isolation_level=None,  # `_transaction` writes BEGIN and COMMIT
             )
         try:
             self._open(read_only)
@@ -100,11 +107,16 @@ class Ledger:
         with self._lock:
             self._db.close()
 
-    # ---- the moves of a group
+    # ---- state transitions
 
     def admit(self, *, slot: int, attempt: int, position: int, epoch: int, prompt_id: int, version: int) -> str:
-        """Before the prompt is sent; returns the group's id. A slot may have one live group at a time, all of one prompt, none
-        once it is passed over.
+        """Record a group before its prompt is sent, and return its id.
+
+        A slot has at most one live group at a time, and all its groups have the same prompt. A skipped slot
+        gets none.
+
+        Raises:
+            LedgerError: The slot does not allow this attempt.
         """
         group_id = group_id_of(slot, attempt)
         with self._transaction():
@@ -126,9 +138,10 @@ class Ledger:
         return group_id
 
     def receive(self, groups: Iterable[GroupPayload]) -> list[str]:
-        """Return the ids of the groups that are durable now; a duplicate, a dropped or an unknown one changes nothing.
+        """Store groups and return the ids of those that are durable now.
 
-        Not within a batch: others commit while payloads are written.
+        Duplicate, dropped and unknown groups change nothing. Must not be called inside `batch`: other threads
+        commit while payloads are written.
         """
         with self._receiving, self._explained(OSError):
             placed = [
@@ -150,7 +163,11 @@ class Ledger:
             )
 
     def consume(self, group_ids_with_staleness: list[tuple[str, int]], step: int) -> None:
-        """All of a step's groups or none. A group that is not 'scored' (so also one consumed before) raises."""
+        """Consume all groups of a step, or none.
+
+        Raises:
+            LedgerError: A group is not `scored`, for example because it was consumed before.
+        """
         now = time.time()
         with self._transaction():
             for group_id, staleness in group_ids_with_staleness:
@@ -158,12 +175,19 @@ class Ledger:
                 self._move(group_id, ("scored",), "consumed", changes, (step, staleness, now))
 
     def drop(self, group_id: str, reason: str) -> None:
-        """FINAL_REASONS end the slot; any other reason owes it a next attempt (`retries_due` until it is admitted)."""
+        """Drop a group; FINAL_REASONS end its slot.
+
+        After any other reason the slot is in `retries_due` until its next attempt is admitted.
+        """
         with self._transaction():
             self._move(group_id, OUTSTANDING, "dropped", "reason = ?, payload_file = NULL", (reason,))
 
     def rewind(self, step: int) -> None:
-        """A resume from the checkpoint of `step`: what was consumed after it is scored, and waits, again."""
+        """Make groups consumed after `step` scored again, to resume from its checkpoint.
+
+        Raises:
+            LedgerError: The payload of such a group was removed.
+        """
         kept = self._payloads.numbers()
         with self._transaction():
             later = "state = 'consumed' AND step > ?"
@@ -182,7 +206,10 @@ class Ledger:
             )
 
     def forget_payloads(self, step: int) -> None:
-        """Remove the files that no resume needs after the checkpoint of `step`. The rows stay as they are."""
+        """Remove the files that no resume needs after the checkpoint of `step`.
+
+        The rows stay unchanged.
+        """
         with self._explained(OSError):
             with self._receiving:
                 self._payloads.seal()
@@ -190,19 +217,22 @@ class Ledger:
             for number in superfluous:
                 self._payloads.remove(number)
 
-    # ---- questions
+    # ---- queries
 
     def outstanding(self) -> list[Row]:
-        """Admitted, received or scored, in slot order: what a resume has to wait for, score or consume."""
+        """Return the admitted, received and scored groups in slot order.
+
+        A resume must wait for, score or consume them.
+        """
         return self._rows(f"state IN ({_marks(OUTSTANDING)})", OUTSTANDING)
 
     def retries_due(self) -> list[Row]:
-        """The last attempt of every slot that was dropped for a retry which is not admitted yet, in slot order."""
+        """Return the dropped attempts whose retry is not admitted yet, in slot order."""
         latest = "attempt = (SELECT max(attempt) FROM groups AS other WHERE other.slot = groups.slot)"
         return self._rows(f"state = 'dropped' AND reason NOT IN ({_marks(FINAL_REASONS)}) AND {latest}", FINAL_REASONS)
 
     def num_failures(self) -> dict[int, int]:
-        """Slot → how many of its attempts have failed, for those that are still tried."""
+        """Return the number of retried failures by slot; stale groups do not count."""
         other = ("stale", *FINAL_REASONS)
         where = f"state = 'dropped' AND reason NOT IN ({_marks(other)})"
         return dict(self._all(f"SELECT slot, count(*) FROM groups WHERE {where} GROUP BY slot", other))
@@ -221,19 +251,22 @@ class Ledger:
         return self._number("SELECT coalesce(max(slot) + 1, 0) FROM groups")
 
     def next_position(self) -> int:
-        """The position of the sequence of prompts after the last that a slot asked."""
-        newest = "SELECT max(slot) FROM groups"  # positions rise with the slots
+        """Return the prompt position after the last one that a slot uses."""
+        newest = "SELECT max(slot) FROM groups"  # positions increase with slots
         return self._number(f"SELECT coalesce(max(position) + 1, 0) FROM groups WHERE slot = ({newest})")
 
     def position_of(self, slot: int) -> int:
-        """The position whose prompt an admitted slot asks."""
+        """Return the prompt position of a slot. Raises LedgerError if it is unknown."""
         row = self._one("SELECT position FROM groups WHERE slot = ?", (slot,))
         if row is None:
             raise LedgerError(f"slot {slot} is unknown to the ledger; wanted one that was admitted")
         return row[0]
 
     def scored_rows(self, first_slot: int) -> list[Row]:
-        """The group with rewards of every slot from the first on that has one, in order: what pass rates are made of."""
+        """Return the groups with rewards from `first_slot` on, in slot order.
+
+        There is at most one per slot. The curriculum restores its pass rates from them.
+        """
         where = "slot >= ? AND (state IN ('scored', 'consumed') OR reason = 'no_signal') AND rewards IS NOT NULL"
         return self._rows(where, (first_slot,))
 
@@ -241,7 +274,7 @@ class Ledger:
         return self._number("SELECT coalesce(max(slot) + 1, 0) FROM groups WHERE state = 'consumed'")
 
     def passed_over(self) -> dict[int, Any]:
-        """Slots that consumption passes over, with the one of FINAL_REASONS."""
+        """Return the skipped slots and their final reasons."""
         where = f"state = 'dropped' AND reason IN ({_marks(FINAL_REASONS)})"
         return dict(self._all(f"SELECT slot, reason FROM groups WHERE {where} ORDER BY slot", FINAL_REASONS))
 
@@ -268,7 +301,7 @@ class Ledger:
             )
 
     def staleness_histogram(self) -> dict[int, int]:
-        """Staleness → number of groups consumed with it."""
+        """Return the number of consumed groups by staleness."""
         return dict(
             self._all(
                 "SELECT staleness, count(*) FROM groups WHERE state = 'consumed' AND staleness IS NOT NULL"
@@ -303,15 +336,15 @@ class Ledger:
             self._give_space_back()
 
     def _give_space_back(self) -> None:
-        """After a migration, whatever it was interrupted by: most of the file is free then."""
+        """Vacuum the file if most of it is free, as after a migration."""
         if 2 * self._number("PRAGMA freelist_count") > self._number("PRAGMA page_count"):
             try:
                 self._db.execute("VACUUM")
-            except sqlite3.Error as error:  # it needs the space of the ledger once more
+            except sqlite3.Error as error:  # VACUUM needs disk space for a second copy
                 log.warning("%s: its free space could not be given back (%s)", self.path, error)
 
     def _move(self, group_id: str, allowed: tuple[str, ...], to: str, changes: str, values: tuple) -> None:
-        """One legal step forward, inside the caller's transaction."""
+        """Make one legal state transition inside the caller's transaction."""
         moved = self._db.execute(
             f"UPDATE groups SET state = ?, {changes} WHERE group_id = ? AND state IN ({_marks(allowed)})",
             (to, *values, group_id, *allowed),
@@ -324,14 +357,14 @@ class Ledger:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Make several moves one durable commit: all or none."""
+        """Combine several state transitions into one durable commit: all or none."""
         with self._transaction():
             yield
 
     @contextmanager
     def _transaction(self, kind: str = "IMMEDIATE") -> Iterator[None]:
         with self._lock, self._explained():
-            if self._db.in_transaction:  # a move within a batch
+            if self._db.in_transaction:  # nested in `batch`
                 yield
                 return
             self._db.execute(f"BEGIN {kind}")
@@ -344,7 +377,7 @@ class Ledger:
 
     @contextmanager
     def _explained(self, kind: type[Exception] = sqlite3.Error) -> Iterator[None]:
-        """A full disk, a lock held by others or a broken file stops the run with a sentence, never silently."""
+        """Raise an explanatory LedgerError for a full disk, or a locked or broken file."""
         try:
             yield
         except kind as error:

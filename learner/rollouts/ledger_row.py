@@ -1,8 +1,7 @@
-"""A group as a row of the ledger: the table in SQL and the same as a struct, and how an older table becomes this one.
+"""Schema of the ledger: a group as an SQL row and as a struct, and the migration of older tables.
 
-Between ledger.py and those who read it. A slot's prompt is decided once, when it is admitted, and from then on read
-from here: `position` is the prompt's place in the endless sequence of prompts, which a curriculum lets run ahead of the
-slots.
+Invariant: a slot's prompt is decided once, at admission, and read from here afterwards. `position` is the
+prompt's index in the endless sequence of prompts. A curriculum lets it run ahead of the slot number.
 """
 
 import sqlite3
@@ -13,11 +12,11 @@ import msgspec
 from learner.rollouts.payloads import PayloadFiles
 
 SCHEMA_VERSION = 3
-"""2 added `position` and the reason `no_signal`, 3 took the payloads out of the rows."""
+"""Schema version. 2 added `position` and the reason `no_signal`, 3 moved payloads out of the rows."""
 OLDEST_SCHEMA_VERSION = 2
-"""Read as it is, and migrated when the run is resumed. A file of any other version is refused, see ledger.py."""
+"""Oldest version that can be read. A resume migrates it. ledger.py refuses all other versions."""
 FINAL_REASONS = ("failed", "no_signal")
-"""Of dropped groups whose slot is passed over; any other reason owes the slot a next attempt at the same prompt."""
+"""Drop reasons that skip the slot. After any other reason the slot is retried with the same prompt."""
 OUTSTANDING = ("admitted", "received", "scored")
 SCHEMA = """
 CREATE TABLE groups (
@@ -59,11 +58,13 @@ TO_SCHEMA_3 = (
 
 
 def migrate(db: sqlite3.Connection, payloads: PayloadFiles) -> None:
-    """Turn a file of schema 2 into one of schema 3.
+    """Migrate a file from schema 2 to schema 3 in one commit.
 
-    One commit does it: a kill before leaves the file as it was, and the next open starts again.
+    A kill before the commit leaves the file unchanged, and the next open starts again.
 
-    Raises sqlite3.Error, OSError.
+    Raises:
+        sqlite3.Error: The database cannot be changed.
+        OSError: A payload file cannot be written.
     """
     for left_over in payloads.numbers():
         payloads.remove(left_over)
@@ -81,7 +82,7 @@ def migrate(db: sqlite3.Connection, payloads: PayloadFiles) -> None:
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One group as the ledger knows it, without its payload."""
+    """One group in the ledger, without its payload."""
 
     group_id: str
     slot: int
@@ -104,7 +105,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     consumed_at: float | None
 
     def __str__(self) -> str:
-        """As in "group 3.1 of slot 3, attempt 1, position 3 is dropped (failed)"."""
+        """Format as in "group 3.1 of slot 3, attempt 1, position 3 is dropped (failed)"."""
         reason = f" ({self.reason})" if self.reason else ""
         where = f"slot {self.slot}, attempt {self.attempt}, position {self.position}"
         return f"group {self.group_id} of {where} is {self.state}{reason}"
@@ -114,7 +115,7 @@ COLUMNS = ", ".join(Row.__struct_fields__)
 
 
 class GroupPayload(NamedTuple):
-    """A group as it arrived: its completions, packed, and what the ledger tells of them without unpacking them."""
+    """Received group: its packed completions, and the fields for its ledger row."""
 
     group_id: str
     payload: bytes
@@ -123,5 +124,8 @@ class GroupPayload(NamedTuple):
 
 
 def group_id_of(slot: int, attempt: int) -> str:
-    """The name of a group, on the wire too: the same over a resume, so that what comes twice is known."""
+    """Return the id of a group, in the ledger and on the wire.
+
+    The id is the same after a resume, so duplicates are recognized.
+    """
     return f"{slot}.{attempt}"

@@ -1,15 +1,14 @@
-"""Lookahead: how many versions ahead of the learner groups are asked for, fixed or following what the run waits for.
+"""Chooses how many policy versions ahead of the learner groups are requested.
 
     takes of queue.py ─▶ Lookahead.note ─▶ max_staleness of the admission rule (slots.py)
 
-A learner that is the slow side consumes groups as stale as the rule allows, so "auto" looks for the least lookahead that still
-keeps it fed:
+If the learner is the bottleneck, groups become as stale as the rule allows. "auto" finds the smallest
+lookahead that keeps the learner fed. By Little's law, this is the smallest L with L · (seconds of a step) ≥
+(seconds of the slowest group), unless the server is full first:
 
-    it waits for the server, which has room for more sequences     one version more: only the rule holds the server back
-    the batch after this one is ready as well, ten times running   one version less: it would still have been in time
-
-By Little's law this ends at the least lookahead L with L · (seconds of a step) ≥ seconds of the slowest group, or where the
-server is full. Invariant: least ≤ versions ≤ most, and a change waits until its effect has come through before the next one.
+    the learner waits for a server with room for more sequences   one version more: only the rule blocks
+    the batch after this one is also ready, ten times in a row    one version less: it would still be in time
+Invariant: least ≤ versions ≤ most, and each change takes effect before the next.
 Not thread-safe: queue.py holds its lock.
 """
 
@@ -20,28 +19,30 @@ from learner.config import LearnerConfig
 log = logging.getLogger(__name__)
 
 LEAST = 1
-"""At 0 the sides would work in turn, and never at the same time."""
+"""Minimum lookahead. At 0 the learner and the servers never work at the same time."""
 WAITED_SHARE = 0.05
-"""Of a step: less than this is not worth staler groups."""
+"""Share of a step spent waiting below which staler groups are not worth it."""
 SPARE_TAKES = 10
 
 
 class Lookahead:
-    """`versions` is what the admission rule is given as max_staleness."""
+    """Lookahead controller; `versions` is the max_staleness of the admission rule."""
 
     def __init__(self, config: LearnerConfig) -> None:
         self._is_auto = config.max_staleness == "auto"
         self._most = config.staleness_bound
         self.versions = min(2, self._most) if self._is_auto else self._most
         self._takes_to_come_through = self.versions + 1
-        """The first batches of a run, and those after a change, were asked for under another rule."""
+        """Number of next batches that do not reflect the current lookahead yet."""
         self._spare_takes = 0
 
     def note(self, *, waited_share: float, has_room: bool, has_spare: bool) -> None:
-        """A batch was taken.
+        """Record that a batch was taken.
 
-        `waited_share`: of the time since the last one, that the server was waited for; `has_room`: it could have generated more
-        groups; `has_spare`: another whole batch is ready.
+        Args:
+            waited_share: Share of the time since the last batch spent waiting for the server.
+            has_room: Whether the server could have generated more groups.
+            has_spare: Whether another whole batch is ready.
         """
         if not self._is_auto:
             return

@@ -1,7 +1,8 @@
-"""The groups that were admitted and have not come. Between the slots and asking.py; used by rollouts.py.
+"""Pending groups: admitted to the ledger, but not received yet.
 
-Invariant: a prompt is in the ledger before it is sent, and stays here until its group has come or its attempt is dropped.
-Only the loop thread uses it.
+Used by rollouts.py, between the slots and asking.py, only in the loop thread.
+Invariant: a prompt is in the ledger before it is sent. It stays here until its group arrives or its attempt
+is dropped.
 """
 
 import heapq
@@ -17,15 +18,15 @@ log = logging.getLogger(__name__)
 
 
 class Outstanding:
-    """Requests by group id. `max_attempts` failures of one slot end it."""
+    """Pending requests by group id; `max_attempts` failures end a slot."""
 
     def __init__(self, ledger: Ledger, prompts: Prompts, max_attempts: int) -> None:
         self._ledger, self._prompts, self._max_attempts = ledger, prompts, max_attempts
         self._requests: dict[str, Request] = {}
         self._held: list[tuple[int, str]] = []
-        """Slots and ids, as a heap, of those that a resume found; they wait for the admission rule like new ones."""
+        """Heap of slots and ids that a resume found. They wait for the admission rule like new slots."""
         self._num_failures = Counter(ledger.num_failures())
-        """By slot."""
+        """Number of failures by slot."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -34,11 +35,11 @@ class Outstanding:
         return self._requests.get(group_id)
 
     def pop(self, group_id: str) -> Request | None:
-        """Take the request that a group answers, or None: nothing, or a duplicate of what has come."""
+        """Remove and return a request, or None if it is unknown or already answered."""
         return self._requests.pop(group_id, None)
 
     def ask(self, slot: int, attempt: int, position: int, version: int) -> Request:
-        """Admit the prompt at a position; the caller sends it."""
+        """Admit the prompt at a position and return its request; the caller sends it."""
         request = self.request(slot, attempt, position)
         self._ledger.admit(
             slot=slot,
@@ -52,7 +53,7 @@ class Outstanding:
         return request
 
     def ask_again(self, group_id: str, slot: int, reason: str, version: int) -> Request | None:
-        """Drop a group and admit its prompt under the next attempt; None if the slot has failed too often."""
+        """Drop a group and admit its prompt again; None if the slot failed too often."""
         if self._num_failures[slot] >= self._max_attempts:
             self._ledger.drop(group_id, "failed")
             log.error(
@@ -69,14 +70,17 @@ class Outstanding:
         self._num_failures[slot] += 1
 
     def hold(self, request: Request) -> None:
-        """Keep a request until `due`: sent or not, the server may have forgotten it with the run before this one."""
+        """Hold a request until `due` returns it.
+
+        After a restart the server may have forgotten the request, even if it was sent.
+        """
         self._requests[request.group_id] = request
         heapq.heappush(self._held, (request.slot, request.group_id))
 
     def due(self, num_places: int, place: Callable[[int], int]) -> list[Request]:
-        """Return those held back whose slot's place is below `num_places`, in slot order; they are held no more.
+        """Release and return held requests whose slot's place is below `num_places`.
 
-        A group may have arrived meanwhile: its request is left out.
+        They are in slot order. A request whose group arrived meanwhile is left out.
         """
         due = []
         while self._held and place(self._held[0][0]) < num_places:

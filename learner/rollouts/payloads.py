@@ -1,9 +1,10 @@
-"""What groups hold, in files beside the ledger that are appended to and removed whole. Used by ledger.py alone.
+"""Append-only payload files next to the ledger, removed only as a whole. Used by ledger.py alone.
 
-    ledger.db-payloads/12    payload after payload; a row has the number of the file, the offset and the size
+    ledger.db-payloads/12    payload after payload; a row has the file number, the offset and the size
 
-A payload is megabytes and never changes; its row is small and changes four times. SQLite would write the payload at
-least twice and walk its pages to free them. Invariant: after `sync` every appended payload survives a power failure.
+A payload takes megabytes and never changes. Its row is small and changes four times. SQLite would write the
+payload at least twice and walk its pages to free them.
+Invariant: after `sync` every appended payload survives a power failure.
 Not thread-safe, except `read`: ledger.py holds its lock.
 """
 
@@ -14,11 +15,11 @@ from typing import NamedTuple
 from protocol.durable import sync
 
 MAX_FILE_BYTES = 64 << 20
-"""A file that is larger gets no more payloads: it stays as long as one of them is needed."""
+"""Size above which a file gets no more payloads. A file stays as long as one of its payloads is needed."""
 
 
 class Place(NamedTuple):
-    """Where a payload is."""
+    """Location of a payload."""
 
     file: int
     offset: int
@@ -26,43 +27,46 @@ class Place(NamedTuple):
 
 
 class PayloadFiles:
-    """The files of one ledger. Every method may raise OSError."""
+    """Payload files of one ledger. Every method may raise OSError."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._descriptor: int | None = None
-        """Of the newest file while it may grow. One that an earlier process began never does: its end may be torn."""
+        """Newest file while it may grow. Files of earlier processes never grow: their end may be torn."""
         self._newest = max(self.numbers(), default=0)
 
     def begin_after(self, number: int) -> None:
-        """Give no file a number up to this one: rows name removed files, too, and would take another's payload for theirs."""
+        """Give new files only numbers above `number`.
+
+        Rows still name removed files. With a reused number they would point to another group's payload.
+        """
         self._newest = max(self._newest, number)
 
     def numbers(self) -> set[int]:
-        """Return the numbers of the files that are there."""
+        """Return the numbers of the existing files."""
         if not self._directory.is_dir():
             return set()
         return {int(path.name) for path in self._directory.iterdir() if path.name.isdecimal()}
 
     def append(self, payload: bytes) -> Place:
-        """Write a payload; it is durable after `sync`."""
+        """Append a payload; it is durable after `sync`."""
         if self._descriptor is not None and os.fstat(self._descriptor).st_size >= MAX_FILE_BYTES:
             self.seal()
         if self._descriptor is None:
             self._descriptor = self._begin_file()
-        offset = os.fstat(self._descriptor).st_size  # behind what a full disk has left of another
+        offset = os.fstat(self._descriptor).st_size  # after any partial write that a full disk left
         left = memoryview(payload)
         while left:
             left = left[os.write(self._descriptor, left) :]
         return Place(self._newest, offset, len(payload))
 
     def sync(self) -> None:
-        """Make durable what was appended."""
+        """Make all appended payloads durable."""
         if self._descriptor is not None:
             os.fsync(self._descriptor)
 
     def seal(self) -> None:
-        """Make durable what was appended, and let the next payload begin a file."""
+        """Make all appended payloads durable, and start a new file for the next one."""
         if self._descriptor is not None:
             descriptor, self._descriptor = self._descriptor, None
             try:
@@ -71,7 +75,7 @@ class PayloadFiles:
                 os.close(descriptor)
 
     def read(self, place: Place) -> bytes:
-        """Raises FileNotFoundError if the file was removed."""
+        """Return a payload. Raises FileNotFoundError if its file was removed."""
         with self._path(place.file).open("rb") as file:
             file.seek(place.offset)
             payload = file.read(place.num_bytes)
@@ -80,7 +84,7 @@ class PayloadFiles:
         return payload
 
     def remove(self, number: int) -> None:
-        """Give the space of a file back."""
+        """Delete a file to free its space."""
         self._path(number).unlink(missing_ok=True)
 
     def _begin_file(self) -> int:

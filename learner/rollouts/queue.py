@@ -1,10 +1,11 @@
-"""The queue: every group on its way from admission to its batch, behind one lock.
+"""Buffer of all groups between admission and their batch, behind one lock.
 
-    loop thread      admit ─▶ arrived ─▶ scoring ─▶ scored (in a thread): ready, or replaced     fail: passed over
+    loop thread      admit ─▶ arrived ─▶ scoring ─▶ scored (worker thread): ready or resampled   fail: skipped
     main thread      take: the next groups in slot order, or what the batch waits for
 
-Slots, curriculum, selection and waits are used here alone and know no threads. Invariant: what changes them changes the ledger
-in the same commit, while the lock is held, so that a group that is handed out is in the ledger as scored.
+Slots, curriculum, selection and waits are used only here and are not thread-safe.
+Invariant: every change to them is in the ledger in the same commit, while the lock is held. A group that is
+handed out is therefore `scored` in the ledger.
 """
 
 import math
@@ -28,7 +29,7 @@ from learner.rollouts.waits import Part, Waits
 
 
 class Scored(NamedTuple):
-    """A group with what the reward functions said of it."""
+    """Group with its prompt and rewards."""
 
     group: ScoredGroup
     prompt_id: int
@@ -36,14 +37,17 @@ class Scored(NamedTuple):
 
 
 class GroupQueue:
-    """Of one run, taken up where its ledger is. Thread-safe."""
+    """Thread-safe buffer of one run's groups, restored from its ledger."""
 
     def __init__(self, run: LearnerRun, prompts: Prompts, ledger: Ledger, kept: PassRates | None = None) -> None:
-        """`kept`: the checkpoint's pass rates; without them they are counted anew from all rows."""
+        """Restore the buffer from the ledger.
+
+        `kept`: pass rates of the checkpoint. Without them the pass rates are recounted from all rows.
+        """
         config = self._config = run.learner
         self._ledger = ledger
         self._changed = threading.Condition()
-        """Held around every use of what follows; notified when a group moves on."""
+        """Guard of all fields below. Notified when a group changes its state."""
         self._slots = Slots(ledger.next_slot(), ledger.next_slot_to_consume(), ledger.passed_over())
         reward = config.curriculum.reward or config.reward.names[0]
         self._curriculum = Curriculum(config.curriculum, reward, prompts, run.seed, ledger.next_position())
@@ -55,13 +59,13 @@ class GroupQueue:
         self._waits = Waits()
         self._lookahead = Lookahead(config)
         self._max_running = math.inf
-        """Groups that the server can generate at once."""
+        """Number of groups that the servers can generate at once."""
         self._taken_at = time.monotonic()
         self._scoring: set[int] = set()
         self.batch_metrics: dict[str, float] = {}
-        """What happened on the way to the batch that was taken last, and what it waited for."""
+        """Metrics of the last batch, including what it waited for."""
 
-    # --- the loop thread's side ----------------------------------------------------------------------------------
+    # --- called in the loop thread --------------------------------------------------------------------------
 
     def put_back(self, group: ScoredGroup) -> None:
         """Make a group ready that was scored before a resume."""
@@ -69,7 +73,10 @@ class GroupQueue:
             self._slots.ready[group.slot] = group
 
     def admit(self, outstanding: Outstanding, version: int) -> list[Request]:
-        """Ask for all that the rule allows under `version`: what a resume held back, then new slots."""
+        """Admit the groups that the staleness rule allows under `version`.
+
+        Returns the requests that a resume held back, followed by those of new slots.
+        """
         num_places = num_places_allowed(
             version=version,
             max_staleness=self._lookahead.versions,
@@ -86,12 +93,12 @@ class GroupQueue:
         return due + new
 
     def note_capacity(self, max_concurrent_sequences: int) -> None:
-        """A server is there that generates so many completions at once."""
+        """Record how many completions the ready servers can generate at once."""
         with self._changed:
             self._max_running = max_concurrent_sequences / self._config.sampling.num_completions
 
     def note_arrival(self, round_trip_s: float, server_s: float) -> None:
-        """A group came so long after it was asked for; for so long of that it was the server's."""
+        """Record a group's round trip and the server's share of it, in seconds."""
         with self._changed:
             self._waits.note_arrival(round_trip_s, server_s)
 
@@ -101,16 +108,17 @@ class GroupQueue:
             self._changed.notify_all()
 
     def unscorable(self, slot: int, rewards: GroupRewards) -> None:
-        """A slot's group could not be scored; it waits for the next attempt."""
+        """Record that a slot's group could not be scored; the slot waits for a retry."""
         with self._changed:
             self._selection.count(rewards)
             self._scoring.discard(slot)
 
     def scored(self, scored: list[Scored]) -> None:
-        """Make groups ready, or pass the slots over of those without signal. Called in a thread, for the sake of the commit.
+        """Make groups ready, or skip the slots of groups without signal.
 
-        Replaced here and not when its turn comes, so that the replacement starts at once. Score and drop are one commit: a
-        resume never decides again, and so consumes the same groups.
+        Runs in a worker thread, because it commits. Resampling is decided here, so that the replacement
+        starts at once. Score and drop are one commit, so a resume does not decide again and consumes the same
+        groups.
         """
         with self._changed:
             with self._ledger.batch():
@@ -124,20 +132,20 @@ class GroupQueue:
             self._changed.notify_all()
 
     def fail(self, slot: int) -> None:
-        """Pass a slot over whose prompt was given up."""
+        """Skip a slot whose prompt was given up."""
         with self._changed:
             self._slots.pass_over(slot, "failed")
             self._changed.notify_all()
 
-    # --- the main thread's side ----------------------------------------------------------------------------------
+    # --- called in the main thread --------------------------------------------------------------------------
 
     def take(
         self, version: int, timeout_s: float, *, is_connected: bool, on_stale: Callable[[ScoredGroup], Any]
     ) -> list[ScoredGroup] | None:
-        """Return the groups of the next step in slot order, or None if they are not there within `timeout_s`.
+        """Return the next step's groups in slot order, or None after `timeout_s`.
 
-        The exception to the staleness bound (a failed push, a resume): those too old for `version` go to `on_stale`, to be asked
-        for again, and their slots wait.
+        After a failed weight sync or a resume, groups may be too old for `version`. They go to `on_stale` to
+        be requested again, and their slots wait.
         """
         num_groups, deadline = self._config.groups_per_step, time.monotonic() + timeout_s
         with self._changed:
@@ -157,7 +165,7 @@ class GroupQueue:
                     return None
 
     def pass_rates(self) -> PassRates | None:
-        """The curriculum's, after the batch that was taken last."""
+        """Return the curriculum's pass rates after the last batch."""
         with self._changed:
             return self._curriculum.pass_rates(self._slots.next_to_take)
 
@@ -178,7 +186,7 @@ class GroupQueue:
         self._waits = Waits()
 
     def _num_running(self) -> int:
-        """Groups that the server owes."""
+        """Return the number of groups pending at the servers."""
         return self._slots.num_missing - len(self._scoring)
 
     def _lacks(self, is_connected: bool) -> Part:

@@ -1,7 +1,7 @@
-"""What a server is asked for, a group for a slot or a turn of an episode, and which of the completions it answers with can be used.
-Pure.
+"""Requests for groups and for turns of episodes, and checks of the completions that servers return.
 
-Invariant: a group that is let through has at least two completions, all with tokens: one alone has no baseline.
+Does no I/O. Invariant: a group that passes has at least two completions, all with tokens, because one
+completion has no baseline.
 """
 
 import asyncio
@@ -19,18 +19,18 @@ from protocol.messages import Generate, Group, GroupFailed, Sampling
 
 MIN_SURVIVORS = 2
 RETRY_STRIDE = 1_327_217_885
-"""2**31 divided by the golden ratio: few attempts of slots less than a million apart never share a seed."""
+"""2**31 divided by the golden ratio. Few attempts of slots less than a million apart never share a seed."""
 
 
 class Owed(msgspec.Struct, kw_only=True, eq=False):
-    """What a server owes us, or is to."""
+    """Base of the requests that a server has or will get."""
 
     sent_at: float | None = None
-    """When it was last handed to a connection."""
+    """Time when the request was last handed to a connection, by the monotonic clock."""
     owed_by: str | None = None
-    """The endpoint of the server that was asked last and may still answer."""
+    """Endpoint of the server that has the request and may still answer."""
     answered_by: str = ""
-    """Likewise, of the one whose group has come."""
+    """Endpoint of the server that answered. Empty if unknown."""
 
     @property
     def group_id(self) -> str:
@@ -38,16 +38,16 @@ class Owed(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def stays_at(self) -> str:
-        """The endpoint of the server that has its keys and values."""
+        """Endpoint of the server with the episode's KV cache. Empty if there is none."""
         return ""
 
     def message(self, run: LearnerRun) -> Generate:
-        """As the server gets it."""
+        """Return the request as a wire message."""
         raise NotImplementedError
 
 
 class Request(Owed, kw_only=True, eq=False):
-    """The group of a slot."""
+    """Request for the group of a slot."""
 
     slot: int
     attempt: int
@@ -70,13 +70,13 @@ class Request(Owed, kw_only=True, eq=False):
 
 
 class TurnRequest(Owed, kw_only=True, eq=False):
-    """A turn of an episode of a slot's group."""
+    """Request for one turn of an episode in a slot's group."""
 
     name: str
-    """Of no other turn of any life of this run: a server may still have what it was asked for before a restart."""
+    """Id that no other turn of this run has, also across restarts: a server may still have older requests."""
     slot: int
     attempt: int
-    """Of its group and of this turn together: 0 only for the first of both."""
+    """Attempts of the group and of this turn combined. 0 only for the first attempt of both."""
     turn: Asked
     answer: "asyncio.Future[Group | GroupFailed]"
 
@@ -100,10 +100,11 @@ class TurnRequest(Owed, kw_only=True, eq=False):
 
 
 def seed_of(run: LearnerRun, slot: int, attempt: int, turn: Asked | None = None) -> int | None:
-    """Return the seed of the first completion of a slot's group, or of a turn of it; None: the server draws one.
+    """Return the seed of a group's first completion, or of a turn; None if unseeded.
 
-    A retry has another: the same tokens would fail in the same way. Seeds of retries lie in the upper half of 32 bits,
-    which no first attempt uses. Higher bits would not help: torch's generator on CPUs ignores them.
+    A retry gets another seed, because the same tokens would fail in the same way. Seeds of retries lie in the
+    upper half of 32 bits, which first attempts never use. Higher bits would not help: torch's CPU generator
+    ignores them.
     """
     config = run.learner.sampling
     if not config.seeded:
@@ -129,11 +130,14 @@ def _sampling(
 
 
 def survivors(group: AnyGroup, config: SamplingConfig, vocab_size: int) -> AnyGroup | None:
-    """Leave completions without tokens out; None if fewer than two are left that say anything about the policy.
+    """Remove completions without tokens; return None if fewer than two remain.
 
-    Raises ProtocolError for what was not asked for.
+    Episodes that reveal nothing about the policy do not count.
+
+    Raises:
+        ProtocolError: The group is not what was requested.
     """
-    if isinstance(group, PlayedGroup):  # whose turns were checked one by one
+    if isinstance(group, PlayedGroup):  # its turns were already checked
         num_rewarded = sum(episode.course.state in REWARDED for episode in group.episodes)
         return group if num_rewarded >= MIN_SURVIVORS else None
     check_completions(group, config.num_completions, config.max_tokens, vocab_size)
@@ -142,7 +146,11 @@ def survivors(group: AnyGroup, config: SamplingConfig, vocab_size: int) -> AnyGr
 
 
 def check_completions(group: Group, num_completions: int, max_tokens: int, vocab_size: int) -> None:
-    """Raise ProtocolError for what was not asked for: too many completions, or too long ones, or ids that are no tokens."""
+    """Check that the completions are within what was requested.
+
+    Raises:
+        ProtocolError: Too many completions, too many tokens, or ids outside the vocabulary.
+    """
     if len(group.completions) > num_completions:
         raise ProtocolError(
             f"group {group.group_id} has {len(group.completions)} completions, asked for were {num_completions}"

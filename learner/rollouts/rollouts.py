@@ -1,20 +1,15 @@
-"""Rollouts: keeps the servers busy within the staleness bound and hands out scored groups in slot order.
+"""Keeps the servers busy within the staleness bound and hands out scored groups in slot order.
 
-    loop           consumes              produces                        waits for                    unblocked by
-    _admit         prompts, as the       ledger: admitted, Generate      room under the admission     publish (a new version),
-                   queue has them                                        rule, a server with weights  a slot passed over
-    link.run       messages              groups to _on_group             the server                   the server
-    Turns._play    a prompt              the turns of its episodes       servers, environments        deadlines of both
-    _receive       Groups, as many as    ledger: received, then Ack      the disk, in a thread        its commit
-                   have come
-    _score         a Group               its rewards                     the reward workers           a reward or its timeout
-    _book          rewards, likewise     the queue: ready groups, or     the disk, in a thread        its commit
-                                         dropped for want of signal
-    take (main     the queue             the batch of one step           the next groups in slot      _book
-    thread)                                                              order
+    task          consumes          produces                           waits for
+    _admit        prompts           ledger: admitted, then Generate    the staleness rule, a synced server
+    link.run      messages          groups to _on_group                the server
+    Turns._play   a prompt          the turns of its episodes          servers, environments (with deadlines)
+    _receive      arrived groups    ledger: received, then Ack         the commit, in a worker thread
+    _score        a group           its rewards                        the reward workers, or their timeout
+    _book         rewards           ready groups, or dropped ones      the commit, in a worker thread
+    take (main)   ready groups      the batch of one step              the next groups in slot order
 
-Groups are taken strictly in slot order: that makes the staleness bound exact, keeps long completions from being overtaken,
-and makes the batches the same after a resume. What is shared between the threads is in queue.py; here is what is awaited.
+Invariant: groups are taken in strict slot order: the staleness bound is exact, and a resume repeats batches.
 """
 
 import asyncio
@@ -42,11 +37,15 @@ log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 10.0
 LOOK_EVERY_S = 0.2
-"""How soon a failure in the background ends the main thread's wait."""
+"""Longest time until a failure in the background ends the main thread's wait, in seconds."""
 
 
 class Rollouts:
-    """Runs in the fleet's loop; `take` and `publish` are the main thread's side."""
+    """Rollout tasks of one run, in the fleet's event loop.
+
+    The main thread calls `start`, `publish`, `take` and `close`. State shared by both threads is in queue.py.
+    Slot order also keeps long completions from being overtaken.
+    """
 
     def __init__(
         self, run: LearnerRun, fleet: Fleet, queue: GroupQueue, outstanding: Outstanding, scorer: Scorer, ledger: Ledger
@@ -61,10 +60,13 @@ class Rollouts:
         self._arrived = Together(self._receive)
         self._scored = Together(self._book)
 
-    # --- the main thread's side ----------------------------------------------------------------------------------
+    # --- called in the main thread --------------------------------------------------------------------------
 
     def start(self, version: int, player: Plays | None = None) -> None:
-        """Take up every group where the ledger has it (a new run has none) and greet the servers. A player plays the groups."""
+        """Restore all groups from the ledger, connect to the servers and start the tasks.
+
+        With a `player`, groups are played as episodes.
+        """
         self._version = version
         if player is not None:
             self._turns = Turns(self._asking, player, lambda group: self._arrived.put((None, group)))
@@ -74,16 +76,21 @@ class Rollouts:
             self._loop.spawn(work)
 
     def publish(self, version: int, *server_ids: str) -> None:
-        """These servers now generate with `version`: admit what the rule allows."""
+        """Admit new groups, as these servers now generate with `version`."""
         self._version = version
         self._loop.call_soon(self._published, version, server_ids)
 
     def take(self, version: int, timeout_s: float) -> list[ScoredGroup] | None:
-        """Return the groups of the next step in slot order, or None if they are not there within `timeout_s`.
+        """Return the next step's groups in slot order, or None after `timeout_s`.
 
-        `version` is the learner's, from which staleness counts; the server's may be older while a push is under way.
+        `version` is the learner's, from which staleness is counted. Servers may have an older one during a
+        weight sync.
 
-        Raises what stopped the rollouts: RewardError, DataError, HandshakeRefused, LedgerError.
+        Raises:
+            RewardError: A reward function failed.
+            DataError: No prompt is left, or a server cannot complete one.
+            HandshakeRefused: The last server does not fit this run.
+            LedgerError: The ledger cannot be read or written.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -98,19 +105,19 @@ class Rollouts:
 
     @property
     def batch_metrics(self) -> dict[str, float]:
-        """What happened on the way to the batch that was taken last, and what it waited for."""
+        """Metrics of the last batch, of resent requests and of lost episodes."""
         of_turns = self._turns.metrics if self._turns is not None else {}
         return self._queue.batch_metrics | self._asking.metrics | of_turns
 
     @property
     def waits_for(self) -> str:
-        """In words, what the next batch waits for."""
+        """Description of what the next batch waits for."""
         part, num_scoring = self._queue.lacks(is_connected=self._fleet.is_connected)
         in_words = {"link": self._fleet.in_words(), "server": f"{len(self._outstanding)} groups from the server"}
         return {"reward": f"{num_scoring} groups to be scored", "push": IN_WORDS["push"], **in_words}[part]
 
     def close(self) -> None:
-        """Let the servers forget what was asked for; the ledger remembers it for a resume."""
+        """Cancel all requests at the servers; the ledger keeps them for a resume."""
         for member in self._fleet.connected():
             self._loop.call(member.link.cancel(self._asking.group_ids), CALL_TIMEOUT_S)
         self._loop.call_soon(self._asking.forget_all)
@@ -132,7 +139,7 @@ class Rollouts:
         log.warning("group %s is %d versions old; asking for it again", group.group_id, age)
         self._loop.spawn(self._ask_again(group.group_id, group.slot, "stale"))
 
-    # --- the loop thread's side ----------------------------------------------------------------------------------
+    # --- called in the loop thread --------------------------------------------------------------------------
 
     def _on_welcome(self, member: Member) -> None:
         self._note_capacity()
@@ -156,7 +163,10 @@ class Rollouts:
             self._queue.note_capacity(num_sequences)
 
     async def _admit(self) -> None:
-        """Ask for prompts whenever the rule has room, once this run has been published."""
+        """Admit prompts when the staleness rule has room, after the first weight sync.
+
+        A new version or a skipped slot makes room.
+        """
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -182,7 +192,7 @@ class Rollouts:
                     f"the server at {member.endpoint} cannot complete prompt {request.prompt.prompt_id}: {message.message}"
                 )
             case GroupFailed(code="not_ready"):
-                pass  # it is sent again after the next push
+                pass  # resent after the next weight sync
             case GroupFailed() if request is not None and request.owed_by in (None, member.endpoint):
                 log.warning("group %s failed (%s): %s", message.group_id, message.code, message.message)
                 self._outstanding.pop(request.group_id)
@@ -194,7 +204,7 @@ class Rollouts:
         await self._ask_again(request.group_id, request.slot, reason)
 
     async def _ask_again(self, group_id: str, slot: int, reason: str) -> None:
-        """Drop a group and ask for its prompt under the next attempt, or give the slot up."""
+        """Drop a group and request its prompt again, or give up the slot."""
         request = self._outstanding.ask_again(group_id, slot, reason, self._version)
         if request is not None:
             await self._begin([request])
@@ -203,7 +213,10 @@ class Rollouts:
         self._wake.set()
 
     async def _receive(self, arrived: list[tuple[Member | None, AnyGroup]]) -> None:
-        """Commit groups, then acknowledge them to whom they came from, then score them. A duplicate is only acknowledged."""
+        """Commit groups, acknowledge them to their servers, then score them.
+
+        A duplicate is only acknowledged.
+        """
         usable: list[tuple[Request, AnyGroup]] = []
         for member, group in arrived:
             self._asking.settle(group.group_id)
@@ -217,7 +230,10 @@ class Rollouts:
             self._loop.spawn(self._score(request, group))
 
     async def _usable(self, request: Request, member: Member | None, group: AnyGroup) -> AnyGroup | None:
-        """The group without what cannot be trained on; None, and its prompt is asked for again, if too little is left."""
+        """Return the trainable part of a group.
+
+        Returns None if too little is left, and requests the prompt again.
+        """
         if member is not None and isinstance(group, Group):
             request.answered_by = member.endpoint
             if request.sent_at is not None:

@@ -1,6 +1,6 @@
-"""A group with its rewards, ready to be trained on: what the rollouts hand out, made of what has come or of what the ledger keeps.
+"""Groups with rewards, ready for training, built from arrived groups or restored from the ledger.
 
-Suffix: _G over the episodes of the group, each of which has one branch as long as it is a plain completion.
+Suffix: _G over the episodes of the group. A plain completion is an episode with one branch.
 """
 
 from collections.abc import Sequence
@@ -21,34 +21,34 @@ from protocol.messages import Part
 
 
 class ScoredGroup(Part):
-    """One group ready to be trained on. `rewards_G[i] is None` when episode i is unscorable."""
+    """Group ready for training; None in `rewards_G` marks an unscorable episode."""
 
     group_id: str
     slot: int
     prompt_token_ids: np.ndarray
     completions: list[Branch]
-    """Those of the first episode, then those of the second, and so on."""
+    """Branches of the first episode, then those of the second, and so on."""
     rewards_G: list[float | None]
     rewards_by_function: dict[str, list[float | None]]
     entered_version: int
-    """The policy version when the group entered the engine; UNKNOWN_VERSION if a restart lies between."""
+    """Policy version when the group entered the engine. UNKNOWN_VERSION after a restart."""
     server: str = ""
-    """The endpoint of the server that sent it; nobody knows after a restart."""
+    """Endpoint of the server that sampled this group. Empty if unknown, as after a restart."""
     logged_metrics: dict[str, list[float]] = msgspec.field(default_factory=dict)
-    """What reward functions logged of it, by name."""
+    """Values that reward functions logged, by name."""
     logged_extra: dict[str, list[Any]] = msgspec.field(default_factory=dict)
-    """The same per completion; a restart loses it."""
+    """Values that reward functions logged per completion, by name. A restart loses them."""
     num_branches_G: list[int] = msgspec.field(default_factory=list)
-    """How many of them each episode has; empty: one each."""
+    """Number of branches of each episode. Empty: one each."""
     courses_G: list[Course] = msgspec.field(default_factory=list)
-    """How each episode went; empty: there is no environment."""
+    """End state and statistics of each episode. Empty: there is no environment."""
 
     def prompt_of(self, branch: Branch) -> np.ndarray:
         return self.prompt_token_ids if branch.prompt_token_ids is None else branch.prompt_token_ids
 
     @property
     def branches_G(self) -> list[list[Branch]]:
-        """By episode."""
+        """Branches of each episode."""
         branches = iter(self.completions)
         return [list(islice(branches, count)) for count in self.num_branches_G or [1] * len(self.completions)]
 
@@ -62,14 +62,15 @@ class ScoredGroup(Part):
 
     @property
     def num_tokens(self) -> int:
-        """That the policy has sampled."""
+        """Number of tokens that the policy sampled."""
         return sum(branch.num_sampled for branch in self.completions)
 
 
 def texts_of(groups: Sequence[ScoredGroup], *, min_tokens: int, max_tokens: int) -> list[list[int]]:
-    """Return prompts with their completions that have `min_tokens` together, each without what exceeds `max_tokens` in front.
+    """Return prompts with completions, until they have `min_tokens` tokens in total.
 
-    First one of each group, since those of one group share their prompt.
+    The first round takes one completion of each group, because completions of a group share their prompt. A
+    text that is too long keeps its last `max_tokens` tokens.
     """
     texts: list[list[int]] = []
     for branches in zip_longest(*(group.completions for group in groups)):
@@ -80,7 +81,7 @@ def texts_of(groups: Sequence[ScoredGroup], *, min_tokens: int, max_tokens: int)
 
 
 def keep(ledger: Ledger, groups: list[AnyGroup]) -> None:
-    """Make groups durable that have come, in one commit."""
+    """Store arrived groups in the ledger, in one commit."""
     ledger.receive(
         GroupPayload(group.group_id, pack(group), group.oldest_version, num_sampled(group)) for group in groups
     )
@@ -98,13 +99,13 @@ def recalled(ledger: Ledger, row: Row, prompt: Prompt) -> ScoredGroup:
 
 
 def rewards_of(row: Row) -> GroupRewards:
-    """Return what the ledger keeps of a scored group's rewards."""
+    """Return the rewards of a scored group from the ledger."""
     assert row.rewards is not None
     return msgspec.json.decode(row.rewards, type=GroupRewards)
 
 
 def scored_group(slot: int, prompt: Prompt, group: AnyGroup, rewards: GroupRewards, server: str = "") -> ScoredGroup:
-    """Put a group, its prompt and its rewards together."""
+    """Combine a group with its prompt and rewards."""
     episodes = episodes_of(group)
     return ScoredGroup(
         group_id=group.group_id,

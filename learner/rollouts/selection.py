@@ -1,8 +1,8 @@
-"""Selection: which scored groups make a batch, and what that tells the curriculum. Between scoring and the batch.
+"""Selects the scored groups that form a batch, and updates the curriculum with them.
 
-Active sampling: a group without signal is replaced, until its step has replaced as many as it may. Which of several such
-groups is the first too many depends on the order in which they were scored, and so does, at max_staleness > 0, where the
-later steps in flight will begin; none of these groups moves the policy.
+Dynamic sampling resamples a group without signal, until its step reaches the limit of resamples. The order of
+scoring decides which of several such groups exceeds the limit. With max_staleness > 0 it also decides where
+the later steps in flight start. None of these groups moves the policy.
 Not thread-safe: queue.py holds its lock.
 """
 
@@ -21,24 +21,24 @@ log = logging.getLogger(__name__)
 
 
 class Selection:
-    """Lets groups into their slots and hands out batches."""
+    """Selector of the scored groups that form batches."""
 
     def __init__(self, config: LearnerConfig, slots: Slots, curriculum: Curriculum) -> None:
         self._config, self._slots, self._curriculum = config, slots, curriculum
         self.batch_metrics: dict[str, float] = {}
-        """Of the batch that was taken last."""
+        """Metrics of the last batch."""
         reward, judge = config.reward, config.signal_reward
         self._judges = {judge: 1.0} if judge else dict(zip(reward.names, reward.function_weights, strict=True))
-        """Weights of the functions by which a group has signal: not the overlong penalty, which tells lengths apart, not answers."""
+        """Weights of the functions that define signal. An overlong penalty separates lengths, not answers."""
         self._num_calls: Counter[str] = Counter()
-        """Calls of reward functions since then, by outcome."""
+        """Calls of reward functions since the last batch, by outcome."""
 
     def count(self, rewards: GroupRewards) -> None:
-        """Note how the calls for a group went, whether or not the group will be used."""
+        """Count the outcomes of a group's reward calls, even if the group is not used."""
         self._num_calls.update(function.outcome for function in rewards.functions)
 
     def admits(self, group: ScoredGroup) -> bool:
-        """Make a scored group ready and return True, or pass its slot over, for another to replace it."""
+        """Make a scored group ready, or skip its slot and return False."""
         if self._is_to_replace(group):
             self._slots.pass_over(group.slot, "no_signal")
             return False
@@ -46,7 +46,10 @@ class Selection:
         return True
 
     def take(self, slots: list[int]) -> list[ScoredGroup]:
-        """Hand out the groups of the next slots, and let all slots up to them change the pass rates."""
+        """Return the groups of the next slots, and count them in the pass rates.
+
+        Skipped slots before the last of these slots count too.
+        """
         num_replaced = self._slots.num_replaced_with(slots[-1], len(slots))
         groups = self._slots.take(slots)
         self._curriculum.count(self._slots.next_to_take)
@@ -88,7 +91,7 @@ class Selection:
 
 
 def _logged(groups: list[ScoredGroup]) -> dict[str, float]:
-    """The means of what reward functions logged of these groups."""
+    """Return the means of the values that reward functions logged."""
     names = {name for group in groups for name in group.logged_metrics}
     values = {name: [value for group in groups for value in group.logged_metrics.get(name, ())] for name in names}
     return {f"reward/{name}": statistics.fmean(values[name]) for name in sorted(names)}

@@ -1,8 +1,9 @@
-"""Slots: which groups are ready, which slots are passed over, and which are next. Between rollouts.py and the batch.
+"""Tracks which slots are ready, which are skipped and which are next.
 
-A slot is a place to be filled by one group, and its number is the order of consumption. Invariant: every slot below
-`next_to_take` was taken or passed over, and what is taken depends on the order of the slots alone, not on when a group came.
-Of the slots below it only the number is kept, and those above are looked up by bisection: a long run costs no more.
+A slot is filled by one group, and its number is the order of consumption. Only the number of skipped slots is
+kept below `next_to_take`. Slots above are found by bisection, so a long run costs no more.
+Invariant: every slot below `next_to_take` was taken or skipped. Slot order alone decides which groups are
+taken, not the order of arrivals.
 Not thread-safe: queue.py holds its lock.
 """
 
@@ -16,41 +17,41 @@ PassedOver = Literal["failed", "no_signal"]
 
 
 class Slots:
-    """The slots of a run, from the first that is not consumed to the last that was admitted."""
+    """Slots of a run, from the first unconsumed one to the last admitted one."""
 
     def __init__(self, next_to_admit: int, next_to_take: int, passed_over: Mapping[int, PassedOver]) -> None:
-        """`passed_over`: of all slots so far."""
+        """Restore the state of a run; `passed_over` has all skipped slots so far."""
         self.next_to_admit = next_to_admit
         self.next_to_take = next_to_take
         self.ready: dict[int, ScoredGroup] = {}
         self.num_passed_over = len(passed_over)
-        """Since the run began."""
+        """Number of slots skipped since the run started."""
         self._passed_over = sorted(slot for slot in passed_over if slot >= next_to_take)
         self._no_signal = [slot for slot in self._passed_over if passed_over[slot] == "no_signal"]
 
     def pass_over(self, slot: int, reason: PassedOver) -> None:
-        """Leave a slot out for good."""
+        """Skip a slot for good."""
         self.num_passed_over += 1
         insort(self._passed_over, slot)
         if reason == "no_signal":
             insort(self._no_signal, slot)
 
     def place(self, slot: int) -> int:
-        """Return how many slots before this one are, or will be, consumed."""
+        """Return how many slots before this one are or will be consumed."""
         num_before = self.num_passed_over - len(self._passed_over)
         return slot - num_before - bisect_left(self._passed_over, slot)
 
     def num_new(self, num_places_allowed: int) -> int:
-        """Return how many new slots fit into so many places."""
+        """Return how many new slots fit into this many places."""
         return max(0, num_places_allowed - (self.next_to_admit - self.num_passed_over))
 
     @property
     def num_missing(self) -> int:
-        """How many slots were admitted, are not passed over and not ready."""
+        """Number of admitted slots that are neither skipped nor ready."""
         return self.next_to_admit - self.next_to_take - len(self._passed_over) - len(self.ready)
 
     def next(self, num_groups: int) -> list[int]:
-        """Return the next slots that are not passed over, ready or not, admitted or not."""
+        """Return the next slots that are not skipped, even if they are not admitted yet."""
         slots: list[int] = []
         while len(slots) < num_groups:
             first = self._open_slot(len(slots))
@@ -60,19 +61,22 @@ class Slots:
         return slots
 
     def head(self, num_groups: int) -> list[int] | None:
-        """Return the next slots, if all of them are ready."""
+        """Return the next slots if all of them are ready, otherwise None."""
         slots = self.next(num_groups)
         return slots if all(slot in self.ready for slot in slots) else None
 
     def take(self, slots: list[int]) -> list[ScoredGroup]:
-        """Hand out the groups of `head`."""
+        """Remove and return the groups of the slots from `head`."""
         self.next_to_take = slots[-1] + 1
         for passed in (self._passed_over, self._no_signal):
             del passed[: bisect_left(passed, self.next_to_take)]
         return [self.ready.pop(slot) for slot in slots]
 
     def num_replaced_with(self, slot: int, groups_per_step: int) -> int:
-        """Return how many groups are replaced in the step of this slot, if every slot still open keeps its place."""
+        """Return how many groups are resampled in the step of this slot.
+
+        Every slot that is still open is assumed to keep its place.
+        """
         num_open_before = slot - self.next_to_take - bisect_left(self._passed_over, slot)
         first = num_open_before - num_open_before % groups_per_step
         begin = self._open_slot(first - 1) + 1 if first else self.next_to_take
@@ -80,23 +84,24 @@ class Slots:
         return bisect_right(self._no_signal, last) - bisect_left(self._no_signal, begin)
 
     def _open_slot(self, index: int) -> int:
-        """Return the slot at this index among those from `next_to_take` on that are not passed over."""
+        """Return the unskipped slot at this index, counted from `next_to_take`."""
         passed, first = self._passed_over, self.next_to_take
         num_passed = bisect_right(range(len(passed)), index, key=lambda i: passed[i] - first - i)
         return first + index + num_passed
 
 
 def num_places_allowed(*, version: int, max_staleness: int, groups_per_step: int, total_groups: int) -> int:
-    """The rule that bounds staleness before a prompt is sent: how many places may have been sent by now.
+    """Return how many places may have been sent by now, to bound staleness.
 
-    accepted + running ≤ (max_staleness + version + 1) · groups_per_step            (AReaL, arXiv 2505.24298 eq. 3)
+    accepted + running ≤ (max_staleness + version + 1) · groups_per_step       (AReaL, arXiv 2505.24298 eq. 3)
 
-    A slot's place is its number less the slots before it that were passed over (given up, or replaced for want of signal).
-    Groups are consumed in the order of their slots, so accepted + running is the number of places sent, and the group at place
-    k is consumed at version ⌊k / groups_per_step⌋: at most max_staleness above the version that was current when it was sent.
-    Passing over a slot later only moves those behind it to lower places, that is to earlier versions, and gives back the one
-    place that it held: the bound still holds by construction, and a replacement can always be sent.
+    A slot's place is its number minus the skipped slots before it (given up, or resampled without signal).
+    Groups are consumed in slot order, so accepted + running is the number of places sent. The group at place
+    k is consumed at version ⌊k / groups_per_step⌋. This is at most max_staleness above the version when it
+    was sent. Skipping a slot later moves only the slots behind it to lower places, that is to earlier
+    versions. It also frees the slot's own place. The bound therefore holds by construction, and a replacement
+    can always be sent.
 
-    `total_groups`: all that the run needs.
+    `total_groups`: number of groups that the run needs.
     """
     return min((max_staleness + version + 1) * groups_per_step, total_groups)

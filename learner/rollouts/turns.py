@@ -1,9 +1,10 @@
-"""The turns of episodes: asked of the servers like groups, each under a name of its own, and handed back to the player.
+"""Dispatches the turns of episodes to the servers like groups, and returns the answers to the player.
 
     player.py ─▶ TurnRequest ─▶ Asking ─▶ … ─▶ Group of one completion ─▶ acknowledged at once ─▶ player.py
 
-Between rollouts.py and the environments. Invariant: a turn is in no ledger: what is lost with this process is played again, under names
-that no server knows.
+Used between rollouts.py and the environments.
+Invariant: turns are not in the ledger. Episodes lost in a restart are played again, with ids that no server
+knows.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class Plays(Protocol):
-    """Whoever plays the episodes of a prompt: the environments' player, or that of agents."""
+    """Player of a prompt's episodes: environments or agents."""
 
     async def play(
         self, group_id: str, prompt: Prompt, ask: Ask, *, num_episodes: int, max_tokens: int
@@ -33,7 +34,7 @@ class Plays(Protocol):
 
 
 class Turns:
-    """Of one run, in its event loop."""
+    """Dispatcher of one run's turns, used in its event loop."""
 
     def __init__(self, asking: Asking, player: Plays, on_played: Callable[[PlayedGroup], None]) -> None:
         self._run, self._fleet, self._asking, self._player = asking.run, asking.fleet, asking, player
@@ -43,16 +44,20 @@ class Turns:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of all groups so far, those that were given up too."""
+        """Metrics of all groups so far, including those that were given up."""
         return {"episode/lost": float(self._num_lost)}
 
     async def begin(self, requests: Iterable[Request]) -> None:
-        """Play the groups of these requests."""
+        """Start to play the groups of these requests."""
         for request in requests:
             self._fleet.loop.spawn(self._play(request))
 
     def answered(self, member: Member, message: Group | GroupFailed) -> bool:
-        """Whether it was a turn's answer. Raises DataError for a turn that can never be completed."""
+        """Handle the answer to a turn; return False for any other message.
+
+        Raises:
+            DataError: The turn can never be completed.
+        """
         turn = self._asking.get(message.group_id)
         if not isinstance(turn, TurnRequest):
             return False
@@ -61,10 +66,10 @@ class Turns:
         elif not message.retryable:
             raise DataError(f"the server at {member.endpoint} cannot complete a turn: {message.message}")
         elif message.code == "not_ready" or turn.owed_by not in (None, member.endpoint):
-            return True  # it is sent again after the next push, or another server has it
+            return True  # resent after the next weight sync, or pending at another server
         turn.answered_by = member.endpoint
         self._asking.settle(turn.group_id)
-        if not turn.answer.done():  # whoever asked may have gone
+        if not turn.answer.done():  # the player may have stopped waiting
             turn.answer.set_result(message)
         return True
 
@@ -107,7 +112,7 @@ class Turns:
         return None
 
     def _problem(self, group: Group, asked: Asked) -> str | None:
-        """Why a turn cannot be used."""
+        """Return why a turn cannot be used, or None."""
         try:
             check_completions(group, 1, asked.max_tokens, self._fleet.hello.model.vocab_size)
         except ProtocolError as error:

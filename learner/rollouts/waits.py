@@ -1,15 +1,15 @@
-"""Which part of the run holds it up: the seconds for which a batch was waited for, by what it lacked. From queue.py to
-the metrics of a step, the word at the end of its console line and the sentence in the summary.
+"""Measures the bottleneck of a run: the seconds spent waiting for a batch, by cause.
 
-    the next batch lacks a group that …      waited for
-    the server owes                          server or link: a group's time from the request to its arrival is the server's
-                                             as far as the server says so (Group.server_s), the rest the link's
+    the next batch misses a group that …     counted for
+    is pending at the server                 server or link: the server's part of the round trip is what the
+                                             server reports (Group.server_s), the rest is the link's
     is not scored yet                        reward
-    is not asked for yet                     push, for the rule allows it with the next version
+    is not admitted yet                      push, because the staleness rule allows it with the next version
     (there is no connection)                 link
     nothing, and the server has no group     learner
 
-Invariant: no second is counted for two parts. Not thread-safe: queue.py holds its lock.
+queue.py records the waits. They appear in the step metrics, the console line and the summary.
+Invariant: no second is counted twice. Not thread-safe: queue.py holds its lock.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,28 +27,28 @@ HELD_UP_SHARE = 0.5
 
 
 class Waits:
-    """The waits for one batch."""
+    """Waiting times of one batch."""
 
     def __init__(self) -> None:
         self._seconds: dict[Part, float] = {"server": 0.0, "reward": 0.0, "link": 0.0, "push": 0.0}
         self._at_server_s = self._on_link_s = 0.0
 
     def add(self, part: Part, seconds: float) -> None:
-        """What is added to the server is divided between it and the link when the batch is complete."""
+        """Add waiting time; `metrics` splits the server's part between server and link."""
         self._seconds[part] += seconds
 
     def note_arrival(self, round_trip_s: float, server_s: float) -> None:
-        """A group came so long after it was asked for; for so long of that it was the server's."""
+        """Record a group's round trip and the server's share of it, in seconds."""
         self._at_server_s += min(server_s, round_trip_s)
         self._on_link_s += max(0.0, round_trip_s - server_s)
 
     @property
     def for_groups_s(self) -> float:
-        """For groups that might have been there had they been asked for earlier."""
+        """Seconds waited for groups that an earlier request might have provided."""
         return self._seconds["server"] + self._seconds["push"]
 
     def metrics(self) -> dict[str, float]:
-        """wait/<part> in seconds."""
+        """Return the seconds of each part as wait/<part>."""
         under_way_s = self._at_server_s + self._on_link_s
         link_s = self._seconds["server"] * (self._on_link_s / under_way_s if under_way_s else 0.0)
         seconds = self._seconds | {"server": self._seconds["server"] - link_s, "link": self._seconds["link"] + link_s}
@@ -56,12 +56,15 @@ class Waits:
 
 
 def learner_s(metrics: Mapping[str, float], server_idle_frac: float) -> float:
-    """For how much of a step the server waited for the learner: it was idle, and not for the batch that was waited for."""
+    """Return how many seconds of a step the server waited for the learner.
+
+    These are the server's idle seconds outside the wait for the batch.
+    """
     return server_idle_frac * (metrics["time/step"] - metrics["time/wait_for_batch"])
 
 
 def shares(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of the time of these steps, the share that each part held them up, the largest first."""
+    """Return each part's share of the time of these steps, largest first."""
     total_s = sum(metrics.get("time/step", 0.0) for metrics in steps)
     seconds = {part: sum(metrics.get(f"wait/{part}", 0.0) for metrics in steps) for part in IN_WORDS}
     ordered = sorted(seconds, key=lambda part: seconds[part], reverse=True)
@@ -69,6 +72,6 @@ def shares(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def held_up_by(metrics: Mapping[str, float]) -> str | None:
-    """The part that held a step up for more than half of it, if there is one."""
+    """Return the part that held up a step for more than half of its time, or None."""
     part, share = next(iter(shares([metrics]).items()), (None, 0.0))
     return part if share > HELD_UP_SHARE else None

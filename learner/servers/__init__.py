@@ -1,1 +1,1 @@
-"""What is said to an inference server: the link, the pushes of weights, the check that both sides agree."""
+"""Connections to the inference servers: links, weight sync and the parity checks."""

@@ -1,7 +1,8 @@
-"""One incarnation of the group that weights travel in, as the learner sees it: valid for one server process.
+"""One weight-sync session with one server process, from the learner's side.
 
-The first push of an epoch carries rendezvous and manifest; later ones find both sides joined. Invariant: after any failure
-the epoch is closed and never used again, with everything that was remembered of what the server has.
+The first sync of a session carries rendezvous and manifest. In later syncs both sides are already joined.
+Invariant: after any failure the session is closed and never used again. Its record of what the server has is
+discarded with it.
 """
 
 import uuid
@@ -21,7 +22,7 @@ from protocol.weights.dense import Progress, Sent, send_weights
 
 
 class Epoch:
-    """Joined at its first push. `abort` may be called from any thread."""
+    """Weight-sync session, joined at its first sync. `abort` is thread-safe."""
 
     def __init__(
         self,
@@ -40,7 +41,7 @@ class Epoch:
 
     @property
     def num_bytes(self) -> int:
-        """Of all weights, as they travel."""
+        """Size of all weights on the wire."""
         return sum(bucket.num_bytes for bucket in self._buckets)
 
     def join(self) -> Collective:
@@ -48,40 +49,49 @@ class Epoch:
         return self._meeting.host_collective(self.name, self.rendezvous, self._device)
 
     def send(self, tensors: NamedTensors, progress: Progress) -> Sent:
-        """Send all weights, or what has changed since the last push of this epoch. Raises PushError."""
+        """Send all weights, or only the changes since the session's last sync.
+
+        Raises:
+            PushError: The collective failed.
+        """
         assert self.collective is not None
         if self._baseline is not None:
             return send_changes(self.collective, self._buckets, tensors, self._baseline, progress)
         return send_weights(self.collective, self._buckets, tensors, progress)
 
     def abort(self) -> None:
-        """End the join or the broadcast that is under way, here and with every worker."""
+        """Abort the join or broadcast in progress, here and at every worker."""
         self._call_off()
         if self.collective is not None:
             self.collective.abort()
 
     def close(self) -> None:
-        """Leave the group; a worker that still waits, to join or for bytes, need not wait any longer."""
+        """Leave the collective, and release workers that still join or receive."""
         self._call_off()
         if self.collective is not None:
             self.collective.close()
 
     def _call_off(self) -> None:
-        """Also once all have joined: a worker on this host would not notice through NCCL that the learner has left."""
+        """Call off the session, even after all ranks have joined.
+
+        NCCL does not notify a worker on this host that the learner has left.
+        """
         self._meeting.call_off(self.name, "the learner gave up")
 
 
 class Epochs:
-    """Begins epochs with one server; keeps what outlives them: the place to meet."""
+    """Factory of sessions with one server, which share its rendezvous point."""
 
     def __init__(self, link: ServerLink, config: PushConfig, device: torch.device) -> None:
         self._link, self._config, self._device = link, config, device
         self._meeting: Meeting | None = None
 
     def begin(self, manifest: Manifest) -> Epoch:
-        """Return a new epoch with the server now connected.
+        """Return a new session with the connected server.
 
-        Raises PushError if there is none, ConfigError if weights cannot travel as the config says.
+        Raises:
+            PushError: No server is connected.
+            ConfigError: The weights cannot be sent as configured.
         """
         welcome = self._link.welcome
         if welcome is None:
@@ -115,5 +125,9 @@ class Epochs:
 
 
 def manifest_of(tensors: NamedTensors, wire_dtype: torch.dtype, config: PushConfig) -> Manifest:
-    """What every epoch of a run sends, for the model stays the same. Raises ConfigError if it cannot travel as the config says."""
+    """Return the manifest for all sessions of a run, whose model never changes.
+
+    Raises:
+        ConfigError: The weights cannot be sent as configured.
+    """
     return make_manifest(tensors, wire_dtype, config.bucket_mib << 20, config.wire)

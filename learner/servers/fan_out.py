@@ -1,10 +1,11 @@
-"""The weights read once and given to several servers' pushes, each at its own pace.
+"""Reads the weights once and feeds the syncs of several servers, each at its own pace.
 
-    reader (the thread that may read the policy) ─▶ window of tensors ─▶ one Share per server, in a thread of its own
+    reader (the thread that may read the policy) ─▶ window of tensors ─▶ one Share and thread per server
 
-Between the policy and the epochs of a push. Invariant: every share that is not ended early gives every tensor, in order, and no
-more than `window_bytes` wait between the fastest and the slowest (one tensor that is larger waits alone). A server that keeps the
-others waiting for longer than `patience_s` is cut off: they, and the learner with them, would wait as long as it may hang.
+A server that keeps the others waiting for longer than `patience_s` is cut off. Otherwise a hanging server
+would also block the other servers and the learner.
+Invariant: every share that is not ended early yields every tensor, in order. At most `window_bytes` wait
+between the fastest and the slowest server, or a single larger tensor.
 """
 
 import threading
@@ -21,7 +22,7 @@ LOOK_EVERY_S = 0.1
 
 
 class _Item:
-    """A tensor in the window."""
+    """Tensor in the window."""
 
     def __init__(self, name: str, tensor: torch.Tensor, num_left: int) -> None:
         self.name, self.tensor, self.num_left = name, tensor, num_left
@@ -29,20 +30,20 @@ class _Item:
 
 
 class Share:
-    """One server's view of the weights: an iterator, to be closed when its push has ended in any way."""
+    """Iterator over the weights for one server; close it when the sync ends."""
 
     def __init__(self, fan_out: "FanOut") -> None:
         self.waiting: deque[_Item] = deque()
         self.failure: str | None = None
         self.is_closed = False
         self.is_starved = False
-        """Waits for a tensor that is not there: of another thread's making, or kept back by a slower server."""
+        """Whether the share waits for a tensor that is not read yet or that a slower server holds back."""
         self.took_at = 0.0
         self._fan_out = fan_out
 
     @property
     def moved_at(self) -> float:
-        """When it last took a tensor; now, while it can do nothing about it."""
+        """Time when the share last took a tensor; the current time while it is starved."""
         return time.monotonic() if self.is_starved else self.took_at
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -56,13 +57,15 @@ class Share:
         self._fan_out.close(self)
 
     def cut_off(self, reason: str) -> None:
-        """From any thread: whoever takes from it gets PushError with this reason."""
+        """End the share from any thread; its consumer gets PushError with this reason."""
         self._fan_out.cut_off([self], reason)
 
 
 class FanOut:
-    """Of one push. `timeout_s` is how long a share waits for its next tensor; `on_wait` is called again and again by whoever waits
-    for room in the window.
+    """Fan-out of one weight sync.
+
+    `timeout_s` is how long a share waits for its next tensor. `on_wait` is called repeatedly while the reader
+    waits for room in the window.
     """
 
     def __init__(
@@ -73,13 +76,16 @@ class FanOut:
         self._window_bytes, self._timeout_s, self._patience_s = window_bytes, timeout_s, patience_s
         self._on_wait = on_wait
         self._changed = threading.Condition()
-        """Held around every use of what follows, and of the shares' fields."""
+        """Lock of all fields below and of the shares' fields."""
         self._num_bytes = 0
-        """In the window."""
+        """Bytes in the window."""
         self._is_read = False
 
     def read(self, tensors: NamedTensors) -> None:
-        """Give every tensor to the shares; return when the last is in the window, or nobody wants more. Raises what `tensors` raises."""
+        """Feed every tensor to the shares.
+
+        Returns when the last tensor is in the window, or when no share is open. Raises what `tensors` raises.
+        """
         try:
             for name, tensor in tensors:
                 if not self._offer(name, tensor):
@@ -92,7 +98,12 @@ class FanOut:
             self._changed.notify_all()
 
     def next_of(self, share: Share) -> _Item:
-        """Take the next item of a share. Raises PushError, StopIteration."""
+        """Return the next item of a share.
+
+        Raises:
+            PushError: The share was cut off, or its next tensor did not arrive in time.
+            StopIteration: The share has yielded all tensors.
+        """
         with self._changed:
             share.is_starved = not share.waiting
             has_come = self._changed.wait_for(
@@ -112,19 +123,19 @@ class FanOut:
             return item
 
     def close(self, share: Share) -> None:
-        """Nobody takes from it any more."""
+        """Close a share and release its tensors."""
         with self._changed:
             self._end(share)
 
     def cut_off(self, shares: list[Share], reason: str) -> None:
-        """Nobody takes from them any more; who tries gets PushError with this reason."""
+        """Close shares; their consumers get PushError with this reason."""
         with self._changed:
             for share in shares:
                 share.failure = reason
                 self._end(share)
 
     def _offer(self, name: str, tensor: torch.Tensor) -> bool:
-        """Put a tensor into the window once there is room; False if nobody wants it."""
+        """Add a tensor once the window has room; return False if no share is open."""
         with self._changed:
             item = _Item(name, tensor, 0)
             self._wait_for_room(item.num_bytes)
@@ -142,7 +153,7 @@ class FanOut:
             takers = self._takers()
             slowest = max(len(share.waiting) for share in takers)
             if all(share.waiting for share in takers):
-                starving_since = None  # nobody waits for another
+                starving_since = None  # no server waits for another
             elif starving_since is None:
                 starving_since = time.monotonic()
             elif time.monotonic() - starving_since > self._patience_s:

@@ -1,14 +1,13 @@
-"""The inference servers of a run: their links, kept up in the learner's event loop, which of them is asked next, and the waiting
-for them.
+"""The inference servers of a run: their links, the choice of one for a request, and waiting for them.
 
-    consumes: welcomes, losses and groups of the links      produces: the server to ask, its groups, what became of whom
-    waits for: a welcome of any                             unblocked by: whatever server listens at one of the endpoints,
-                                                            which may change (membership.py)
+    consumes: welcomes, losses and groups of the links   produces: the server to use, groups, state changes
+    waits for: a welcome of any server                   unblocked by: any server at one of the endpoints,
+                                                         which may change (membership.py)
 
-Rollouts, pushes and the parity probe talk to servers through the members of one fleet (membership.py has their states), and nothing
-else knows how. A server that does not fit the run is left out with an error in the log; what is wrong with the last one ends the
-run, as a failure of the loop's background if it came there. Invariant: only a ready server is chosen: one that is connected and
-has the version that was published last.
+Rollouts, weight syncs and the parity probe reach servers only through the members of one fleet. A server that
+does not fit the run is excluded, with an error in the log. If it is the last one, the error ends the run, as
+a background failure if it happened in the loop.
+Invariant: only a ready server is chosen: it is connected and has the version that was published last.
 """
 
 import asyncio
@@ -34,32 +33,32 @@ LOOK_EVERY_S = 0.05
 OnGroup = Callable[[Member, Group | GroupFailed], None]
 OnMember = Callable[[Member], None]
 REREAD_EVERY_S = 5.0
-"""Of `endpoints_from`."""
+"""Interval between two reads of `endpoints_from`, in seconds."""
 CLOSE_AFTER_S = 10.0
-"""What was being said to a server that is gone has ended by then."""
+"""Delay before a removed server's link is closed, so that sends can end, in seconds."""
 
 
 def _ignore(*message: object) -> None:
-    """Of a fleet that nobody asks for groups."""
+    """Ignore a message: the default callback."""
 
 
 class Fleet:
-    """The servers of one run, reached from any thread."""
+    """Servers of one run, usable from any thread."""
 
     def __init__(self, run: LearnerRun, hello: Hello, loop: LoopThread) -> None:
         self.hello, self.loop = hello, loop
         self.on_wait: Callable[[], object] = lambda: None
-        """Called again and again by whoever waits for a server, or for what it gives."""
+        """Called repeatedly while a caller waits for a server or for its result."""
         self.on_change: Callable[[str], object] = lambda what: None
-        """Called in the loop with a sentence whenever a server has changed its state."""
+        """Called in the loop with a sentence about each state change of a server."""
         self.version: int | None = None
-        """The one that was published last."""
+        """Version that was published last."""
         self.is_over = False
-        """Whether the run would not come back if it ended now, so that the servers are free for others at once."""
+        """Whether the run would not resume if it ended now. Its servers are then free at once."""
         self._run = run
         self._num_choices = 0
         self._links: list[ServerLink] = []
-        """Of all members there ever were."""
+        """Links of all members, including former ones."""
         self._on_group: OnGroup = _ignore
         self._on_welcome: OnMember = _ignore
         self._on_lost: OnMember = _ignore
@@ -76,9 +75,11 @@ class Fleet:
         self, on_group: OnGroup, on_welcome: OnMember = _ignore, on_lost: OnMember = _ignore,
         num_owed: Mapping[str, int] | None = None,
     ) -> None:  # fmt: skip
-        """Begin to greet the servers. All are called in the loop; `on_lost` when what a server owes may never come from it.
+        """Start the handshakes with all servers. All callbacks run in the loop.
 
-        `num_owed`: how many groups each endpoint owes, now and whenever it is looked at.
+        Args:
+            on_lost: Called when a server may never answer its pending requests.
+            num_owed: Number of groups pending at each endpoint, read again at each use.
         """
         self._on_group, self._on_welcome, self._on_lost = on_group, on_welcome, on_lost
         self._num_owed = num_owed if num_owed is not None else {}
@@ -88,23 +89,23 @@ class Fleet:
             self.loop.spawn(self._reread(self._membership))
 
     def leave(self) -> None:
-        """Free the servers if the run is over. The last thing that is said to them."""
+        """Free the servers if the run is over. Call this after all other messages."""
         if self.is_over:
             self.loop.call(self._leave_all(), OPEN_TIMEOUT_S)
 
     def close(self) -> None:
-        """Close the sockets; the loop has stopped."""
+        """Close the sockets. Call this after the loop has stopped."""
         for link in self._links:
             link.close()
 
-    # --- from any thread -----------------------------------------------------------------------------------------
+    # --- called from any thread ----------------------------------------------------------------------------
 
     @property
     def is_several(self) -> bool:
         return len(self.members) > 1 or self._membership is not None
 
     def connected(self) -> list[Member]:
-        """The members whose server is there now, ready or not."""
+        """Return the members with a connected server that is not draining."""
         return [member for member in self.members if member.state(self.version) in ("syncing", "ready")]
 
     @property
@@ -112,7 +113,13 @@ class Fleet:
         return bool(self.connected())
 
     def wait(self, closing: threading.Event | None = None) -> list[Member]:
-        """Block until a server has welcomed this run. Raises DeadlineExceeded, HandshakeRefused, ServerLost when `closing`."""
+        """Block until a server has welcomed this run.
+
+        Raises:
+            DeadlineExceeded: No server did so within `learner.connect_timeout_s`.
+            HandshakeRefused: The last server does not fit this run.
+            ServerLost: `closing` is set.
+        """
         deadline = time.monotonic() + self._run.learner.connect_timeout_s
         while not (members := self.connected()):
             self.loop.raise_failure()
@@ -125,7 +132,7 @@ class Fleet:
         return members
 
     def no_server(self) -> DeadlineExceeded:
-        """The error when none has answered, or been free, for `learner.connect_timeout_s`."""
+        """Return the error for a run without a server for `learner.connect_timeout_s`."""
         patience_s = self._run.learner.connect_timeout_s
         if busy := [f"{one.endpoint}: {one.link.busy.reason}" for one in self.members if one.link.busy is not None]:
             silent = sum(one.state(self.version) == "joining" and one.link.busy is None for one in self.members)
@@ -142,11 +149,11 @@ class Fleet:
         )
 
     def in_words(self) -> str:
-        """Who is waited for."""
+        """Describe the servers that the run waits for."""
         return f"{'any of the inference servers' if self.is_several else 'the inference server'} at {self._places()}"
 
     def expel(self, member: Member, error: SlipstreamError) -> None:
-        """Leave a server out for good that does not fit this run. Raises `error` if it is the last."""
+        """Exclude a server that does not fit this run. Raises `error` if it is the last."""
         if all(other is member or other.is_gone for other in self.members):
             raise error
         log.error("the server at %s is left out from now on: %s", member.endpoint, error)
@@ -154,11 +161,11 @@ class Fleet:
         self.loop.call_soon(self._leave, member)
 
     def drop(self, member: Member) -> None:
-        """Its last push failed: it must be pushed to again before it is asked for groups."""
+        """Stop requests to a server whose weight sync failed, until its next one."""
         self.loop.call_soon(self._dropped, member)
 
     def metrics(self) -> dict[str, float]:
-        """How busy the servers are, what of theirs could not be used, and, of several, how many are in which state."""
+        """Return idle share, refused messages and, for several servers, their states."""
         links = [member.link for member in self.members]
         metrics = {"rollout/messages_refused": float(sum(link.num_refused for link in links))}
         idle = [link.server_idle_frac for link in links if link.server_idle_frac is not None]
@@ -170,10 +177,13 @@ class Fleet:
             metrics |= {f"servers/{name}": float(states[name]) for name in names}
         return metrics
 
-    # --- in the loop ---------------------------------------------------------------------------------------------
+    # --- called in the loop --------------------------------------------------------------------------------
 
     def published(self, version: int, server_ids: Collection[str]) -> None:
-        """These servers now generate with `version`; whoever has an older one is not asked until it has this one."""
+        """Record that these servers generate with `version`.
+
+        Servers with an older version get no requests until they have this one.
+        """
         self.version = version
         for member in self.members:
             if member.welcome is not None and member.welcome.server_id in server_ids:
@@ -184,7 +194,10 @@ class Fleet:
         return member.state(self.version) == "ready"
 
     def choose(self, without: Collection[Member] = (), stays_at: str = "") -> Member | None:
-        """Return the ready server to ask next; None if there is none. `stays_at`: the endpoint of one that has begun with this."""
+        """Return the ready server for the next request, or None.
+
+        `stays_at`: endpoint of the server that sampled the previous turn of the episode.
+        """
         ready = [member for member in self.members if member not in without and self.is_ready(member)]
         loads = [Load(self._num_owed.get(member.endpoint, 0), member.chosen_at) for member in ready]
         endpoints = [member.endpoint for member in ready]
@@ -197,13 +210,13 @@ class Fleet:
 
     @property
     def max_concurrent_sequences(self) -> int:
-        """Of all ready servers."""
+        """Number of sequences that all ready servers can generate at once."""
         welcomes = [member.welcome for member in self.members if self.is_ready(member)]
         return sum(welcome.max_concurrent_sequences for welcome in welcomes if welcome is not None)
 
     @property
     def max_model_len(self) -> int:
-        """That every server has which was ever there."""
+        """Maximum sequence length that all servers support, including former ones."""
         return min(link.welcome.max_model_len for link in self._links if link.welcome is not None)
 
     async def _open(self, endpoints: Collection[str]) -> tuple[Member, ...]:
@@ -223,7 +236,7 @@ class Fleet:
             self.expel(member, error)
 
     async def _reread(self, membership: Membership) -> None:
-        """Take in the servers that have come into the list, and let those finish that have left it."""
+        """Add servers that are new in the list, and drain those that left it."""
         while True:
             await asyncio.sleep(REREAD_EVERY_S)
             endpoints = await asyncio.to_thread(membership.look)
@@ -246,7 +259,7 @@ class Fleet:
             self.loop.spawn(self._keep(member))
 
     def _drains(self, member: Member) -> None:
-        """The server has said that it ends."""
+        """Handle the notice of a server that it is draining."""
         self._note(member)
         if not self.is_connected:
             log.info(
@@ -258,7 +271,11 @@ class Fleet:
             self.loop.spawn(self._drain(member))
 
     async def _drain(self, member: Member) -> None:
-        """Wait until it owes nothing, is lost, or is wanted again. One that ends by itself does so once it is owed nothing either."""
+        """Wait until a draining server has nothing pending, is lost, or is listed again.
+
+        A server that shuts down on its own is waited for until it disconnects. After
+        `learner.drain_timeout_s` the pending groups are requested elsewhere.
+        """
         deadline = time.monotonic() + self._run.learner.drain_timeout_s
         while member.is_draining and member.link.connected:
             num_owed = self._num_owed.get(member.endpoint, 0)
@@ -275,7 +292,8 @@ class Fleet:
         if member.is_draining:
             member.is_gone = True
             self._leave(member)
-            # What comes there next, also if it is listed again before the next look, is a server that joins, not the one that has gone.
+            # A server that appears at this endpoint later is a new member, even if it is listed again
+            # before the next read.
             await self._take_in([] if member.is_unlisted else [member.endpoint], in_place_of=member)
 
     def _must_wait(self, member: Member, refused: Refused) -> None:
@@ -313,16 +331,17 @@ class Fleet:
         self.loop.spawn(self._close(member))
 
     async def _close(self, member: Member) -> None:
-        """So that the server may serve another run."""
+        """Close the link, and free the server for another run."""
         is_shared = self._has_another_link(member)
-        await member.link.greet_again()  # which nobody hears: it is not connected any more
+        # This only marks the link as disconnected: its task is canceled and sends no Hello.
+        await member.link.greet_again()
         await asyncio.sleep(CLOSE_AFTER_S)
         if not is_shared:
             await member.link.leave()
         member.link.close()
 
     def _has_another_link(self, member: Member) -> bool:
-        """Whether its server is here under another address too, which still needs it."""
+        """Return whether another member is connected to the same server."""
         welcome = member.link.welcome
         return welcome is not None and any(
             other is not member and other.welcome is not None and other.welcome.server_id == welcome.server_id

@@ -1,11 +1,11 @@
-"""The learner's link to one inference server: handshake, liveness, requests and their replies.
+"""The learner's link to one inference server: handshake, heartbeat, requests and replies.
 
-    consumes: ServerMessage from the channel      produces: groups (to a callback), replies to push and score
-    waits for: Welcome after Hello, a Pulse every 0.4 s      unblocked by: whatever server listens at the endpoint
+    consumes: ServerMessage from the channel              produces: groups, replies to push and score
+    waits for: Welcome after Hello, a Pulse every 0.4 s   unblocked by: any server at the endpoint
 
-The server may die and come back at any moment. The link notices within 3 s, at once where the connection breaks and else
-by its silence, says hello until it is welcomed again, and tells by `server_id` whether the weights it pushed are still
-there. It runs in one event loop; nothing blocks.
+The server may die and return at any moment. The link notices within 3 s: at once if the connection breaks,
+otherwise by missing heartbeats. It then repeats Hello until it is welcomed again. The `server_id` shows
+whether the server still has the synced weights. The link runs in one event loop and never blocks.
 """
 
 import asyncio
@@ -54,13 +54,16 @@ log = logging.getLogger(__name__)
 
 HELLO_INTERVAL_S = 0.25
 BUSY_INTERVAL_S = 1.0
-"""Between two Hellos to a server that is busy, unless it says that it is free sooner."""
+"""Interval between Hellos to a busy server in seconds, unless the server will be free sooner."""
 BUSY_FOR_S = 5.0
-"""A busy answer counts for this long; a busy server repeats it at each Hello."""
+"""Lifetime of a busy answer in seconds. A busy server repeats it at each Hello."""
 HEAD_START_S = 3.0
-"""Of the run that had a server which has ended and is back, over the runs that waited for it; it reconnects within 1.3 s."""
+"""Delay before a waiting run sends Hello to a restarted server, in seconds.
+
+The run that had the server reconnects within 1.3 s and therefore goes first.
+"""
 DEAD_AFTER_S = 2.25
-"""Silence after which the server is taken for dead: five pulses. With HELLO_INTERVAL_S between two looks, within 3 s."""
+"""Silence after which a server counts as dead: five heartbeats, noticed within 3 s."""
 SEND_TIMEOUT_S = 3.0
 LIVENESS_CHECK_S = 0.5
 REFUSED_NOTE_S = 60.0
@@ -71,25 +74,25 @@ R = TypeVar("R", PushReady, PushDone)
 
 
 def _ignore(*message: object) -> None:
-    """Of a link that nobody asks for groups through."""
+    """Ignore a message: the default callback."""
 
 
 class ServerLink:
-    """One server as the learner sees it. Made and used in one event loop."""
+    """Link to one server. Created and used in one event loop."""
 
     def __init__(self, endpoint: str, hello: Hello, *, keys: LearnerKeys | None = None, insecure: bool = False) -> None:
         self.endpoint = endpoint
         self.welcome: Welcome | None = None
         self.server_idle_frac: float | None = None
-        """Share of the time between the last two pulses in which the server had no group to work on."""
+        """Share of the time between the last two heartbeats in which the server had no group to work on."""
         self._hello = hello
         self._channel = LearnerChannel(endpoint, keys, insecure=insecure)
         self.handshakes_fail = False
-        """While not connected: what listens at the endpoint has ended a handshake."""
+        """Whether the peer at the endpoint ended a handshake while this run is not connected."""
         self._num_broken = 0
-        """Of the channel's connections; when it grows the server must welcome this run again, whatever else comes."""
+        """Number of broken connections. When it grows, the server must welcome this run again."""
         self.num_refused = 0
-        """Messages that were none, or not what was asked for. They are no sign of life."""
+        """Number of malformed or unexpected messages. They are no sign of life."""
         self._refused_noted_at = -REFUSED_NOTE_S
         self._last_heard_s = time.monotonic()
         self._last_pulse: tuple[Pulse, float] | None = None
@@ -97,46 +100,59 @@ class ServerLink:
         self.on_lost: Callable[[], None] = _ignore
         """Called whenever the server is no longer connected."""
         self.is_draining = False
-        """It has said that it ends once it has finished what it has begun. Another server needs another link."""
+        """True once the server announces that it shuts down after the groups it has started.
+
+        A later server at this endpoint needs another link.
+        """
         self._has_said_farewell = self._has_left = False
         self.on_draining: Callable[[], None] = _ignore
-        """Called when it says so."""
+        """Called when the server announces its shutdown."""
         self._busy: tuple[Refused, float] | None = None
-        """The newest such answer to a Hello since the last welcome, and when it came."""
+        """Newest busy answer since the last Welcome, and its arrival time."""
         self._hello_at = 0.0
-        """No Hello before then."""
+        """Earliest time of the next Hello."""
         self.on_busy: Callable[[Refused], None] = _ignore
-        """Called when a server that is waited for says for the first time that another learner has it."""
+        """Called at the first busy answer of a server that another learner has."""
         self._connection = 0
-        """Counts the welcomes after a silence or by another server."""
+        """Number of Welcomes after a silence or from another server."""
         self._push: tuple[str, int] | None = None
-        """Epoch and version of the newest push; replies to any other are late or replayed."""
-        self._push_replies: asyncio.Queue[PushReply | str] = asyncio.Queue()  # or why nobody waits any longer
+        """Session and version of the newest weight sync. Replies to any other are late or replayed."""
+        self._push_replies: asyncio.Queue[PushReply | str] = asyncio.Queue()  # or the reason to stop waiting
         self._scores: dict[str, asyncio.Future[Scores]] = {}
         self._unsent_acks: list[str] = []
 
     @property
     def connected(self) -> bool:
-        """True while the server that welcomed this run still pulses."""
+        """True while the server that welcomed this run sends heartbeats."""
         return self._connected
 
     @property
     def busy(self) -> Refused | None:
-        """The answer of a server that another learner has; None from one that has welcomed this run, or says nothing."""
+        """Answer of a server that another learner has.
+
+        None if the server has welcomed this run or is silent.
+        """
         if self._connected or self._busy is None or time.monotonic() - self._busy[1] > BUSY_FOR_S:
             return None
         return self._busy[0]
 
     @property
     def last_count(self) -> tuple[int, float]:
-        """The groups that the server has, running or not acknowledged, by its newest pulse, and when that arrived."""
+        """Number of groups on the server at its last heartbeat, and when that arrived.
+
+        The groups are running or not acknowledged.
+        """
         if self._last_pulse is None:
             return 0, 0.0
         pulse, arrived_at = self._last_pulse
         return pulse.groups_running + pulse.groups_unacked - len(self._unsent_acks), arrived_at
 
     async def run(self, on_group: OnGroup = _ignore, on_welcome: OnWelcome = _ignore) -> None:
-        """Keep the link up until cancelled; call these with every group and every welcome. Raises HandshakeRefused."""
+        """Keep the link up until canceled, and pass on every group and Welcome.
+
+        Raises:
+            ExceptionGroup: Contains HandshakeRefused, if the server refused this run.
+        """
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._receive(on_group, on_welcome))
             tasks.create_task(self._stay_connected())
@@ -148,7 +164,7 @@ class ServerLink:
         while True:
             self._note_failed_handshakes()
             if self._channel.look_at_connection():
-                self._last_heard_s = time.monotonic()  # its pulses wait behind a long message on a slow link
+                self._last_heard_s = time.monotonic()  # heartbeats queue behind a long message on a slow link
             silent_s = time.monotonic() - self._last_heard_s
             if self._connected and (silent_s > DEAD_AFTER_S or self._channel.num_broken > self._num_broken):
                 why = f"no sign for {silent_s:.1f} s" if silent_s > DEAD_AFTER_S else "the connection broke"
@@ -166,7 +182,7 @@ class ServerLink:
 
     @property
     def _wants_welcome(self) -> bool:
-        """Not of a server that is draining: whoever is there after it is another link's."""
+        """True if Hello must be sent. A draining server's successor gets another link."""
         return not (self._connected or self.is_draining or self._has_left)
 
     def _note_failed_handshakes(self) -> None:
@@ -192,13 +208,13 @@ class ServerLink:
                     on_welcome(message)
                 case Group() | GroupFailed():
                     if isinstance(message, GroupFailed) and message.code == "draining":
-                        self._drains()  # the pulse that says so may come later
+                        self._drains()  # the heartbeat that reports this may arrive later
                     on_group(message)
                 case _:
                     self._dispatch(message)
 
     def refuse(self, reason: str) -> None:
-        """Count what came and cannot be used; say so, but at most once a minute however much it is."""
+        """Count an unusable message, and log it at most once a minute."""
         self.num_refused += 1
         if time.monotonic() - self._refused_noted_at > REFUSED_NOTE_S:
             self._refused_noted_at = time.monotonic()
@@ -224,7 +240,8 @@ class ServerLink:
 
     def _welcomed(self, welcome: Welcome) -> None:
         self._note_failed_handshakes()
-        self._num_broken = self._channel.num_broken  # the welcome came over a connection that was made after those
+        # The Welcome arrived over a newer connection than the broken ones.
+        self._num_broken = self._channel.num_broken
         is_new = self.welcome is None or welcome.server_id != self.welcome.server_id
         if is_new or not self._connected:
             self._connection += 1
@@ -235,7 +252,7 @@ class ServerLink:
 
     def _wait_for_turn(self, refused: Refused) -> None:
         if not self._wants_welcome:
-            return  # it answers a Hello from before the welcome
+            return  # this answers a Hello from before the Welcome
         was_busy, now = self.busy is not None, time.monotonic()
         self._busy = (refused, now)
         self._hello_at = now + min(BUSY_INTERVAL_S, BUSY_INTERVAL_S if refused.free_in_s is None else refused.free_in_s)
@@ -272,22 +289,31 @@ class ServerLink:
         return True
 
     async def generate(self, request: Generate) -> bool:
-        """Ask for a group; False if the server cannot be reached now (the request stays outstanding)."""
+        """Request a group; False if the server cannot be reached now."""
         return await self._try_send(request, SEND_TIMEOUT_S)
 
     async def acknowledge(self, group_ids: list[str]) -> None:
-        """Let the server forget groups. Acks that cannot be sent now go with the next; one that is lost with its connection
-        costs only a duplicate, which the ledger recognises."""
+        """Let the server forget groups.
+
+        Acks that cannot be sent now go out with the next ones. An Ack that is lost with its connection costs
+        only a duplicate, which the ledger recognizes.
+        """
         acks, self._unsent_acks = self._unsent_acks + group_ids, []
         if not await self._try_send(Ack(group_ids=acks), SEND_TIMEOUT_S):
             self._unsent_acks += acks
 
     async def cancel(self, group_ids: list[str]) -> None:
-        """Tell the server that these groups are no longer wanted."""
+        """Cancel groups at the server."""
         await self._try_send(Cancel(group_ids=group_ids), SEND_TIMEOUT_S)
 
     async def score(self, token_ids: list[int], timeout_s: float, replica: int = 0) -> Scores:
-        """Return the logprobs that one of the server's replicas gives to a sequence. Raises ServerLost, DeadlineExceeded, SlipstreamError."""
+        """Return the logprobs that one of the server's replicas gives to a sequence.
+
+        Raises:
+            ServerLost: The server went away before it scored.
+            DeadlineExceeded: The server did not score within `timeout_s`.
+            SlipstreamError: The server cannot score the sequence.
+        """
         connection = self._connection
         request = Score(
             request_id=uuid.uuid4().hex, token_ids=np.array(token_ids, np.int32), deadline_s=timeout_s + SEND_TIMEOUT_S,
@@ -315,11 +341,11 @@ class ServerLink:
         return scores
 
     def _is_gone(self, connection: int) -> bool:
-        """Whether the connection is silent or another has taken its place: what it was asked may never be answered."""
+        """Return whether the connection has ended; its requests may get no answer."""
         return not self._connected or self._connection != connection
 
     async def begin_push(self, begin: PushBegin, timeout_s: float) -> None:
-        """Send PushBegin and wait for PushReady. Raises PushError, DeadlineExceeded."""
+        """Send PushBegin and wait for PushReady. Raises PushError or DeadlineExceeded."""
         self._push, self._push_replies = (begin.epoch, begin.version), asyncio.Queue()
         await self._channel.send(begin, SEND_TIMEOUT_S)
         try:
@@ -332,24 +358,30 @@ class ServerLink:
             ) from error
 
     async def finish_push(self, epoch: str) -> PushDone:
-        """Wait for the PushDone of the push that was begun, for as long as the server pulses. Raises PushError."""
+        """Wait for PushDone while the server sends heartbeats. Raises PushError."""
         return await self._push_reply(PushDone, epoch)
 
     def end_push(self, reason: str) -> None:
-        """Whoever waits for a word about the push that was begun gets PushError with this reason."""
+        """Make the caller that waits for a push reply fail with PushError."""
         self._push_replies.put_nowait(reason)
 
     async def abort_push(self, epoch: str) -> None:
-        """Tell the server that an epoch is given up, if it can be reached; it will find out by itself."""
+        """Notify the server that a session is aborted, if it can be reached.
+
+        The server would also find out without this message.
+        """
         await self._try_send(PushAbort(epoch=epoch), HELLO_INTERVAL_S)
 
     async def greet_again(self) -> None:
-        """Take the server for gone until it has welcomed this run again, which tells sooner than its silence."""
+        """Treat the server as lost until it has welcomed this run again.
+
+        A new handshake shows earlier than a timeout whether the server is alive.
+        """
         if self._connected:
             self._lose()
 
     async def leave(self) -> None:
-        """Tell the server, if it can be reached, that this run needs it no more; it is not greeted again."""
+        """Notify the server, if possible, that the run is over, and send no more Hellos."""
         self._has_left = True
         if self.welcome is not None:
             await self._try_send(Farewell(is_over=True), HELLO_INTERVAL_S)

@@ -1,6 +1,6 @@
-"""An asyncio event loop in a thread of its own, so that the sockets are served while the main thread computes.
+"""An asyncio event loop in its own thread, so that sockets are served while the main thread computes.
 
-Invariant: what fails in the background is not lost: the first failure is raised by whoever asks next (`raise_failure`).
+Invariant: a failure in the background is not lost: the next `raise_failure` raises the first one.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ STOP_TIMEOUT_S = 10.0
 
 
 class LoopThread:
-    """Runs coroutines from any thread; `stop` cancels what is left."""
+    """Event loop thread for coroutines from any thread. `stop` cancels what is left."""
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
@@ -27,11 +27,15 @@ class LoopThread:
         self._thread.start()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine in the loop. To cancel the future cancels the coroutine."""
+        """Run a coroutine in the loop. Canceling the future cancels the coroutine."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Run a coroutine in the loop and wait for its result. Raises what it raises, or DeadlineExceeded."""
+        """Run a coroutine in the loop and return its result, or raise its error.
+
+        Raises:
+            DeadlineExceeded: The coroutine did not finish within `timeout_s`.
+        """
         future = self.submit(coroutine)
         try:
             return future.result(timeout_s)
@@ -42,7 +46,7 @@ class LoopThread:
             raise DeadlineExceeded(f"{coroutine} did not finish within {timeout_s} s") from error
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run in the background, from any thread; what it fails with is for `raise_failure`."""
+        """Run work in the background, from any thread; `raise_failure` raises its error."""
         self.loop.call_soon_threadsafe(self._begin, work)
 
     def call_soon(self, act: Callable[..., object], *args: Any) -> None:
@@ -50,13 +54,13 @@ class LoopThread:
         self.loop.call_soon_threadsafe(act, *args)
 
     def raise_failure(self) -> None:
-        """Raise what the first work in the background to fail has failed with, if any has."""
+        """Raise the error of the first background task that failed, if any."""
         if self._failure is not None:
             raise self._failure
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = self.loop.create_task(work)
-        self._background.add(task)  # the event loop itself keeps only a weak reference
+        self._background.add(task)  # the event loop keeps only a weak reference
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -73,13 +77,14 @@ class LoopThread:
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
-        self.loop.run_until_complete(asyncio.sleep(0))  # what was spawned and has not begun begins, to be cancelled too
+        # Spawned work that has not started must start, so that it is canceled too.
+        self.loop.run_until_complete(asyncio.sleep(0))
         while left := asyncio.all_tasks(self.loop):
             for task in left:
                 task.cancel()
             self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         self.loop.run_until_complete(
             self.loop.shutdown_default_executor()
-        )  # a commit under way ends before the ledger closes
-        self.loop.run_until_complete(asyncio.sleep(0))  # connections that were closed last give their sockets back
+        )  # a running commit ends before the ledger closes
+        self.loop.run_until_complete(asyncio.sleep(0))  # the last closed connections release their sockets
         self.loop.close()

@@ -1,17 +1,14 @@
-"""The servers of a run: which there are, the state of each, and which one is asked next.
+"""The servers of a run: which ones exist, the state of each, and which one is used next.
 
-    file:servers.txt       one endpoint a line; what follows a # is a remark
-    dns:servers:5757       every IPv4 address that the name has now, at this port (a headless service of Kubernetes); without any, IPv6
+    file:servers.txt       one endpoint per line; # starts a comment
+    dns:servers:5757       every IPv4 address of the name (Kubernetes headless service), or IPv6 if none
 
-    joining ─ welcomed ─▶ syncing ─ its push is published ─▶ ready ─ its endpoint is taken away, or it says so ─▶ draining ─▶ gone
-       ▲                     │ lost, or a push failed          │                                                             ▲
-       └─────────────────────┴─────────────────────────────────┘                    any state, if it does not fit this run ──┘
+    joining ─ welcomed ─▶ syncing ─ sync published ─▶ ready ─ unlisted, or shutting down ─▶ draining ─▶ gone
+       ▲                     │ lost, or sync failed     │                                              ▲
+       └─────────────────────┴──────────────────────────┘    any state, if it does not fit this run ───┘
 
-`least_loaded` picks the server that owes the fewest; for a later turn of an episode the one that has its KV cache, unless that has much
-more to do. Of equals it picks the one that was chosen longest ago.
-
-Between the config and fleet.py. Invariants: a source that cannot be read, or names no server, changes nothing, so a run never loses all
-its servers to a name server that restarts; a member's state follows from what is known of it, so nothing can contradict it.
+Invariants: a source that cannot be read or lists no server changes nothing, so a name server restart never
+removes all servers. A member's state is derived from what is known about it, so nothing can contradict it.
 """
 
 import asyncio
@@ -29,21 +26,21 @@ from protocol.messages import Welcome
 log = logging.getLogger(__name__)
 State = Literal["joining", "syncing", "ready", "draining", "gone"]
 STICKY_MARGIN = 2
-"""So many more requests than the freest server may it owe."""
+"""Extra requests, relative to the least loaded server, up to which an episode stays at its server."""
 
 
 class Membership:
-    """Reads one source, from any thread."""
+    """Reader of one source of endpoints, usable from any thread."""
 
     def __init__(self, source: str, *, has_keys: bool, insecure: bool) -> None:
-        """Raises ConfigError for what is neither a file nor a name, or names no server now."""
+        """Read the source. Raises ConfigError if it is invalid or lists no server."""
         self._source, self._has_keys, self._insecure = source, has_keys, insecure
         self._problem: str | None = None
         self.endpoints = self._read()
-        """As they were read last."""
+        """Endpoints of the last successful read."""
 
     def look(self) -> tuple[str, ...]:
-        """Read again; a problem is told once and what was read before stays."""
+        """Read the source again. An error is logged once and keeps the endpoints."""
         try:
             self.endpoints, self._problem = self._read(), None
         except ConfigError as error:
@@ -87,38 +84,42 @@ def _of_name(place: str) -> tuple[str, ...]:
     except OSError as error:
         raise ConfigError(f"endpoints_from: the name {name} has no address: {error}") from error
     families = {family for family, *_ in found}
-    chosen = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6  # a server that has both is one server
+    # A server with addresses of both families is only one server.
+    chosen = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
     hosts = sorted({str(address[0]) for family, *_, address in found if family == chosen})
     return tuple(f"tcp://{join_address(host, int(port))}" for host in hosts)
 
 
 class Member:
-    """Changed by fleet.py alone, in its loop; read from any thread."""
+    """Server of the fleet. Only fleet.py changes it, in its loop.
+
+    Any thread may read it.
+    """
 
     def __init__(self, endpoint: str, link: ServerLink) -> None:
         self.endpoint, self.link = endpoint, link
         self.task: asyncio.Task[None] | None = None
-        """Keeps the link up."""
+        """Task that keeps the link up."""
         self.served: tuple[str, int] | None = None
-        """Server id and version of what was published last with this server among those that have it."""
+        """Server id and version of the last publication that included this server."""
         self.chosen_at = 0
-        """When it was last chosen, in choices of the fleet."""
+        """Number of the fleet's choices when this server was last chosen."""
         self.is_unlisted = self.is_gone = False
         self.noted_state: State = "joining"
-        """The last one that was told."""
+        """State that was reported last."""
 
     @property
     def is_draining(self) -> bool:
-        """Its endpoint was taken out of the list, or the server was told to end and has said so."""
+        """True if the endpoint left the list or the server announced its shutdown."""
         return self.is_unlisted or self.link.is_draining
 
     @property
     def welcome(self) -> Welcome | None:
-        """What the server that is connected now has said; None while there is none."""
+        """Welcome of the connected server, or None."""
         return self.link.welcome if self.link.connected else None
 
     def state(self, version: int | None) -> State:
-        """`version`: the one that was published last."""
+        """Return the state, given the version that was published last."""
         welcome = self.welcome
         if self.is_gone:
             return "gone"
@@ -130,16 +131,20 @@ class Member:
 
 
 class Load(NamedTuple):
-    """What a server has to do: smaller is freer."""
+    """Load of a server. Smaller is freer."""
 
     num_groups: int
-    """That it owes."""
+    """Number of pending groups and turns."""
     chosen_at: int
-    """When it was last chosen, in choices; 0: never."""
+    """Number of the fleet's choices when this server was last chosen. 0: never."""
 
 
 def least_loaded(loads: Sequence[Load], stays_at: int | None = None) -> int | None:
-    """Return the index of the server to ask, None if there is none; `stays_at`: of the one that gave the turn before."""
+    """Return the index of the server to use, or None if there is none.
+
+    This is the server with the fewest pending requests, and among equals the one chosen longest ago.
+    `stays_at`: index of the server with the episode's KV cache, which is preferred unless it has many more.
+    """
     least = min(range(len(loads)), key=loads.__getitem__, default=None)
     if least is None or stays_at is None or loads[stays_at].num_groups > loads[least].num_groups + STICKY_MARGIN:
         return least

@@ -1,17 +1,13 @@
-"""Parity: server and learner must give the same logprobs to the same tokens under the same weights.
+"""Checks that server and learner give the same logprobs to the same tokens under the same weights.
 
-    connect                    measure: texts of the data on both sides, before the first group is asked for
-                               (and before a run's first push: check_identity)
-    every push                 sync_check.py: a group of the step, before and after it
-    every step                 check_fresh: the tokens that the newest version has sampled
+    connect                    measure: dataset texts on both sides, before the first group is requested
+                               check_identity: before and after a run's first weight sync
+    every weight sync          sync_check.py: a group of the step, before and after it
+    every step                 check_fresh: the tokens that the newest version sampled
 
-A wrong model, another temperature or a stale LM head shows here at once instead of as a run that silently does not learn. Every server
-is compared by itself, with a bound that follows from its dtype and the run's, and none is waited for long while others are there: one in
-bfloat16 in a run of float32 samples from a policy that is the learner's up to its rounding, with that policy's logprobs, so importance
-ratios correct for the difference as they do for staleness.
-
-A run's first push brings the weights that an untouched server has loaded by itself, so it must change nothing (`check_identity`): its
-bound is far tighter than one between two programs, and a reload that packs, shuffles or forgets something shows there and nowhere else.
+A wrong model, another temperature or a stale LM head shows here at once. Without these checks the run would
+silently not learn. Each server is compared separately, with a bound that follows from its dtype and the
+run's. No server is waited for long while others are ready.
 """
 
 import itertools
@@ -35,16 +31,20 @@ MAX_PROMPT_TOKENS = 256
 MIN_TEXT_TOKENS = 48
 CALL_SLACK_S = 10.0
 DTYPES: tuple[str, ...] = get_args(Dtype)
-"""Those with a known bound, the finer ones first."""
+"""Dtypes with a known bound, the finest first."""
 NOISE_FACTOR = 3.0
-"""The noise is of one pair of scorings; that of another may be larger."""
+"""Factor for the measured noise: another pair of scorings may differ more."""
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """The two sides whose logprobs are compared, and how far apart these may be."""
+    """Dtypes of both sides, and the bound on the difference of their logprobs.
+
+    A bfloat16 server in a float32 run samples from the learner's policy up to rounding, and returns the
+    logprobs of that policy. Importance ratios therefore correct the difference, as they correct staleness.
+    """
 
     ours: str
-    """The dtype in which the learner computes."""
+    """Dtype in which the learner computes."""
     theirs: str
     bound: float
 
@@ -66,7 +66,7 @@ def is_finer(one: str, other: str) -> bool:
 
 
 class ParityProbe:
-    """Fixed sequences, texts of the data, scored on both sides."""
+    """Fixed texts of the dataset, scored on both sides."""
 
     def __init__(
         self,
@@ -75,17 +75,26 @@ class ParityProbe:
         logprobs: Callable[[Sequence[Sequence[int]]], torch.Tensor],
         prompts: list[list[int]],
     ) -> None:
-        """`logprobs` gives the learner's of several sequences, after the first token of each; `prompts`: what the texts are made of."""
+        """Build the texts from `prompts`.
+
+        `logprobs` returns the learner's logprobs of several sequences, after the first token of each.
+        """
         self.sequences = texts_of(prompts)
         self.logprobs, self.fleet = logprobs, fleet
         self.timeout_s, self.patience_s = run.learner.push.timeout_s, run.learner.push.patience_in_effect_s
         self._run = run
         self._comparisons: dict[str, Comparison] = {}
-        """By endpoint, also of servers that have gone: their tokens may be in a batch yet."""
+        """Comparison of each endpoint, also of former servers, whose tokens may still be in a batch."""
         self._metrics: dict[str, float] = {}
 
     def measure(self, member: Member, version: int) -> float:
-        """Return the mean |Δ logprob| over all tokens. Raises ParityError above the bound, ServerLost, DeadlineExceeded."""
+        """Return the mean |Δ logprob| of the replica where it is largest.
+
+        Raises:
+            ParityError: The difference is above the bound.
+            ServerLost: The server went away.
+            DeadlineExceeded: The server did not score in time.
+        """
         assert member.link.welcome is not None
         self._comparisons[member.endpoint] = comparison(self._run, member.link.welcome)
         own_T = self.logprobs(self._sequences_for(member))
@@ -97,7 +106,10 @@ class ParityProbe:
         return max(mismatches)
 
     def server_logprobs(self, member: Member, version: int | None) -> torch.Tensor:
-        """The server's of all texts, a row for each replica; None: of the model's own weights. Raises like `measure`."""
+        """Return the server's logprobs of all texts, one row per replica.
+
+        `version` None stands for the model's own weights. Raises the same errors as `measure`.
+        """
         has_others = any(other is not member and self.fleet.is_ready(other) for other in self.fleet.members)
         timeout_s, key = (self.patience_s, "patience_s") if has_others else (self.timeout_s, "timeout_s")
 
@@ -113,7 +125,7 @@ class ParityProbe:
         return torch.stack([torch.cat([score(replica, ids) for ids in sequences]) for replica in replicas(member)])
 
     def check_level(self, member: Member, replica: int, difference_T: torch.Tensor, tokens: str) -> float:
-        """Return the mean |Δ logprob|. Raises ParityError when it is above the server's bound."""
+        """Return the mean |Δ logprob|. Raises ParityError above the server's bound."""
         mismatch = difference_T.mean().item()
         self.note({"parity/abs_logprob": mismatch})
         where = f" at its replica {replica}" if len(replicas(member)) > 1 else ""
@@ -121,21 +133,28 @@ class ParityProbe:
         return mismatch
 
     def check_fresh(self, mean_abs_logprob: Mapping[str, float]) -> None:
-        """Raise ParityError when, on tokens of the current version, that of a server (by endpoint) is above its bound."""
+        """Check the mean |Δ logprob| by endpoint, on tokens of the current version.
+
+        Raises:
+            ParityError: A value is above the bound of its server.
+        """
         for endpoint, mismatch in mean_abs_logprob.items():
             self._check(mismatch, "fresh tokens", endpoint)
 
     def note(self, metrics: Mapping[str, float]) -> None:
-        """Keep the largest of each since the last `take_metrics`."""
+        """Keep the maximum of each metric since the last `take_metrics`."""
         self._metrics |= {name: max(value, self._metrics.get(name, value)) for name, value in metrics.items()}
 
     def take_metrics(self) -> dict[str, float]:
-        """What was measured since the last call."""
+        """Return and reset the metrics since the last call."""
         taken, self._metrics = self._metrics, {}
         return taken
 
     def _comparison(self, endpoint: str) -> Comparison:
-        """Nobody knows after a restart who has sent a group that came before: it may have been any server."""
+        """Return the comparison of a server; the one with the largest bound if unknown.
+
+        After a restart the server of an earlier group is unknown.
+        """
         known = self._comparisons
         return known[endpoint] if endpoint in known else max(known.values(), key=lambda compared: compared.bound)
 
@@ -145,7 +164,7 @@ class ParityProbe:
         return [sequence[-longest:] for sequence in self.sequences]
 
     def _check(self, mean_abs_logprob: float, tokens: str, endpoint: str) -> None:
-        """Raise ParityError when the mean |Δ logprob| is above the server's bound (or NaN)."""
+        """Raise ParityError if the mean |Δ logprob| is NaN or above the server's bound."""
         compared = self._comparison(endpoint)
         if not mean_abs_logprob <= compared.bound:
             raise ParityError(
@@ -156,9 +175,10 @@ class ParityProbe:
 
 
 def texts_of(prompts: list[list[int]]) -> list[list[int]]:
-    """Join prompts into NUM_SEQUENCES texts of at least MIN_TEXT_TOKENS tokens each, cyclically; longer prompts keep their ends.
+    """Join prompts cyclically into NUM_SEQUENCES texts, or fewer for fewer prompts.
 
-    Text of the data, not random tokens: on those, which no policy would sample, two healthy sides in bfloat16 differ the most.
+    Each text has at least MIN_TEXT_TOKENS tokens, and a long one keeps only its end. Random tokens are
+    unsuitable. No policy would sample them, and on them two healthy sides in bfloat16 differ the most.
     """
     texts: list[list[int]] = []
     following = itertools.cycle(prompts)
@@ -171,7 +191,11 @@ def texts_of(prompts: list[list[int]]) -> list[list[int]]:
 
 
 def check_dtype(run: LearnerRun, member: Member, welcome: Welcome) -> None:
-    """Raise ConfigError for a dtype without a bound; say aloud what counts as agreement with one that is not the run's."""
+    """Check that a server's dtype has a known bound; log the bound of another dtype.
+
+    Raises:
+        ConfigError: The dtype has no known bound.
+    """
     if welcome.dtype not in DTYPES:
         raise ConfigError(
             f"the server at {member.endpoint} computes in {welcome.dtype}, this run says dtype = {run.dtype!r}, and how far apart the "
@@ -191,12 +215,19 @@ def replicas(member: Member) -> range:
 
 
 def longest_scored(max_model_len: int) -> int:
-    """Tokens of a sequence that a server scores: vLLM does so on the way to one more."""
+    """Return the maximum length of a sequence that a server scores.
+
+    vLLM scores a sequence while it generates one more token.
+    """
     return max_model_len - 1
 
 
 def of_version(member: Member, scores: Sequence[Scores], version: int | None) -> torch.Tensor:
-    """The logprobs of several sequences, one after the other. Raises ParityError for those of another version."""
+    """Return the logprobs of several sequences, concatenated.
+
+    Raises:
+        ParityError: The server scored with another version.
+    """
     for one in scores:
         if one.policy_version != version:
             raise ParityError(
@@ -206,19 +237,27 @@ def of_version(member: Member, scores: Sequence[Scores], version: int | None) ->
 
 
 class Untouched(msgspec.Struct, frozen=True, eq=False):
-    """What the server gave to the fixed sequences before anything was pushed. R: its replicas, T: their tokens after the first."""
+    """Logprobs of the fixed texts on a fresh server, before any weight sync.
+
+    Suffixes: R replicas, T tokens of all texts after the first of each.
+    """
 
     dtype: str
-    """In which the server computes."""
+    """Dtype in which the server computes."""
     logprobs_RT: torch.Tensor
     noise: float
-    """Mean |Δ logprob| between two scorings of the same weights: 0, unless it computes other requests beside."""
+    """Mean |Δ logprob| between two scorings of the same weights. 0 unless other requests run concurrently."""
 
 
 def score_untouched(run: LearnerRun, probe: ParityProbe, member: Member, version: int) -> Untouched | None:
-    """Before the first push; None if the policy is not what the server has loaded. Raises ServerLost, DeadlineExceeded.
+    """Score the texts before the first sync; None if the server has other weights.
 
-    Nor is it for a server in a finer dtype than weights travel in: the first push rounds what it has loaded from the model's files.
+    A server in a finer dtype than the wire also gives None: the first sync rounds the weights of its model
+    files.
+
+    Raises:
+        ServerLost: The server went away.
+        DeadlineExceeded: The server did not score in time.
     """
     welcome = member.welcome
     if version > 0 or run.learner.warm_start.steps > 0 or welcome is None or not welcome.is_untouched:
@@ -230,7 +269,16 @@ def score_untouched(run: LearnerRun, probe: ParityProbe, member: Member, version
 
 
 def check_identity(run: LearnerRun, probe: ParityProbe, member: Member, untouched: Untouched, version: int) -> None:
-    """After the first push. Raises ParityError if it has changed the logprobs, ServerLost, DeadlineExceeded."""
+    """Check that the first sync changed nothing on a fresh server.
+
+    The server has loaded the same weights on its own. The bound is therefore far tighter than one between two
+    programs. A reload that packs, shuffles or forgets something shows only here.
+
+    Raises:
+        ParityError: The logprobs changed.
+        ServerLost: The server went away.
+        DeadlineExceeded: The server did not score in time.
+    """
     changed = _distance(untouched.logprobs_RT, probe.server_logprobs(member, version))
     bound = run.learner.parity.identity_bound(untouched.dtype) + NOISE_FACTOR * untouched.noise
     if not changed <= bound:
@@ -243,5 +291,5 @@ def check_identity(run: LearnerRun, probe: ParityProbe, member: Member, untouche
 
 
 def _distance(one_RT: torch.Tensor, other_RT: torch.Tensor) -> float:
-    """Of the replica where it is largest."""
+    """Return the mean |Δ logprob| of the replica where it is largest."""
     return (one_RT - other_RT).abs().mean(dim=1).max().item()

@@ -1,15 +1,15 @@
-"""Whether a weight sync arrived: texts of the step, scored on both sides before it and after it, must have changed on both.
+"""Verifies that a weight sync took effect: the logprobs of texts must change on both sides.
 
-    main thread    begin(n - 1, texts), ask_before ─▶ train ─▶ expect(n) ─▶ the sync of version n ─▶ ask ─▶ check: before tokens of n are trained on
-    servers                    scores under n - 1                                                scores under n
+    main thread    begin(n - 1), ask_before ─▶ train ─▶ expect(n) ─▶ sync of version n ─▶ ask ─▶ check
+    servers                      score under n - 1                                        score under n
 
-Rounding hides a lost sync from a comparison of levels: in bfloat16 two healthy sides differ by 0.1 nats on a model of 135M parameters,
-and one step at a learning rate of 1e-6 changes the policy by a thousandth of that. But it changes the last bits of nearly every logprob,
-on both sides, as long as enough weights change. An engine that goes on with the old ones gives the very numbers that it gave before,
-unless its batches change meanwhile: a GPU's numbers then do not repeat, and nothing is known.
-
-Invariant: an answer is compared only with logprobs of the version that it is for, and the checks take at most `max_time_share` of the
-training's time.
+`check` runs before training on tokens of n. Comparing levels would miss a lost sync: in bfloat16 two healthy
+sides differ by 0.1 nats (135M parameters). A step at learning rate 1e-6 changes the policy by a thousandth of
+that. But a step changes the last bits of nearly every logprob on both sides, if enough weights change. An
+engine with old weights repeats its numbers exactly, unless its batches change: on a GPU the check then proves
+nothing.
+Invariant: an answer is compared only with logprobs of its own version. All checks together take at most
+`max_time_share` of the training time.
 """
 
 import logging
@@ -30,35 +30,41 @@ from protocol.messages import Scores
 log = logging.getLogger(__name__)
 
 MIN_CHANGED_WEIGHTS = 1e-4
-"""Share of the weights that a step must change, as the server holds them. Where a few change, rounding in bfloat16 can swallow all of
-it on one side and move every token on the other: measured at 4e-6 of 135M parameters, not any more at 4e-5."""
+"""Minimum share of weights that a step must change, in the server's dtype.
+
+If fewer change, bfloat16 rounding can swallow the change on one side and move every token on the other. This
+occurs at 4e-6 of 135M parameters, but not at 4e-5.
+"""
 MAX_LOGPROB = -1e-3
-"""A token that is nearly certain is left out: float32 has hardly a digit for its change."""
+"""Logprob above which a token is left out: float32 hardly resolves the change of a nearly certain token."""
 LEAST_CHANGE = 1e-5
-"""Nats by which a logprob must change at the learner to count."""
+"""Minimum change of a logprob at the learner, in nats."""
 MIN_CHANGED, MIN_CHANGED_FRAC = 12, 0.9
-"""So many tokens, and this share of them, must change at the learner before their change is looked for at the server."""
+"""Minimum number and share of tokens that must change at the learner before the servers are checked."""
 WAIT_SLACK_S, WAIT_SLICE_S = 10.0, 0.5
 MAX_UNANSWERED = 5
-"""Checks in a row that a server's silence prevents, until the log says so."""
+"""Number of consecutive unanswered checks before a warning."""
 
 Place = tuple[Member, int]
-"""A server and one of its replicas."""
+"""Server and index of one of its replicas."""
 Answers = dict[Place, list[Future[Scores]]]
 
 
 class Before(msgspec.Struct, frozen=True, eq=False):
-    """Texts of a step, and what both sides give to them before its sync. T: the tokens after the first of each sequence."""
+    """Texts of a step, and the logprobs of both sides before its weight sync.
+
+    Suffix: T, the tokens after the first of each sequence.
+    """
 
     version: int
     sequences: list[list[int]]
     logprobs_T: torch.Tensor
     answers: Answers
-    """The servers', as far as they come."""
+    """Answers of the servers, including pending ones."""
 
 
 class Expected(msgspec.Struct, frozen=True, eq=False):
-    """What the servers must have once they have a version."""
+    """Learner's logprobs under a version, for comparison with the servers'."""
 
     version: int
     logprobs_T: torch.Tensor
@@ -66,25 +72,34 @@ class Expected(msgspec.Struct, frozen=True, eq=False):
 
 
 class SyncCheck:
-    """Of all servers that have the weights. Used by the main thread, but for `ask`."""
+    """Check of all servers with the weights.
+
+    Used in the main thread, except `ask` and `ask_before`.
+    """
 
     def __init__(
         self, probe: ParityProbe, config: ParityConfig, changed_frac: Callable[[int, torch.dtype], float]
     ) -> None:
-        """`changed_frac`: the share of the weights that a version changed in a dtype."""
+        """Create the check.
+
+        `changed_frac` returns the share of weights that a version changed in a dtype.
+        """
         self._probe, self._config, self._changed_frac = probe, config, changed_frac
         self._before: Before | None = None
         self._lock = threading.Lock()
-        """Held while the servers are asked for what is before a sync."""
+        """Held while `ask_before` sends its requests."""
         self._asked: Answers = {}
         self._expected: Expected | None = None
         self._num_unanswered = 0
-        """Checks in a row."""
+        """Number of consecutive unanswered checks."""
         self._spent_s = self._next_at = 0.0
-        """Of the main thread, for the check under way; and when the next may begin."""
+        """Main-thread seconds of the current check, and the earliest start of the next one."""
 
     def begin(self, version: int, sequences: list[list[int]]) -> None:
-        """Score texts of the step at the learner, before it trains the weights of `version`."""
+        """Score texts at the learner before the step trains, if a check is due.
+
+        `version`: the version of the weights before the step.
+        """
         self._before = None
         started_at = time.monotonic()
         every_steps = self._config.every_steps
@@ -95,9 +110,10 @@ class SyncCheck:
             self._spent_s = time.monotonic() - started_at
 
     def ask_before(self, members: Collection[Member]) -> None:
-        """Have the servers that still have that version score them, once, without waiting for it. From any thread.
+        """Request scores from the servers that still have the version of `begin`.
 
-        They have the whole step for it: on a CPU the prompts of the step's groups may be before it in the engine's queue.
+        May be called from any thread. Requests are sent once and not waited for. The servers have the whole
+        step to answer: on a CPU, the step's prompts may be ahead in the engine's queue.
         """
         with self._lock:
             before = self._before
@@ -105,9 +121,10 @@ class SyncCheck:
                 before.answers.update(self._ask(before.sequences, members, self._probe.timeout_s))
 
     def expect(self, version: int) -> Expected | None:
-        """Return what to `ask` for when the servers have `version`, which the learner has now; None if it is not its turn.
+        """Return what to `ask` once the servers have `version`; None if no check is due.
 
-        Waits up to `patience_s` for the servers' answers to `ask_before`, which they must give before they get other weights.
+        `version` is the learner's current one. Waits up to `patience_s` for the answers to `ask_before`,
+        which the servers must give before they get other weights.
         """
         before, self._before = self._before, None
         if before is None or before.version != version - 1:
@@ -121,15 +138,16 @@ class SyncCheck:
         return Expected(version, logprobs_T, before)
 
     def ask(self, members: Collection[Member], expected: Expected | None) -> None:
-        """Have servers score what is expected, without waiting for it. May be called from another thread.
+        """Request the expected scores without waiting for them, from any thread.
 
-        They score before they generate; one too busy to do so within `patience_s` is asked again after the next sync.
+        Servers score before they generate. A server that is too busy to score within `patience_s` is checked
+        after the next sync.
         """
         self._expected = expected
         self._asked = {} if expected is None else self._ask(expected.before.sequences, members, self._probe.patience_s)
 
     def check(self) -> None:
-        """Wait for the answers to what was asked, and compare. Raises ParityError."""
+        """Wait for the answers to `ask`, and compare them. Raises ParityError."""
         asked, expected = self._asked, self._expected
         self._asked, self._expected = {}, None
         if expected is None:
@@ -151,7 +169,7 @@ class SyncCheck:
         self._next_at = ended_at + (self._spent_s + ended_at - started_at) * (1 / self._config.max_time_share - 1)
 
     def _count(self, is_answered: bool) -> None:
-        """Say once that the check is never made."""
+        """Warn once if the checks stay unanswered."""
         self._probe.note({"parity/checked": float(is_answered)})
         self._num_unanswered = 0 if is_answered else self._num_unanswered + 1
         if self._num_unanswered == MAX_UNANSWERED:
@@ -191,7 +209,7 @@ class SyncCheck:
             )
 
     def _wait(self, answers: Answers, timeout_s: float) -> None:
-        """Until all are there or have failed."""
+        """Wait until all answers are there or have failed, or until the timeout."""
         pending = {future for each in answers.values() for future in each}
         deadline = time.monotonic() + timeout_s
         while pending and (left_s := deadline - time.monotonic()) > 0:
@@ -208,7 +226,10 @@ class SyncCheck:
 
 
 def _answer_before(before: Before, place: Place) -> torch.Tensor | None:
-    """What a server gave before the sync; None: it was not asked, not in time, or not under the version before."""
+    """Return the logprobs that a server gave before the sync.
+
+    None if it was not asked, was too late, or had another version.
+    """
     answers = before.answers.get(place, [])
     if not answers or not all(one.done() and not one.cancelled() and one.exception() is None for one in answers):
         return None
@@ -218,12 +239,12 @@ def _answer_before(before: Before, place: Place) -> torch.Tensor | None:
 
 
 def _results(answers: list[Future[Scores]], place: Place, version: int) -> list[Scores] | None:
-    """Return the answers of a server; None, with a log line, if one of them did not come."""
+    """Return the answers of a server; None, with a warning, if one is missing."""
     member, _ = place
     try:
         return [answer.result(0) for answer in answers]
     except (TimeoutError, SlipstreamError) as error:
-        if not member.is_draining:  # else it has ended as announced
+        if not member.is_draining:  # otherwise it shut down as announced
             key = "" if isinstance(error, ServerLost) else " (learner.push.patience_s)"
             log.warning("parity of version %d could not be checked: %s%s", version, error, key)
     return None

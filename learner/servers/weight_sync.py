@@ -1,14 +1,14 @@
-"""Pushes of the policy to all servers of the fleet: whom, when, and what becomes of those that fail (weight_transfer.py is one push).
+"""Syncs the policy's weights to all servers of the fleet. weight_transfer.py syncs one server.
 
-    new weights ─▶ all that have older ones of this run      read once, given to each at its own pace (fan_out.py)
-    a server that has none ─▶ a push of its own              while the others go on generating
+    new weights ─▶ all servers with older ones of this run      read once, each at its own pace (fan_out.py)
+    a server without weights ─▶ a sync of its own               the other servers continue to generate
 
-A push has succeeded when one server has it; whoever is much later than that one has failed (`Stragglers`). Whoever failed is not
-asked for groups until it has been pushed to again, by itself and after a while; while nobody has the weights it is tried again at
-once, `learner.push.max_attempts` times.
-
-With `learner.push.overlap` a push works on a copy of the weights in a thread of its own; at most one is under way. Invariant: while no
-server has weights of this run, none is left behind: only `learner.push.timeout_s` limits a push then.
+A sync has succeeded when one server has the weights. Much slower servers count as failed (`Stragglers`). A
+failed server gets no requests until a later sync, which starts automatically after a pause. While no server
+has the weights, the sync is retried at once, `learner.push.max_attempts` times. With `learner.push.overlap`,
+a sync sends a copy of the weights from its own thread, one sync at a time.
+Invariant: while no server has weights of this run, none is dropped as a straggler. Only
+`learner.push.timeout_s` limits a sync then.
 """
 
 import logging
@@ -34,26 +34,35 @@ from protocol.weights.buckets import NamedTensors
 log = logging.getLogger(__name__)
 WAIT_SLICE_S = 0.5
 LEAST_PAUSE_S, MOST_PAUSE_S = 1.0, 60.0
-"""After a failed push, while other servers have the weights; doubled with every failure in a row."""
+"""Bounds of the pause after a failed sync. Each consecutive failure doubles the pause."""
 Tensors = Callable[[], NamedTensors]
 Failure = PushError | DeadlineExceeded | ConfigError
 
 
 class Stragglers:
-    """Of one round of pushes, used by the thread that waits for them."""
+    """Straggler detection in one round of syncs, used by the waiting thread."""
 
     def __init__(
         self, patience_s: float, have_it: Collection[Member], have_failed: Collection[Member], *, others_serve: bool
     ) -> None:
-        """`have_it` and `have_failed` are filled meanwhile; `others_serve`: servers that this round is not for have weights of this run."""
+        """Start the clock of a round.
+
+        Args:
+            have_it: Servers that have the version, updated during the round.
+            have_failed: Servers whose sync failed, updated during the round.
+            others_serve: Whether servers outside this round have weights of this run.
+        """
         self._patience_s = patience_s
         self._have_it, self._have_failed, self._others_serve = have_it, have_failed, others_serve
         self._began_at = time.monotonic()
         self._first_at: float | None = None
-        """When a server of this round was first seen to have the version."""
+        """Time when a server of this round was first seen to have the version."""
 
     def look(self, pushes: Mapping[Member, tuple[ServerPush, Share]]) -> None:
-        """Leave behind who is late. Said again at every look, for a push may just have begun to wait for something else."""
+        """End the syncs of all stragglers.
+
+        Repeats the reason at every call, because a sync may have started to wait for something else.
+        """
         if self._have_it and self._first_at is None:
             self._first_at = time.monotonic()
         for member, (push, share) in pushes.items():
@@ -81,12 +90,12 @@ class Stragglers:
 
 
 class Weights(Protocol):
-    """What a push sends: policy/published.py, or whatever gives weights by name."""
+    """Source of the weights for a sync, such as policy/published.py."""
 
     wire_dtype: torch.dtype
     device: torch.device
     copy_device: torch.device | None
-    """Where `begin` keeps its copy of them; None: where they lie."""
+    """Device of the copy that `begin` makes. None: the device of each tensor."""
 
     def tensors(self) -> NamedTensors:
         """Yield (checkpoint name, tensor) layer by layer."""
@@ -94,24 +103,24 @@ class Weights(Protocol):
 
 
 class Pusher:
-    """Pushes weights to the servers of one fleet."""
+    """Weight sync to the servers of one fleet."""
 
     def __init__(self, fleet: Fleet, weights: Weights, config: PushConfig) -> None:
         self._fleet, self._weights, self._config = fleet, weights, config
         self._pushes: dict[Member, ServerPush] = {}
         self._failures: dict[Member, tuple[int, float]] = {}
-        """How often in a row a server's push has failed, and until when it is left alone."""
+        """Number of consecutive failures of a server, and the end of its pause."""
         self.reports: dict[Member, PushReport] = {}
-        """Of the last push, by server."""
+        """Reports of the last sync, by server."""
         self._newest: int | None = None
-        """The last version that a server has got."""
+        """Last version that a server received."""
         self._manifest: Manifest | None = None
         self._copy = WeightCopy(weights.wire_dtype, weights.copy_device)
         self.sample = WeightSample(weights.wire_dtype)
         self._thread = ThreadPoolExecutor(1, "push")
         self._pending: Future[PushReport | None] | None = None
         self._report: PushReport | None = None
-        """Of the last push that was begun and is done, until it is taken."""
+        """Report of the last sync that `begin` started, until it is taken."""
         self._closing = threading.Event()
 
     @property
@@ -119,29 +128,33 @@ class Pusher:
         return self._pending is not None and not self._pending.done()
 
     def holders(self, version: int | None = None) -> list[Member]:
-        """The servers that have this version, or any of this run."""
+        """Return the servers that have this version, or any version of this run."""
         had = {member: self._push_of(member).version for member in self._fleet.connected()}
         return [member for member, has in had.items() if has is not None and version in (None, has)]
 
     def joiners(self) -> list[Member]:
-        """The servers that lack the newest weights and want a push of their own now."""
+        """Return the servers without the newest weights that are due for their own sync."""
         holders, now = self.holders(self._newest) if self._newest is not None else [], time.monotonic()
         without = [member for member in self._fleet.connected() if member not in holders]
         return [member for member in without if not holders or self._failures.get(member, (0, 0.0))[1] <= now]
 
     def push(self, version: int, members: list[Member] | None = None) -> PushReport | None:
-        """Send the current weights as `version`: to these, or to all that have older ones.
+        """Send the current weights as `version` to these servers.
 
-        Raises PushError after `max_attempts` failures that leave no server with it, PushIncomplete of the last server. None: the
-        others have it already.
+        By default the servers are all that have older weights. Returns None if no sync succeeded but other
+        servers have the weights.
+
+        Raises:
+            PushError: `max_attempts` attempts failed, and no server has the weights.
+            PushIncomplete: The last server cannot take the weights.
         """
         self.wait()
         return self._push_until_done(version, lambda: self.sample.watch(version, self._weights.tensors()), members)
 
     def begin(self, version: int, when_done: Callable[[], object]) -> None:
-        """Copy the weights and push the copy from a thread, which then calls `when_done`.
+        """Copy the weights and sync the copy in a thread, which then calls `when_done`.
 
-        Raises what a push before has failed with.
+        Raises the error of the previous sync.
         """
         self.wait()
         self._copy.take(self.sample.watch(version, self._weights.tensors()))
@@ -154,7 +167,10 @@ class Pusher:
         self._pending = self._thread.submit(push)
 
     def wait(self) -> None:
-        """Wait for the push that was begun, which keeps deadlines of its own. Raises what it has failed with."""
+        """Wait for the sync that `begin` started, which has its own deadlines.
+
+        Raises the error of that sync.
+        """
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -164,12 +180,15 @@ class Pusher:
         self._report = pending.result()
 
     def take_report(self) -> PushReport | None:
-        """Return what the last push that was begun has cost, once."""
+        """Return the report of the last sync that `begin` started, once."""
         report, self._report = self._report, None
         return report
 
     def failed(self, member: Member) -> None:
-        """Its push, or the check after it, went wrong: it has a pause, and is asked for no groups until its next push."""
+        """Record that a server's sync, or the check after it, failed.
+
+        The server pauses, and gets no requests until its next sync.
+        """
         num_failures = self._failures.get(member, (0, 0.0))[0] + 1
         pause_s = min(LEAST_PAUSE_S * 2 ** (num_failures - 1), MOST_PAUSE_S)
         self._failures[member] = (num_failures, time.monotonic() + pause_s)
@@ -177,7 +196,7 @@ class Pusher:
         self._push_of(member).give_up(greet_again=not self._closing.is_set())
 
     def close(self) -> None:
-        """Give up whatever is under way."""
+        """Abort all syncs in progress and close all sessions."""
         self._closing.set()
         for push in self._pushes.values():
             push.end("the learner ends")
@@ -205,7 +224,7 @@ class Pusher:
             reports, failures = self._round(version, tensors, due)
             for member, error in failures.items():
                 self._note(member, error, version, attempt)
-                reason = str(error)  # only its words: its traceback would keep the sockets of the epoch open
+                reason = str(error)  # only the text: the traceback would keep the session's sockets open
             if reports:
                 return self._summary(version, reports)
             if self.holders(version if members is None else None):
@@ -217,7 +236,11 @@ class Pusher:
         )
 
     def _due(self, version: int, members: list[Member] | None) -> list[Member]:
-        """Those asked for that are still there, or all with older weights of this run; while nobody has any, whoever is there."""
+        """Return the servers of the next round.
+
+        These are the requested servers that are still there, or all with older weights of this run. While no
+        server has weights of this run and none of these is left, all connected servers are due.
+        """
         connected = self._fleet.wait(self._closing)
         holders, up_to_date = self.holders(), self.holders(version)
         wanted = [member for member in holders if member not in up_to_date] if members is None else members
@@ -226,7 +249,7 @@ class Pusher:
     def _round(
         self, version: int, tensors: Tensors, members: list[Member]
     ) -> tuple[dict[Member, PushReport], dict[Member, Failure]]:
-        """One attempt at each of these servers."""
+        """Make one attempt at each of these servers."""
         if self._manifest is None:
             self._manifest = manifest_of(tensors(), self._weights.wire_dtype, self._config)
         manifest = self._manifest
@@ -257,7 +280,7 @@ class Pusher:
             self._fleet.on_wait()
             stragglers.look(under_way)
 
-        is_copied = tensors == self._copy.tensors  # it is there in any case
+        is_copied = tensors == self._copy.tensors  # the copy is in memory anyway
         window_bytes = math.inf if is_copied else float(self._config.bucket_mib << 20)
         config = self._config
         fan_out = FanOut(len(members), window_bytes, config.timeout_s, config.patience_in_effect_s, look)
@@ -278,9 +301,9 @@ class Pusher:
             future.result()
 
     def _note(self, member: Member, error: Failure, version: int, attempt: int) -> None:
-        """What follows from a failure. Raises it if this cannot go on."""
+        """Handle a failed sync. Raises its error if the run cannot go on."""
         push = self._push_of(member)
-        if isinstance(error, PushIncomplete | ConfigError):  # and would be again
+        if isinstance(error, PushIncomplete | ConfigError):  # a retry would fail too
             push.give_up(greet_again=False)
             self._fleet.expel(member, error)
             return
@@ -296,7 +319,7 @@ class Pusher:
         self.failed(member)
 
     def _summary(self, version: int, reports: dict[Member, PushReport]) -> PushReport:
-        """The longest of everything, and all bytes."""
+        """Return the maximum of each duration, and the sum of all bytes."""
         self._newest, self.reports = version, reports
         for member in reports:
             self._failures.pop(member, None)

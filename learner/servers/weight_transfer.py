@@ -1,10 +1,11 @@
-"""The learner's half of a weight push to one server (the server's is inference_server/weight_update.py, the bytes are protocol/weights/).
+"""The learner's side of a weight sync with one server. weight_sync.py decides when, and with which servers.
 
     PushBegin ─▶ PushReady ─▶ buckets over the collective ─▶ PushDone(checksum) ─▶ compared
 
-Every arrow has the deadline `learner.push.timeout_s`. After any failure the epoch is given up on both sides and the next
-attempt starts a new one: new collective, manifest sent again, all weights sent again. While bytes travel, word from the
-server that it has failed, or its silence, ends the transfer at once. weight_sync.py says when, and to whom else.
+The server's side is inference_server/weight_update.py; protocol/weights/ encodes the bytes. Every arrow has
+the deadline `learner.push.timeout_s`. After any failure both sides abandon the session. The next attempt
+starts a new one, with a new collective, the manifest and all weights. During a transfer, a failure report
+from the server or its silence ends the transfer at once.
 """
 
 import logging
@@ -31,17 +32,20 @@ from protocol.weights.dense import Sent
 
 log = logging.getLogger(__name__)
 CALL_SLACK_S = 10.0
-"""The event loop keeps the deadlines; a call into it waits this much longer, in case the loop itself is stuck."""
+"""Extra wait in seconds for the event loop, which keeps the deadlines but may be stuck itself."""
 PushState = Literal["pausing", "joining", "sending", "finishing"]
-"""What the learner waits for: the server's PushReady, its workers, the transfer, PushDone."""
+"""Stage of a sync: waiting for PushReady, for the workers, for the transfer, or for PushDone."""
 PROGRESS_BYTES = 1 << 30
-"""A push of more shows a progress bar."""
+"""Size above which a sync shows a progress bar."""
 SAMPLED_ELEMENTS = 2048
-"""Of a tensor: few bytes, and in a model of 135M parameters half a million, of which a ten-thousandth can be counted."""
+"""Maximum number of elements sampled per tensor.
+
+These are half a million in a model of 135M parameters, enough to measure a change of 1e-4.
+"""
 
 
 class PushReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one push cost, in seconds, and how many bytes it sent."""
+    """Cost of one sync: durations in seconds, and bytes sent."""
 
     total_s: float
     transfer_s: float
@@ -49,7 +53,7 @@ class PushReport(msgspec.Struct, frozen=True, kw_only=True):
     stall_s: float
     num_bytes: int
     pause_s: float
-    """Until the server had paused."""
+    """Time until the server had paused."""
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -62,27 +66,35 @@ class PushReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerPush:
-    """Pushes weights to one server, one epoch after the other."""
+    """Weight sync with one server, one session after the other."""
 
     def __init__(self, member: Member, loop: LoopThread, config: PushConfig, device: torch.device) -> None:
         self.member, self._link, self._loop, self._config = member, member.link, loop, config
         self._epochs = Epochs(self._link, config, device)
         self._epoch: Epoch | None = None
         self.state: PushState = "pausing"
-        """Of the push that is under way, or was."""
+        """Stage of the current or last sync."""
         self.moved_at = time.monotonic()
-        """When it last got further: to another state, or by some bytes."""
+        """Time of the last progress: a new stage, or more bytes."""
         self.done: tuple[str, int] | None = None
-        """Server id and version of the last push, unless it failed."""
+        """Server id and version of the last sync, unless it failed."""
 
     @property
     def version(self) -> int | None:
-        """What the server that is connected now was pushed last; None if nothing was, or it has lost that."""
+        """Last version that the connected server received.
+
+        None if no server is connected, or if it has no weights of this run.
+        """
         welcome = self.member.welcome
         return self.done[1] if self.done is not None and welcome and welcome.server_id == self.done[0] else None
 
     def push(self, version: int, manifest: Manifest, tensors: NamedTensors) -> PushReport:
-        """Send all weights as `version`. Raises PushError, DeadlineExceeded, after which `give_up` must follow."""
+        """Send all weights as `version`. After an error `give_up` must follow.
+
+        Raises:
+            PushError: The sync failed.
+            DeadlineExceeded: The server or its workers did not answer in time.
+        """
         started = time.monotonic()
         if self.version is None or self._epoch is None:
             self._abandon_epoch()
@@ -115,17 +127,20 @@ class ServerPush:
         )  # fmt: skip
 
     def give_up(self, *, greet_again: bool) -> None:
-        """Forget the epoch and what it has sent; the server must welcome this run again before the next attempt."""
+        """Abandon the session and its record of what the server has.
+
+        With `greet_again`, the server must welcome this run again before the next attempt.
+        """
         self._abandon_epoch()
         if greet_again:
             self._tell(self._link.greet_again())
 
     def end(self, reason: str) -> None:
-        """From any thread: the push that is under way, if one is, fails with this reason, wherever it waits."""
+        """Make the sync in progress fail with this reason, wherever it waits. Thread-safe."""
         self._loop.call_soon(self._link.end_push, reason)
 
     def close(self) -> None:
-        """When nothing is under way any more."""
+        """Close the session. No sync may be in progress."""
         self._abandon_epoch()
         self._epochs.close()
 
@@ -133,7 +148,7 @@ class ServerPush:
         self.state, self.moved_at = state, time.monotonic()
 
     def _send(self, epoch: Epoch, version: int, tensors: NamedTensors, done: Future[PushDone]) -> Sent:
-        """Join the epoch if need be and send; a `done` that fails meanwhile is why."""
+        """Join the session if needed and send; a failure of `done` is raised as the cause."""
         if epoch.collective is None:
             self._enter("joining")
             epoch.collective = self._join(epoch, done)
@@ -160,7 +175,7 @@ class ServerPush:
             raise
 
     def _join(self, epoch: Epoch, done: Future[PushDone]) -> Collective:
-        """Wait for every worker, but no longer than the server has not failed."""
+        """Wait until every worker has joined, or until the server has failed."""
         with ThreadPoolExecutor(1, "push-join") as thread:
             joining = thread.submit(epoch.join)
             either: list[Future[Any]] = [joining, done]
@@ -200,19 +215,19 @@ class ServerPush:
 
 
 class WeightCopy:
-    """A copy of the weights as they must travel, so that a push may go on while the next step changes the originals.
+    """Copy of the weights in wire format, for a sync that overlaps with training.
 
-    It keeps its memory from copy to copy: fresh pages would cost more than the copying. `take` is only called while no push
-    reads the copy.
+    The copy reuses its memory, because fresh pages would cost more than the copying. `take` is called only
+    while no sync reads the copy.
     """
 
     def __init__(self, wire_dtype: torch.dtype, device: torch.device | None) -> None:
-        """`device`: where the copy is kept; None: where each tensor lies."""
+        """Create an empty copy on `device`; None keeps each tensor on its own device."""
         self._wire_dtype, self._device = wire_dtype, device
         self._tensors: dict[str, torch.Tensor] = {}
 
     def take(self, tensors: NamedTensors) -> None:
-        """Copy all tensors, in the wire's dtype."""
+        """Copy all tensors, in the dtype of the wire."""
         for name, tensor in tensors:
             mine = self._tensors.get(name)
             if mine is None:
@@ -230,12 +245,15 @@ class WeightCopy:
 
 
 class WeightSample:
-    """Some elements of every tensor as it travelled for the last two versions, which tell how much of the policy a version changed."""
+    """Sampled elements of every tensor in the last two versions.
+
+    They show how much of the policy a version changed.
+    """
 
     def __init__(self, wire_dtype: torch.dtype) -> None:
         self._wire_dtype = wire_dtype
         self._versions: dict[int, dict[str, tuple[int, torch.Tensor]]] = {}
-        """By version and tensor: every how many-th element, and these."""
+        """Stride and sampled elements, by version and tensor."""
 
     def watch(self, version: int, tensors: NamedTensors) -> NamedTensors:
         """Yield the tensors of a version, and keep a sample of each."""
@@ -244,13 +262,17 @@ class WeightSample:
             version: sample
         }
         for name, tensor in tensors:
-            stride = -(-tensor.numel() // SAMPLED_ELEMENTS) | 1  # odd, or it might meet one column of every row
+            # Odd, so that the samples are not all in one column.
+            stride = -(-tensor.numel() // SAMPLED_ELEMENTS) | 1
             elements = tensor.detach().reshape(-1)[::stride]
             sample[name] = (stride, elements.to(dtype_on_wire(tensor, self._wire_dtype), copy=True))
             yield name, tensor
 
     def changed_frac(self, version: int, dtype: torch.dtype) -> float:
-        """Estimate the share of the weights that `version` changed for a server that holds them in `dtype`; 0 if that is not known."""
+        """Estimate the share of weights that `version` changed; 0 if unknown.
+
+        `dtype`: dtype of the weights on the server.
+        """
         before, after = self._versions.get(version - 1, {}), self._versions.get(version, {})
         changed = total = 0
         for name in before.keys() & after.keys():

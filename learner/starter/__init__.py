@@ -1,1 +1,1 @@
-"""What `learner new` writes: a task of one's own, small enough to be read at once, that runs as it stands."""
+"""Template of `learner new`: a small task that runs as it is."""

@@ -1,8 +1,8 @@
-"""`learner new my-task`: a directory with a recipe, prompts, a reward function and its test, to be changed into one's own.
+"""`learner new my-task`: creates a directory with a recipe, prompts, a reward function and its test.
 
-    learner/starter/files/ ─▶ DIR, whose name is put into the recipe
+    learner/starter/files/ ─▶ DIR, with its name filled into the recipe
 
-Invariant: nothing that exists is overwritten.
+Invariant: no existing file is overwritten.
 """
 
 import shutil
@@ -12,13 +12,17 @@ from protocol.errors import ConfigError
 
 FILES = Path(__file__).parent / "files"
 PLACE = "MY_TASK"
-"""In the recipe: the directory, as it was named."""
+"""Placeholder in the recipe for the directory, as given on the command line."""
 UNFIT = '"\\\n'
-"""Characters that TOML would not take as they are."""
+"""Characters that TOML requires to be escaped."""
 
 
 def write_starter(directory: Path) -> str:
-    """Return what to do next. Raises ConfigError."""
+    """Write the starter files; return the next steps for the user.
+
+    Raises:
+        ConfigError: The name does not fit a recipe, or the directory exists or cannot be written.
+    """
     if set(UNFIT) & set(str(directory)):
         raise ConfigError(f"{str(directory)!r} cannot stand in a recipe as it is; choose a name without quotes")
     try:

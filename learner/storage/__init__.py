@@ -1,1 +1,1 @@
-"""The directory of a run and its checkpoints, written so that a kill leaves the old or the new."""
+"""Run directory and checkpoints, written so that a kill leaves either the old or the new state."""

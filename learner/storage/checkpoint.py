@@ -1,15 +1,15 @@
-"""Checkpoints: policy, optimizer, RNG, reference and versions; which there are, how they are read and how they go.
+"""Checkpoints: their layout, and how they are found, read and removed.
 
-    step-000050/  state.json, which is written last    curriculum.json: the prompts' pass rates, where there is one
-                  trained/: what is trained, in its own dtype, and the optimizer's moments    reference/: its snapshots
-                  random_states_<rank>.pkl: the generators of each rank
-                  model/, adapter/: the policy for others to load (policy/published.py); of one that stays because it is
-                  among the best they are all that is left, and best.json says by what
+    step-000050/  state.json: written last      curriculum.json: the prompts' pass rates, with a curriculum
+                  trained/: trained weights in their own dtype, optimizer moments    reference/: its snapshots
+                  random_states_<rank>.pkl: the RNG states of each rank
+                  model/, adapter/: the policy in Hugging Face format (policy/published.py)
+                  best.json: the score of one of the best, which keeps only this file, model/ and adapter/
 
-Written by writer.py, beside training. A checkpoint of step n stands for the ledger's rows up to step n: a resume rewinds the
-ledger to it. The ledger is the checkpoint's other half: it holds every group that was asked for, with its place in the data, its
-completions while they may be needed and its rewards, and so the data's position, the slots passed over and the attempts. Which
-checkpoints stay is decided in retention.py.
+writer.py writes checkpoints concurrently with training; retention.py decides which stay. The ledger is the
+other half of a checkpoint, and a resume rewinds it to the checkpoint's step. It holds every requested group:
+its position in the data, its rewards, and its completions while they may be needed. This determines the data
+position, skipped slots and attempts.
 """
 
 import logging
@@ -36,24 +36,26 @@ BEST_FILE = "best.json"
 TRAINED, REFERENCE = "trained", "reference"
 OF_A_BEST = {BEST_FILE, "model", "adapter"}
 ASIDE = ".tmp"
-"""Ends the name of a checkpoint that is not there yet, or no longer."""
+"""Suffix of a checkpoint that is being written or removed."""
 
 
 class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
-    """What is not a tensor."""
+    """Non-tensor state of a checkpoint."""
 
     step: int
     version: int
     reference: ReferenceState | None
     kl_coef: float
     reward_mean: float | None
-    """Over the steps since the checkpoint before; None: nothing could be scored, or there were no steps."""
+    """Mean reward since the previous checkpoint, or None if there were no steps or no completion could be
+    scored."""
     model_digest: str | None = None
-    """Digest of the model that the run started from (policy/model_digest.py); None: an earlier version did not keep it."""
+    """Digest of the model that the run started from (policy/model_digest.py), or None from an earlier
+    version."""
 
 
 class Course(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint keeps of the way to it, beside what is trained."""
+    """Training statistics that a checkpoint stores alongside the trained weights."""
 
     reward_mean: float | None = None
     pass_rates: PassRates | None = None
@@ -64,9 +66,10 @@ def checkpoint_of(directory: Path, step: int) -> Path:
 
 
 def complete_checkpoints(directory: Path) -> list[Path]:
-    """Return those that a resume or a person may use, oldest first."""
+    """Return the complete checkpoints, oldest first."""
     complete = [path.parent for path in directory.glob(f"step-*/{STATE_FILE}") if path.parent.suffix != ASIDE]
-    return sorted(complete, key=lambda path: (len(path.name), path.name))  # from a million steps on names are longer
+    # From step 1,000,000 on, names are longer.
+    return sorted(complete, key=lambda path: (len(path.name), path.name))
 
 
 def find_checkpoint(directory: Path) -> Path | None:
@@ -76,7 +79,10 @@ def find_checkpoint(directory: Path) -> Path | None:
 
 
 def remove_checkpoint(checkpoint: Path) -> None:
-    """Take its name away first, so that a kill in the middle leaves nothing that looks like a checkpoint."""
+    """Rename a checkpoint, then remove it.
+
+    A kill during the removal therefore leaves nothing that looks like a checkpoint.
+    """
     if checkpoint.exists():
         aside = checkpoint.with_suffix(f".old{ASIDE}")
         checkpoint.rename(aside)
@@ -84,7 +90,7 @@ def remove_checkpoint(checkpoint: Path) -> None:
 
 
 class Best(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a checkpoint of which only the model stays."""
+    """Record of one of the best checkpoints, of which only the model is kept."""
 
     step: int
     score: float
@@ -92,7 +98,7 @@ class Best(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def best_models(directory: Path) -> dict[Path, Best]:
-    """Those of which only the model is left."""
+    """Return the checkpoints that are reduced to their models."""
     kept = [path.parent for path in directory.glob(f"step-*/{BEST_FILE}") if path.parent.suffix != ASIDE]
     return {
         path: msgspec.json.decode((path / BEST_FILE).read_bytes(), type=Best)
@@ -102,7 +108,11 @@ def best_models(directory: Path) -> dict[Path, Best]:
 
 
 def keep_model_alone(checkpoint: Path, best: Best) -> None:
-    """Take away all that a resume needs; from then on it is no checkpoint. What a kill in the middle leaves, the next call takes."""
+    """Remove everything that only a resume needs.
+
+    The directory is then no longer a checkpoint. If a kill interrupts the removal, the next call completes
+    it.
+    """
     replace_file(checkpoint / BEST_FILE, msgspec.json.encode(best))
     (checkpoint / STATE_FILE).unlink(missing_ok=True)
     for path in checkpoint.iterdir():
@@ -115,7 +125,11 @@ def keep_model_alone(checkpoint: Path, best: Best) -> None:
 
 
 def load_checkpoint(trainer: PolicyTrainer, checkpoint: Path) -> CheckpointState:
-    """Restore every part in place. Raises ConfigError if the checkpoint is of another reference or cannot be read."""
+    """Restore all parts of the checkpoint in place.
+
+    Raises:
+        ConfigError: The checkpoint has another reference kind or model, or cannot be read.
+    """
     accelerator = trainer.accelerator
     state = read_state(checkpoint)
     before = "none" if state.reference is None else state.reference.kind
@@ -148,10 +162,12 @@ def load_checkpoint(trainer: PolicyTrainer, checkpoint: Path) -> CheckpointState
 
 
 def require_same_model(trainer: PolicyTrainer, checkpoint: Path, state: CheckpointState) -> None:
-    """Refuse a checkpoint without the policy's frozen weights (with LoRA: its base) if these are of another model now.
+    """Refuse a checkpoint whose frozen weights belong to another model.
+
+    A checkpoint does not contain frozen weights, such as the base model under LoRA.
 
     Raises:
-        ConfigError: The digests of both models differ.
+        ConfigError: The digests of the two models differ.
     """
     frozen = [name for name, tensor in held(trainer.published.model).items() if not tensor.requires_grad]
     if not frozen or state.model_digest == trainer.model_digest:
@@ -170,7 +186,7 @@ def require_same_model(trainer: PolicyTrainer, checkpoint: Path, state: Checkpoi
 
 
 def read_state(checkpoint: Path) -> CheckpointState:
-    """Raises ConfigError."""
+    """Return a checkpoint's state. Raises ConfigError if it is damaged."""
     path = checkpoint / STATE_FILE
     try:
         return msgspec.json.decode(path.read_bytes(), type=CheckpointState)
@@ -181,7 +197,13 @@ def read_state(checkpoint: Path) -> CheckpointState:
 
 
 def read_pass_rates(checkpoint: Path) -> PassRates | None:
-    """None: without a curriculum, or from before checkpoints had them. Raises ConfigError."""
+    """Return a checkpoint's pass rates, or None.
+
+    They are missing without a curriculum, and in checkpoints of earlier versions.
+
+    Raises:
+        ConfigError: The file is damaged.
+    """
     path = checkpoint / CURRICULUM_FILE
     if not path.exists():
         return None

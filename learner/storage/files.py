@@ -1,7 +1,7 @@
-"""Writing the files of a run, JSON lines among them.
+"""Durable writes of a run's files, and JSON Lines files.
 
-A disk that is full or broken ends the run with a sentence, and what was committed stays. Files of JSON lines are appended to and read
-from their ends, because they may be longer than anybody wants to read.
+A full or broken disk ends the run with a clear error, and committed data stays. JSON Lines files are appended
+to and read from their ends, because they may be too long to read whole.
 """
 
 import json
@@ -21,7 +21,7 @@ MIB = 1 << 20
 MOUNTS = Path("/proc/self/mountinfo")
 NETWORK = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "gluster", "afs", "9p", "sshfs", "pvfs", "orangefs", "wekafs",
            "panfs", "virtiofs", "s3fs", "gcsfuse", "gfs", "ocfs")  # fmt: skip
-"""Parts of the types of file systems that other machines may write to as well."""
+"""Substrings of the types of file systems that other machines may also write to."""
 BLOCK_BYTES = 1 << 16
 
 
@@ -31,8 +31,10 @@ class DiskError(SlipstreamError):
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raises DiskError, which names `path`, for every way in which Python, safetensors and torch.save (a RuntimeError that
-    does not say why) tell that a write failed.
+    """Raise DiskError, naming `path`, if a write fails.
+
+    Covers the errors of Python, of safetensors, and of torch.save, whose RuntimeError does not give the
+    reason.
     """
     try:
         yield
@@ -45,12 +47,16 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all, a power failure included. Raises DiskError."""
+    """Write a file completely or not at all, even on a power failure.
+
+    Raises:
+        DiskError: The file could not be written.
+    """
     aside = path.with_name(f"{path.name}.tmp")
     try:
         with writing(path):
             aside.write_bytes(content)
-            sync(aside)  # else the name may survive the content
+            sync(aside)  # otherwise the name may survive without the content
             aside.replace(path)
             sync(path.parent)
     except DiskError:
@@ -59,7 +65,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def network_file_system(path: Path) -> str | None:
-    """The type of the file system that `path` lies on, if that is shared over a network."""
+    """Return the type of the path's file system if it is a network one, else None."""
     try:
         mounts = MOUNTS.read_text()
     except OSError:  # not Linux, or no /proc
@@ -69,23 +75,30 @@ def network_file_system(path: Path) -> str | None:
 
 
 def file_system_of(path: Path, mounts: str) -> str | None:
-    """The type of the file system at a path without links, by the content of /proc/self/mountinfo."""
+    """Return the type of a path's file system; the path contains no links.
+
+    `mounts` is the content of /proc/self/mountinfo.
+    """
     found, longest = None, -1
     for line in mounts.splitlines():
         mount, _, source = line.partition(" - ")
         point = Path(
             mount.split(" ")[4].encode("latin-1", "replace").decode("unicode_escape")
-        )  # a space is written \\040
-        if path.is_relative_to(point) and len(point.parts) >= longest:  # of two at one point the later covers the other
+        )  # spaces are escaped as \040
+        # A later mount at the same point covers an earlier one.
+        if path.is_relative_to(point) and len(point.parts) >= longest:
             found, longest = source.split(" ")[0], len(point.parts)
     return found
 
 
 class Lines:
-    """A JSON-lines file to append to. Not buffered: after a write that failed, closing would try it again."""
+    """JSON Lines file for appending.
+
+    The file is unbuffered, because closing a buffered one would retry a failed write.
+    """
 
     def __init__(self, path: Path) -> None:
-        """A last line that was cut off, by a kill or a full disk, is taken away."""
+        """Open the file, and remove a last line that a kill or a full disk cut off."""
         self._path = path
         if path.is_file():
             os.truncate(path, whole_lines(path))
@@ -93,7 +106,7 @@ class Lines:
             self._file = path.open("ab", buffering=0)
 
     def append(self, record: dict[str, Any]) -> None:
-        """Raises DiskError."""
+        """Append one record. Raises DiskError if it cannot be written."""
         line = json.dumps(record).encode() + b"\n"
         with writing(self._path):
             num_written = self._file.write(line)
@@ -105,7 +118,7 @@ class Lines:
 
 
 def whole_lines(path: Path) -> int:
-    """The bytes up to the end of the last whole line, found from the end of the file."""
+    """Return the number of bytes up to the end of the last complete line."""
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
         while end > 0:
@@ -119,7 +132,7 @@ def whole_lines(path: Path) -> int:
 
 
 def last_line(path: Path) -> bytes:
-    """The last whole one; nothing of a file without any."""
+    """Return the last complete line, or b"" if there is none."""
     end = whole_lines(path)
     num_bytes = BLOCK_BYTES
     with path.open("rb") as file:
@@ -133,7 +146,10 @@ def last_line(path: Path) -> bytes:
 
 
 def ends_of(path: Path, num_bytes: int) -> list[bytes]:
-    """The whole lines among the first and the last so many bytes; all lines of a file that has no more."""
+    """Return the complete lines within the first and last `num_bytes` of the file.
+
+    A file of at most twice that size returns all its lines.
+    """
     size = path.stat().st_size
     with path.open("rb") as file:
         if size <= 2 * num_bytes:

@@ -1,8 +1,9 @@
-"""Which checkpoint a resume goes on from: the same on every rank.
+"""Choice of the checkpoint to resume from, equal on every rank.
 
-    rank 0: the newest ─▶ broadcast ─▶ every rank waits until its file system shows those files ─▶ all compare what they see
+    rank 0: the newest ─▶ broadcast ─▶ every rank waits until its file system shows the files ─▶ all compare
 
-A shared file system may show a file later on another node. Invariant: no rank reads a checkpoint before all see the same one.
+A shared file system may show a file later on another node. Invariant: no rank reads a checkpoint before all
+ranks see the same one.
 """
 
 import hashlib
@@ -20,24 +21,24 @@ from learner.storage.checkpoint import REFERENCE, STATE_FILE, TRAINED, find_chec
 log = logging.getLogger(__name__)
 
 VISIBLE_WITHIN_S = 90.0
-"""A client of NFS may believe for 60 s that a file does not exist."""
+"""Deadline for files to appear. An NFS client may cache for 60 s that a file does not exist."""
 LOOK_EVERY_S = 0.5
 
 
 class CheckpointView(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint as a rank sees it."""
+    """A checkpoint as one rank sees it."""
 
     name: str | None
-    """Name of its directory; None: there is no checkpoint, so the run starts anew."""
+    """Directory name of the checkpoint, or None if the run starts from scratch."""
     files: dict[str, str] = {}
-    """Digests of those that say what is in all others, or why they cannot be read."""
+    """Digests of the files that describe all others, or the reason why one cannot be read."""
 
 
 def shared_checkpoint(accelerator: Accelerator, directory: Path, rank_timeout_s: float, *, resume: bool) -> Path | None:
-    """Return the newest complete checkpoint, on every rank the one that rank 0 finds; None without `resume` there.
+    """Return rank 0's newest complete checkpoint, or None if rank 0 does not resume.
 
     Raises:
-        RanksDisagree: A rank does not see the files that rank 0 sees; says which.
+        RanksDisagree: A rank does not see the files that rank 0 sees.
     """
 
     def choose() -> CheckpointView:
@@ -48,7 +49,8 @@ def shared_checkpoint(accelerator: Accelerator, directory: Path, rank_timeout_s:
     if chosen.name is None:
         return None
     checkpoint = directory / chosen.name
-    seen = _await(checkpoint, chosen, min(VISIBLE_WITHIN_S, rank_timeout_s / 2))  # rank 0 waits for the others
+    # At most half the timeout of the collective in which rank 0 waits meanwhile.
+    seen = _await(checkpoint, chosen, min(VISIBLE_WITHIN_S, rank_timeout_s / 2))
     require_agreement(
         accelerator, seen, f"Put run_dir on a file system that all ranks share, or copy {checkpoint} to every node"
     )
@@ -56,7 +58,7 @@ def shared_checkpoint(accelerator: Accelerator, directory: Path, rank_timeout_s:
 
 
 def _await(checkpoint: Path, chosen: CheckpointView, timeout_s: float) -> CheckpointView:
-    """Look at the checkpoint until it is as rank 0 sees it, or the time is over; return how it is then."""
+    """Poll until the checkpoint matches rank 0's view or time is up; return the view."""
     end_s, has_logged = time.monotonic() + timeout_s, False
     while (seen := _view_of(checkpoint)) != chosen and time.monotonic() < end_s:
         if not has_logged:

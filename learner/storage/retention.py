@@ -1,7 +1,8 @@
-"""Retention: when a checkpoint is written and which stay. Between the main loop and checkpoint.py, which writes them.
+"""Retention policy: when checkpoints are written, and which ones stay.
 
-Invariant: the ledger keeps the completions that a resume from any of the `keep_last` newest needs, and no older ones; so of an
-older checkpoint that stays because it is among the best only the model is kept, for a new run to begin with.
+Invariant: the ledger keeps the completions that a resume from any of the `keep_last` newest checkpoints
+needs, and no older ones. An older checkpoint among the best therefore keeps only its model, which a new run
+can start from.
 """
 
 import logging
@@ -29,39 +30,43 @@ from learner.training.policy_trainer import PolicyTrainer
 log = logging.getLogger(__name__)
 
 TRAINING_REWARD = "training reward"
-"""What else tells how good a checkpoint is: that at the evaluation after it, by the name that `best_by` has for it."""
+"""Name of the ranking by training reward. A ranking by evaluation has its name from `best_by`."""
 
 
 class Books(NamedTuple):
-    """What rank 0 alone has, the checkpoint's other half."""
+    """Records of rank 0, the other half of a checkpoint."""
 
     ledger: Ledger
     queue: GroupQueue
     scores: Callable[[], Mapping[int, float | None]]
-    """Of the evaluations, by step; None: not known yet."""
+    """Evaluation scores by step; None for a score that is not known yet."""
 
 
 class Checkpoints(CheckpointWriter):
-    """Those of one run. Every rank has it; rank 0, which has the books, decides what stays."""
+    """Checkpoints of one run, on every rank; rank 0, which has the books, prunes them."""
 
     def __init__(self, trainer: PolicyTrainer, directory: Path, books: Books | None, newest_step: int | None) -> None:
-        """`newest_step`: that of the checkpoint the run was resumed from."""
+        """Start with `newest_step`, the step of the checkpoint that the run resumed from."""
         super().__init__(trainer, directory)
         self._books, self._newest_step = books, newest_step
         self._rewards: list[float] = []
-        """The mean reward of every step since the newest checkpoint."""
+        """Mean reward of each step since the newest checkpoint."""
 
     def after_step(self, step: int, metrics: dict[str, float]) -> None:
-        """Save if it is time."""
+        """Save a checkpoint if one is due after this step."""
         if "reward/mean" in metrics:
             self._rewards.append(metrics["reward/mean"])
         if step % self._trainer.config.checkpoint.every_steps == 0:
             self.save(step)
 
     def save(self, step: int) -> None:
-        """Begin a checkpoint, unless the newest is of this step; once it is complete, those that need not stay are removed.
+        """Start a checkpoint, unless the newest one is of this step.
 
-        Raises DiskError, DeadlineExceeded.
+        When the checkpoint is complete, obsolete ones are removed.
+
+        Raises:
+            DiskError: This checkpoint or the previous one could not be written.
+            DeadlineExceeded: The previous checkpoint took too long.
         """
         if step == self._newest_step:
             return
@@ -72,7 +77,10 @@ class Checkpoints(CheckpointWriter):
         self._rewards.clear()
 
     def _retain(self) -> None:
-        """In the background of rank 0: nothing is removed or forgotten before the newest is complete."""
+        """Remove obsolete checkpoints and completions, in the background of rank 0.
+
+        Nothing is removed before the newest checkpoint is complete.
+        """
         assert self._books is not None
         config = self._trainer.config.checkpoint
         with writing(self._directory):
@@ -88,11 +96,12 @@ def prune(
     scores: Mapping[int, float | None] | None = None,
     evaluation: str = EVALUATION,
 ) -> int:
-    """Remove all complete checkpoints but the newest, and of the best all but their models; return the step of the oldest that a
-    resume may use.
+    """Remove obsolete checkpoints; return the step of the oldest one for a resume.
 
-    `scores`: of the evaluations, which then say what is best; one that is not judged yet stays whole until it is. `evaluation`: which
-    of them these are, for the scores of another set are no measure.
+    The newest checkpoints stay whole; of the best, only the models stay.
+
+    `scores` are evaluation scores by step, which then rank the checkpoints. A checkpoint that waits for its
+    score stays whole. `evaluation` names the evaluated set, because scores of other sets are not comparable.
     """
     states = {checkpoint: read_state(checkpoint) for checkpoint in complete_checkpoints(directory)}
     newest = list(states)[-keep_last:]  # -0: all

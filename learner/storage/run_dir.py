@@ -1,8 +1,8 @@
-"""The directory of one run: who may write into it, and where each file is.
+"""Run directory: its lock, the paths of its files, and the checks before a resume.
 
-A run never overwrites another's: an existing run is resumed with --resume and the same config, but for the keys that may
-change (protocol/config.py), or refused. The data is recorded as a digest for every prompt: in the ledger a group is the number of a
-prompt, and with other data under the same numbers it would be trained as another's.
+A run never overwrites another. An existing run is resumed with --resume and the same config, except for keys
+that may change (protocol/config.py), or refused. The data is recorded as one digest per prompt: the ledger
+refers to prompts by number, so changed data would attribute its groups to other prompts.
 """
 
 import fcntl
@@ -34,17 +34,17 @@ MOVED = {
     "learner.dashboard_port": "learner.report.dashboard_port",
     "learner.parity.max_abs_logprob": "learner.parity.max_mean_abs_logprob",
 }
-"""Where keys of earlier versions went: a run that one of these began has the old name in its config.toml."""
+"""New names of renamed keys. The config.toml of an older run has the old names."""
 DUAL_CLIP = "learner.loss.dual_clip"
-"""Written out in every config.toml; one without it is of a version that set no bound by default."""
+"""Key that every config.toml spells out. A file without it is from a version without a bound by default."""
 LEFT_BY_A_FAILED_START = {".lock", "logs", "run_id", "run_id.tmp", "config.toml.tmp", "ledger.db", "ledger.db-shm",
                           "ledger.db-wal", "metrics.jsonl", "samples.jsonl", "timeline.jsonl", "data.digests", "evaluations.jsonl",
                           "evaluation.partial.jsonl", "tensorboard", "wandb"}  # fmt: skip
-"""What a start that ended before its first group leaves behind; the next start goes over it."""
+"""Files of a start that ended before its first group; they do not block the next start."""
 
 
 class RunDir:
-    """An opened run directory, locked against a second learner until the process ends."""
+    """Opened run directory, locked against a second learner until the process ends."""
 
     def __init__(self, path: Path, run: LearnerRun) -> None:
         self.path, self.run = path, run
@@ -76,21 +76,21 @@ class RunDir:
             ) from error
 
     def begin(self) -> None:
-        """Store the config: from now on the directory holds a run, which only a resume may touch."""
+        """Store the config; from then on, only a resume may use the directory."""
         replace_file(self.config, to_toml(_with_dual_clip(self.run)).encode())
 
     @property
     def has_begun(self) -> bool:
-        """Whether the directory holds a run, of which this is a resume until `begin`."""
+        """True if the directory holds a run. Before `begin`, this means a resume."""
         return self.config.exists()
 
     def close(self) -> None:
-        """Let another learner write here."""
+        """Release the lock, so that another learner may use the directory."""
         self._lock.close()
 
     @property
     def run_id(self) -> str:
-        """This run's name on the wire: the directory's, and a part that no other run on any machine has."""
+        """Name of the run on the wire: the directory's name and a globally unique suffix."""
         path = self.path / "run_id"
         if not path.exists():
             replace_file(path, f"{self.path.name}-{uuid.uuid4().hex[:8]}".encode())
@@ -98,12 +98,16 @@ class RunDir:
 
     @staticmethod
     def checkpoints_of(path: str | Path) -> Path:
-        """Where checkpoints are; a rank that does not own the directory needs to know only this."""
+        """Return the directory of the checkpoints, for ranks without a RunDir too."""
         return Path(path) / "checkpoints"
 
 
 def open_run_dir(run: LearnerRun, *, resume: bool) -> RunDir:
-    """Create the directory, or reopen it for the same config. Raises ConfigError."""
+    """Create the directory, or reopen it for the same config.
+
+    Raises:
+        ConfigError: The directory is unusable, or belongs to another run or config.
+    """
     path = Path(run.run_dir)
     if path.exists() and not path.is_dir():
         raise ConfigError(f"run_dir = {path} is a file; choose a directory")
@@ -122,7 +126,11 @@ def open_run_dir(run: LearnerRun, *, resume: bool) -> RunDir:
 
 
 def _compare(path: Path, run: LearnerRun) -> None:
-    """Say what differs from the config of the run so far. Raises ConfigError for a key that a resume may not change."""
+    """Log the changes from the run's earlier config.
+
+    Raises:
+        ConfigError: A resume may not change one of the keys.
+    """
     before = {MOVED.get(key, key): value for key, value in _flat(tomllib.loads(path.read_text())).items()}
     now, keys = _flat(tomllib.loads(to_toml(_with_dual_clip(run)))), keys_of(LearnerRun)
     for config in (before, now):
@@ -147,7 +155,7 @@ def _compare(path: Path, run: LearnerRun) -> None:
 
 
 def _with_dual_clip(run: LearnerRun) -> LearnerRun:
-    """Return the run with its bound on ratios of negative advantages written out, if its objective has one."""
+    """Return the run with dual_clip spelled out, if its objective uses that bound."""
     loss = run.learner.loss
     if "dual_clip" in loss.lacking() or is_plug_in(loss.objective):
         return run
@@ -156,7 +164,10 @@ def _with_dual_clip(run: LearnerRun) -> LearnerRun:
 
 
 def _settle_defaults(config: dict[str, Any]) -> None:
-    """Write out defaults that depend on other keys; the config.toml of an earlier version has them as values."""
+    """Fill in defaults that depend on other keys.
+
+    The config.toml of an earlier version spells them out.
+    """
     objective = config.get("learner.loss.objective", LossConfig().objective)
     config.setdefault("learner.loss.normalization", LossConfig(objective=objective).mean_over)
     place = config.get("learner.kl.place", KlConfig().place)
@@ -164,18 +175,18 @@ def _settle_defaults(config: dict[str, Any]) -> None:
 
 
 def _field(keys: dict[str, FieldInfo], name: str) -> FieldInfo | None:
-    """The field of a key; of one inside a table that is itself a key, that table's."""
+    """Return the field of a key, or of the table that contains it."""
     while name not in keys and "." in name:
         name = name.rpartition(".")[0]
     return keys.get(name)
 
 
 def _default(field: FieldInfo | None) -> Any:
-    """What a key is that no config.toml names: it is unset, or newer than the run."""
+    """Return the value of a key that config.toml omits: it is unset, or newer."""
     if field is None or field.default is NODEFAULT:
         return None
     value = to_builtins(field.default)
-    return list(value) if isinstance(value, tuple) else value  # as TOML gives it back
+    return list(value) if isinstance(value, tuple) else value  # as TOML returns it
 
 
 def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -186,12 +197,12 @@ def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def record_data(path: Path, prompts: Prompts) -> None:
-    """Keep the digests of a run that begins, eight bytes for each prompt. Raises DiskError."""
+    """Store the digests of a new run's prompts, 8 bytes each. Raises DiskError."""
     replace_file(path, prompts.digests.astype("<i8").tobytes())
 
 
 def check_data(path: Path, prompts: Prompts) -> None:
-    """Raise DataError, with the first prompt that differs, where the data is not what the run began with."""
+    """Raise DataError, naming the first difference, if the data is not the run's."""
     if not path.exists():
         log.warning("%s is missing, so nobody can say whether the data is still the run's", path)
         return

@@ -1,10 +1,11 @@
-"""Writing a checkpoint while training goes on.
+"""Checkpoint writer, which runs concurrently with training.
 
-    main thread, every rank    wait for the one before ─▶ copy what training changes next to the host's memory
-    beside it, every rank      its shards of policy, optimizer and reference (policy/shards.py)
-    then rank 0                the export ─▶ state.json ─▶ fsync ─▶ rename ─▶ what stays (retention.py)
+    main thread, every rank    wait for the previous one ─▶ copy what training changes to host memory
+    background, every rank     write the shards of policy, optimizer and reference (policy/shards.py)
+    background, rank 0         export ─▶ state.json ─▶ fsync ─▶ rename ─▶ retention (retention.py)
 
-Invariant: at most one is under way, and a kill at any moment leaves the old checkpoints or the new one beside them.
+Invariant: at most one checkpoint is pending. A kill at any moment leaves the old checkpoints, with or without
+the new one.
 """
 
 import logging
@@ -48,17 +49,21 @@ WAIT_SLICE_S = 1.0
 
 
 class Draft(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 makes a checkpoint of; training changes nothing of it."""
+    """Content of a checkpoint on rank 0, which training does not modify."""
 
     path: Path
-    """Of the checkpoint to be."""
+    """Final path of the checkpoint."""
     state: CheckpointState
     course: Course
     export: Export | None
     shards: list[Future[Any]]
 
     def write(self) -> float:
-        """Write it aside, make it durable, rename it into place; return the bytes that were written. Raises DiskError."""
+        """Write the checkpoint durably, rename it into place, and return its bytes.
+
+        Raises:
+            DiskError: The checkpoint could not be written.
+        """
         aside = self.path.with_suffix(ASIDE)
         try:
             with writing(aside):
@@ -75,31 +80,39 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True):
                 sync(self.path.parent)
         except DiskError:
             wait(self.shards)
-            shutil.rmtree(aside, ignore_errors=True)  # its space is needed for what else has to be written
+            shutil.rmtree(aside, ignore_errors=True)  # free its space for other writes
             raise
         return num_bytes
 
 
 class CheckpointWriter:
-    """Of one run, on every rank, which all call the same at the same steps; a context that no checkpoint outlives."""
+    """Writer for one run's checkpoints.
+
+    Every rank has a writer and calls the same methods at the same steps. The context waits for the pending
+    checkpoint.
+    """
 
     def __init__(self, trainer: PolicyTrainer, directory: Path) -> None:
         self._trainer, self._directory = trainer, directory
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._under_way: Future[dict[str, float]] | None = None
         self._path, self._begun_s = directory, 0.0
-        """Of the newest."""
+        """Path and start time of the newest checkpoint."""
         self._metrics: dict[str, float] = {}
         self._groups: list[dist.ProcessGroup | None] = [None, None]
-        if trainer.accelerator.num_processes > 1:  # what is said in the background must not mix with anything else
+        if trainer.accelerator.num_processes > 1:  # keep background collectives apart from those of training
             patience = timedelta(seconds=trainer.config.checkpoint.timeout_s)
             self._groups = [dist.new_group(backend="gloo", timeout=patience) for _ in self._groups]
 
     def begin(self, step: int, course: Course, earlier_step: int | None, when_complete: Callable[[], None]) -> None:
-        """Copy what the checkpoint of `step` holds and have it written. Raises DiskError, DeadlineExceeded.
+        """Copy the state of `step` and start writing its checkpoint.
 
-        `earlier_step`: of the checkpoint before, with which this one shares what never changes. `when_complete` is called on
-        rank 0 in the background.
+        `earlier_step` is the step of the previous checkpoint, with which this one shares what never changes.
+        `when_complete` is called on rank 0 in the background.
+
+        Raises:
+            DiskError: The checkpoint, or the previous one, could not be written.
+            DeadlineExceeded: The previous checkpoint took too long.
         """
         begun_s = time.monotonic()
         self.wait()
@@ -131,7 +144,10 @@ class CheckpointWriter:
         self._under_way = self._thread.submit(*work)
 
     def take_metrics(self) -> dict[str, float]:
-        """What a checkpoint that was completed since the last call took. Raises, on every rank, what stopped it."""
+        """Return the metrics of a checkpoint completed since the last call.
+
+        An error that stopped the checkpoint is raised on every rank.
+        """
         with self._trainer.published.led():
             if self._under_way is not None and self._under_way.done() and self._trainer.accelerator.is_main_process:
                 self._await()
@@ -139,7 +155,13 @@ class CheckpointWriter:
         return taken
 
     def wait(self) -> None:
-        """Until none is under way. Raises, on every rank, what stopped it, and DeadlineExceeded."""
+        """Wait until no checkpoint is pending.
+
+        An error that stopped the checkpoint is raised on every rank.
+
+        Raises:
+            DeadlineExceeded: The checkpoint took longer than learner.checkpoint.timeout_s.
+        """
         with self._trainer.published.led():
             if self._trainer.accelerator.is_main_process:
                 self._await()
@@ -151,7 +173,7 @@ class CheckpointWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """The one under way survives an error that ends the run, but nobody waits for it who wants to stop now."""
+        """Complete the pending checkpoint, unless the run ends with KeyboardInterrupt."""
         if kind is None or not issubclass(kind, KeyboardInterrupt):
             try:
                 self._await()
@@ -182,7 +204,10 @@ class CheckpointWriter:
         self._trainer.accelerator.wait_for_everyone()
 
     def _keeps_reference(self, aside: Path, earlier_step: int | None) -> bool:
-        """What never changes is files under several names, which are there as long as one of them is."""
+        """Hard-link the previous checkpoint's reference if it never changes.
+
+        Returns whether it is linked. Linked files exist as long as one checkpoint has them.
+        """
         accelerator, reference, is_linked = self._trainer.accelerator, self._trainer.reference, False
         if reference is None or not reference.never_changes or earlier_step is None:
             return False
@@ -190,7 +215,7 @@ class CheckpointWriter:
             try:
                 _link_all(checkpoint_of(self._directory, earlier_step) / REFERENCE, aside / REFERENCE)
                 is_linked = True
-            except OSError as error:  # a file system without links, or somebody has removed the one before
+            except OSError as error:  # the file system has no links, or the previous checkpoint was removed
                 log.info("the reference is written once more: %s", error)
                 shutil.rmtree(aside / REFERENCE, ignore_errors=True)
         return bool(broadcast(torch.tensor([is_linked], device=accelerator.device)))
@@ -204,7 +229,7 @@ class CheckpointWriter:
         return export
 
     def _begin_shards(self, aside: Path, *, with_reference: bool) -> list[Future[Any]]:
-        """Of what every rank holds the whole of, rank 0 writes it."""
+        """Start writing this rank's shards; rank 0 alone writes an unsharded policy."""
         trainer, accelerator = self._trainer, self._trainer.accelerator
         if not (accelerator.is_fsdp2 or accelerator.is_main_process):
             return []
@@ -235,7 +260,7 @@ def _accompany(shards: list[Future[Any]]) -> dict[str, float]:
 
 
 def make_durable(directory: Path) -> float:
-    """Return the bytes of the files that are not another checkpoint's too."""
+    """Sync the directory; return the bytes of files that no other checkpoint links."""
     num_bytes = 0.0
     for path in directory.rglob("*"):
         sync(path)

@@ -1,1 +1,1 @@
-"""One step: `ScoredGroup`s to micro-batches, loss, gradient and new weights, on every rank."""
+"""Training step on every rank: `ScoredGroup`s to micro-batches, loss, gradient and new weights."""

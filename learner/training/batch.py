@@ -1,8 +1,9 @@
-"""Scored groups to rows, and rows to the tensors of a forward pass. Between rollouts and the loss; packing.py is in between, and
-says which rows go together.
+"""Conversion of scored groups to rows, and of rows to the tensors of a forward pass.
 
-Suffixes: G episodes of a group, B rows (branches; an episode of one turn has one, its completion), T tokens of the longest branch:
-index t of a _BT tensor belongs to token t of its branch.
+packing.py, between the two, decides which rows share a pass.
+
+Suffixes: G episodes of a group, B rows (branches; a single-turn episode has one branch, its completion), T
+tokens of the longest branch. Index t of a _BT tensor belongs to token t of its branch.
 """
 
 from itertools import count, groupby
@@ -24,12 +25,13 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     prompt_token_ids: np.ndarray
     branch: Branch
     group: int
-    """Rows that stand together and have the same number are of one prompt, or of what was said in its episodes."""
+    """Number of the row's group. Adjacent rows with the same number have the group's prompt, or a later
+    prompt of its episodes."""
     place: int
-    """Of its episode, among all of the step."""
+    """Index of the row's episode among all episodes of the step."""
     advantage: float
     weight: float
-    """Of each of its sampled tokens in the loss of the step."""
+    """Weight of each of the row's sampled tokens in the loss of the step."""
     entered_version: int
 
     @property
@@ -38,7 +40,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """What one forward pass and its loss read, on the learner's device."""
+    """Inputs of one forward pass and its loss, on the learner's device."""
 
     pack: Pack
     mask_BT: torch.Tensor
@@ -51,14 +53,15 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     proximal_logprobs_BT: torch.Tensor | None = None
     reference_logprobs_BT: torch.Tensor | None = None
     policy_mask_BT: torch.Tensor | None = None
-    """The last three: what precompute_logprobs found, where the loss needs it."""
+    """Mask from precompute_logprobs, like the two fields above; each is set only if the loss needs it."""
 
 
 def step_rows(groups: list[ScoredGroup], advantages_P_G: list[list[float]], config: LearnerConfig) -> list[list[Row]]:
-    """Return every branch of the step, by group. Those of an episode share its advantage.
+    """Return every branch of the step, by group.
 
-    Weights come from the counts over the whole step, before a group without signal is left out; what mask_truncated leaves out does not
-    count, except for dr_grpo, which divides by a constant.
+    The branches of an episode share its advantage. Weights derive from counts over the whole step, before
+    groups without signal are dropped. Branches that `mask_truncated` excludes do not count, except for
+    dr_grpo, which divides by a constant.
     """
     is_constant = config.loss.mean_over == "dr_grpo"
     kept = [
@@ -96,8 +99,10 @@ def step_rows(groups: list[ScoredGroup], advantages_P_G: list[list[float]], conf
 
 
 def trained_rows(groups: list[ScoredGroup], advantages_P_G: list[list[float]], config: LearnerConfig) -> list[Row]:
-    """The branches that carry the loss: those of groups with signal, and of all groups if there is a KL or an entropy in
-    the loss, which need no signal; with mask_truncated, only the finished ones.
+    """Return the branches that carry the loss.
+
+    These are the branches of groups with signal. With a KL or an entropy term in the loss, which needs no
+    signal, they are the branches of all groups. With `mask_truncated`, only finished branches remain.
     """
     needs_no_signal = config.loss.entropy_coef > 0 or (config.kl.is_on and config.kl.place == "loss")
     return [
@@ -110,12 +115,15 @@ def trained_rows(groups: list[ScoredGroup], advantages_P_G: list[list[float]], c
 
 
 def is_masked(branch: Branch, config: LearnerConfig) -> bool:
-    """Whether the loss leaves a branch out because it was cut off."""
+    """Return whether the loss excludes a branch because it was truncated."""
     return config.loss.mask_truncated and branch.finish_reason == "length"
 
 
 def micro_batch(rows: list[Row], device: torch.device) -> MicroBatch:
-    """Rows of one group that stand together share what their prompts have in common. Without rows: one token that is masked out."""
+    """Pack rows into a micro-batch; without rows, return one masked token.
+
+    Adjacent rows of one group share the computation of their common prompt prefix.
+    """
     is_trained = bool(rows)
     rows = rows or [_masked_row()]
     shape_BT = (len(rows), max(len(row.branch.token_ids) for row in rows))
@@ -124,7 +132,7 @@ def micro_batch(rows: list[Row], device: torch.device) -> MicroBatch:
     versions_BT = np.full(shape_BT, UNKNOWN_VERSION, np.int64)
     for b, row in enumerate(rows):
         branch, end = row.branch, len(row.branch.token_ids)
-        # A logprob that is no number (an engine near a collapse) takes its token out of everything.
+        # Exclude tokens whose logprob is NaN or inf, which an engine near a collapse returns.
         mask_BT[b, :end] = is_trained & branch.is_sampled_T & np.isfinite(branch.behaviour_logprobs)
         behaviour_logprobs_BT[b, :end] = branch.behaviour_logprobs
         versions_BT[b, :end] = branch.versions_T
@@ -165,11 +173,13 @@ def _masked_row() -> Row:
 def row_weight(
     normalization: Normalization, *, row_tokens: int, num_tokens: int, num_rows: int, max_tokens: int
 ) -> float:
-    """The weight of each sampled token of an episode; counts are over the whole step, all ranks.
+    """Return the weight of each sampled token of an episode.
 
-    token:    1 / num_tokens, every token alike                          (DAPO, arXiv 2503.14476)
-    sequence: 1 / (num_rows · row_tokens), every episode alike           (GRPO, arXiv 2402.03300)
-    dr_grpo:  1 / (num_rows · max_tokens), a constant                    (Dr. GRPO, arXiv 2503.20783)
+    Counts are over the whole step and all ranks.
+
+        token:    1 / num_tokens, equal for every token                      (DAPO, arXiv 2503.14476)
+        sequence: 1 / (num_rows · row_tokens), equal for every episode       (GRPO, arXiv 2402.03300)
+        dr_grpo:  1 / (num_rows · max_tokens), a constant                    (Dr. GRPO, arXiv 2503.20783)
     """
     match normalization:
         case "token":

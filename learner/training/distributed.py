@@ -1,7 +1,7 @@
-"""What the ranks of one learner say to each other: rank 0 has the rollouts, every rank trains on its share of the rows.
+"""Communication between the ranks of a learner: rank 0 shares the groups, every rank trains on its rows.
 
-Groups travel as the same msgpack and raw frames as on the wire: none is pickled between ranks either.
-If the policy is sharded, all ranks have a part in each of its passes, so each makes as many of them.
+Groups are encoded as on the wire, in msgpack and raw frames, never pickled. All ranks take part in every pass
+of a sharded policy, so each rank runs the same number of passes.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ PINNED = {
     "ACCELERATE_MIXED_PRECISION": ("no", "passes compute in the run's dtype (dtype)"),
     "ACCELERATE_DYNAMO_BACKEND": ("no", "learner.compile decides what is compiled"),
 }  # fmt: skip
-"""Variables that accelerate would obey: the value that `make_accelerator` sets instead, and why."""
+"""Environment variables of accelerate that `make_accelerator` overrides: the value it sets, and why."""
 NO_NAMES = (
     "its parameters cannot be gathered one at a time under their names; FSDP2 shares a policy here (fsdp_version: 2)"
 )
@@ -47,7 +47,7 @@ REFUSED = {
     "they would train other rows, and reduce their gradients over other ranks",
     "FSDP_IGNORED_MODULES": "the gradients of modules that FSDP2 ignores are reduced over no ranks",
 }
-"""Variables that would change what is trained, each with the reason of its refusal."""
+"""Environment variables that would change what is trained, each with the reason it is refused."""
 UNSET = {"", "false", "0"}
 DISAGREEMENT = (
     "No rank has changed its weights in this step. Give all ranks the same config, software and kind of device, then start them again, with "
@@ -56,13 +56,13 @@ DISAGREEMENT = (
 
 
 class StepBatch(Part):
-    """The groups of one optimizer step; None ends the run."""
+    """Groups of one optimizer step, or None at the end of the run."""
 
     groups: list[ScoredGroup] | None
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank is about to do in the passes of a step."""
+    """Description of the passes that a rank is about to run for a step."""
 
     step: str
     attention: str
@@ -72,18 +72,18 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     num_rows: int
     num_tokens: int
     rows: str
-    """Digest of the rows in their order: group, episode, prompt and completion tokens."""
+    """Digest of the rows in order: group, episode, prompt and completion tokens."""
     num_micro_batches: list[int]
-    """Of each rank."""
+    """Number of micro-batches of each rank."""
     micro_batches: str
-    """Digest of which rows lie in which micro-batch of which rank."""
+    """Digest of the assignment of rows to micro-batches and ranks."""
 
 
 def make_accelerator(**settings: Any) -> Accelerator:
-    """Return accelerate's Accelerator, whatever the environment says about gradients and dtypes.
+    """Return an Accelerator without the environment's gradient and dtype settings.
 
     Raises:
-        ConfigError: The environment asks for a way to share work that gives wrong gradients here.
+        ConfigError: The environment requests a kind of parallelism that would give wrong gradients here.
     """
     is_first = os.environ.get("RANK", "0") == "0"
     for name, reason in REFUSED.items():
@@ -104,11 +104,18 @@ def make_accelerator(**settings: Any) -> Accelerator:
 
 @contextmanager
 def ranks_of(run: LearnerRun) -> Iterator[Accelerator]:
-    """Meet the other ranks, and part in the end. While rank 0 waits for the server it says so (policy/published.py), so none is silent for long.
+    """Join the other ranks, and leave them on exit.
 
-    Gloo's threads abort a process that ends before them. And a model of several ranks that outlives their group would take it along
-    when it is freed, waiting, with the GIL held, for a thread that may wait for the GIL: so whatever has it must have returned.
-    Whatever it led to here that another rank has died (SystemExit) or hangs (RankFailed), it is told as that (rank_watch.py).
+    While rank 0 waits for the server, it signals this to the other ranks (policy/published.py), so their
+    collectives do not time out.
+
+    On exit the process group ends, because Gloo's threads abort a process that exits before them. A
+    distributed model must not outlive the group: freeing it would free the group too, waiting with the GIL
+    held for a thread that may need the GIL. Every frame that holds the model must therefore have returned.
+
+    Raises:
+        SystemExit: Another rank has died, whatever error this caused here (rank_watch.py).
+        RankFailed: Another rank has stopped with an error or hangs.
     """
     patience = InitProcessGroupKwargs(timeout=timedelta(seconds=run.learner.rank_timeout_s))
     accelerator = make_accelerator(kwargs_handlers=[patience])
@@ -130,7 +137,7 @@ def ranks_of(run: LearnerRun) -> Iterator[Accelerator]:
 
 
 def share_groups(accelerator: Accelerator, groups: list[ScoredGroup] | None) -> list[ScoredGroup] | None:
-    """Give every rank the groups that rank 0 took (the others pass None)."""
+    """Send rank 0's groups to every rank; the other ranks pass None."""
     if accelerator.num_processes == 1:
         return groups
     packed = pack(StepBatch(groups=groups)) if accelerator.is_main_process else b""
@@ -140,10 +147,13 @@ def share_groups(accelerator: Accelerator, groups: list[ScoredGroup] | None) -> 
 def my_batches(
     accelerator: Accelerator, policy: nn.Module, rows: list[Row], config: LearnerConfig, step: str
 ) -> list[MicroBatch]:
-    """Return this rank's micro-batches; of a sharded policy's, with masked ones up to the most that a rank has.
+    """Return this rank's micro-batches.
+
+    With a sharded policy, masked micro-batches pad every rank to the same number. `step` names the step in
+    errors.
 
     Raises:
-        RanksDisagree: The ranks would take other rows, or pass over them in another way. `step` says in which step.
+        RanksDisagree: The ranks would train on different rows, or run their passes differently.
     """
     layout = layout_of(accelerator, policy, config)
     shares = [cut(share, layout) for share in share_out(rows, accelerator.num_processes, layout)]
@@ -157,7 +167,7 @@ def my_batches(
 
 
 def plan_of(model: Any, rows: list[Row], shares: Sequence[list[list[Row]]], layout: Layout, step: str) -> StepPlan:
-    """Return what this rank is about to do. `shares` are the micro-batches of every rank."""
+    """Return this rank's plan; `shares` are the micro-batches of every rank."""
     place_of = {id(row): place for place, row in enumerate(rows)}
     content, places = hashlib.sha256(), hashlib.sha256()
     for row in rows:
@@ -179,18 +189,21 @@ def plan_of(model: Any, rows: list[Row], shares: Sequence[list[list[Row]]], layo
 
 
 def layout_of(accelerator: Accelerator, policy: nn.Module, config: LearnerConfig) -> Layout:
-    """How rows lie in a pass of the policy, by its attention and its shape."""
+    """Return how the policy's passes arrange rows, given its attention and its shape."""
     model: Any = accelerator.unwrap_model(policy)
     text = model.config.get_text_config()
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    # 2 operations a parameter and token; 4 a dimension, layer and pair of tokens: its score and its share of the value.
+    # 2 operations per parameter and token. Per dimension, layer and token pair, 4 operations: the score and
+    # the share of the value.
     pair_cost = 2 * text.num_hidden_layers * text.hidden_size / num_parameters
     max_tokens = config.tokens_per_pass(accelerator.device.type)
     return Layout(max_tokens=max_tokens, is_packed=is_packed(model), pair_cost=pair_cost)
 
 
 def gradient_sync(accelerator: Accelerator, policy: nn.Module, *, is_last: bool) -> AbstractContextManager[None]:
-    """Around the forward and backward pass of a micro-batch: reduce the gradient over the ranks with the last one's alone; that
-    of a sharded policy with every one's, because until it is reduced each rank holds the whole model's.
+    """Return the context for the forward and backward pass of one micro-batch.
+
+    Gradients are reduced over the ranks with the last micro-batch only. A sharded policy reduces them with
+    every micro-batch, because until then each rank holds the gradient of the whole model.
     """
     return nullcontext() if is_last or accelerator.is_fsdp2 else accelerator.no_sync(policy)

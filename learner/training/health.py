@@ -1,7 +1,7 @@
-"""Signs that training is going off-policy, said once when they appear. Rank 0; after the metrics of a step.
+"""Warnings about signs of off-policy divergence in the metrics of a step, on rank 0.
 
-The bounds are the field's rules of thumb (verl's rollout correction, TRL's and prime-rl's issue threads): above them runs
-have collapsed, below them they rarely do.
+The bounds are rules of thumb (verl's rollout correction, issue threads of TRL and prime-rl). Runs have
+collapsed above them, and rarely do below.
 """
 
 import logging
@@ -12,13 +12,13 @@ ADVICE = "lower max_staleness or the learning rate, or set learner.correction"
 
 
 class Health:
-    """Remembers which signs the last step showed, so that a lasting one is said once."""
+    """Monitor that logs a sign once when it appears, not again while it lasts."""
 
     def __init__(self) -> None:
         self._shown: set[str] = set()
 
     def watch(self, step: int, metrics: dict[str, float]) -> None:
-        """Log the signs that this step shows and the last one did not."""
+        """Log the signs that this step shows and the previous step did not."""
         signs = unhealthy(metrics)
         for name in signs.keys() - self._shown:
             log.warning("step %d: %s", step, signs[name])
@@ -26,7 +26,7 @@ class Health:
 
 
 def unhealthy(metrics: dict[str, float]) -> dict[str, str]:
-    """Return what is out of bounds, by the name of its metric, in words."""
+    """Return a description of each metric that is out of bounds, by metric name."""
     signs = {}
     ratio_mean = metrics.get("policy/ratio_mean", 1.0)
     if not 0.5 <= ratio_mean <= 2:
@@ -42,7 +42,7 @@ def unhealthy(metrics: dict[str, float]) -> dict[str, str]:
     if (clipped := metrics.get("loss/clipped_frac", 0.0)) > 0.25:
         signs["loss/clipped_frac"] = f"{clipped:.0%} of the tokens are clipped, above 25 %; {ADVICE}"
     share, multiplier = metrics.get("loss/max_token_share", 0.0), metrics.get("loss/max_token_multiplier", 1.0)
-    if share > 0.1 and multiplier > 3:  # a token may be much of a step in which few completions have an advantage
+    if share > 0.1 and multiplier > 3:  # the share alone may be large where few completions have an advantage
         signs["loss/max_token_share"] = (
             f"one token is {share:.0%} of an update's gradient, {multiplier:.3g} times what its advantage makes it; lower "
             'learner.loss.dual_clip, or set learner.correction.weight = "mask"'

@@ -1,14 +1,15 @@
-"""The metrics of a step, from sums over its tokens, from its groups and from its time. Names: DESIGN's `area/name`.
+"""Metrics of a step, computed from its token sums, groups and timings. Names follow `area/name` (DESIGN).
 
     loss of each micro-batch ─▶ sums, Extremes, Mismatch ─▶ all ranks ─▶ metrics of the step
-    counts, seconds ─▶ throughput: arithmetic of N tokens and their (query, key) pairs = 6 · P · N + 12 · L · H · pairs
+    counts, seconds ─▶ throughput: operations of N tokens = 6 · P · N + 12 · L · H · (query, key) pairs
 
-Extremes are what a mean hides: the extreme ratios, and how much of an update's gradient one token is. Mismatch is how far the logprobs
-are from those of each server, so that a wrong server is not lost in the mean of many. The arithmetic counts what training the whole
-model needs, forward and backward, with the P parameters that a token goes through: no second pass of gradient checkpointing or of a
-reference, nothing that LoRA or a cut last layer saves, no padding.
-
-Suffixes: U updates, N micro-batches, ranks or episodes of the step (M, R), B branches, T tokens of the longest.
+Extremes holds what a mean hides: the extreme ratios, and one token's share of an update's gradient. Mismatch
+measures the logprob difference to each server, so that a wrong server stands out. The arithmetic counts
+forward and backward passes of the whole model, with the P parameters that are active per token. It excludes
+recomputation by checkpointing, the reference pass and padding, and does not subtract what LoRA or a cut last
+layer saves.
+Suffixes: U updates, N micro-batches, ranks or episodes of the step (M, R), B branches, T tokens of the
+longest.
 """
 
 import math
@@ -33,23 +34,24 @@ from learner.rollouts.scored_group import ScoredGroup
 from learner.training.packing import Piece, num_pairs, num_tokens
 
 MAX_NATS = 20.0
-"""As in the loss: beyond it a ratio is no different."""
+"""Bound on the absolute log-ratio, in nats, as in the loss."""
 MIN_PULL = 1e-12
-"""Of a row whose advantage is 0."""
+"""Lower bound for the pull by weight and advantage, which is 0 where the advantage is 0."""
 OF_SERVER = "mismatch of "
-"""Begins the names of these numbers, which are no metrics: an endpoint follows."""
+"""Prefix of per-server values, which are not metrics; the server's endpoint follows."""
 PEAK_TFLOPS = {
     "B200": 2250.0, "H200": 989.0, "H100 PCIe": 756.0, "H100": 989.0, "GH200": 989.0, "A100": 312.0, "L40S": 362.0, "A10": 125.0,
     "RTX 4090": 165.0,
 }  # fmt: skip
-"""Dense bfloat16, by a part of the device's name; the first that fits."""
+"""Peak dense bfloat16 TFLOPS by substring of the device name; the first match counts."""
 TERA = 1e12
 
 
 def loss_metrics(total: Sums, config: LearnerConfig) -> dict[str, float]:
-    """Turn sums over all updates and ranks into means over the tokens trained on.
+    """Turn sums over all updates and ranks into means over the trained tokens.
 
-    policy/ess is the effective sample size as a share: (Σ r)² / (n Σ r²), r the ratio to the behaviour policy.
+    policy/ess is the effective sample size as a share: (Σ r)² / (n Σ r²), with r the ratio to the behavior
+    policy.
     """
     sums = {name: value.item() for name, value in total.items() if value.dim() == 0}
     trained = max(sums["tokens"], 1.0)
@@ -57,7 +59,7 @@ def loss_metrics(total: Sums, config: LearnerConfig) -> dict[str, float]:
         "loss/policy": sums["loss"] / config.updates_per_batch,
         "loss/clipped_frac": sums["clipped"] / trained,
     }
-    if sums["tokens"]:  # without tokens nothing was measured; 0 would look like agreement
+    if sums["tokens"]:  # without tokens nothing was measured, and 0 would look like agreement
         metrics["policy/entropy"] = sums["entropy"] / trained
         metrics["policy/behaviour_kl"] = sums["behaviour_kl"] / trained
         metrics["policy/ratio_mean"] = sums["ratio"] / trained
@@ -85,7 +87,10 @@ def _correction_metrics(sums: dict[str, float], total: Sums, trained: float) -> 
 
 
 def group_metrics(groups: list[ScoredGroup], version: int) -> dict[str, float]:
-    """Rewards, lengths and staleness of the groups of one step. What no completion was scored for has no mean, not a mean of 0."""
+    """Return rewards, lengths and staleness of the groups of one step.
+
+    A reward that no completion has gets no mean, rather than a mean of 0.
+    """
     rewards = [reward for group in groups for reward in _scored(group)]
     episodes = [branches for group in groups for branches in group.branches_G]
     stalenesses = [staleness(group, version) for group in groups]
@@ -117,7 +122,7 @@ def group_metrics(groups: list[ScoredGroup], version: int) -> dict[str, float]:
 
 
 def episode_metrics(groups: list[ScoredGroup]) -> dict[str, float]:
-    """How the episodes went; nothing where there is no environment."""
+    """Return statistics of the episodes, or nothing without an environment."""
     courses = [course for group in groups for course in group.courses_G]
     if not courses:
         return {}
@@ -138,7 +143,7 @@ def episode_metrics(groups: list[ScoredGroup]) -> dict[str, float]:
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
-    """Of this rank: the most memory of the GPU that tensors have held since the last call, and what the process holds now."""
+    """Return this rank's peak GPU memory since the last call and its host memory now."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     metrics = {"memory/host_gib": pages * os.sysconf("SC_PAGE_SIZE") / GIB}
     if device.type == "cuda":
@@ -152,17 +157,20 @@ def _scored(group: ScoredGroup) -> list[float]:
 
 
 def num_nonfinite(branch: Branch) -> int:
-    """Tokens whose behaviour logprob is no number; they are left out of everything."""
+    """Count the tokens whose behavior logprob is NaN or inf, which training excludes."""
     return int((~np.isfinite(branch.behaviour_logprobs)).sum())
 
 
 def staleness(group: ScoredGroup, version: int) -> int:
-    """Learner's version minus the oldest in the group; groups kept over a resume may carry newer ones, which count as 0."""
+    """Return how many versions the group's oldest token is behind the learner.
+
+    A group kept over a resume may carry a newer version, which counts as 0.
+    """
     return max(0, version - group.oldest_version)
 
 
 class StepTimer:
-    """Wall time of the named phases of one step; what no phase covers is `other`."""
+    """Wall-clock time of the named phases of a step; the rest is `other`."""
 
     def __init__(self) -> None:
         self._started = time.monotonic()
@@ -184,17 +192,18 @@ class StepTimer:
 
 
 class Extremes:
-    """Since the last `take`."""
+    """Extreme ratios and gradient shares since the last `take`."""
 
     def __init__(self) -> None:
         self._seen: list[torch.Tensor] = []
-        """Of each micro-batch, where it was computed, since to look at it now would wait for the GPU: -lowest and highest log-ratio,
-        largest pull and its multiplier, sum of the pulls."""
+        """Per micro-batch: negated lowest log-ratio, highest log-ratio, largest pull, its multiplier, and the
+        sum of pulls. The tensors stay on the GPU, because reading them now would wait for it."""
 
     def see(self, log_ratio_BT: torch.Tensor, pull_BT: torch.Tensor, plain_pull_B: torch.Tensor) -> None:
-        """Log-ratios to the behavior policy and |∂ loss / ∂ logprob|, both 0 outside the mask: a ratio of 1 is no extreme.
+        """Record log-ratios to the behavior policy and pulls, |∂ loss / ∂ logprob|.
 
-        `plain_pull_B`: of a row's tokens by weight and advantage alone.
+        Both are 0 outside the mask: a ratio of 1 is never extreme. `plain_pull_B` is the pull of a row's
+        tokens by weight and advantage alone.
         """
         low, high = log_ratio_BT.float().nan_to_num().aminmax()
         pull_BT = pull_BT.float().nan_to_num()
@@ -203,10 +212,12 @@ class Extremes:
         self._seen.append(torch.stack([-low, high, pull, pull / plain_pull.clamp(min=MIN_PULL), pull_BT.sum()]))
 
     def take(self, accelerator: Accelerator, num_updates: int) -> dict[str, float]:
-        """Return the metrics of the updates since, each with as many micro-batches, of all ranks, each of which calls this.
+        """Return the metrics since the last call, over all ranks.
 
-        loss/max_token_share: the largest share that one token has of Σ |∂ loss / ∂ logprob| over the tokens of an update.
-        loss/max_token_multiplier: how much more that token pulls than its row's weight and advantage make it.
+        Every rank must call this. Each update has the same number of micro-batches.
+
+            loss/max_token_share: largest share of one token in Σ |∂ loss / ∂ logprob| over an update's tokens
+            loss/max_token_multiplier: that token's pull, relative to the pull by weight and advantage alone
         """
         nothing = [torch.zeros(5, device=accelerator.device)] * num_updates
         seen_UM5 = torch.stack(self._seen or nothing).view(num_updates, -1, 5)
@@ -222,26 +233,29 @@ class Extremes:
 
 
 def _joined(seen_UN5: torch.Tensor) -> torch.Tensor:
-    """Of each update, over its micro-batches or ranks."""
+    """Reduce each update over its micro-batches or ranks."""
     heaviest_U11 = seen_UN5[..., 2:3].argmax(dim=1, keepdim=True)
     heaviest_U2 = seen_UN5[..., 2:4].gather(1, heaviest_U11.expand(-1, -1, 2)).squeeze(1)
     return torch.cat([seen_UN5[..., :2].amax(dim=1), heaviest_U2, seen_UN5[..., 4:].sum(dim=1)], dim=1)
 
 
 class Mismatch:
-    """Since the last `take`."""
+    """Logprob differences to the servers since the last `take`."""
 
     def __init__(self) -> None:
         self._seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """(places_B, sum and number of tokens by branch) of each micro-batch, where they were computed."""
+        """Per micro-batch: places_B, and per branch the sum and number of tokens, on their device."""
 
     def see(self, places_B: torch.Tensor, fresh_BT: torch.Tensor, mismatch_BT: torch.Tensor) -> None:
-        """|Δ logprob|, of which the fresh ones count."""
+        """Record |Δ logprob| of the fresh tokens."""
         sums_B = torch.where(fresh_BT, mismatch_BT, 0.0).sum(dim=1)
         self._seen.append((places_B, torch.stack([sums_B.double(), fresh_BT.sum(dim=1).double()], dim=1)))
 
     def take(self, accelerator: Accelerator, groups: list[ScoredGroup]) -> dict[str, float]:
-        """The mean of each server, if they are several, of all ranks, each of which calls this."""
+        """Return each server's mean over all ranks, or nothing if there is one server.
+
+        Every rank must call this.
+        """
         seen, self._seen = self._seen, []
         servers = sorted({group.server for group in groups})
         if len(servers) == 1:
@@ -259,7 +273,10 @@ class Mismatch:
 
 
 def take_mismatches(metrics: dict[str, float], groups: list[ScoredGroup]) -> dict[str, float]:
-    """Take those of all servers out of a step's metrics, by endpoint; that of a single one is a metric, and stays."""
+    """Remove the per-server mismatches from a step's metrics; return them by endpoint.
+
+    The mismatch of a single server is a metric, and stays.
+    """
     of_servers = {
         name.removeprefix(OF_SERVER): metrics.pop(name) for name in list(metrics) if name.startswith(OF_SERVER)
     }
@@ -269,7 +286,7 @@ def take_mismatches(metrics: dict[str, float], groups: list[ScoredGroup]) -> dic
 
 
 class Devices(NamedTuple):
-    """What the learner computes on: one for each rank."""
+    """Devices of the learner, one per rank."""
 
     device: torch.device
     num: int
@@ -280,21 +297,21 @@ class Devices(NamedTuple):
 
 
 def train_flops(shape: ModelShape, pieces: Sequence[Piece]) -> float:
-    """Of one forward and backward pass over these pieces."""
+    """Return the operations of one forward and backward pass over these pieces."""
     linear = 6 * (shape.num_active - shape.num_embedding) * sum(map(num_tokens, pieces))
     attention = 12 * shape.num_layers * shape.hidden_size * sum(map(num_pairs, pieces))
     return float(linear + attention)
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """None: not known."""
+    """Return the device's peak TFLOPS, or None if unknown."""
     return next((peak for part, peak in PEAK_TFLOPS.items() if part in device_name), None)
 
 
 def throughput(
     groups: Sequence[ScoredGroup], train_tflop: float | None, step_s: float, devices: Devices
 ) -> dict[str, float]:
-    """Tokens and arithmetic per second and device, over the whole step, waits included."""
+    """Return tokens and TFLOPS per device, over the whole step including waits."""
     tokens = sum(
         len(group.prompt_of(branch)) + len(branch.token_ids) for group in groups for branch in group.completions
     )

@@ -1,7 +1,7 @@
-"""The optimizer that a config asks for, and whether its gradients and weights are finite.
+"""The configured optimizer, and checks that gradients and weights are finite.
 
-Every rank decides alike, from what all of them have together. Invariant: weights that are NaN or inf leave `train_on` only as an error,
-so they are never pushed and never saved.
+Every rank decides from values reduced over all ranks, so all decide alike. Invariant: if weights are NaN or
+inf, `train_on` raises, so they are never sent to a server or saved.
 """
 
 from collections.abc import Iterator
@@ -18,10 +18,13 @@ from protocol.installation import install_command
 
 
 def make_optimizer(policy: nn.Module, settings: OptimizerConfig, learning_rate: float) -> torch.optim.Optimizer:
-    """Return AdamW (arXiv 1711.05101) over the policy's trainable parameters, as one kernel that reads and writes every tensor once;
-    or with moments of 8 bits (arXiv 2110.02861). Weight decay applies to matrices alone.
+    """Return AdamW (arXiv 1711.05101), or AdamW with 8-bit moments (arXiv 2110.02861).
 
-    Raises ConfigError if the library for 8 bits is missing.
+    AdamW runs as one fused kernel that reads and writes every tensor once. Weight decay applies to matrices
+    only.
+
+    Raises:
+        ConfigError: The library for 8-bit moments is missing.
     """
     exempt = {id(parameter) for parameter in _without_decay(policy)}
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
@@ -37,8 +40,10 @@ def make_optimizer(policy: nn.Module, settings: OptimizerConfig, learning_rate: 
 
 
 def _without_decay(policy: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield what decay would only distort: norms and biases (vectors), embeddings, also where the head shares one, and what a family
-    of transformers marks itself.
+    """Yield the parameters without weight decay.
+
+    These are norms and biases (vectors), embeddings, also when tied to the head, and parameters that
+    transformers marks.
     """
     for module in policy.modules():
         for parameter in module.parameters(recurse=False):
@@ -59,11 +64,14 @@ def _adamw_8bit() -> Any:
 
 
 class NotFiniteError(SlipstreamError):
-    """Gradients or weights are no numbers, and to go on would not mend it."""
+    """Gradients or weights are NaN or inf, and continuing would not help."""
 
 
 def require_finite_weights(accelerator: Accelerator, policy: nn.Module, told: str) -> None:
-    """Raise NotFiniteError on every rank if a weight of any rank is no number; `told` says whose weights they are."""
+    """Raise NotFiniteError on every rank if any rank has a NaN or inf weight.
+
+    The last argument names the weights in the error message.
+    """
     policy = accelerator.unwrap_model(policy)
     reshard(policy)
     broken = [name for name, parameter in policy.named_parameters() if not bool(local(parameter).isfinite().all())]

@@ -1,9 +1,9 @@
-"""Which rows go together: a step's rows to ranks and micro-batches, so that every prompt is computed as seldom as possible.
+"""Assignment of a step's rows to ranks and micro-batches, with each prompt computed as rarely as possible.
 
-    rows ─▶ pieces: a group's rows, cut where they exceed the budget ─▶ ranks, evened out by arithmetic ─▶ micro-batches
+    rows ─▶ pieces: a group's rows, split above the token budget ─▶ ranks, balanced by cost ─▶ micro-batches
 
-Between rows (batch.py) and the forward pass. Invariant: every row is in exactly one micro-batch of one rank, and every rank that
-calls share_out with the same rows gets the same answer.
+Invariant: every row is in exactly one micro-batch of one rank. Every rank that calls share_out with the same
+rows gets the same result.
 """
 
 import heapq
@@ -17,26 +17,27 @@ from learner.forward.pack import MIN_SHARED, common_length
 from learner.training.batch import Row
 
 Piece = list[Row]
-"""Rows of one group that share one computation of what their prompts have in common."""
+"""Rows of one group that share one computation of their common prompt prefix."""
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """How rows lie in a forward pass, and what a pass over them costs."""
+    """Arrangement of rows in a forward pass, and the cost of a pass."""
 
     max_tokens: int
-    """Of a micro-batch; a longer row goes alone."""
+    """Maximum number of tokens of a micro-batch; a longer row forms its own."""
     is_packed: bool
-    """Otherwise every row is padded to the longest of its micro-batch, and has its prompt for itself."""
+    """Whether rows are packed. Otherwise each row is padded to the longest of its micro-batch and carries its
+    own prompt."""
     pair_cost: float
-    """Arithmetic of a (query, key) pair of the attention, in that of a token through everything else."""
+    """Cost of one (query, key) pair of the attention, in units of one token through the rest of the model."""
 
     def cost(self, piece: Piece) -> float:
-        """Of a piece's forward pass, in tokens."""
+        """Return the cost of the piece's forward pass, in tokens."""
         return num_tokens(piece) + self.pair_cost * num_pairs(piece)
 
 
 def pieces_of(rows: Sequence[Row], layout: Layout) -> list[Piece]:
-    """Whole groups as far as they fit into a micro-batch; without packing each row by itself."""
+    """Split rows into groups that fit a micro-batch; unpacked rows stay single."""
     if not layout.is_packed:
         return [[row] for row in rows]
     pieces: list[Piece] = []
@@ -55,7 +56,10 @@ def pieces_of(rows: Sequence[Row], layout: Layout) -> list[Piece]:
 
 
 def num_tokens(piece: Piece) -> int:
-    """Nearly: what a prompt shares with that of the row before it is computed once."""
+    """Return the approximate number of tokens computed for a piece.
+
+    The prefix that a prompt shares with the previous row's prompt counts once.
+    """
     rows_before = [None, *piece[:-1]]
     return sum(
         _num_new(before, row) + len(row.branch.token_ids) for before, row in zip(rows_before, piece, strict=True)
@@ -63,7 +67,7 @@ def num_tokens(piece: Piece) -> int:
 
 
 def num_pairs(piece: Piece) -> float:
-    """(query, key) pairs of its causal attention, likewise."""
+    """Return the approximate number of causal (query, key) pairs of a piece."""
     pairs = 0.0
     for before, row in zip([None, *piece[:-1]], piece, strict=True):
         prompt, length = len(row.prompt_token_ids), len(row.branch.token_ids)
@@ -73,7 +77,7 @@ def num_pairs(piece: Piece) -> float:
 
 
 def _num_new(before: Row | None, row: Row) -> int:
-    """Tokens of a row's prompt that the one before does not begin with."""
+    """Return how many prompt tokens a row does not share with the previous row."""
     length = len(row.prompt_token_ids)
     if before is None:
         return length
@@ -83,9 +87,10 @@ def _num_new(before: Row | None, row: Row) -> int:
 
 
 def share_out(rows: Sequence[Row], num_ranks: int, layout: Layout) -> list[list[Piece]]:
-    """Each rank's pieces, of as even a cost as can be: the dearest first, each to the rank that has least (LPT, Graham 1969).
+    """Return each rank's pieces, with the cost balanced over the ranks.
 
-    A piece that is dearer than a rank's even share is halved, at the price of its prompt.
+    The most expensive remaining piece goes to the rank with the lowest load (LPT, Graham 1969). A piece above
+    a rank's even share is halved, at the cost of computing its prompt again.
     """
     pieces = pieces_of(rows, layout)
     if num_ranks == 1:
@@ -109,7 +114,10 @@ def _halved(piece: Piece, most: float, layout: Layout) -> list[Piece]:
 
 
 def cut(pieces: Sequence[Piece], layout: Layout) -> list[list[Row]]:
-    """The rows of each micro-batch, the longest pieces first, each into the first that has room for it."""
+    """Return the rows of each micro-batch.
+
+    Pieces are placed longest first, each into the first micro-batch with room.
+    """
     if not layout.is_packed:
         return _cut_padded([row for piece in pieces for row in piece], layout.max_tokens)
     batches: list[list[Row]] = []

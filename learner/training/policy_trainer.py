@@ -1,4 +1,4 @@
-"""What every rank trains: the policy, its optimizer, its reference, and what changes with them from step to step."""
+"""State that every rank trains: policy, optimizer and reference, and their changes from step to step."""
 
 from functools import partial
 from pathlib import Path
@@ -32,11 +32,11 @@ from protocol.errors import ConfigError
 
 
 class PolicyTrainer(msgspec.Struct, eq=False, kw_only=True):
-    """The policy as prepared by accelerate and all that belongs to it."""
+    """The policy as prepared by accelerate, and everything trained with it."""
 
     run: LearnerRun
     model_path: Path
-    """Of the model the run began with."""
+    """Directory of the model that the run started from."""
     model_digest: str
     accelerator: Accelerator
     policy: nn.Module
@@ -48,19 +48,22 @@ class PolicyTrainer(msgspec.Struct, eq=False, kw_only=True):
     extremes: Extremes = msgspec.field(default_factory=Extremes)
     mismatch: Mismatch = msgspec.field(default_factory=Mismatch)
     num_skipped_in_a_row: int = 0
-    """Updates whose gradient was no number, up to the newest."""
+    """Number of consecutive updates skipped for a NaN or inf gradient, up to the latest update."""
 
     @property
     def config(self) -> LearnerConfig:
         return self.run.learner
 
     def position(self, version: int) -> str:
-        """Return where the run stands before the step that trains `version`; the same on all ranks."""
+        """Return the run's position before it trains `version`; equal on all ranks."""
         reference = "" if self.reference is None else f", reference {self.reference.state.versions}"
         return f"step {version + 1}{reference}, {self.num_skipped_in_a_row} updates skipped"
 
     def after_step(self, version: int, metrics: dict[str, float]) -> dict[str, float]:
-        """Move the weight of the KL and the reference. Metrics: the weight that was used, the reference there is now."""
+        """Update the KL coefficient and the reference after a step.
+
+        The metrics hold the coefficient that the step used, and the version of the new reference.
+        """
         if self.reference is None:
             return {}
         used_coef = self.kl_coef
@@ -75,22 +78,25 @@ class PolicyTrainer(msgspec.Struct, eq=False, kw_only=True):
         }
 
     def set_kl_coef(self, version: int, measured_kl: float | None) -> None:
-        """Set the weight of the KL for the step that trains `version`; also after a resume, whose `steps` may be others."""
+        """Set the KL coefficient for the step that trains `version`.
+
+        Also called after a resume, because `steps` may have changed.
+        """
         self.kl_coef = next_coef(
             self.config.kl, self.kl_coef, version=version, num_steps=self.config.steps, measured_kl=measured_kl
         )
 
 
 class Passes(msgspec.Struct, frozen=True, kw_only=True):
-    """How the policy's passes go, measured by passes of the loaded model."""
+    """Properties of the policy's passes, measured on the loaded model."""
 
     attention: str
-    """Name of its implementation."""
+    """Name of the attention implementation."""
     logits: LogitMap
 
 
 class RunView(msgspec.Struct, frozen=True, kw_only=True):
-    """What each rank reads for itself and the numbers of a run depend on."""
+    """Inputs that each rank reads itself and that affect the run's results."""
 
     dtype: str
     head_dtype: str | None
@@ -98,20 +104,22 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     learner: LearnerConfig
     model: str
-    """Digest of its files."""
+    """Digest of the model's files."""
     plug_ins: str
     """Digest of the files of the user's objective and advantage."""
     device: str
-    """Its kind: cuda, cpu."""
+    """Kind of device: cuda or cpu."""
     sharding: str
-    """By accelerate, which each rank's environment decides."""
+    """Kind of sharding that accelerate takes from each rank's environment."""
     torch: str
     transformers: str
 
 
 def make_trainer(run_inputs: RunInputs, accelerator: Accelerator, *, is_new: bool) -> PolicyTrainer:
-    """Load the policy and build what trains it. That of a new run is warm-started, if so configured, before the reference is
-    taken from it; everything of another run comes from its checkpoint.
+    """Load the policy and build its optimizer and reference.
+
+    The policy of a new run is warm-started, if configured, before the reference is copied from it. A resumed
+    run restores everything from its checkpoint afterwards.
     """
     run = run_inputs.run
     config = run.learner
@@ -120,7 +128,7 @@ def make_trainer(run_inputs: RunInputs, accelerator: Accelerator, *, is_new: boo
     require_agreement(
         accelerator, _view_of(run_inputs, accelerator), "Give every rank the same config, model files and software"
     )
-    # Frozen weights take no small steps, so they may lie in the dtype in which the server holds them: half the memory.
+    # Frozen weights receive no small updates, so they can have the server's dtype, at half the memory.
     dtype = getattr(torch, run.dtype) if config.lora.rank else torch.float32
     policy = load_policy(
         run_inputs.model_path,
@@ -164,7 +172,7 @@ def _view_of(run_inputs: RunInputs, accelerator: Accelerator) -> RunView:
         head_dtype=run.head_dtype,
         max_model_len=run.server.get("max_model_len"),
         seed=run.seed,
-        learner=msgspec.structs.replace(run.learner, cpu_cores=None),  # each rank has its own
+        learner=msgspec.structs.replace(run.learner, cpu_cores=None),  # differs per rank
         model=run_inputs.model_digest,
         plug_ins=digest_of_plug_ins(run.learner),
         device=accelerator.device.type,
@@ -182,10 +190,10 @@ def _sharding_of(accelerator: Accelerator) -> str:
 
 
 def _settle_alike(policy: Any, accelerator: Accelerator, run: LearnerRun) -> None:
-    """Give every rank the passes that rank 0 settles on.
+    """Apply rank 0's choice of passes on every rank.
 
-    Rank 0 alone is sure to have loaded weights. With fsdp_cpu_ram_efficient_loading, the default of `accelerate launch --use_fsdp`,
-    the others hold zeros until `prepare`, and zeros always agree.
+    Only rank 0 is certain to have loaded weights. With fsdp_cpu_ram_efficient_loading, the default of
+    `accelerate launch --use_fsdp`, the other ranks hold zeros until `prepare`, and zeros always agree.
     """
 
     def settle() -> Passes:
@@ -200,10 +208,10 @@ def _settle_alike(policy: Any, accelerator: Accelerator, run: LearnerRun) -> Non
 
 
 def _prepare(policy: Any, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> tuple[Any, Any]:
-    """Let accelerate prepare both.
+    """Let accelerate prepare the policy and the optimizer.
 
-    With fsdp_cpu_ram_efficient_loading it raises at buffers that are part of a checkpoint, such as the biases of DeepSeek's routers.
-    These are broadcast here, and hidden from accelerate.
+    With fsdp_cpu_ram_efficient_loading, accelerate raises an error for buffers that are part of a checkpoint,
+    such as the router biases of DeepSeek. These buffers are broadcast here and hidden from accelerate.
     """
     if not (accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading):
         return accelerator.prepare(policy, optimizer)
@@ -223,7 +231,7 @@ def _prepare(policy: Any, optimizer: torch.optim.Optimizer, accelerator: Acceler
 
 
 def _refuse_other_sharding(accelerator: Accelerator, run: LearnerRun) -> None:
-    """Refuse what keeps parameters elsewhere than under their own names."""
+    """Refuse sharding that does not keep parameters under their own names."""
     if not accelerator.is_fsdp2:
         if accelerator.distributed_type == DistributedType.FSDP:
             raise ConfigError(

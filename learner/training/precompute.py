@@ -1,7 +1,7 @@
-"""What the policy and the reference say about the tokens of a step before its first update.
+"""Logprobs of the policy and the reference for a step's tokens, computed before its first update.
 
-Between the batch and the loss. All of a step's reference logprobs are computed here, under one reference, and the policy's
-are those of its start, so that no later update of the same step mixes anchors. No gradient.
+All reference logprobs of a step use the same reference. The policy's logprobs are those at the start of the
+step, so later updates of the step never mix anchors. No gradients are computed.
 
 Suffixes: B branches, T tokens of the longest, N episodes of the step.
 """
@@ -18,7 +18,7 @@ from learner.training.policy_trainer import PolicyTrainer
 
 
 def precompute_logprobs(trainer: PolicyTrainer, batches: list[MicroBatch], timer: StepTimer) -> list[MicroBatch]:
-    """Return the micro-batches with the logprobs and the mask that their loss needs beside the policy's own."""
+    """Return the micro-batches with the extra logprobs and mask that the loss needs."""
     config = trainer.config
     if trainer.reference is not None and config.kl.place == "loss":
         with timer("reference"):
@@ -54,7 +54,11 @@ def precompute_logprobs(trainer: PolicyTrainer, batches: list[MicroBatch], timer
 def episode_kls(
     trainer: PolicyTrainer, batches: list[MicroBatch], num_episodes: int, timer: StepTimer
 ) -> tuple[list[float], float]:
-    """Return each episode's KL, summed over its sampled tokens, by its place in the step, and the mean of `reference/kl`, of all ranks."""
+    """Return each episode's KL and the step's mean KL per token, over all ranks.
+
+    An episode's KL is the sum over its sampled tokens, indexed by its place in the step. The mean is
+    `reference/kl`.
+    """
     accelerator = trainer.accelerator
     kls_N = torch.zeros(num_episodes, dtype=torch.float64, device=accelerator.device)
     measured = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
@@ -67,7 +71,7 @@ def episode_kls(
         mask_BT = batch.mask_BT
         d_BT = clamped(masked(reference_BT, mask_BT) - masked(logprobs_BT, mask_BT))
         kls_B = kl_estimate(d_BT, trainer.config.kl.estimator_used).sum(dim=1).double()
-        kls_N.index_add_(0, batch.places_B, kls_B)  # branches of one episode have one place
+        kls_N.index_add_(0, batch.places_B, kls_B)  # all branches of an episode have the same place
         measured += torch.stack([kl_estimate(d_BT, MEASURE).sum().double(), mask_BT.sum().double()])
     kls_N, (kl, num_tokens) = accelerator.reduce(kls_N, "sum"), accelerator.reduce(measured, "sum").tolist()
     return kls_N.tolist(), kl / max(num_tokens, 1.0)
@@ -75,14 +79,20 @@ def episode_kls(
 
 @torch.no_grad()
 def _policy_pass(trainer: PolicyTrainer, batches: list[MicroBatch], entropy: EntropyUse) -> list[Answer]:
-    """(logprobs_BT, entropy_BT) of every micro-batch. Unwrapped: under DDP ranks may have different numbers of them."""
+    """Return (logprobs_BT, entropy_BT) of every micro-batch.
+
+    Runs the unwrapped model, because under DDP ranks may have different numbers of micro-batches.
+    """
     policy = trainer.accelerator.unwrap_model(trainer.policy)
     temperature = trainer.config.sampling.temperature
     return [token_logprobs(policy, batch.pack, temperature, entropy=entropy) for batch in batches]
 
 
 def _entropy_floor(trainer: PolicyTrainer, batches: list[MicroBatch], entropies: list[torch.Tensor]) -> float:
-    """The entropy that top_entropy_frac of the step's trained tokens reach, over all ranks."""
+    """Return the entropy threshold for top_entropy_frac of the step's trained tokens.
+
+    The threshold is over all ranks.
+    """
     accelerator = trainer.accelerator
     trained = [entropy_BT[batch.mask_BT] for batch, entropy_BT in zip(batches, entropies, strict=True)]
     everyone = accelerator.gather(accelerator.pad_across_processes(torch.cat(trained), pad_index=-torch.inf))

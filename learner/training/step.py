@@ -1,10 +1,12 @@
-"""One step: from the groups of a batch to updated weights, and its metrics.
+"""One optimizer step: from the groups of a batch to updated weights and metrics.
 
-    groups ─▶ advantages ─▶ rows ─▶ micro-batches ─▶ precompute_logprobs ─▶ updates_per_batch × (forward, backward, optimizer)
+    groups ─▶ advantages ─▶ rows ─▶ micro-batches ─▶ precompute_logprobs
+           ─▶ updates_per_batch × (forward, backward, optimizer)
 
-Every rank does this with the same groups, each on its share of the rows; what they sum up is the same on all of them.
-Suffixes: B branches, T tokens of the longest; N episodes of the step; _P over the groups (prompts) of the step, _G over the episodes
-of a group.
+Every rank runs this with the same groups, each on its share of the rows. Sums over ranks are equal on all
+ranks.
+Suffixes: B branches, T tokens of the longest branch, N episodes of the step, _P groups (prompts) of the step,
+_G episodes of a group.
 """
 
 import logging
@@ -35,9 +37,12 @@ log = logging.getLogger(__name__)
 
 
 def train_on(trainer: PolicyTrainer, groups: list[ScoredGroup], version: int, timer: StepTimer) -> dict[str, float]:
-    """Train the weights of `version` on one batch of groups. Returns metrics of all ranks' tokens, as far as they are numbers.
+    """Train the weights of `version` on one batch; return the finite metrics.
 
-    Raises NotFiniteError when the weights are no numbers any more, or too many updates in a row had to be skipped.
+    The metrics cover the tokens of all ranks.
+
+    Raises:
+        NotFiniteError: The weights are NaN or inf, or too many updates in a row were skipped.
     """
     accelerator, config = trainer.accelerator, trainer.config
     metrics: dict[str, float] = {}
@@ -68,7 +73,7 @@ def train_on(trainer: PolicyTrainer, groups: list[ScoredGroup], version: int, ti
 
 
 def train_tflop(trainer: PolicyTrainer, rows: list[Row]) -> float:
-    """The arithmetic of the step on all ranks."""
+    """Return the step's arithmetic on all ranks, in TFLOP."""
     if trainer.shape is None:
         return math.nan
     layout = layout_of(trainer.accelerator, trainer.policy, trainer.config)
@@ -76,7 +81,10 @@ def train_tflop(trainer: PolicyTrainer, rows: list[Row]) -> float:
 
 
 def advantages(groups: list[ScoredGroup], config: LearnerConfig) -> list[list[float]]:
-    """The advantages_P_G of the groups of one step, as the config combines the reward functions, or as your function does."""
+    """Return the advantages_P_G of one step's groups.
+
+    The config's built-in rule or the user's own function computes them.
+    """
     rewards_P_G, by_function_P = [group.rewards_G for group in groups], [group.rewards_by_function for group in groups]
     weights = config.reward.weight_by_name
     if config.advantage.function is not None:
@@ -89,7 +97,10 @@ def advantages(groups: list[ScoredGroup], config: LearnerConfig) -> list[list[fl
 def less_kl(
     trainer: PolicyTrainer, groups: list[ScoredGroup], version: int, timer: StepTimer
 ) -> tuple[list[ScoredGroup], float]:
-    """Take kl_coef times its KL to the reference off each episode's reward; also return the mean KL per token."""
+    """Subtract kl_coef times its KL from each episode's reward.
+
+    Also returns the mean KL per token.
+    """
     rows_P_G = step_rows(groups, [[0.0] * len(group.rewards_G) for group in groups], trainer.config)
     rows = [row for rows_G in rows_P_G for row in rows_G]
     batches = my_batches(trainer.accelerator, trainer.policy, rows, trainer.config, trainer.position(version))
@@ -110,25 +121,30 @@ def less_kl(
 
 
 def forward_backward(trainer: PolicyTrainer, batches: list[MicroBatch], version: int, *, is_first_update: bool) -> Sums:
-    """Accumulate the gradient of the step's loss in the policy; return the sums of this rank's tokens."""
+    """Accumulate the gradient of the step's loss; return sums over this rank's tokens."""
     accelerator = trainer.accelerator
     total: Sums = {}
     for i, batch in enumerate(batches):
         with gradient_sync(accelerator, trainer.policy, is_last=i == len(batches) - 1):
             loss, sums = _micro_batch_loss(trainer, batch, version, is_first_update=is_first_update)
-            # Gradients are averaged over ranks; the loss is already a share of the global token mean.
+            # accelerate averages gradients over the ranks, but the loss is already a share of the global
+            # token mean.
             accelerator.backward(loss * accelerator.num_processes)
         total = _added(total, sums)
     return total
 
 
 def optimizer_step(trainer: PolicyTrainer, version: int) -> dict[str, float]:
-    """Take the step, unless the gradient is no number: then the weights stay as they are. Raises NotFiniteError."""
+    """Update the weights, or skip the update if the gradient norm is NaN or inf.
+
+    Raises:
+        NotFiniteError: Too many updates in a row were skipped.
+    """
     config = trainer.config
     rate = learning_rate(config.optimizer, version, config.steps)
     for group in trainer.optimizer.param_groups:
         group["lr"] = rate
-    # Of the gradients as reduced over the ranks, so it is the same on all of them.
+    # clip_grad_norm_ reads the reduced gradients, so the norm is equal on all ranks.
     grad_norm = float(
         trainer.accelerator.clip_grad_norm_(trainer.policy.parameters(), config.optimizer.max_grad_norm) or 0.0
     )
@@ -190,16 +206,18 @@ def _micro_batch_loss(
         entropy_BT=entropy_BT,
         policy_mask_BT=batch.policy_mask_BT,
         length_quarter_B=((lengths_B - 1).clamp(min=0) * NUM_LENGTH_QUARTERS // config.sampling.max_tokens).clamp(
-            max=NUM_LENGTH_QUARTERS - 1  # an episode of several turns
+            max=NUM_LENGTH_QUARTERS - 1  # an episode of several turns may exceed max_tokens
         ),
     )
     loss, sums = policy_loss(inputs, config.loss, config.correction, config.kl, trainer.kl_coef)
-    # Only completions of this version alone, prompt included: older tokens leave keys and values of older weights behind.
+    # Count only completions that this version sampled whole, prompt included. Older tokens leave KV cache
+    # entries of older weights behind.
     is_fresh_B = ((batch.versions_BT == version) | ~batch.mask_BT).all(dim=1) & (batch.entered_versions_B == version)
     fresh_BT = batch.mask_BT & is_fresh_B.unsqueeze(1) & is_first_update
     mismatch_BT = (logprobs_BT.detach() - batch.behaviour_logprobs_BT).abs()
     log_ratio_BT = masked(inputs.logprobs_BT.detach() - batch.behaviour_logprobs_BT, batch.mask_BT)
-    # How much each token moves the policy; stops at the logprobs, so it costs next to nothing.
+    # How strongly each token moves the policy. The gradient stops at the logprobs, so it costs next to
+    # nothing.
     (pull_BT,) = torch.autograd.grad(loss, logprobs_BT, retain_graph=True)
     trainer.extremes.see(log_ratio_BT, pull_BT.abs(), (batch.weights_B * batch.advantages_B).abs())
     trainer.mismatch.see(batch.places_B, fresh_BT, mismatch_BT)

@@ -1,10 +1,10 @@
-"""The supervised warm start: cross-entropy on the data's answers, before the first push of a fresh run.
+"""Supervised warm start: cross-entropy on the data's answers, before the first weight sync of a new run.
 
     prompts of the data ─▶ answer + end ─▶ rows ─▶ micro-batches ─▶ cross-entropy ─▶ AdamW of its own
 
-Stands between the loading of the policy and everything that looks at its weights: the reference, the server, the
-checkpoints. Invariant: what it learns depends on the weights, the data, the seed and the config alone, not on the number
-of ranks or the size of the micro-batches (up to rounding).
+Runs after the policy is loaded and before the reference, the server and the checkpoints read its weights.
+Invariant: up to rounding, the result does not depend on the number of ranks or the size of the micro-batches.
+It depends only on the weights, the data, the seed and the config.
 
 Suffixes: B answers, T tokens of the longest.
 """
@@ -34,9 +34,13 @@ log = logging.getLogger(__name__)
 
 
 def warm_start(run_inputs: RunInputs, accelerator: Accelerator, policy: nn.Module) -> float:
-    """Train the prepared policy for `warm_start.steps` steps; return the last step's mean loss per token.
+    """Train for `warm_start.steps` steps; return the last step's mean loss per token.
 
-    Every rank reads the data and takes its share of the rows. Raises DataError for data without usable answers, NotFiniteError.
+    `policy` is as prepared by accelerate. Every rank reads the data and takes its share of the rows.
+
+    Raises:
+        DataError: The data has no usable answers, or the tokenizer has no end-of-sequence token.
+        NotFiniteError: The gradient norm is NaN or inf.
     """
     config, settings = run_inputs.run.learner, run_inputs.run.learner.warm_start
     prompts, tokenizer = run_inputs.prompts, run_inputs.tokenizer
@@ -72,9 +76,12 @@ def warm_start(run_inputs: RunInputs, accelerator: Accelerator, policy: nn.Modul
 def answer_rows(
     prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, config: LearnerConfig, end: int
 ) -> list[Row]:
-    """Return a row for each prompt, its answer and the token `end` in place of a completion, every token of the same weight.
+    """Return one row per prompt, with its answer and the token `end` as completion.
 
-    Raises DataError if an answer is missing, or longer than a completion may be.
+    All tokens have the same weight.
+
+    Raises:
+        DataError: An answer is missing, or longer than a completion may be.
     """
     answers = [_answer_ids(prompt, tokenizer, config, end) for prompt in prompts]
     num_tokens = sum(map(len, answers))
@@ -115,17 +122,17 @@ def _answer_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: Lear
 
 
 def _train_on_answers(accelerator: Accelerator, policy: nn.Module, batches: list[MicroBatch]) -> float:
-    """Accumulate the gradient of the rows' mean cross-entropy; return the mean over all ranks' tokens."""
+    """Accumulate the gradient of the step's mean cross-entropy; return that mean."""
     total = torch.zeros((), device=accelerator.device)
     for i, batch in enumerate(batches):
         with gradient_sync(accelerator, policy, is_last=i == len(batches) - 1):
             loss = _cross_entropy(policy, batch)
-            accelerator.backward(loss * accelerator.num_processes)  # averaged over ranks, the loss is a share
+            accelerator.backward(loss * accelerator.num_processes)  # averaged over ranks; the loss is a share
         total += loss.detach()
     return float(accelerator.reduce(total, "sum"))
 
 
 def _cross_entropy(policy: nn.Module, batch: MicroBatch) -> torch.Tensor:
-    """This micro-batch's share of the step's mean -log p over answer tokens."""
+    """Return this micro-batch's share of the step's mean -log p over answer tokens."""
     logprobs_BT, _ = token_logprobs(policy, batch.pack, temperature=1.0)
     return -(torch.where(batch.mask_BT, logprobs_BT, 0.0) * batch.weights_B.unsqueeze(1)).sum()

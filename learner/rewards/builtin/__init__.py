@@ -1,1 +1,4 @@
-"""Built-in reward functions, by what they rate; function.py has their names. Each is a user's function in form, and would run as one."""
+"""Built-in reward functions, grouped by what they rate.
+
+`function.py` lists their names. Each has the signature of a user's reward function and would run as one.
+"""

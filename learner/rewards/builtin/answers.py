@@ -1,9 +1,10 @@
-"""What a completion answers, and what its `answer` column says is right, as text. Read by the built-in rewards.
+"""Extract a completion's answer, and the gold answers from its row, as text.
 
-    completion ─▶ the assistant's last message ─▶ what follows its reasoning ─▶ answer_of
+    completion ─▶ the assistant's last message ─▶ text after its reasoning ─▶ answer_of
     `answer`, of any JSON type ─────────────────────────────────────────────▶ golds_of, each of which is right
 
-Invariant: reasoning that never ends answers nothing, and what a tool has said is nobody's answer. Pure.
+The built-in reward functions use these pure helpers.
+Invariant: reasoning that never ends yields no answer, and tool output never counts as an answer.
 """
 
 import json
@@ -19,7 +20,7 @@ _WORDS = re.compile(r"[^\W\d_][^\W\d_'’.\-]*(?:[ ,]+[^\W\d_][^\W\d_'’.\-]*)*
 _CONCLUDES = re.compile(r"(?:####|\banswer\s+is\b|\banswer\s*:)[\s:*]*([^\n]+)", re.IGNORECASE)
 _HEDGED = re.compile(r"\d\S*\s+or\s+\S*\d", re.IGNORECASE)
 _NUMBER = re.compile(
-    r"(?:(?<![\w.)])(?:-|(?<![\d)]\s)-\s)\$?)?"  # the sign of "-5", "- 5" and "-$5", but not of "7-5" and "7 - 5"
+    r"(?:(?<![\w.)])(?:-|(?<![\d)]\s)-\s)\$?)?"  # sign of "-5", "- 5" and "-$5", but not of "7-5", "7 - 5"
     r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)(?:[eE][+-]?\d{1,4}(?!\w))?"
 )
 _MINUS = "\N{MINUS SIGN}"
@@ -28,7 +29,10 @@ _CHOICE = re.compile(
     r"[\s.]*(?:(?i:option|choice|answer)[\s.:]+)?([A-Z]|[a-z](?=[\s.]*$))"
     r"(?=\s*(?:$|[.:,;/&–—-]|(?:or|and|because|since|as|which|is\s+(?:the\s+)?(?:correct|right|answer))\b))"
 )
-"""A letter that stands alone, and no article: "B", "Option B", "B. Paris", "B because", but not "A dog"."""
+"""Letter that stands alone and is not an article.
+
+It matches "B", "Option B", "B. Paris" and "B because", but not "A dog".
+"""
 _SECOND_CHOICE = re.compile(r"[\s.,]*(?:or\b|and\b|[/&,])[\s.]*(?!I\s+[a-z])[A-Z](?!\w)")
 _FENCE = re.compile(r"```[ \t]*\w*[ \t]*\n(.*?)\n?```", re.DOTALL)
 _MIXED = re.compile(r"(?<![\w.,/^\\{])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\w.,/])")
@@ -37,11 +41,14 @@ _TIME = re.compile(
     r"(?<![\w:.,/^*+{(-])((?:[01]?\d|2[0-4])(?::[0-5]\d){1,2})(?![\d:/^*!+]|\.\d)(?:\s*([ap])\.?\s?m\b)?", re.IGNORECASE
 )
 _NO_CHOICE = re.compile(r"\d|\b(?:not|or|between|before|after)\b", re.IGNORECASE)
-"""An answer that is a time contains no other number and none of these words."""
+"""Numbers and words that disqualify a time answer when they remain next to the time."""
 
 
 def completion_text(completion: Any, *, opens_reasoning: bool = False) -> str:
-    """Return what the assistant said last: the completion itself, or its last message of a conversational one, reasoning included."""
+    """Return the text of the assistant's last message, reasoning included.
+
+    A plain-text completion counts as that message.
+    """
     if isinstance(completion, str):
         return OPENS_REASONING + completion if opens_reasoning else completion
     said: dict[str, Any] = next(
@@ -54,9 +61,10 @@ def completion_text(completion: Any, *, opens_reasoning: bool = False) -> str:
 
 
 def answer_of(completion: Any, *, opens_reasoning: bool = False) -> str:
-    """Return what follows the reasoning, or all where there is none; "" if the reasoning has not ended.
+    """Return the text after the reasoning, or "" if the reasoning never ends.
 
-    `opens_reasoning`: the prompt ends with `<think>`, so that the completion begins within the reasoning.
+    Without reasoning, return the whole text. `opens_reasoning`: the prompt ends with `<think>`, so the
+    completion starts inside the reasoning.
     """
     _, has_reasoned, answer = completion_text(completion, opens_reasoning=opens_reasoning).rpartition(CLOSES_REASONING)
     if OPENS_REASONING in answer:
@@ -65,7 +73,10 @@ def answer_of(completion: Any, *, opens_reasoning: bool = False) -> str:
 
 
 def golds_of(gold: Any) -> list[str]:
-    """Return the texts that are right: those of a list are alternatives. None and an empty text or list: nothing is known."""
+    """Return the right answers as texts. Items of a list are alternatives.
+
+    None, an empty text and an empty list give no answers: nothing is known.
+    """
     match gold:
         case None:
             return []
@@ -82,14 +93,20 @@ def golds_of(gold: Any) -> list[str]:
 
 
 def _content(content: Any) -> str:
-    """Of a message: a text, a list of parts, or None where there are only calls."""
+    """Return the content of a message as text.
+
+    The content is a text, a list of parts, or None if the message only calls tools.
+    """
     if isinstance(content, list):
         return "".join(part.get("text") or "" for part in content if isinstance(part, dict))
     return content if isinstance(content, str) else ""
 
 
 def _plainly(number: float) -> str:
-    """Without an exponent, which LaTeX reads as Euler's number: 1e-05 is 0.00001, 42.0 is 42."""
+    """Format a number without an exponent: 1e-05 as 0.00001, 42.0 as 42.
+
+    LaTeX reads the e of an exponent as Euler's number.
+    """
     decimal = Decimal(repr(number))
     if not decimal.is_finite():
         return repr(number)
@@ -98,7 +115,10 @@ def _plainly(number: float) -> str:
 
 
 def last_box(text: str) -> str | None:
-    r"""Return what the last `\boxed{…}` holds: "" if it does not end, None if there is none."""
+    r"""Return the content of the last `\boxed{…}`, or None if there is none.
+
+    A box that never ends gives "".
+    """
     begins = [match.end() for match in _BOX.finditer(text)]
     if not begins:
         return None
@@ -112,21 +132,27 @@ def last_box(text: str) -> str | None:
 
 
 def short_answer(text: str) -> str:
-    """Return what a whole text answers: its last box, or what it marks as its answer, or else all that follows its reasoning."""
+    """Return the answer that a whole text gives.
+
+    This is its last box, else its last marked answer, else all text after its reasoning.
+    """
     answer = answer_of(text)
     box, marked = last_box(answer), _CONCLUDES.findall(answer)
     return (answer if box is None and not marked else marked[-1] if box is None else box).strip(" .*$\n")
 
 
 def last_number_in(text: str) -> Decimal | None:
-    """Return the first number behind the last `####`, or the last one of a text without it; None if there is none."""
+    """Return the first number after the last `####`, or None if there is none.
+
+    Without `####`, return the last number of the text.
+    """
     _, mark, said = text.replace(_MINUS, "-").rpartition("####")
     numbers = _NUMBER.findall(said)
     return _value(numbers[0 if mark else -1]) if numbers else None
 
 
 def as_number(text: str) -> Decimal | None:
-    """Return the number that a whole text is; None if it is another text."""
+    """Parse a whole text as one number, or return None."""
     number = text.strip().replace(_MINUS, "-")
     return _value(number) if _NUMBER.fullmatch(number) else None
 
@@ -140,20 +166,27 @@ def num_boxes(text: str) -> int:
 
 
 def is_words(gold: str) -> bool:
-    r"""Whether a gold is a word or several, "Paris" or `\text{not enough}`, and no product of variables, `ab`."""
+    r"""Return whether a gold is made of words, such as "Paris" or `\text{not enough}`.
+
+    A product of variables, such as `ab`, is not.
+    """
     words = _without_commands(gold)
     return _WORDS.fullmatch(words) is not None and max(map(len, words.split())) > 2
 
 
 def is_time(gold: str) -> bool:
-    """Whether a gold is a time of day or a duration: "3:30", "3:30 p.m.", "1:02:03". A ratio may look like one."""
+    """Return whether a gold is a time of day or a duration.
+
+    Examples: "3:30", "3:30 p.m.", "1:02:03". A ratio may look the same.
+    """
     return _TIME.fullmatch(_spoken(gold)) is not None
 
 
 def same_time(text: str, gold: str) -> bool:
-    """Compare by the clock, 3:30 p.m. and 15:30 alike; a gold without a half of the day does not ask for one.
+    """Compare two times by the clock, so that 3:30 p.m. equals 15:30.
 
-    A text with another number, or that leaves a choice, is no answer.
+    A gold without a.m. or p.m. matches both. A text that holds another number or leaves a choice does not
+    match.
     """
     text = _spoken(text)
     said, right = _TIME.findall(text), _TIME.findall(_spoken(gold))
@@ -165,7 +198,7 @@ def same_time(text: str, gold: str) -> bool:
 
 
 def _spoken(text: str) -> str:
-    """Without LaTeX's spaces, braces and stress."""
+    """Remove LaTeX spacing, `{:}`, emphasis and text commands."""
     for mark, plain in (("\\,", " "), ("\\;", " "), ("~", " "), ("{:}", ":"), ("*", "")):
         text = text.replace(mark, plain)
     return _without_commands(text)
@@ -179,14 +212,19 @@ def _seconds(clock: str, half: str = "") -> int:
 
 
 def concluded(text: str) -> str:
-    """Return the last thing that a text without a box says is its answer: after `####` or "answer is", else its last line."""
+    """Return the final answer of a text that has no box.
+
+    This is the text after the last `####` or "answer is", else the last line.
+    """
     marked = _CONCLUDES.findall(text)
     return (marked[-1] if marked else text.rpartition("\n")[2]).strip()
 
 
 def chosen(text: str) -> str | None:
-    r"""Return the letter that a text chooses among several: in its last box, after "answer is" or "####", or in its last line; None if
-    there is none, or another one beside it.
+    r"""Return the letter that a text chooses, or None.
+
+    The letter is in the last box, else after "answer is" or "####", else in the last line. The result is None
+    if there is no letter or a second choice follows it.
     """
     box = last_box(text)
     said = _without_commands(concluded(text) if box is None else box).translate(_DECORATION)
@@ -198,23 +236,23 @@ def chosen(text: str) -> str | None:
 
 
 def without_fence(text: str) -> str:
-    """Return what a code block holds that is the whole text; other texts as they are."""
+    """Return the content of a code block that is the whole text, else the text."""
     match = _FENCE.fullmatch(text.strip())
     return match[1] if match else text
 
 
 def is_hedged(text: str) -> bool:
-    """Whether it names one number or another."""
+    """Return whether the final answer offers one number or another."""
     return _HEDGED.search(concluded(text)) is not None
 
 
 def same_words(one: str, other: str) -> bool:
-    """Compare without case, white space, punctuation at the ends and LaTeX's commands for text."""
+    """Compare texts without case, spacing, outer punctuation and LaTeX text commands."""
     return _normalised(one) == _normalised(other)
 
 
 def with_mixed_numbers(text: str) -> str:
-    r"""Write `11 5/6` as `11\frac{5}{6}`, which is read as one number."""
+    r"""Write `11 5/6` as `11\frac{5}{6}`, which is parsed as one number."""
     return _MIXED.sub(r"\1\\frac{\2}{\3}", text)
 
 

@@ -1,4 +1,7 @@
-"""`json_schema`: whether an answer is JSON of the form that its row asks for. In the reward workers; pure."""
+"""Reward function `json_schema`: check an answer against its row's JSON Schema.
+
+It runs in the reward workers and is pure.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,9 +14,10 @@ from learner.rewards.builtin.answers import answer_of, without_fence
 def json_schema(
     completions: Sequence[Any], schema: Sequence[Any], opens_reasoning: bool = False, **kwargs: Any
 ) -> list[float | None]:
-    """1 if the answer, or the code block that it is, is JSON that the `schema` column allows; else 0; None if the column is empty.
+    """Return 1 if the answer is JSON that the `schema` column allows, else 0.
 
-    The column holds a JSON Schema, or its text; the draft is the one it names in `$schema`, else 2020-12. References lead only into itself.
+    The answer may be one code block. An empty column gives None. The column holds a JSON Schema or its text.
+    `$schema` names the draft, by default 2020-12. References resolve only within the schema itself.
     """
     rewards: list[float | None] = []
     for completion, column in zip(completions, schema, strict=True):
@@ -26,7 +30,7 @@ def json_schema(
             RecursionError,
             UnicodeEncodeError,
             OverflowError,
-        ):  # OverflowError: multipleOf of a huge number
+        ):  # OverflowError: multipleOf with a huge number
             rewards.append(0.0)
     return rewards
 

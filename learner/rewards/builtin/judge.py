@@ -1,9 +1,10 @@
-"""`judge`: a model behind an OpenAI endpoint says what an answer is worth. In the event loop of the reward workers.
+"""Reward function `judge`: a model behind an OpenAI endpoint rates each answer.
 
-    prompt, answer, completion ─▶ the judge's prompt ─▶ POST chat/completions ─▶ the last number that it says ─▶ a share of best_score
+    prompt, answer, completion ─▶ judge prompt ─▶ POST chat/completions ─▶ last number ─▶ share of best_score
 
-Invariant: only what the judge says after its own reasoning is read. A judge that says no number leaves the completion unscorable; one that
-cannot be reached is asked again later (reach.py).
+It runs in the event loop of the reward workers. A call that cannot reach the judge is retried (`reach.py`).
+Invariant: only the text after the judge's own reasoning counts. A verdict without a number leaves its
+completion unscorable.
 """
 
 import asyncio
@@ -19,9 +20,9 @@ from learner.rewards.builtin.answers import answer_of, completion_text, golds_of
 from learner.user_code import shorten
 
 IN_TIME = 0.9
-"""Of timeout_s; what comes later costs its own completion."""
+"""Share of timeout_s within which verdicts must arrive. A later one leaves only its completion unrated."""
 OF_THE_QUESTION = {400, 413, 422}
-"""Statuses: the judge does not take this text, such as one that is too long for it."""
+"""HTTP statuses with which a judge rejects this text, for example because it is too long."""
 
 
 async def judge(
@@ -33,15 +34,19 @@ async def judge(
     opens_reasoning: bool = False,
     **kwargs: Any,
 ) -> list[float | None]:
-    """What the model of learner.reward.judge says of each answer, from 0 to 1; None if it says no number, in time and to its end."""
-    import aiohttp  # by those alone who ask a judge
+    """Return the judge's rating of each answer, from 0 to 1.
+
+    learner.reward.judge names the model. A rating is None if the judge rejects the text, or if its verdict is
+    late, cut off or without a number.
+    """
+    import aiohttp  # imported only for runs with a judge
 
     config, deadline = reward_config.judge, time.monotonic() + IN_TIME * timeout_s
     asked = [
         filled(config.prompt, prompt, answer_of(completion, opens_reasoning=opens_reasoning), gold)
         for prompt, completion, gold in zip(prompts, completions, answer or [None] * len(prompts), strict=True)
     ]
-    key = os.environ.get("JUDGE_API_KEY", "").strip()  # from a file it may end with its line
+    key = os.environ.get("JUDGE_API_KEY", "").strip()  # a key from a file may end with a line break
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=None)) as session:
         model = config.model or await _first_model(session, config)
@@ -61,7 +66,7 @@ async def judge(
 
 
 def filled(template: str, prompt: Any, said: str, gold: Any) -> str:
-    """Return what the judge is asked. What is filled in is not read for further names."""
+    """Fill in the judge prompt. Placeholders in the inserted texts stay as they are."""
     parts = {"prompt": _as_text(prompt), "completion": said, "answer": "\n".join(golds_of(gold))}
     return re.sub(r"\{(prompt|completion|answer)\}", lambda match: parts[match[1]], template)
 
@@ -89,7 +94,10 @@ async def _verdict(session: Any, config: JudgeConfig, model: str, text: str) -> 
 
 
 def score(verdict: str, best: float) -> float | None:
-    """Return the last number of a text as a share of the best: of "8/10" the 8. A dash before it, as in "Score - 8", is no sign."""
+    """Return the last number of a verdict as a share of `best`, from 0 to 1, or None.
+
+    "8/10" counts as 8. The dash in "Score - 8" is not a sign.
+    """
     plain = re.sub(rf"\s*(?:/|out of)\s*{best:g}\b", "", verdict.replace("####", " "))
     number = last_number_in(re.sub(r"(?:^|(?<=\s))[-–—]\s+", " ", plain, flags=re.MULTILINE))
     return None if number is None else min(1.0, max(0.0, float(number) / best))
@@ -105,7 +113,7 @@ async def _first_model(session: Any, config: JudgeConfig) -> str:
 
 async def _answered(response: Any) -> Any:
     if response.status in (429, 502, 503, 504):
-        response.raise_for_status()  # asked again later
+        response.raise_for_status()  # retried later
     if response.status != 200:
         body = shorten(await response.text(errors="replace"), 300)
         raise RuntimeError(f"the judge at {response.url} answered with status {response.status}: {body}")

@@ -1,6 +1,7 @@
-"""`math_equivalence`: whether an answer is the same mathematics as its gold, by math-verify, and the same words where the gold is words.
+"""Reward function `math_equivalence`: compare answers with golds by math-verify.
 
-Invariant: pure, and right for every pair of math_pairs.tsv among the tests that is not marked there.
+A gold that is words is compared as words.
+Invariant: pure, and right for every pair in the tests' math_pairs.tsv that is not marked there.
 """
 
 import logging
@@ -28,13 +29,14 @@ _DELIMITED = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")
 def math_equivalence(
     completions: Sequence[Any], answer: Sequence[Any], opens_reasoning: bool = False, **kwargs: Any
 ) -> list[float | None]:
-    """1 if the completion's last answer is mathematically the `answer` column; None if the column is empty.
+    """Return 1 if the answer mathematically equals the `answer` column, else 0.
 
-    Of a GSM8K gold only what follows `####` counts. Ask in the prompt for answers in `\\boxed{}` or `$…$`: of LaTeX without
-    delimiters math-verify finds a number at most. What else it judges wrongly is marked in the tests' math_pairs.tsv.
-    Its own timeouts are off, for they need signals; a completion such as `\\boxed{9^{9^{9}}}` costs itself alone (lanes.py).
+    An empty column gives None. Only the text after `####` of a GSM8K gold counts. Ask in the prompt for
+    answers in `\\boxed{}` or `$…$`: without delimiters math-verify finds at most a number. The tests'
+    math_pairs.tsv marks its other misjudgments. math-verify's timeouts are off, because they need signals. A
+    completion such as `\\boxed{9^{9^{9}}}` times out alone (`lanes.py`).
     """
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of every timeout that is off
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of every disabled timeout
     rewards: list[float | None] = []
     known: dict[str, list[_Gold]] = {}
     for completion, column in zip(completions, answer, strict=True):
@@ -48,7 +50,7 @@ def math_equivalence(
 
 
 class _Gold:
-    """One right answer: words, which are compared as text, or mathematics."""
+    """One right answer: words or a time, which are compared as text, or mathematics."""
 
     def __init__(self, text: str) -> None:
         self._text, self._is_words, self._is_time = text, is_words(text), is_time(text)
@@ -57,7 +59,10 @@ class _Gold:
         self.is_readable = bool(self._is_words or self._is_time or self._parsed)
 
     def is_met_by(self, text: str) -> bool:
-        """Of several boxes the last one counts, unless the gold is several numbers."""
+        """Return whether a text gives this answer.
+
+        The last of several boxes counts, unless the gold is several numbers.
+        """
         if text == self._text:
             return True
         box = last_box(text)
@@ -66,7 +71,7 @@ class _Gold:
         if self._is_words:
             return same_words(concluded(text) if box is None else box, self._text)
         if self._is_time and same_time(concluded(text) if box is None else box, self._text):
-            return True  # else it may be a ratio
+            return True  # otherwise it may be a ratio
         if box is None:
             marked = text.rpartition("####")
             said = marked[2].strip().partition("\n")[0] if marked[1] else text
@@ -80,12 +85,15 @@ class _Gold:
 
 
 def _parsed_gold(gold: str) -> Any:
-    """A gold is LaTeX without delimiters (`2\\sqrt{3}`), of which a bare parse finds no more than a number; or it has its own."""
+    """Parse a gold, which is LaTeX with or without delimiters.
+
+    Without delimiters (`2\\sqrt{3}`), a bare parse finds at most a number.
+    """
     return (not _DELIMITED.search(gold) and _parsed(f"${gold}$")) or _parsed(gold)
 
 
 def _parsed(text: str) -> Any:
-    from math_verify import parse  # which takes a second, in the processes of those who use it
+    from math_verify import parse  # takes a second, so only processes that use it import it
 
     return parse(text, parsing_timeout=None)
 

@@ -1,10 +1,12 @@
-"""Programs as answers: `passes_tests` runs what a completion has written against the tests of its row. In the reward workers.
+"""Reward function `passes_tests`: run a completion's program against its tests.
 
-    completion ─▶ code_of ─▶ run, once for each check ─▶ program_host.py, in a process of its own ─▶ how it ended, what it printed, its token
+    completion ─▶ code_of ─▶ run, once per check ─▶ program_host.py, a process ─▶ exit code, output, token
     `tests`    ─▶ checks_of ┘
 
-Invariant: one that ends before its tests (`sys.exit(0)`) has not passed them. But it shares the interpreter with them, and may meddle with what they
-use: an object that equals everything, an `all` that says yes. Checks by input and output know no such tricks.
+It runs in the reward workers.
+Invariant: a program that exits before its tests (`sys.exit(0)`) does not pass them. A program shares the
+interpreter with Python tests and can trick them: by an object that equals everything, or an `all` that
+returns True. Checks by input and output cannot be tricked this way.
 """
 
 import ast
@@ -33,7 +35,7 @@ HOST = Path(__file__).with_name("program_host.py")
 MAX_MEMORY_MIB = 1024
 MAX_OUTPUT_BYTES = 16 << 20
 SHARED_OUT = 0.9
-"""Of timeout_s; the rest is for starting processes."""
+"""Share of timeout_s for running programs. The rest is for starting processes."""
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _BLOCK = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)```", re.DOTALL)
 CAN_FAIL = (ast.Assert, ast.Raise, ast.For, ast.While, ast.If, ast.With, ast.Try)
@@ -41,7 +43,7 @@ EXPECTED = 'Python that raises if the program is wrong, a list of such, or a lis
 
 
 class Check(msgspec.Struct, frozen=True):
-    """One run of a program: Python to run after it, or what it reads and has to print."""
+    """One run of a program: Python to run after it, or its input and expected output."""
 
     tests: str | None = None
     given: str = ""
@@ -57,11 +59,14 @@ def passes_tests(
     log_metric: Callable[[str, float], None] = lambda name, value: None,
     **kwargs: Any,
 ) -> list[float | None]:
-    """1 if the last code block of the answer passes the `tests` column; else 0; None if the column is empty.
+    """Return 1 if the last code block of the answer passes the `tests` column, else 0.
 
-    The column holds Python that raises if the program is wrong (`assert f(1) == 2`; HumanEval's `test` with its call), a list of such
-    statements (MBPP), or what the program reads and prints: a list of `{"input": …, "output": …}`, or APPS' `{"inputs": […], "outputs":
-    […]}`. Each program has its share of what is left of timeout_s, and 1 GiB of memory a process.
+    An empty column gives None. The column holds one of:
+    - Python that raises if the program is wrong (`assert f(1) == 2`, or HumanEval's `test` with its call)
+    - a list of such statements (MBPP)
+    - inputs and outputs: a list of `{"input": …, "output": …}`, or APPS' `{"inputs": […], "outputs": […]}`
+
+    Each program has an equal share of the time left of timeout_s, and 1 GiB of memory per process.
     """
     deadline, num_late = time.monotonic() + SHARED_OUT * timeout_s, 0
     rewards: list[float | None] = []
@@ -79,13 +84,17 @@ def passes_tests(
 
 
 def code_of(answer: str) -> str:
-    """Return the last code block that is Python or says nothing of its language, or the whole answer where there is none."""
+    """Return the last code block that is Python or unlabeled, else the whole answer."""
     blocks = [code for language, code in _BLOCK.findall(answer) if language.lower() in ("", "python", "python3", "py")]
     return blocks[-1] if blocks else answer
 
 
 def checks_of(column: Any) -> list[Check]:
-    """Return the runs that a row's tests ask for. Raises ValueError for what is none, and for Python that cannot fail."""
+    """Return the checks that a row's tests describe.
+
+    Raises:
+        ValueError: if the column has another form or holds Python that cannot fail.
+    """
     if isinstance(column, str) and column.lstrip()[:1] in ("[", "{"):
         column = _read(column)
     if column in (None, "", [], {}):
@@ -105,7 +114,7 @@ def checks_of(column: Any) -> list[Check]:
 
 
 def _read(text: str) -> Any:
-    """As datasets keep lists in texts: JSON, or what Python prints of them."""
+    """Parse a list that a dataset stores as JSON or as a Python literal."""
     with suppress(msgspec.DecodeError):
         return msgspec.json.decode(text)
     with suppress(ValueError, SyntaxError):
@@ -135,17 +144,26 @@ def _text(lines: Any) -> str:
 
 
 def _passes(code: str, checks: Sequence[Check], timeout_s: float, *, unconfined: bool) -> bool:
-    """Whether a program passes all of its checks, in so much time together. Raises TimeoutError."""
+    """Return whether a program passes all checks within one shared timeout.
+
+    Raises:
+        TimeoutError: if the time is up.
+    """
     deadline = time.monotonic() + timeout_s
     return all(run(code, check, deadline - time.monotonic(), unconfined=unconfined) for check in checks)
 
 
 def run(code: str, check: Check, timeout_s: float, *, unconfined: bool = False) -> bool:
-    """Whether a program passes a check. Raises TimeoutError, and OSError where it cannot be confined."""
+    """Return whether a program passes a check.
+
+    Raises:
+        TimeoutError: if the time is up.
+        OSError: if the program cannot be confined.
+    """
     token = secrets.token_hex(16)
     ended = _hosted(code, check, token, timeout_s, unconfined=unconfined)
     if check.tests is not None:
-        return ended.reported.startswith(token)  # twice from one that has forked
+        return ended.reported.startswith(token)  # a program that forked may report the token twice
     return ended.exit_code == 0 and _lines(ended.printed) == _lines(check.expected)
 
 
@@ -154,16 +172,16 @@ def _lines(text: str) -> list[str]:
 
 
 def why_not_confined() -> str | None:
-    """Return why programs cannot be confined on this machine; None: they can."""
+    """Return why this machine cannot confine programs, or None if it can."""
     try:
         has_run = run("import decimal", Check("assert decimal.Decimal(1) == 1"), timeout_s=30.0)
-    except OSError as error:  # TimeoutError is one
+    except OSError as error:  # includes TimeoutError
         return str(error) or "it does not start in time"
     return None if has_run else "it has no standard library"
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """What became of a process."""
+    """Exit code, output and report of a finished process."""
 
     exit_code: int
     printed: str
@@ -171,8 +189,13 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 def _hosted(code: str, check: Check, token: str, timeout_s: float, *, unconfined: bool = False) -> Ended:
-    """Raises TimeoutError, and OSError where it cannot be confined."""
-    mark = secrets.token_hex(16)  # no program can tell a problem of ours
+    """Run a check in a host process.
+
+    Raises:
+        TimeoutError: if the time is up.
+        OSError: if the program cannot be confined.
+    """
+    mark = secrets.token_hex(16)  # random, so that no program can fake a host error
     with ExitStack() as cleanup:
         files = [os.memfd_create(name) for name in ("given", "printed", "reported")]
         for descriptor in files:
@@ -221,10 +244,10 @@ def _run_host(order: bytes, files: Sequence[int], folder: str, timeout_s: float)
         if process.returncode is None:
             kill_with_descendants(process.pid)
             process.wait()
-            with suppress(ChildProcessError):  # the first process of its namespace has become a child of this one
+            with suppress(ChildProcessError):  # the namespace's first process has become a child of this one
                 while True:
                     os.waitpid(-process.pid, 0)
-        with suppress(ProcessLookupError, PermissionError):  # what an unconfined one has left behind
+        with suppress(ProcessLookupError, PermissionError):  # left behind by an unconfined program
             os.killpg(process.pid, signal.SIGKILL)
     return process.returncode
 

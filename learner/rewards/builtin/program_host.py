@@ -1,11 +1,14 @@
-"""Runs one program that a model wrote, confined. A script of its own in a fresh interpreter, of the standard library alone.
+"""Run one program that a model wrote, confined.
 
-    program_host.py IN OUT REPORT    three open files; the order comes as JSON on its standard input:
-    order ─▶ isolate ─▶ enter ─▶ give_up ─▶ the program, which reads IN and writes OUT ─▶ its tests ─▶ the token, into REPORT
+This script runs in a fresh interpreter and imports only the standard library.
 
-Invariant: before the program's first line it sees no process but its own, no network and no files but the interpreter's, which it cannot
-change, and a folder in memory; it has no capabilities, and when this process ends, all that the program has started ends too. A kernel or
-container that does not allow this is told of in REPORT, and the program is not run. Linux only.
+    program_host.py IN OUT REPORT    three open files, and the order as JSON on standard input
+    order ─▶ isolate ─▶ enter ─▶ give_up ─▶ program, reads IN, writes OUT ─▶ its tests ─▶ token, into REPORT
+
+Invariant: from its first line, the program sees no process but its own and no network. Its only files are the
+read-only ones of the interpreter and a folder in memory. It has no capabilities, and everything it starts
+ends with this process. If the kernel or container does not allow this, REPORT holds the error and the program
+does not run. Linux only.
 """
 
 import ctypes
@@ -16,7 +19,7 @@ import signal
 import sys
 import types
 
-# Of prctl(2), unshare(2), mount(2), umount2(2) and mount_setattr(2).
+# Constants of prctl(2), unshare(2), mount(2), umount2(2) and mount_setattr(2).
 PARENT_DEATH_SIGNAL, NO_NEW_PRIVILEGES = 1, 38
 NEW_MOUNTS, NEW_IPC, NEW_USER, NEW_PIDS, NEW_NETWORK = 0x2_0000, 0x0800_0000, 0x1000_0000, 0x2000_0000, 0x4000_0000
 NO_DEVICES_OR_SETUID, BIND, RECURSIVE, PRIVATE, DETACH = 0x6, 0x1000, 0x4000, 0x4_0000, 0x2
@@ -30,13 +33,13 @@ SEEN = (
 FOLDER = "/program"
 MAX_FOLDER_MIB, MAX_FILE_MIB, MAX_OPEN_FILES, MAX_PROCESSES = 64, 16, 128, 32
 FIRST_USER = 1 << 20
-"""As root, a program is a user that nobody else is: root has no limit of processes."""
+"""Base of unused user ids for programs under root. Root itself has no process limit."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main(given: str, out: str, report: str) -> None:
-    """Run the order."""
+    """Read the order and run it."""
     order = json.load(sys.stdin)
     is_confined, mark = not order["unconfined"], order.pop("mark")
     try:
@@ -61,19 +64,22 @@ def main(given: str, out: str, report: str) -> None:
 
 
 def run_as_script(program: str) -> None:
-    """What it prints and how it ends is all that counts."""
+    """Run the program as a script. Only its output and its exit code count."""
     exec(compile(program, "program.py", "exec"), named("__main__"))  # noqa: S102  what this process is for
 
 
 def test(program: str, tests: str, report: int, token: bytes) -> None:
-    """Report the token if both come to their ends. As a module: what the program does as a script, it does not do here."""
-    # Taken before the program can put others in their places.
+    """Report the token if both the program and its tests run to the end.
+
+    The program runs as a module, so its `__main__` code does not run.
+    """
+    # Bound before the program can replace these names.
     run, write, leave, names = exec, os.write, os._exit, named("program")
     try:
         tests_code = compile(tests, "tests.py", "exec")
         run(compile(program, "program.py", "exec"), names)
         run(tests_code, names)
-    except BaseException:  # whatever it raises, it has failed
+    except BaseException:  # any exception is a failure
         leave(1)
     else:
         write(report, token)
@@ -81,29 +87,35 @@ def test(program: str, tests: str, report: int, token: bytes) -> None:
 
 
 def named(name: str) -> dict[str, object]:
-    """The names of a new module, which dataclasses and pickle look for."""
+    """Return the namespace of a new module, which dataclasses and pickle look up."""
     module = types.ModuleType(name)
     sys.modules[name] = module
     return module.__dict__
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """Be killed when the parent ends."""
+    """Have the kernel kill this process when its parent ends."""
     libc.prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
-    if parent not in (None, os.getppid()):  # it has ended before
+    if parent not in (None, os.getppid()):  # it has already ended
         os._exit(1)
 
 
 def isolate() -> None:
-    """Go on as another process, which sees no network and no process but its own children; they end with it. Raises OSError."""
+    """Continue as a process that sees no network and no process but its children.
+
+    Its children end with it.
+
+    Raises:
+        OSError: if the kernel refuses.
+    """
     user, group = os.getuid(), os.getgid()
     alone = NEW_MOUNTS | NEW_IPC | NEW_PIDS | NEW_NETWORK
-    if libc.unshare(alone) != 0:  # whoever is not root may do it as the root of a namespace of users
+    if libc.unshare(alone) != 0:  # only root may do this outside a new user namespace
         called("unshare", alone | NEW_USER)
         for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
-    # The first process of a namespace ignores the signals of its own children: the program is its child.
+    # Process 1 of a namespace ignores signals of its own children, so the program runs as its child.
     for _ in range(2):
         if child := os.fork():
             _, status = os.waitpid(child, 0)
@@ -112,7 +124,11 @@ def isolate() -> None:
 
 
 def enter(root: str) -> None:
-    """Make `root`, an empty folder, the root of all files, with what the interpreter needs in it. Raises OSError."""
+    """Make the empty folder `root` the root file system, holding what Python needs.
+
+    Raises:
+        OSError: if the kernel refuses.
+    """
     called("mount", None, b"/", None, RECURSIVE | PRIVATE, None)
     called("mount", b"tmpfs", root.encode(), b"tmpfs", NO_DEVICES_OR_SETUID, b"size=1m,mode=755")
     os.umask(0o022)
@@ -153,7 +169,7 @@ def show(path: str, place: str) -> None:
 
 
 def limit(max_memory_mib: int, timeout_s: float, *, is_confined: bool) -> None:
-    """Of each of its processes but for their number."""
+    """Set resource limits, which apply per process except for the number of processes."""
     limits = {
         resource.RLIMIT_AS: max_memory_mib << 20,
         resource.RLIMIT_CPU: int(timeout_s) + 1,
@@ -161,7 +177,7 @@ def limit(max_memory_mib: int, timeout_s: float, *, is_confined: bool) -> None:
         resource.RLIMIT_NOFILE: MAX_OPEN_FILES,
         resource.RLIMIT_CORE: 0,
     }
-    if is_confined:  # else all that this user has on the machine count
+    if is_confined:  # otherwise all processes of this user on the machine count
         limits[resource.RLIMIT_NPROC] = MAX_PROCESSES
     for which, most in limits.items():
         _, hard = resource.getrlimit(which)
@@ -170,7 +186,11 @@ def limit(max_memory_mib: int, timeout_s: float, *, is_confined: bool) -> None:
 
 
 def give_up(user: int) -> None:
-    """Be nobody else's user, with no capability, for good. Raises OSError."""
+    """Drop all capabilities for good and, under root, switch to an unused user id.
+
+    Raises:
+        OSError: if the kernel refuses.
+    """
     if os.getuid() == 0:
         os.setgroups([])
         os.setgid(user)
@@ -178,11 +198,11 @@ def give_up(user: int) -> None:
     called("prctl", NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     header, none = (ctypes.c_uint32 * 2)(CAPABILITIES_VERSION, 0), (ctypes.c_uint32 * 6)()
     called("capset", header, none)
-    end_with_parent()  # a change of the user has taken that back
+    end_with_parent()  # changing the user has reset this setting
 
 
 def called(name: str, *arguments: object) -> None:
-    """Call a function of the C library. Raises OSError."""
+    """Call a function of the C library. Raises OSError if it fails."""
     if getattr(libc, name)(*arguments) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")

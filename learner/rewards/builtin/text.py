@@ -1,7 +1,9 @@
-"""Built-in reward functions for answers that are texts: words, a number, a letter. They have TRL's signature, as a user's have.
+"""Built-in reward functions for answers that are texts: words, a number, a letter.
 
-They run in the reward workers, after a group has come back and before its advantages. Invariant: pure functions of their
-arguments; `None` means that a completion cannot be scored, never that it is wrong. Nothing that TRL's environment lacks is imported.
+They have TRL's signature, as users' functions have, and run in the reward workers. They import only what is
+installed in TRL's environment too.
+Invariant: pure functions of their arguments. None means that a completion cannot be scored, never that it is
+wrong.
 """
 
 import re
@@ -18,7 +20,10 @@ _THINK_FORMAT = re.compile(r"<think>.*?</think>\s*<answer>.*?</answer>", re.DOTA
 def exact_match(
     completions: Sequence[Any], answer: Sequence[Any], opens_reasoning: bool = False, **kwargs: Any
 ) -> list[float | None]:
-    """1 if the answer, without surrounding white space, is the `answer` column; else 0; None if the column is empty."""
+    """Return 1 if the answer equals the `answer` column, else 0.
+
+    Surrounding white space does not count. An empty column gives None.
+    """
     return [
         float(answer_of(completion, opens_reasoning=opens_reasoning).strip() in map(str.strip, golds))
         if (golds := golds_of(gold))
@@ -30,9 +35,11 @@ def exact_match(
 def last_number(
     completions: Sequence[Any], answer: Sequence[Any], opens_reasoning: bool = False, **kwargs: Any
 ) -> list[float | None]:
-    """1 if the last number of the answer, or the first behind `####`, is the `answer` column; None if the column is not one number.
+    """Return 1 if the number of the answer equals the `answer` column, else 0.
 
-    Of a GSM8K gold only what follows `####` counts. Thousands separators are read: "1,234" is 1234, and "100,200" is not 200.
+    This is the first number after `####`, else the last one. A column that is not one number gives None. Only
+    the text after `####` of a GSM8K gold counts. Thousands separators are read: "1,234" is 1234, and
+    "100,200" is not 200.
     """
     rewards: list[float | None] = []
     for completion, column in zip(completions, answer, strict=True):
@@ -45,9 +52,10 @@ def last_number(
 def multiple_choice(
     completions: Sequence[Any], answer: Sequence[Any], opens_reasoning: bool = False, **kwargs: Any
 ) -> list[float | None]:
-    """1 if the answer chooses the letter in the `answer` column; else 0, also if it names two; None if the column is empty.
+    """Return 1 if the answer chooses the letter in the `answer` column, else 0.
 
-    Read are `\\boxed{B}`, "the answer is (B)", "#### B", and a last line that is "B", "(B)" or "B. Paris". A whole number in the column
+    An answer that names two letters gets 0. An empty column gives None. Recognized are `\\boxed{B}`, "the
+    answer is (B)", "#### B", and a last line that is "B", "(B)" or "B. Paris". A whole number in the column
     counts from 0, as in MMLU: 1 is B.
     """
     rewards: list[float | None] = []
@@ -70,9 +78,10 @@ def _letter(gold: Any) -> str:
 def share_right(
     completions: Sequence[Any], answer: Sequence[Any], opens_reasoning: bool = False, **kwargs: Any
 ) -> list[float | None]:
-    """Share of the `answer` column's characters that are in their places, the end counted as one more character.
+    """Return the share of the `answer` column's characters that are in their places.
 
-    Without the end, a model that has every character right has hardly a reason to stop.
+    The end counts as one more character. Otherwise a model with every character right hardly has a reason to
+    stop.
     """
     texts = [answer_of(completion, opens_reasoning=opens_reasoning) for completion in completions]
     return [
@@ -82,7 +91,10 @@ def share_right(
 
 
 def think_format(completions: Sequence[Any], opens_reasoning: bool = False, **kwargs: Any) -> list[float | None]:
-    """1 if the whole completion is `<think>…</think><answer>…</answer>`, of which the prompt may have opened the first; else 0."""
+    """Return 1 if a completion is `<think>…</think><answer>…</answer>`, else 0.
+
+    The prompt may have opened the first tag.
+    """
     texts = [completion_text(completion, opens_reasoning=opens_reasoning).strip() for completion in completions]
     return [float(_THINK_FORMAT.fullmatch(text) is not None) for text in texts]
 
@@ -95,5 +107,5 @@ def _share_right(text: str, gold: str) -> float:
 def environment_reward(
     completions: Sequence[Any], environment_rewards: Sequence[float | None], **kwargs: Any
 ) -> list[float | None]:
-    """What the environment itself says of each episode (`get_reward`)."""
+    """Return the environment's own reward of each episode (`get_reward`)."""
     return list(environment_rewards)

@@ -1,4 +1,4 @@
-"""Rewards are cheap to test, and dear to get wrong: a policy finds every hole."""
+"""Rewards are cheap to test, and mistakes are expensive: a policy finds every loophole."""
 
 import json
 from pathlib import Path
